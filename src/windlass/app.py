@@ -1,0 +1,333 @@
+"""The composition root: settings in, a client or a worker out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import sys
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self, TypeVar, overload
+from uuid import UUID
+
+import orjson
+
+from windlass.db.database import Pool, adopt, complete, is_blocking
+from windlass.db.doorbell import Doorbell
+from windlass.db.embedded import EmbeddedPostgres
+from windlass.db.migrate import Migration, migrate, require_current
+from windlass.engine.catalog import Catalog
+from windlass.engine.jobs import Job, JobEvent, JobId, NewJob
+from windlass.engine.processes import CHILD_BRIEF, ChildProgram
+from windlass.engine.queue import Queue
+from windlass.engine.worker import Worker
+from windlass.errors import DatabaseUnavailable, InvalidInput, JobCancelled, JobFailed, WaitTimeout
+from windlass.operations.registry import Registry
+from windlass.settings import Settings, load_settings
+from windlass.states import JobStatus
+
+T = TypeVar("T")
+VERSION = version("windlass")
+_ENQUEUE_TRIES = 5
+_WAIT_SECONDS_MIN = 0.005
+_WAIT_SECONDS_MAX = 0.5
+Operation = str | NewJob | Any
+
+
+class AsyncWindlass:
+    """Windlass for async code: enqueue jobs, wait for them, cancel them.
+
+    >>> async with AsyncWindlass() as windlass:
+    ...     job = await windlass.enqueue(greet, {"name": "Ada"})
+    ...     print(await windlass.wait(job))
+
+    Without `database_url` (or WINDLASS_DATABASE_URL) it uses the embedded PostgreSQL, and starts it if need be.
+    """
+
+    def __init__(
+        self,
+        *,
+        database_url: str | None = None,
+        operations: Sequence[Any] | Registry = (),
+        settings: Settings | None = None,
+    ) -> None:
+        self.settings = settings or load_settings({"database": {"url": database_url}})
+        self.operations = operations if isinstance(operations, Registry) else Registry(operations)
+        self.embedded: EmbeddedPostgres | None = None
+        self._pool: Pool | None = None
+
+    @property
+    def pool(self) -> Pool:
+        if self._pool is None:
+            raise InvalidInput("this client is not open; use it in a `with` block, or call open()")
+        return self._pool
+
+    # Life -------------------------------------------------------------------------------------------------------
+
+    async def open(self, *, migrated: bool = True) -> Self:
+        """Connect; `migrated=False` leaves the schema unlooked at, for the commands that mend it."""
+        url = self.settings.database.url
+        if url is None:
+            url = await asyncio.to_thread(self._start_embedded)
+        self._pool = Pool(self.settings.database, url)
+        try:
+            await self._pool.open()
+            if migrated and self.embedded is not None:
+                await migrate(self._pool, VERSION)
+            elif migrated:
+                await require_current(self._pool, VERSION)
+        except BaseException:
+            await self.close()
+            raise
+        self.queue = Queue(self._pool, self.settings.engine)
+        self.catalog = Catalog(self.queue, self.operations)
+        self.doorbell = Doorbell(self._pool)
+        return self
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            if hasattr(self, "doorbell"):
+                await self.doorbell.close()
+            await self._pool.close()
+            self._pool = None
+        if self.embedded is not None:
+            await asyncio.to_thread(self.embedded.stop)
+            self.embedded = None
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def migrate(self) -> list[Migration]:
+        """Bring the schema up to this program; safe to call from many processes at once."""
+        return await migrate(self.pool, VERSION)
+
+    def _start_embedded(self) -> str:
+        folder = self.settings.database.folder
+        self.embedded = EmbeddedPostgres(Path(folder) if folder else None)
+        return self.embedded.start()
+
+    # Jobs -------------------------------------------------------------------------------------------------------
+
+    @overload
+    async def enqueue(
+        self, operation: Operation, payload: Any = None, *, connection: Any = None, **options: Any
+    ) -> JobId: ...
+
+    @overload
+    async def enqueue(self, operation: Sequence[NewJob], *, connection: Any = None) -> list[JobId]: ...
+
+    async def enqueue(
+        self, operation: Any, payload: Any = None, *, connection: Any = None, **options: Any
+    ) -> JobId | list[JobId]:
+        """Enqueue one job, or a list of `NewJob` in one statement, all or none; answers their ids.
+
+        `options` are the fields of `NewJob`. With `connection` (psycopg or SQLAlchemy) the jobs become part of the
+        caller's own transaction and exist when that commits.
+        """
+        jobs = new_jobs(operation, payload, options)
+        if connection is not None:
+            ids = await self._enqueue_in(connection, jobs)
+        else:
+            ids = await self._enqueue_own(jobs)
+        return ids if isinstance(operation, (list, tuple)) else ids[0]
+
+    async def _enqueue_in(self, connection: Any, jobs: Sequence[NewJob]) -> list[JobId]:
+        session = await adopt(connection)
+        rows = await self.catalog.prepare(jobs, session=session)
+        return [enqueued.id for enqueued in await self.queue.enqueue(rows, session=session)]
+
+    async def _enqueue_own(self, jobs: Sequence[NewJob]) -> list[JobId]:
+        """The ids are made here, so a call whose answer was lost is simply made again."""
+        for tries in range(_ENQUEUE_TRIES):
+            try:
+                rows = await self.catalog.prepare(jobs)
+                enqueued = await self.queue.enqueue(rows)
+            except DatabaseUnavailable:
+                if tries == _ENQUEUE_TRIES - 1:
+                    raise
+                await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))  # noqa: S311
+            else:
+                self.doorbell.ring({row["queue"] for row in rows})
+                return [one.id for one in enqueued]
+        raise AssertionError("unreachable")
+
+    async def wait(self, job: JobId | UUID | str, *, timeout: float | None = None) -> Any:
+        """The job's result; raises JobFailed, JobCancelled, or WaitTimeout after `timeout` seconds."""
+        id = job_id(job)
+        pause = _WAIT_SECONDS_MIN
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        while True:
+            status, result, error = await self.queue.outcome(id)
+            match status:
+                case JobStatus.SUCCEEDED:
+                    return result
+                case JobStatus.FAILED:
+                    raise JobFailed(str(id), error or {})
+                case JobStatus.CANCELLED:
+                    raise JobCancelled(str(id))
+            if deadline is not None and asyncio.get_running_loop().time() + pause > deadline:
+                raise WaitTimeout(f"job {id} is still {status} after {timeout:g} seconds")
+            await asyncio.sleep(pause)
+            pause = min(_WAIT_SECONDS_MAX, pause * 1.5)
+
+    async def get(self, job: JobId | UUID | str) -> Job:
+        return await self.queue.get(job_id(job))
+
+    async def events(self, job: JobId | UUID | str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """The job's history; pass the last id as `after` to go on."""
+        return await self.queue.events(job_id(job), after=after, limit=limit)
+
+    async def cancel(self, job: JobId | UUID | str, *, reason: str = "cancelled by request") -> int:
+        """Cancel a job with everything below it; answers how many jobs were open."""
+        return await self.queue.cancel([job_id(job)], reason=reason)
+
+    async def recover(self, job: JobId | UUID | str) -> None:
+        """Free a job whose worker is gone without waiting for the rescue."""
+        await self.queue.recover(job_id(job))
+
+    async def rerun(self, job: JobId | UUID | str) -> None:
+        """Give a FAILED or CANCELLED job another life."""
+        await self.queue.rerun(job_id(job))
+
+    # Workers ----------------------------------------------------------------------------------------------------
+
+    def worker(self) -> Worker:
+        """A worker for this client's operations; `await worker.run()` until `worker.stop()`."""
+        return Worker(
+            self.pool,
+            self.operations,
+            settings=self.settings.worker,
+            engine=self.settings.engine,
+            child=self._child_program(),
+            revive=self.embedded.ensure_running if self.embedded is not None else None,
+            version=VERSION,
+        )
+
+    def _child_program(self) -> ChildProgram:
+        brief = {
+            "url": self.pool.url,
+            "database": dataclasses.asdict(self.settings.database),
+            "engine": dataclasses.asdict(self.settings.engine),
+            "sources": sorted({*self.operations.sources.values()}),
+            "entry_points": False,
+            "path": sys.path,
+            "version": VERSION,
+        }
+        command = (sys.executable, "-m", "windlass.operations.child")
+        return ChildProgram(command, {CHILD_BRIEF: orjson.dumps(brief).decode()})
+
+
+class Windlass:
+    """Windlass for plain code: the same verbs as `AsyncWindlass`, each waiting for its answer.
+
+    >>> with Windlass() as windlass:
+    ...     print(windlass.wait(windlass.enqueue(greet, {"name": "Ada"})))
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._async = AsyncWindlass(**options)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> Self:
+        loop = self._loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="windlass-client", daemon=True).start()
+        try:
+            self._call(self._async.open())
+        except BaseException:
+            self._end_loop()
+            raise
+        return self
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._call(self._async.close())
+            self._end_loop()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @overload
+    def enqueue(
+        self, operation: Operation, payload: Any = None, *, connection: Any = None, **options: Any
+    ) -> JobId: ...
+
+    @overload
+    def enqueue(self, operation: Sequence[NewJob], *, connection: Any = None) -> list[JobId]: ...
+
+    def enqueue(self, operation: Any, payload: Any = None, *, connection: Any = None, **options: Any) -> Any:
+        """As `AsyncWindlass.enqueue`; a `connection` is used in this thread, inside its open transaction."""
+        asked = self._async.enqueue(operation, payload, connection=connection, **options)
+        if connection is None:
+            return self._call(asked)
+        if not is_blocking(connection):
+            asked.close()
+            raise InvalidInput("Windlass takes a blocking connection; for an async one use AsyncWindlass")
+        return complete(asked)
+
+    def wait(self, job: JobId | UUID | str, *, timeout: float | None = None) -> Any:
+        return self._call(self._async.wait(job, timeout=timeout))
+
+    def get(self, job: JobId | UUID | str) -> Job:
+        return self._call(self._async.get(job))
+
+    def events(self, job: JobId | UUID | str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        return self._call(self._async.events(job, after=after, limit=limit))
+
+    def cancel(self, job: JobId | UUID | str, *, reason: str = "cancelled by request") -> int:
+        return self._call(self._async.cancel(job, reason=reason))
+
+    def recover(self, job: JobId | UUID | str) -> None:
+        self._call(self._async.recover(job))
+
+    def rerun(self, job: JobId | UUID | str) -> None:
+        self._call(self._async.rerun(job))
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            coroutine.close()
+            raise InvalidInput("this client is not open; use it in a `with` block, or call open()")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _end_loop(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[NewJob]:
+    """One NewJob or a list of them from whatever enqueue was given."""
+    if isinstance(operation, (list, tuple)):
+        if payload is not None or options:
+            raise InvalidInput("a list of jobs takes its payloads and options in each NewJob", param="payload")
+        return list(operation)
+    if isinstance(operation, NewJob):
+        return [dataclasses.replace(operation, **options)]
+    try:
+        return [NewJob(operation, payload, **options)]
+    except TypeError as error:
+        raise InvalidInput(f"enqueue: {error}") from error
+
+
+def job_id(job: JobId | UUID | str) -> JobId:
+    try:
+        return JobId(job if isinstance(job, UUID) else UUID(str(job)))
+    except ValueError as error:
+        raise InvalidInput(f"{job!r} is no job id", param="job") from error
+
+
+def moment(text: str) -> datetime:
+    """A time with its zone, as flags and requests write it."""
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise InvalidInput(f"{text!r} has no time zone; write 2026-12-24T18:00:00+00:00")
+    return found

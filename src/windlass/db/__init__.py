@@ -1,0 +1,1 @@
+"""PostgreSQL: connections, statements, migrations, the doorbell and the embedded server."""

@@ -1,0 +1,257 @@
+"""The door to PostgreSQL: a pool for the event loop, one blocking connection for a thread, or the caller's own.
+
+Every verb of the engine is an `async def` over a `Session`. On a blocking connection such a coroutine never
+suspends, so `complete()` can run it in plain code: one implementation serves both worlds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import orjson
+import psycopg
+import psycopg_pool
+from psycopg import errors as pg
+from psycopg.types.json import set_json_dumps, set_json_loads
+
+from windlass.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    DataRefused,
+    Deadlock,
+    UniqueViolation,
+)
+
+T = TypeVar("T")
+Params = Mapping[str, Any]
+Row = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseSettings:
+    """How Windlass reaches PostgreSQL."""
+
+    url: str | None = None
+    """A PostgreSQL 15 or newer; unset, Windlass runs a PostgreSQL of its own."""
+    folder: str | None = None
+    """Where the embedded PostgreSQL keeps its data; unset, a folder of the user's."""
+    pool_size: int = 8
+    """Connections per process at most, beside the two that a worker keeps for leases and the doorbell."""
+    statement_timeout_seconds: float = 10.0
+    """No statement, lock or idle transaction of ours lasts longer."""
+    connect_timeout_seconds: int = 5
+
+
+class Session(Protocol):
+    """Something that runs statements: a transaction, or a connection that commits each one."""
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
+
+
+class Database(Protocol):
+    """What the engine's verbs are written against."""
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
+
+    def transaction(self) -> contextlib.AbstractAsyncContextManager[Session]: ...
+
+
+class Pool:
+    """The event loop's database."""
+
+    def __init__(self, settings: DatabaseSettings, url: str) -> None:
+        self.settings = settings
+        self.url = url
+        self._pool = psycopg_pool.AsyncConnectionPool(
+            url,
+            connection_class=psycopg.AsyncConnection[Row],
+            kwargs={"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)},
+            min_size=1,
+            max_size=settings.pool_size,
+            timeout=settings.statement_timeout_seconds,
+            reconnect_timeout=float("inf"),
+            open=False,
+            name="windlass",
+        )
+
+    async def open(self) -> None:
+        """Connect once, so that a wrong address is an error now and not at the first job."""
+        with translated():
+            await (await psycopg.AsyncConnection.connect(self.url, **connect_arguments(self.settings))).close()
+            await self._pool.open(wait=True)
+
+    async def close(self) -> None:
+        await self._pool.close(timeout=5)
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        with translated():
+            async with self._pool.connection() as connection:
+                return await _fetch(connection, sql, params)
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        with translated():
+            async with self._pool.connection() as connection, connection.transaction():
+                yield Transaction(connection)
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Transaction:
+    """Statements that happen together; `driver` is the connection that a `write` function receives."""
+
+    def __init__(self, driver: psycopg.AsyncConnection[Row]) -> None:
+        self.driver = driver
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        return await _fetch(self.driver, sql, params)
+
+
+class Blocking:
+    """A thread's database: one connection, made when first needed and again after it was lost."""
+
+    def __init__(self, settings: DatabaseSettings, url: str) -> None:
+        self._arguments = {"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)}
+        self._url = url
+        self._connection: psycopg.Connection[Row] | None = None
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        with translated():
+            return _fetch_blocking(self._connected(), sql, params)
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Session]:
+        with translated(), (connection := self._connected()).transaction():
+            yield Adopted(connection)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connected(self) -> psycopg.Connection[Row]:
+        if self._connection is None or self._connection.closed:
+            self._connection = psycopg.Connection.connect(self._url, **self._arguments)
+        return self._connection
+
+
+class Adopted:
+    """The caller's own connection and transaction: nothing is begun, committed or rolled back here."""
+
+    def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+        self._connection = connection
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        with translated():
+            if isinstance(self._connection, psycopg.AsyncConnection):
+                return await _fetch(self._connection, sql, params)
+            return _fetch_blocking(self._connection, sql, params)
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Session]:
+        yield self
+
+
+async def adopt(connection: object) -> Adopted:
+    """Wrap a psycopg or SQLAlchemy connection (or session) of the caller's."""
+    found = connection
+    if hasattr(found, "get_raw_connection"):  # SQLAlchemy AsyncConnection
+        found = (await found.get_raw_connection()).driver_connection
+    elif hasattr(found, "get_bind") and hasattr(found, "connection"):  # SQLAlchemy Session, AsyncSession
+        opened = found.connection()
+        return await adopt(await opened if isinstance(opened, Coroutine) else opened)
+    elif hasattr(found, "exec_driver_sql"):  # SQLAlchemy Connection
+        found = found.connection.driver_connection  # type: ignore[attr-defined]
+    if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
+        return Adopted(found)
+    raise ConfigurationError(
+        f"connection= takes a psycopg 3 connection, or a SQLAlchemy one on psycopg 3 "
+        f"(postgresql+psycopg://…), not {type(found).__module__}.{type(found).__qualname__}"
+    )
+
+
+def is_blocking(connection: object) -> bool:
+    """Whether a caller's connection belongs to plain code, not to an event loop."""
+    return not (isinstance(connection, psycopg.AsyncConnection) or type(connection).__name__.startswith("Async"))
+
+
+def complete(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine over a blocking database, which never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    coroutine.close()
+    raise AssertionError("a coroutine over a blocking database suspended")
+
+
+def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
+    """Timeouts on everything, and keepalives, so that a dead peer is noticed in seconds."""
+    milliseconds = int(settings.statement_timeout_seconds * 1000)
+    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    options = [f"-c {name}={milliseconds}" for name in limits]
+    options += ["-c plan_cache_mode=force_generic_plan", "-c jit=off", "-c timezone=UTC"]
+    return {
+        "application_name": "windlass",
+        "connect_timeout": settings.connect_timeout_seconds,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": milliseconds,
+        "options": " ".join(options),
+    }
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Turn the driver's errors into ours, so that nobody else needs to know the driver."""
+    try:
+        yield
+    except pg.UniqueViolation as error:
+        raise UniqueViolation(str(error)) from error
+    except (pg.DeadlockDetected, pg.SerializationFailure) as error:
+        raise Deadlock(str(error)) from error
+    except (pg.UntranslatableCharacter, pg.CharacterNotInRepertoire, pg.InvalidTextRepresentation) as error:
+        raise DataRefused(str(error)) from error
+    except (pg.IntegrityError, pg.ProgrammingError, pg.RaiseException) as error:
+        raise DatabaseError(str(error)) from error
+    except pg.DataError as error:
+        raise DataRefused(str(error)) from error
+    except (psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
+        raise DatabaseUnavailable(f"no connection to PostgreSQL: {error}") from error
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        raise DatabaseUnavailable(str(error).strip() or type(error).__name__) from error
+    except psycopg.Error as error:
+        raise DatabaseError(str(error)) from error
+
+
+async def _fetch(connection: psycopg.AsyncConnection[Any], sql: str, params: Params | None) -> list[Row]:
+    cursor = await connection.execute(sql, params, prepare=None if params else False)
+    return await cursor.fetchall() if cursor.description is not None else []
+
+
+def _fetch_blocking(connection: psycopg.Connection[Any], sql: str, params: Params | None) -> list[Row]:
+    cursor = connection.execute(sql, params, prepare=None if params else False)
+    return cursor.fetchall() if cursor.description is not None else []
+
+
+def json_text(value: object) -> str:
+    """Serialise for a jsonb parameter."""
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _speak_orjson() -> None:
+    set_json_dumps(orjson.dumps)
+    set_json_loads(orjson.loads)
+
+
+_speak_orjson()

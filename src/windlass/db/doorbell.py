@@ -1,0 +1,73 @@
+"""LISTEN/NOTIFY as a doorbell: it only shortens the wait, and every ring may be lost, doubled or late.
+
+NOTIFY takes a lock on the whole cluster at commit, so enqueue never rings inside its own transaction: rings go out
+afterwards, on another connection, at most one per queue every 50 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import psycopg
+
+from windlass.db.database import DatabaseSettings, Pool, connect_arguments
+from windlass.errors import DatabaseError
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "windlass"
+_QUIET_SECONDS = 0.05
+_RECONNECT_SECONDS_MAX = 5.0
+
+
+class Doorbell:
+    """Rings for queues that have got new jobs."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._waiting: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def ring(self, queues: Iterable[str]) -> None:
+        self._waiting.update(queues)
+        if self._waiting and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._send())
+
+    async def close(self) -> None:
+        """Let the last ring out."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=1)
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                queues, self._waiting = sorted(self._waiting), set()
+                try:
+                    await self._pool.rows(
+                        "SELECT pg_notify(%(channel)s, queue) FROM unnest(%(queues)s::text[]) AS queue",
+                        {"channel": CHANNEL, "queues": queues},
+                    )
+                except DatabaseError as error:
+                    log.debug("the doorbell did not ring: %s", error)
+                await asyncio.sleep(_QUIET_SECONDS)
+        finally:
+            self._task = None
+
+
+async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[str], None]) -> None:
+    """Call `on_ring` for every ring, for ever; without a connection the poller does the work alone."""
+    pause = 0.1
+    while True:
+        try:
+            arguments = connect_arguments(settings)
+            async with await psycopg.AsyncConnection.connect(url, autocommit=True, **arguments) as connection:
+                await connection.execute(f"LISTEN {CHANNEL}")
+                pause = 0.1
+                async for ring in connection.notifies():
+                    on_ring(ring.payload)
+        except psycopg.Error as error:
+            log.debug("the doorbell is silent: %s", error)
+        await asyncio.sleep(pause)
+        pause = min(_RECONNECT_SECONDS_MAX, pause * 2)

@@ -1,0 +1,175 @@
+"""Processes for operations that need a core of their own, and for jobs that must run alone.
+
+A child is an ordinary Python process that speaks length-prefixed pickles over its standard input and output. It can
+be killed at any moment, which is how a plain function is cancelled for certain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import UUID
+
+from windlass.engine.context import Context
+from windlass.engine.jobs import Claim, JobId
+from windlass.engine.operation import Operation
+from windlass.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+CHILD_BRIEF = "WINDLASS_CHILD"
+_LENGTH = struct.Struct(">I")
+_FRAME_BYTES_MAX = 64 * 1024 * 1024
+_IDLE_CHILDREN_MAX = 4
+
+
+class Died(Exception):
+    """The child process ended without an answer."""
+
+
+class Killable(Protocol):
+    kill: Callable[[], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProgram:
+    """How to start a child: its command line, and what it finds in its environment."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+class Processes:
+    """A pool of children, one job at a time each; a child that died is replaced by the next job."""
+
+    def __init__(self, program: ChildProgram | None, limit: int) -> None:
+        self._program = program
+        self._limit = limit
+        self._busy: set[_Child] = set()
+        self._idle: list[_Child] = []
+        self._alone: asyncio.subprocess.Process | None = None
+
+    @property
+    def free(self) -> int:
+        return self._limit - len(self._busy)
+
+    @property
+    def can_isolate(self) -> bool:
+        return self._program is not None
+
+    async def perform(self, operation: Operation, claim: Claim, context: Context, running: Killable) -> Any:
+        """Run the operation in a child; raises what it raised, or Died."""
+        child = self._idle.pop() if self._idle else await self._spawn("perform")
+        self._busy.add(child)
+        running.kill = child.kill
+        try:
+            return await child.perform(operation.name, claim, context)
+        finally:
+            running.kill = None
+            self._busy.discard(child)
+            if child.is_fit and len(self._idle) < _IDLE_CHILDREN_MAX:
+                self._idle.append(child)
+            else:
+                child.kill()
+
+    async def isolate(self, id: JobId) -> int | None:
+        """Let a process of its own claim and run this job; answers its claim if that process died of it.
+
+        The process outlives this worker: a job is not to blame when its neighbour's worker is killed.
+        """
+        child = await self._spawn("isolate", str(id))
+        self._alone = child.process
+        claim: int | None = None
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                claim = await child.receive()
+            code = await child.process.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
+            raise
+        finally:
+            self._alone = None
+        return claim if code != 0 else None
+
+    async def close(self) -> None:
+        for child in [*self._idle, *self._busy]:
+            child.kill()
+            await child.process.wait()
+        self._idle.clear()
+
+    async def _spawn(self, *arguments: str) -> _Child:
+        if self._program is None:
+            raise ConfigurationError("this worker cannot start processes for cpu=True operations")
+        process = await asyncio.create_subprocess_exec(
+            *self._program.command,
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **self._program.environment},
+            start_new_session=True,
+        )
+        return _Child(process)
+
+
+class _Child:
+    """One process and the conversation with it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.is_fit = True
+
+    async def perform(self, name: str, claim: Claim, context: Context) -> Any:
+        joined = context.joined
+        counts = (
+            None if joined is None else (joined.round, joined.total, joined.succeeded, joined.failed, joined.cancelled)
+        )
+        self.is_fit = False
+        try:
+            await self.send(("perform", name, claim, counts))
+            while True:
+                match await self.receive():
+                    case ("emit", event):
+                        context._reporter.emit(claim, event)  # noqa: SLF001 (the child's context speaks through ours)
+                    case ("progress", current, total):
+                        context.progress(current, total)
+                    case ("children", UUID() as after) if joined is not None:
+                        await self.send(await joined.fetch(after))
+                    case ("returned", outcome):
+                        self.is_fit = True
+                        return outcome
+                    case ("raised", error):
+                        self.is_fit = True
+                        raise error
+                    case frame:
+                        raise Died(f"it said {frame!r}")
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            code = await self.process.wait()
+            raise Died(f"exit code {code}") from error
+
+    async def send(self, value: Any) -> None:
+        assert self.process.stdin is not None
+        document = pickle.dumps(value)
+        self.process.stdin.write(_LENGTH.pack(len(document)) + document)
+        await self.process.stdin.drain()
+
+    async def receive(self) -> Any:
+        assert self.process.stdout is not None
+        (length,) = _LENGTH.unpack(await self.process.stdout.readexactly(_LENGTH.size))
+        if length > _FRAME_BYTES_MAX:
+            self.kill()
+            raise Died(f"a message of {length} bytes; the limit is {_FRAME_BYTES_MAX}")
+        return pickle.loads(await self.process.stdout.readexactly(length))  # noqa: S301 (our own child)
+
+    def kill(self) -> None:
+        self.is_fit = False
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()

@@ -1,0 +1,131 @@
+"""Rounds that keep the queue healthy. There is no leader: any worker's round runs if it gets the round's lock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from windlass.db.database import Session
+from windlass.engine.operation import Operations
+from windlass.engine.processes import Processes
+from windlass.engine.queue import Queue
+from windlass.errors import DatabaseError, DatabaseUnavailable
+from windlass.states import JobStatus
+
+log = logging.getLogger(__name__)
+
+_DEAD_WORKER_SECONDS = 300.0
+
+
+class RescueCounts(Protocol):
+    rescued: int
+    poisoned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Something to do every so often, by one process at a time; parts of Windlass may add their own."""
+
+    name: str
+    every_seconds: float
+    run: Callable[[Session], Awaitable[object]]
+
+
+class Upkeep:
+    """Rescue, expiry, partitions and dead workers; and, in each worker, suspects that must run alone."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        processes: Processes,
+        operations: Operations,
+        counts: RescueCounts,
+        rounds: Sequence[Round] = (),
+    ) -> None:
+        self._queue = queue
+        self._processes = processes
+        self._operations = operations
+        self._counts = counts
+        self._no_rescue_until = 0.0
+        self._alone: asyncio.Task[None] | None = None
+        self._due: dict[str, float] = {}
+        self._rounds = (
+            Round("rescue", 1.0, self._rescue),
+            Round("expire", 1.0, lambda session: queue.expire(session=session)),
+            Round("partitions", 3600.0, lambda _: queue.make_event_partitions()),
+            Round("workers", 60.0, lambda _: queue.remove_dead_workers(_DEAD_WORKER_SECONDS)),
+            *rounds,
+        )
+
+    def reconnected(self) -> None:
+        """After a break in our own connection nobody is rescued for one lease: the others had it too."""
+        self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        unknown_at = time.monotonic() + 5
+        try:
+            while True:
+                await self.run_due()
+                if self._processes.can_isolate and (self._alone is None or self._alone.done()):
+                    self._alone = asyncio.create_task(self.isolate_suspects())
+                if time.monotonic() >= unknown_at:
+                    unknown_at = time.monotonic() + 60
+                    with contextlib.suppress(DatabaseError):
+                        await self._report_unknown_types()
+                await asyncio.sleep(random.uniform(0.3, 0.7))  # noqa: S311
+        finally:
+            if self._alone is not None:
+                self._alone.cancel()
+                await asyncio.gather(self._alone, return_exceptions=True)
+
+    async def run_due(self) -> None:
+        for round in self._rounds:
+            if time.monotonic() >= self._due.get(round.name, 0.0):
+                self._due[round.name] = time.monotonic() + round.every_seconds
+                try:
+                    await self.run_round(round)
+                except DatabaseUnavailable:
+                    self.reconnected()
+                except DatabaseError:
+                    log.exception("the upkeep round %r failed", round.name)
+
+    async def run_round(self, round: Round) -> bool:
+        """Run one round unless another process is at it."""
+        async with self._queue.upkeep(round.name) as session:
+            if session is None:
+                return False
+            await round.run(session)
+            return True
+
+    async def _rescue(self, session: Session) -> None:
+        if time.monotonic() < self._no_rescue_until:
+            return
+        for rescued in await self._queue.rescue(session=session):
+            if rescued.was_running:
+                self._counts.rescued += 1
+                self._counts.poisoned += rescued.status is JobStatus.FAILED
+                log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status)
+
+    async def isolate_suspects(self) -> None:
+        """Run jobs whose worker died twice, each alone in a process of its own: no neighbour dies with it."""
+        try:
+            for id in await self._queue.suspects(self._operations.names(), limit=4):
+                claim = await self._processes.isolate(id)
+                if claim is not None:
+                    log.error("job %s killed the process that ran it alone", id)
+                    for rescued in await self._queue.rescue(dead=[(id, claim)], limit=1):
+                        self._counts.rescued += 1
+                        self._counts.poisoned += rescued.status is JobStatus.FAILED
+        except DatabaseError as error:
+            log.debug("suspects wait: %s", error)
+
+    async def _report_unknown_types(self) -> None:
+        for job_type, n in (await self._queue.unknown_types(self._operations.names())).items():
+            log.warning("%d due jobs of type %r wait for a worker that knows it; this one does not", n, job_type)

@@ -1,0 +1,698 @@
+"""The worker: claims what it has room for, runs it, settles it, and gives everything back when it must stop.
+
+claim ──▶ start ──▶ perform ──▶ conclude ──▶ settle ──▶ forget
+                      ▲
+    interrupt ────────┘   cancelled · lost · timeout · stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+from uuid import UUID
+
+from windlass.db.database import Blocking, Pool, complete
+from windlass.db.doorbell import Doorbell, listen
+from windlass.engine import policy
+from windlass.engine.catalog import Catalog
+from windlass.engine.context import Child, Context, Joined
+from windlass.engine.jobs import Claim, Done, JobId, NewJob, Outcome, Settle, Snooze, Wait
+from windlass.engine.lease import Key, Lease
+from windlass.engine.operation import Operation, Operations
+from windlass.engine.outbox import Outbox
+from windlass.engine.processes import ChildProgram, Died, Processes
+from windlass.engine.queue import NOWHERE, Claimed, EngineSettings, Lane, Queue, Watermark
+from windlass.engine.settler import Settler
+from windlass.engine.upkeep import Round, Upkeep
+from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, Fatal, Fenced, Transient
+from windlass.states import JobStatus
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PRIORITIES = range(10)
+_MARGIN = timedelta(milliseconds=50)
+_WRITE_SECONDS_MAX = 5.0
+_NIL = UUID(int=0)
+
+Reason = Literal["cancelled", "lost", "timeout", "stop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How much a worker process does at once, and how patient it is."""
+
+    concurrency: int = 20
+    """Jobs that one process runs at the same time."""
+    queues: tuple[str, ...] | None = None
+    """Queues to serve; unset, all of them."""
+    queue_limits: Mapping[str, int] = field(default_factory=dict)
+    """Jobs of one queue that one process runs at the same time."""
+    processes_max: int = 0
+    """Processes for `cpu=True` operations; 0 means one per core."""
+    poll_seconds_min: float = 0.05
+    """The safety poller's pace while work is flowing."""
+    poll_seconds_max: float = 2.0
+    """The safety poller's pace when idle; jobs are found after this time even if no doorbell rang."""
+    run_background_poller: bool = True
+    """Whether `windlass up` runs a worker at all."""
+    stop_grace_seconds: float = 25.0
+    """After SIGTERM, running jobs may go on so long; then they are given back."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ConfigurationError(f"concurrency is {self.concurrency}; it must be at least 1")
+        if not 0 < self.poll_seconds_min <= self.poll_seconds_max <= 10:
+            raise ConfigurationError("poll_seconds_min and poll_seconds_max must rise from above 0 to at most 10")
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A claim together with what runs for it."""
+
+    claim: Claim
+    operation: Operation
+    context: Context | None = None
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    kill: Callable[[], None] | None = None
+    reason: Reason | None = None
+    settling: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """What this process has done; metrics read it."""
+
+    claimed: int = 0
+    settled: int = 0
+    fenced: int = 0
+    leases_lost: int = 0
+    interrupted: int = 0
+    rescued: int = 0
+    poisoned: int = 0
+
+
+def worker_id() -> str:
+    """Pod or host, process, and a boot id, because names and pids are reused."""
+    host = os.environ.get("HOSTNAME") or socket.gethostname()
+    return f"{host}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
+
+
+class Worker:
+    """Runs operations as durable jobs until `stop()`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        operations: Operations,
+        *,
+        settings: WorkerSettings | None = None,
+        engine: EngineSettings | None = None,
+        queue: Queue | None = None,
+        child: ChildProgram | None = None,
+        revive: Callable[[], object] | None = None,
+        rounds: Sequence[Round] = (),
+        services: Callable[[type[Any]], Any] | None = None,
+        version: str = "0",
+    ) -> None:
+        self.id = worker_id()
+        self.settings = settings or WorkerSettings()
+        self.queue = queue or Queue(pool, engine)
+        self.catalog = Catalog(self.queue, operations)
+        self.counts = Counts()
+        self.doorbell = Doorbell(pool)
+        self.started = asyncio.Event()
+        self._pool = pool
+        self._operations = operations
+        self._revive = revive
+        self._services = services
+        self._version = version
+        self._held: dict[Key, _Running] = {}
+        self._per_queue: Counter[str] = Counter()
+        self._claims_under_way = 0
+        self._claim_generation = 0
+        self._freed_keys: set[tuple[str, str]] = set()
+        self._marks: dict[tuple[str, int], Watermark] = {}
+        self._queues: list[str] = list(self.settings.queues or ())
+        self._scan_at = 0.0
+        self._turn = 0
+        self._wake = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._outbox = Outbox(self.queue, self.id)
+        self._settler = Settler(self.queue, self.id, self._settled)
+        self._threads = ThreadPoolExecutor(self.settings.concurrency, thread_name_prefix="windlass-operation")
+        self._processes = Processes(child, self.settings.processes_max or os.cpu_count() or 1)
+        self._upkeep = Upkeep(self.queue, self._processes, operations, self.counts, rounds)
+
+    # Life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> bool:
+        """Work until `stop()`; answers False when threads of operations would not end."""
+        await self.register()
+        self._outbox.start()
+        lease = self._start_lease()
+        helpers = [
+            asyncio.create_task(listen(self._pool.settings, self._pool.url, self._rung)),
+            asyncio.create_task(self._upkeep.run()),
+        ]
+        claiming = asyncio.create_task(self._claim_until_stopped())
+        self.started.set()
+        log.info("worker %s runs %s", self.id, ", ".join(sorted(self._operations.names())) or "no operations")
+        try:
+            await _first(claiming, *helpers)
+        finally:
+            self._stopping.set()
+            await _cancel(*helpers, claiming)
+            clean = await self._wind_down(lease)
+        return clean
+
+    async def register(self) -> None:
+        """Make this worker and its operations known; an enqueue elsewhere is checked against them."""
+        names = self._operations.names()
+        operations = [self._operations.get(name) for name in names]
+        published = [
+            {
+                "name": operation.name,
+                "payload_schema": operation.payload_schema,
+                "defaults": operation.defaults(),
+                "description": operation.description,
+            }
+            for operation in operations
+            if operation is not None
+        ]
+        await self.queue.publish_operations(published, self.id)
+        await self.queue.register_worker(**self._columns())
+
+    def _columns(self) -> dict[str, Any]:
+        host, pid, _ = self.id.rsplit(":", 2)
+        queues = list(self.settings.queues) if self.settings.queues is not None else None
+        return {
+            "id": self.id,
+            "host": host,
+            "pid": int(pid),
+            "version": self._version,
+            "queues": queues,
+            "operations": self._operations.names(),
+            "concurrency": self.settings.concurrency,
+        }
+
+    def stop(self) -> None:
+        """Claim nothing more; running jobs get the grace, then they are given back."""
+        self._stopping.set()
+        self._wake.set()
+        for running in self._held.values():
+            if running.context is not None:
+                running.context.stopping = True
+
+    async def run_once(self, *, limit: int | None = None) -> int:
+        """Claim one round, run it to its end and settle it; answers how many jobs that were."""
+        self._outbox.start()
+        await self._refresh_queues()
+        self._marks.clear()
+        claimed = await self._claim(min(limit or self.settings.concurrency, self._free()))
+        await self._emptied_out()
+        await self.doorbell.close()
+        return claimed
+
+    async def run_job(self, id: JobId, *, suspect: bool = False) -> bool:
+        """Claim one given job and run it to its end; False when the claim was refused and nothing ran."""
+        self._outbox.start()
+        claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=suspect)
+        if claim is None:
+            return False
+        self._start(claim)
+        await self._emptied_out()
+        return True
+
+    async def run_alone(self, id: JobId, on_claim: Callable[[Claim], None]) -> None:
+        """Claim one suspect job and run it, with a lease of its own, until it ends or `stop()` is called."""
+        self._outbox.start()
+        lease = self._start_lease()
+        try:
+            claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=True)
+            if claim is not None:
+                on_claim(claim)
+                self._start(claim)
+                ended = asyncio.create_task(self._emptied_out())
+                await asyncio.wait(
+                    [ended, asyncio.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            await self._wind_down(lease)
+
+    async def close(self) -> None:
+        """End the helpers of a worker that was used by `run_once` and `run_job`."""
+        await self._settler.idle()
+        await self._processes.close()
+        self._threads.shutdown(wait=False)
+
+    async def _emptied_out(self) -> None:
+        while self._held:
+            self._emptied.clear()
+            await self._emptied.wait()
+        await self._settler.idle()
+
+    async def _wind_down(self, lease: Lease) -> bool:
+        """Let jobs end within the grace, interrupt the rest, and release what is left as the last act."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._emptied_out(), self.settings.stop_grace_seconds)
+        for running in list(self._held.values()):
+            self._interrupt(running, "stop")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._emptied_out(), 2.0)
+        lease.close()
+        left = list(self._held)
+        with contextlib.suppress(DatabaseError):
+            await self.queue.release(left, self.id, "the worker stopped")
+            await self.queue.remove_worker(self.id)
+        await self._processes.close()
+        await self.doorbell.close()
+        self._threads.shutdown(wait=False)
+        return not left
+
+    def _start_lease(self) -> Lease:
+        loop = asyncio.get_running_loop()
+        database = Blocking(self._pool.settings, self._pool.url)
+
+        def beat(queue: Queue) -> None:
+            alive = queue.heartbeat(self.id, running=len(self._held), stopping=self._stopping.is_set())
+            if not complete(alive):
+                complete(queue.register_worker(**self._columns()))
+
+        lease = Lease(
+            Queue(database, self.queue.settings),
+            self.id,
+            held=lambda: list(self._held),
+            claims_under_way=lambda: (self._claims_under_way, self._claim_generation),
+            on_news=lambda news: _discard(loop.call_soon_threadsafe(self._heard, news)),
+            beat=beat,
+            close_database=database.close,
+        )
+        lease.start()
+        return lease
+
+    # Claim ------------------------------------------------------------------------------------------------------
+
+    async def _claim_until_stopped(self) -> None:
+        pause = self.settings.poll_seconds_min
+        while not self._stopping.is_set():
+            self._wake.clear()
+            claimed, wanted = 0, self._free()
+            try:
+                if wanted:
+                    await self._refresh_queues()
+                    claimed = await self._claim(wanted)
+            except DatabaseUnavailable as error:
+                await self._outage(error)
+            except DatabaseError:
+                log.exception("claiming failed")
+            if claimed == 0 or claimed < wanted:
+                pause = self.settings.poll_seconds_min if claimed else min(self.settings.poll_seconds_max, pause * 2)
+                await self._rest(pause)
+            elif not self._free():
+                await self._rest(self.settings.poll_seconds_max)
+
+    async def _rest(self, seconds: float) -> None:
+        """Until something happens that makes a claim worth while, but never longer than the poller allows."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):  # noqa: S311
+                await self._wake.wait()
+
+    async def _outage(self, error: DatabaseUnavailable) -> None:
+        log.warning("the database is away: %s", error)
+        self._upkeep.reconnected()
+        self._scan_at = 0.0
+        if self._revive is not None:
+            try:
+                await asyncio.to_thread(self._revive)
+            except Exception:
+                log.exception("the embedded PostgreSQL did not come back yet")
+
+    def _free(self) -> int:
+        return self.settings.concurrency - len(self._held)
+
+    async def _refresh_queues(self) -> None:
+        """With the full scan, look which queues exist and which are paused."""
+        if time.monotonic() < self._scan_at:
+            return
+        known = await self.queue.queues()
+        wanted = self.settings.queues if self.settings.queues is not None else known
+        self._queues = [name for name in wanted if not known.get(name, False)]
+
+    async def _claim(self, slots: int) -> int:
+        began = time.monotonic()
+        is_full_scan = began >= self._scan_at
+        if is_full_scan:
+            self._marks.clear()
+        lanes = self._lanes(slots)
+        freed, self._freed_keys = self._freed_keys, set()
+        if not lanes or slots < 1:
+            return 0
+        self._claims_under_way += 1
+        try:
+            claimed = await self.queue.claim(self.id, lanes, self._types(), slots, freed_keys=freed)
+            for claim in claimed.jobs:
+                self._start(claim)
+        except BaseException:
+            self._freed_keys |= freed
+            raise
+        finally:
+            self._claims_under_way -= 1
+            self._claim_generation += 1
+        self._move_marks(lanes, claimed, slots)
+        if is_full_scan:
+            took = time.monotonic() - began
+            self._scan_at = time.monotonic() + min(30.0, max(1.0, 20 * took))
+        self.counts.claimed += len(claimed.jobs)
+        return len(claimed.jobs)
+
+    def _lanes(self, slots: int) -> list[Lane]:
+        """All priorities of all queues with room, the queues taking turns at being first."""
+        self._turn += 1
+        start = self._turn % len(self._queues) if self._queues else 0
+        order = self._queues[start:] + self._queues[:start]
+        limits = self.settings.queue_limits
+        room = {name: min(slots, limits.get(name, slots) - self._per_queue[name]) for name in order}
+        return [
+            Lane(name, priority, room[name], self._marks.get((name, priority), NOWHERE))
+            for priority in PRIORITIES
+            for name in order
+            if room[name] > 0
+        ]
+
+    def _types(self) -> list[str]:
+        """Operations that could start now: those for processes only while one is free."""
+        names = self._operations.names()
+        if self._processes.free > 0:
+            return names
+        return [name for name in names if (known := self._operations.get(name)) and known.kind != "process"]
+
+    def _move_marks(self, lanes: Sequence[Lane], claimed: Claimed, slots: int) -> None:
+        """Remember how far each lane was looked through; a margin covers commits that were still under way."""
+        last: dict[tuple[str, int], Watermark] = {}
+        per_queue: Counter[str] = Counter()
+        for claim in claimed.jobs:
+            per_queue[claim.queue] += 1
+            name = (claim.queue, claim.priority)
+            mark = Watermark(claim.run_after, claim.id)
+            last[name] = max(mark, last.get(name, mark))
+        horizon = Watermark(claimed.at - _MARGIN, _NIL)
+        for lane in lanes:
+            name = (lane.queue, lane.priority)
+            if len(claimed.jobs) < slots and per_queue[lane.queue] < lane.quota:
+                self._marks[name] = horizon
+            elif name in last:
+                self._marks[name] = min(last[name], horizon)
+
+    def _rung(self, queue: str) -> None:
+        if self.settings.queues is None or queue in self.settings.queues:
+            if queue not in self._queues:
+                self._scan_at = 0.0
+            self._wake.set()
+
+    # Run --------------------------------------------------------------------------------------------------------
+
+    def _start(self, claim: Claim) -> None:
+        operation = self._operations.get(claim.job_type)
+        assert operation is not None, "claim takes known types only"
+        running = _Running(claim, operation)
+        self._held[(claim.id, claim.claim)] = running
+        self._per_queue[claim.queue] += 1
+        loop = asyncio.get_running_loop()
+        running.task = loop.create_task(self._run(running))
+        if operation.timeout_seconds is not None:
+            running.timer = loop.call_later(operation.timeout_seconds, self._interrupt, running, "timeout")
+
+    async def _run(self, running: _Running) -> None:
+        """One job from start to settle; whatever the operation does, exactly one of these paths is taken."""
+        try:
+            outcome = await self._perform(running)
+            if running.reason is not None and running.reason != "timeout":
+                raise asyncio.CancelledError
+            running.settling = True
+            settle = await self._conclude(running, outcome)
+        except asyncio.CancelledError as error:
+            settle = await self._give_up(running, error)
+        except Died as death:
+            settle = await self._mourn(running, death)
+        except BaseException as error:  # an operation may even raise SystemExit; the worker goes on
+            settle = self._react(running, error)
+        if settle is None:
+            self._forget(running)
+        else:
+            running.settling = True
+            await self._flush(running)
+            self._settler.submit(settle)
+
+    async def _perform(self, running: _Running) -> Any:
+        operation, claim = running.operation, running.claim
+        joined = await self._joined(claim, operation.kind) if claim.waits else None
+        context = running.context = Context(claim, self._outbox, joined=joined, services=self._services)
+        context.stopping = self._stopping.is_set()
+        arguments = operation.arguments(claim.payload)
+        if operation.takes_context:
+            arguments = {"ctx": context, **arguments}
+        match operation.kind:
+            case "async":
+                return await operation.function(**arguments)
+            case "thread":
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, lambda: operation.function(**arguments))
+            case "process":
+                return await self._processes.perform(operation, claim, context, running)
+
+    async def _conclude(self, running: _Running, outcome: Any) -> Settle | None:
+        """Turn what the operation returned into a settle; None when it was settled here, alone."""
+        claim = running.claim
+        outcome = _checked(outcome)
+        match outcome:
+            case Done(write=None, then=()):
+                return policy.succeed(claim, outcome)
+            case Done(then=then, write=write):
+                settle = policy.succeed(claim, outcome)
+                rows = await self.catalog.prepare(then, before=claim)
+                bounded = None if write is None else lambda connection: _bounded(write, connection)
+                await self._flush(running)
+                await self._settle_alone(
+                    claim, lambda: self.queue.succeed_with(settle, self.id, write=bounded, then=rows), rows
+                )
+            case Snooze():
+                return policy.snooze(claim, outcome)
+            case Wait(children=children):
+                policy.storable(outcome.result)
+                rows = await self.catalog.prepare(children, parent=claim)
+                await self._flush(running)
+                await self._settle_alone(claim, lambda: self.queue.wait(claim, self.id, outcome, rows), rows)
+        return None
+
+    async def _settle_alone(
+        self, claim: Claim, settle: Callable[[], Coroutine[Any, Any, None]], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send until the database has answered; after a doubtful commit, a fence means that it had happened."""
+        doubtful = False
+        while True:
+            try:
+                await settle()
+            except DatabaseUnavailable as error:
+                doubtful = True
+                log.warning("settling job %s must be repeated: %s", claim.id, error)
+                await asyncio.sleep(random.uniform(0.05, 0.5))  # noqa: S311
+            except Fenced:
+                self._account(claim, False, not doubtful)
+                return
+            else:
+                self._account(claim, True, False)
+                self.doorbell.ring({row["queue"] for row in rows})
+                return
+
+    def _react(self, running: _Running, error: BaseException) -> Settle:
+        settle = policy.react(running.claim, running.operation, error)
+        if settle.verb == "fail":
+            log.warning(
+                "job %s (%s) failed: %s",
+                running.claim.id,
+                running.claim.job_type,
+                settle.values["error"]["message"],
+            )
+        return settle
+
+    async def _give_up(self, running: _Running, error: BaseException) -> Settle | None:
+        """The operation was interrupted, or ended although it should have been."""
+        self.counts.interrupted += 1
+        match running.reason:
+            case "timeout":
+                seconds = running.operation.timeout_seconds
+                return self._react(running, Transient(f"no answer within {seconds:g} seconds", code="timeout"))
+            case "stop":
+                return Settle("release", running.claim, {"reason": "the worker stopped"})
+            case "cancelled":
+                await self._insist(lambda: self.queue.let_go([(running.claim.id, running.claim.claim)]))
+                self._note_freed_key(running.claim)
+                return None
+            case "lost":
+                return None
+            case None if running.task is not None and running.task.cancelling():  # the loop itself is closing
+                return Settle("release", running.claim, {"reason": "the worker stopped"})
+            case None:
+                return self._react(running, Fatal("the operation cancelled itself", code="unexpected"))
+
+    async def _mourn(self, running: _Running, death: Died) -> Settle | None:
+        """The process of a cpu operation has died: like a worker's death, it is a rescue."""
+        if running.reason is not None:
+            return await self._give_up(running, death)
+        log.warning("the process that ran job %s died: %s", running.claim.id, death)
+        rescued = await self._insist(lambda: self.queue.rescue(dead=[(running.claim.id, running.claim.claim)], limit=1))
+        self.counts.rescued += len(rescued)
+        return None
+
+    def _interrupt(self, running: _Running, reason: Reason) -> None:
+        if running.settling or running.reason is not None:
+            return
+        running.reason = reason
+        if running.context is not None:
+            running.context.cancelled = True
+        if running.kill is not None:
+            running.kill()
+        elif running.operation.kind == "async" and running.task is not None:
+            running.task.cancel()
+
+    def _heard(self, news: Mapping[Key, JobStatus | None]) -> None:
+        """The lease thread says: these were cancelled or expired, those (None) are not ours any more."""
+        for key, status in news.items():
+            running = self._held.get(key)
+            if running is not None and not running.settling and running.reason is None:
+                if status is None:
+                    self.counts.leases_lost += 1
+                    log.warning("job %s was lost: another claim may have it", running.claim.id)
+                self._interrupt(running, "lost" if status is None else "cancelled")
+
+    # Afterwards -------------------------------------------------------------------------------------------------
+
+    def _settled(self, claim: Claim, moved: bool, is_fenced: bool) -> None:
+        self._account(claim, moved, is_fenced)
+        running = self._held.get((claim.id, claim.claim))
+        if running is not None:
+            self._forget(running)
+
+    def _account(self, claim: Claim, moved: bool, is_fenced: bool) -> None:
+        if moved:
+            self.counts.settled += 1
+        elif is_fenced:
+            self.counts.fenced += 1
+            log.warning(
+                "job %s: the result of claim %d was refused, a newer claim or a human has it",
+                claim.id,
+                claim.claim,
+            )
+        self._note_freed_key(claim)
+
+    def _note_freed_key(self, claim: Claim) -> None:
+        if claim.exclusive_key is not None:
+            self._freed_keys.add((claim.tenant, claim.exclusive_key))
+
+    def _forget(self, running: _Running) -> None:
+        claim = running.claim
+        if running.timer is not None:
+            running.timer.cancel()
+        if self._held.pop((claim.id, claim.claim), None) is not None:
+            self._per_queue[claim.queue] -= 1
+        self._wake.set()
+        if not self._held:
+            self._emptied.set()
+
+    async def _flush(self, running: _Running) -> None:
+        if self._outbox.has(running.claim):
+            await self._insist(self._outbox.flush)
+
+    async def _joined(self, claim: Claim, kind: str) -> Joined:
+        counts = await self._insist(lambda: self.queue.joined(claim.id, claim.waits))
+
+        async def fetch(after: UUID) -> list[Child]:
+            rows = await self._insist(lambda: self.queue.children_after(claim.id, claim.waits, after))
+            return [Child(row[0], row[1], JobStatus(row[2]), *row[3:]) for row in rows]
+
+        loop = asyncio.get_running_loop()
+
+        def fetch_from_thread(after: UUID) -> list[Child]:
+            return asyncio.run_coroutine_threadsafe(fetch(after), loop).result()
+
+        return Joined(claim.waits, *counts, fetch=fetch_from_thread if kind == "thread" else fetch)
+
+    async def _insist(self, action: Callable[[], Awaitable[T]]) -> T:
+        """Repeat something harmless until the database answers."""
+        while True:
+            try:
+                return await action()
+            except DatabaseUnavailable:
+                await asyncio.sleep(random.uniform(0.1, 0.5))  # noqa: S311
+
+
+def _checked(outcome: Any) -> Outcome:
+    """An outcome that makes sense, a plain value as Done, or Fatal saying what is wrong with it."""
+    problem: str | None = None
+    match outcome:
+        case Done(then=then, progress=progress):
+            if not _are_jobs(then):
+                problem = "Done.then must be a list of NewJob"
+            elif progress is not None and not _is_progress(progress):
+                problem = "Done.progress must be (current, total)"
+        case Snooze(seconds=seconds):
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
+                problem = f"Snooze.seconds must be a number from 0 up, not {seconds!r}"
+        case Wait():
+            if not _are_jobs(outcome.children):
+                problem = "Wait.children must be a list of NewJob"
+            elif outcome.on_join not in ("close", "resume"):
+                problem = f"Wait.on_join must be 'close' or 'resume', not {outcome.on_join!r}"
+            elif not isinstance(outcome.allow_failures, int) or outcome.allow_failures < 0:
+                problem = f"Wait.allow_failures must be a count or True, not {outcome.allow_failures!r}"
+        case _:
+            return Done(outcome)
+    if problem:
+        raise Fatal(f"the operation returned nonsense: {problem}", code="invalid_outcome")
+    checked: Outcome = outcome
+    return checked
+
+
+def _are_jobs(jobs: Any) -> bool:
+    return isinstance(jobs, Sequence) and all(isinstance(job, NewJob) for job in jobs)
+
+
+def _is_progress(progress: Any) -> bool:
+    return isinstance(progress, tuple) and len(progress) == 2 and all(isinstance(part, int) for part in progress)
+
+
+async def _bounded(write: Callable[[Any], Awaitable[None]], connection: Any) -> None:
+    async with asyncio.timeout(_WRITE_SECONDS_MAX):
+        await write(connection)
+
+
+def _discard(_: object) -> None:
+    pass
+
+
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    """Until one of them ends; an error in any of them is ours."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

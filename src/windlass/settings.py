@@ -1,0 +1,153 @@
+"""All settings in one place: the file, then the environment, then flags; checked before anything starts.
+
+`windlass.toml` (or the file that WINDLASS_CONFIG names) has one table per part:
+
+    operations = ["shop.jobs"]
+
+    [database]
+    url = "postgresql://windlass@db/windlass"
+
+    [worker]
+    concurrency = 50
+    queue_limits = { gpu = 1 }
+
+In the environment a setting is WINDLASS_<PART>_<NAME>: WINDLASS_DATABASE_URL, WINDLASS_WORKER_CONCURRENCY.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+import pydantic
+
+from windlass.db.database import DatabaseSettings
+from windlass.engine.queue import EngineSettings
+from windlass.engine.worker import WorkerSettings
+from windlass.errors import ConfigurationError
+
+PREFIX = "WINDLASS_"
+CONFIG = "WINDLASS_CONFIG"
+_OTHERS = {CONFIG, "WINDLASS_CHILD", "WINDLASS_REQUIRE_ALL"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged, and how."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    form: Literal["auto", "text", "json"] = "auto"
+    """Text on a terminal and JSON elsewhere, unless one of them is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The whole configuration, one part per table."""
+
+    operations: tuple[str, ...] = ()
+    """Modules, files or folders with operations; installed packages are found by themselves."""
+    database: DatabaseSettings = field(default_factory=DatabaseSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """File < environment < flags; flags are nested like the file, and None there means not given."""
+    environment = os.environ if environment is None else environment
+    merged: dict[str, Any] = {}
+    for layer in (_from_file(environment, file), _from_environment(environment), flags or {}):
+        _merge(merged, layer)
+    _refuse_unknown(merged)
+    try:
+        return pydantic.TypeAdapter(Settings).validate_python(merged)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"the setting {where} is {first['input']!r}: {first['msg']}") from error
+
+
+def _from_file(environment: Mapping[str, str], file: Path | None) -> dict[str, Any]:
+    named = file or (Path(environment[CONFIG]) if environment.get(CONFIG) else None)
+    path = named or Path("windlass.toml")
+    if not path.is_file():
+        if named is not None:
+            raise ConfigurationError(f"there is no configuration file {path}")
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """WINDLASS_WORKER_CONCURRENCY=50 is worker.concurrency; lists and tables are JSON, or words with commas."""
+    found: dict[str, Any] = {}
+    known = _known()
+    for name, text in environment.items():
+        if not name.startswith(PREFIX) or name in _OTHERS or name.startswith(PREFIX + "TEST_"):
+            continue
+        path = known.get(name.removeprefix(PREFIX).lower())
+        if path is None:
+            close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), known, n=1)
+            hint = f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
+            raise ConfigurationError(f"the environment variable {name} is no setting{hint}")
+        table = found
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+        table[path[-1]] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    if text.startswith(("[", "{")):
+        return orjson.loads(text)
+    return text.split(",") if "," in text and "://" not in text else text
+
+
+def _known() -> dict[str, tuple[str, ...]]:
+    """Every setting by its flat name: worker_concurrency -> (worker, concurrency)."""
+    known: dict[str, tuple[str, ...]] = {}
+    for part in dataclasses.fields(Settings):
+        if part.default_factory is dataclasses.MISSING:
+            known[part.name] = (part.name,)
+        else:
+            for setting in dataclasses.fields(part.default_factory):  # type: ignore[arg-type]
+                known[f"{part.name}_{setting.name}"] = (part.name, setting.name)
+    return known
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for name, value in layer.items():
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name != "queue_limits":
+            _merge(into[name], value)
+        elif value is not None:
+            into[name] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _refuse_unknown(merged: Mapping[str, Any]) -> None:
+    known = set(_known().values())
+    tables = {path[0] for path in known if len(path) == 2}
+    for name, value in merged.items():
+        paths = [(name, inner) for inner in value] if name in tables and isinstance(value, Mapping) else [(name,)]
+        for path in paths:
+            if path not in known:
+                dotted = [".".join(one) for one in known]
+                close = difflib.get_close_matches(".".join(path), dotted, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ConfigurationError(f"there is no setting {'.'.join(path)}{hint}")
+    operations = merged.get("operations")
+    if isinstance(operations, str):
+        raise ConfigurationError(f'operations is a list: operations = ["{operations}"]')

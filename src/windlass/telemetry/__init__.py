@@ -1,0 +1,1 @@
+"""What Windlass tells about itself."""

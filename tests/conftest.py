@@ -1,0 +1,100 @@
+"""Fixtures: one server per run (the embedded one, and WINDLASS_TEST_DATABASE_URL when set), one database per test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from tests.support import DATABASE, Clock
+from windlass.app import VERSION
+from windlass.db.database import Blocking, Pool, complete
+from windlass.db.embedded import EmbeddedPostgres
+from windlass.db.migrate import migrate
+from windlass.engine.queue import EngineSettings, Queue
+
+EXTERNAL = os.environ.get("WINDLASS_TEST_DATABASE_URL")
+MAJOR = int(os.environ.get("WINDLASS_TEST_POSTGRES_MAJOR", "18"))
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+
+
+def skip(reason: str) -> None:
+    """Skip for something absent; where everything is required, that is a failure."""
+    if os.environ.get("WINDLASS_REQUIRE_ALL") == "1":
+        pytest.fail(f"WINDLASS_REQUIRE_ALL=1, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", params=["embedded", *(["external"] if EXTERNAL else [])])
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server's URL; xdist's processes share one embedded server, and the last to leave stops it."""
+    if request.param == "external":
+        assert EXTERNAL is not None
+        yield EXTERNAL
+        return
+    root = Path(tempfile.gettempdir()) / f"windlass-tests-{RUN[:12]}"
+    fast = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+    with EmbeddedPostgres(root, major=MAJOR, settings=fast) as embedded:
+        yield embedded.url
+    with contextlib.suppress(OSError):
+        if not (root / "data" / "postmaster.pid").exists():
+            shutil.rmtree(root)
+
+
+@pytest.fixture(scope="session")
+def template(server: str) -> Iterator[str]:
+    """A migrated database that every test copies."""
+    name = f"windlass_template_{uuid.uuid4().hex[:12]}"
+    with database(server, name) as url:
+        blocking = Blocking(DATABASE, url)
+        complete(migrate(blocking, VERSION))
+        blocking.close()
+        yield name
+
+
+@pytest.fixture
+def database_url(server: str, template: str) -> Iterator[str]:
+    """A fresh, migrated database of this test's own."""
+    with database(server, f"windlass_test_{uuid.uuid4().hex[:12]}", template) as url:
+        yield url
+
+
+@pytest.fixture
+def empty_database_url(server: str) -> Iterator[str]:
+    """A fresh database without a schema."""
+    with database(server, f"windlass_test_{uuid.uuid4().hex[:12]}") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def database(server: str, name: str, template: str = "template1") -> Iterator[str]:
+    with psycopg.connect(make_conninfo(server, dbname="postgres"), autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        try:
+            yield make_conninfo(server, dbname=name)
+        finally:
+            admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+async def pool(database_url: str) -> AsyncIterator[Pool]:
+    async with Pool(DATABASE, database_url) as pool:
+        yield pool
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def queue(pool: Pool, clock: Clock) -> Queue:
+    return Queue(pool, EngineSettings(), clock=clock)

@@ -1,0 +1,145 @@
+"""What the tests share: a clock they own, small jobs, and a worker on the test's database."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from windlass import Job, NewJob
+from windlass.db.database import DatabaseSettings, Pool
+from windlass.engine.catalog import Catalog
+from windlass.engine.jobs import Claim, JobId, Settle
+from windlass.engine.processes import ChildProgram
+from windlass.engine.queue import EngineSettings, Lane, Queue
+from windlass.engine.worker import Worker, WorkerSettings
+from windlass.operations.decorator import operation
+from windlass.operations.registry import Registry
+
+DATABASE = DatabaseSettings(pool_size=6)
+
+
+class Clock:
+    """None means the server's clock; after `advance` time stands still until it is advanced again."""
+
+    def __init__(self) -> None:
+        self.time: datetime | None = None
+
+    def __call__(self) -> datetime | None:
+        return self.time
+
+    async def advance(self, queue: Queue, seconds: float) -> datetime:
+        if self.time is None:
+            ((self.time,),) = await queue.database.rows("SELECT now()")
+        assert self.time is not None
+        self.time += timedelta(seconds=seconds)
+        return self.time
+
+
+@operation("noop")
+async def noop(n: int = 0, note: str | None = None) -> int:
+    return n
+
+
+@operation("other")
+async def other(n: int = 0) -> int:
+    return n
+
+
+BASIC = Registry([noop, other])
+
+
+async def put(queue: Queue, *jobs: NewJob, operations: Registry = BASIC, **options: Any) -> list[JobId]:
+    """Enqueue jobs; with none given, one `noop` with these options."""
+    new = list(jobs) or [NewJob("noop", **options)]
+    rows = await Catalog(queue, operations).prepare(new)
+    return [enqueued.id for enqueued in await queue.enqueue(rows)]
+
+
+async def put_one(queue: Queue, **options: Any) -> JobId:
+    (id,) = await put(queue, **options)
+    return id
+
+
+async def take(
+    queue: Queue, slots: int = 100, *, worker: str = "w1", queues: Sequence[str] = ("default",), **options: Any
+) -> list[Claim]:
+    """Claim what is due, over all priorities and without watermarks."""
+    lanes = [Lane(name, priority, slots) for priority in range(10) for name in queues]
+    claimed = await queue.claim(worker, lanes, options.pop("types", BASIC.names()), slots, **options)
+    return claimed.jobs
+
+
+async def take_one(queue: Queue, **options: Any) -> Claim:
+    (claim,) = await take(queue, **options)
+    return claim
+
+
+async def succeed(queue: Queue, claim: Claim, result: Any = None, *, worker: str = "w1") -> bool:
+    values = {"result": result, "progress_current": None, "progress_total": None}
+    return claim.id in await queue.settle([Settle("succeed", claim, values)], worker)
+
+
+async def fail(queue: Queue, claim: Claim, *, worker: str = "w1", code: str = "broken") -> bool:
+    error = {"kind": "fatal", "code": code, "type": "Fatal", "message": "it broke"}
+    return claim.id in await queue.settle([Settle("fail", claim, {"error": error})], worker)
+
+
+async def snooze(queue: Queue, claim: Claim, seconds: float = 0.0, *, worker: str = "w1") -> bool:
+    values = {"delay_seconds": seconds, "reason": "later", "error_kind": None}
+    return claim.id in await queue.settle([Settle("snooze", claim, values)], worker)
+
+
+async def event_names(queue: Queue, id: JobId) -> list[str]:
+    return [event.event for event in await queue.events(id)]
+
+
+async def raw(queue: Queue, sql: str, **params: Any) -> list[Any]:
+    """A statement of the test's own, for looking behind the verbs or breaking things on purpose."""
+    return await queue.database.rows(sql, params or None)
+
+
+@contextlib.asynccontextmanager
+async def working(
+    pool: Pool,
+    *functions: Callable[..., Any],
+    queue: Queue | None = None,
+    engine: EngineSettings | None = None,
+    child: ChildProgram | None = None,
+    **settings: Any,
+) -> AsyncIterator[Worker]:
+    """A worker that runs in the background until the block ends."""
+    import asyncio
+
+    worker = make_worker(pool, *functions, queue=queue, engine=engine, child=child, **settings)
+    running = asyncio.create_task(worker.run())
+    await asyncio.wait([running, asyncio.create_task(worker.started.wait())], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        await running
+
+
+def make_worker(
+    pool: Pool,
+    *functions: Callable[..., Any],
+    queue: Queue | None = None,
+    engine: EngineSettings | None = None,
+    child: ChildProgram | None = None,
+    **settings: Any,
+) -> Worker:
+    """A worker for `run_once()` and `run_job()`; close it afterwards."""
+    quick = dataclasses.replace(WorkerSettings(stop_grace_seconds=2.0), **settings)
+    return Worker(pool, Registry(functions or [noop, other]), settings=quick, queue=queue, engine=engine, child=child)
+
+
+async def finished(queue: Queue, id: JobId) -> Job:
+    """The job once it has ended; polls the database, bounded by the test's timeout."""
+    import asyncio
+
+    while (job := await queue.get(id)).finished_at is None:
+        await asyncio.sleep(0.01)
+    return job
