@@ -23,7 +23,13 @@ from windlass.engine.queue import EngineSettings, Queue
 
 EXTERNAL = os.environ.get("WINDLASS_TEST_DATABASE_URL")
 MAJOR = int(os.environ.get("WINDLASS_TEST_POSTGRES_MAJOR", "18"))
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist's workers inherit the name of the run, and so share one server."""
+    os.environ.setdefault("WINDLASS_TEST_RUN", uuid.uuid4().hex[:12])
+    global SERVER_ROOT
+    SERVER_ROOT = Path(tempfile.gettempdir()) / f"windlass-tests-{os.environ['WINDLASS_TEST_RUN']}"
 
 
 def skip(reason: str) -> None:
@@ -33,20 +39,27 @@ def skip(reason: str) -> None:
     pytest.skip(reason)
 
 
-@pytest.fixture(scope="session", params=["embedded", *(["external"] if EXTERNAL else [])])
+SERVERS = ["embedded", *(["external"] if EXTERNAL else [])]
+if only := os.environ.get("WINDLASS_TEST_SERVERS"):
+    SERVERS = [name for name in SERVERS if name == only]
+
+
+@pytest.fixture(scope="session", params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
     """A server's URL; xdist's processes share one embedded server, and the last to leave stops it."""
     if request.param == "external":
         assert EXTERNAL is not None
         yield EXTERNAL
         return
-    root = Path(tempfile.gettempdir()) / f"windlass-tests-{RUN[:12]}"
     fast = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
-    with EmbeddedPostgres(root, major=MAJOR, settings=fast) as embedded:
+    with EmbeddedPostgres(SERVER_ROOT, major=MAJOR, settings=fast) as embedded:
         yield embedded.url
-    with contextlib.suppress(OSError):
-        if not (root / "data" / "postmaster.pid").exists():
-            shutil.rmtree(root)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The controller, which ends last, removes the server's folder."""
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(SERVER_ROOT, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

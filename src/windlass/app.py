@@ -198,11 +198,12 @@ class AsyncWindlass:
 
     # Workers ----------------------------------------------------------------------------------------------------
 
-    def worker(self) -> Worker:
+    def worker(self, queue: Queue | None = None) -> Worker:
         """A worker for this client's operations; `await worker.run()` until `worker.stop()`."""
         return Worker(
             self.pool,
             self.operations,
+            queue=queue,
             settings=self.settings.worker,
             engine=self.settings.engine,
             child=self._child_program(),
@@ -232,14 +233,15 @@ class Windlass:
     """
 
     def __init__(self, **options: Any) -> None:
-        self._async = AsyncWindlass(**options)
+        self.client = AsyncWindlass(**options)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> Self:
         loop = self._loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="windlass-client", daemon=True).start()
+        self._thread = threading.Thread(target=loop.run_forever, name="windlass-client", daemon=True)
+        self._thread.start()
         try:
-            self._call(self._async.open())
+            self.call(self.client.open())
         except BaseException:
             self._end_loop()
             raise
@@ -247,7 +249,7 @@ class Windlass:
 
     def close(self) -> None:
         if self._loop is not None:
-            self._call(self._async.close())
+            self.call(self.client.close())
             self._end_loop()
 
     def __enter__(self) -> Self:
@@ -266,33 +268,34 @@ class Windlass:
 
     def enqueue(self, operation: Any, payload: Any = None, *, connection: Any = None, **options: Any) -> Any:
         """As `AsyncWindlass.enqueue`; a `connection` is used in this thread, inside its open transaction."""
-        asked = self._async.enqueue(operation, payload, connection=connection, **options)
+        asked = self.client.enqueue(operation, payload, connection=connection, **options)
         if connection is None:
-            return self._call(asked)
+            return self.call(asked)
         if not is_blocking(connection):
             asked.close()
             raise InvalidInput("Windlass takes a blocking connection; for an async one use AsyncWindlass")
         return complete(asked)
 
     def wait(self, job: JobId | UUID | str, *, timeout: float | None = None) -> Any:
-        return self._call(self._async.wait(job, timeout=timeout))
+        return self.call(self.client.wait(job, timeout=timeout))
 
     def get(self, job: JobId | UUID | str) -> Job:
-        return self._call(self._async.get(job))
+        return self.call(self.client.get(job))
 
     def events(self, job: JobId | UUID | str, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        return self._call(self._async.events(job, after=after, limit=limit))
+        return self.call(self.client.events(job, after=after, limit=limit))
 
     def cancel(self, job: JobId | UUID | str, *, reason: str = "cancelled by request") -> int:
-        return self._call(self._async.cancel(job, reason=reason))
+        return self.call(self.client.cancel(job, reason=reason))
 
     def recover(self, job: JobId | UUID | str) -> None:
-        self._call(self._async.recover(job))
+        self.call(self.client.recover(job))
 
     def rerun(self, job: JobId | UUID | str) -> None:
-        self._call(self._async.rerun(job))
+        self.call(self.client.rerun(job))
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run something of the async client's on its loop and wait for it."""
         if self._loop is None:
             coroutine.close()
             raise InvalidInput("this client is not open; use it in a `with` block, or call open()")
@@ -302,6 +305,8 @@ class Windlass:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(timeout=5)
+            loop.close()
 
 
 def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[NewJob]:

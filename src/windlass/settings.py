@@ -43,6 +43,7 @@ class LogSettings:
     """What is logged, and how."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """The least important level that is still written."""
     form: Literal["auto", "text", "json"] = "auto"
     """Text on a terminal and JSON elsewhere, unless one of them is named."""
 

@@ -44,6 +44,7 @@ class DatabaseSettings:
     statement_timeout_seconds: float = 10.0
     """No statement, lock or idle transaction of ours lasts longer."""
     connect_timeout_seconds: int = 5
+    """How long one attempt to connect may take."""
 
 
 class Session(Protocol):

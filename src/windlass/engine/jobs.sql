@@ -22,7 +22,7 @@ inserted AS (
         pipeline_id, parent_job_id, round, idempotency_key, traceparent, created_at)
     SELECT
         id, job_type, queue, tenant, owner, priority,
-        least(greatest(:now, run_after, :now + make_interval(secs => delay_seconds)), greatest(:now, last_moment)),
+        greatest(:now, least(greatest(run_after, :now + make_interval(secs => delay_seconds)), last_moment)),
         last_moment, payload, max_attempts, exclusive_key,
         coalesce(pipeline_id, id), parent_job_id, round, idempotency_key, traceparent, :now
     FROM input
@@ -44,7 +44,6 @@ FROM jsonb_to_recordset(%(jobs)s::jsonb) AS input (
     id uuid, job_type text, queue text, tenant text, payload jsonb, exclusive_key text, idempotency_key text)
 JOIN windlass.job ON job.id = input.id
     OR (job.tenant = input.tenant AND job.idempotency_key = input.idempotency_key)
-WHERE input.id = ANY(%(ids)s::uuid[])
 
 -- name: lock_keys
 SELECT pg_advisory_xact_lock(hashtextextended(tenant || E'\x1f' || exclusive_key, 0))
@@ -62,8 +61,8 @@ ORDER BY is_current DESC, priority, run_after, id
 
 -- name: claim
 -- Three ways to find due jobs: the lanes (queue and priority, behind their watermark), keys that this worker has
--- just freed, and jobs named by id. A keyed job is due only when nobody holds its key and no other job that this
--- worker could run stands before it.
+-- just freed, and jobs named by id. A keyed job is due only when nobody else holds its key and, unless it holds the
+-- key itself, no other job that this worker could run stands before it.
 WITH lane AS MATERIALIZED (
     SELECT * FROM unnest(
         %(queues)s::text[], %(priorities)s::smallint[], %(quotas)s::integer[],
@@ -73,10 +72,10 @@ WITH lane AS MATERIALIZED (
 ),
 found AS MATERIALIZED (
     (
-        SELECT due.id, due.tenant, due.exclusive_key, lane.queue, lane.quota, lane.turn
+        SELECT due.id, due.tenant, due.exclusive_key, due.run_after, lane.queue, lane.quota, lane.turn
         FROM lane
         CROSS JOIN LATERAL (
-            SELECT job.id, job.tenant, job.exclusive_key
+            SELECT job.id, job.tenant, job.exclusive_key, job.run_after
             FROM windlass.job
             WHERE job.status = 'QUEUED' AND job.queue = lane.queue AND job.priority = lane.priority
                 AND job.run_after <= :now AND (job.run_after, job.id) > (lane.after_time, lane.after_id)
@@ -89,14 +88,14 @@ found AS MATERIALIZED (
                         WHERE holder.tenant = job.tenant AND holder.exclusive_key = job.exclusive_key
                             AND holder.is_current AND holder.id <> job.id
                             AND (holder.finished_at IS NULL OR holder.lease_until >= :now))
-                    AND NOT EXISTS (
+                    AND (job.is_current OR NOT EXISTS (
                         SELECT FROM windlass.job AS rival
                         WHERE rival.tenant = job.tenant AND rival.exclusive_key = job.exclusive_key
                             AND rival.finished_at IS NULL AND rival.status = 'QUEUED'
                             AND (rival.priority, rival.run_after, rival.id) < (job.priority, job.run_after, job.id)
                             AND rival.run_after <= :now AND rival.rescues < 2
                             AND rival.job_type = ANY(%(job_types)s::text[])
-                            AND rival.queue = ANY(%(queues)s::text[]))))
+                            AND rival.queue = ANY(ARRAY(SELECT lane.queue FROM lane))))))
             ORDER BY job.run_after, job.id
             LIMIT lane.quota
             FOR UPDATE SKIP LOCKED
@@ -104,10 +103,10 @@ found AS MATERIALIZED (
         LIMIT %(slots)s
     )
     UNION ALL
-    SELECT next.id, next.tenant, next.exclusive_key, next.queue, next.quota, 0
+    SELECT next.id, next.tenant, next.exclusive_key, next.run_after, next.queue, next.quota, 0
     FROM unnest(%(freed_tenants)s::text[], %(freed_keys)s::text[]) AS freed (tenant, exclusive_key)
     CROSS JOIN LATERAL (
-        SELECT job.id, job.tenant, job.exclusive_key, job.queue,
+        SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue,
                (SELECT min(lane.quota) FROM lane WHERE lane.queue = job.queue) AS quota
         FROM windlass.job
         WHERE job.tenant = freed.tenant AND job.exclusive_key = freed.exclusive_key
@@ -120,9 +119,9 @@ found AS MATERIALIZED (
         FOR UPDATE OF job SKIP LOCKED
     ) AS next
     UNION ALL
-    SELECT named.id, named.tenant, named.exclusive_key, named.queue, NULL, 0
+    SELECT named.id, named.tenant, named.exclusive_key, named.run_after, named.queue, NULL, 0
     FROM (
-        SELECT job.id, job.tenant, job.exclusive_key, job.queue
+        SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue
         FROM windlass.job
         WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED' AND job.run_after <= :now
             AND (job.rescues >= 2) = %(suspect)s::boolean AND job.attempts < job.max_attempts
@@ -134,7 +133,7 @@ found AS MATERIALIZED (
 pick AS MATERIALIZED (
     SELECT ranked.id, ranked.tenant, ranked.exclusive_key
     FROM (
-        SELECT found.*, row_number() OVER (PARTITION BY queue ORDER BY turn) AS place FROM found
+        SELECT found.*, row_number() OVER (PARTITION BY queue ORDER BY turn, run_after, id) AS place FROM found
     ) AS ranked
     WHERE (quota IS NULL OR place <= quota)
         AND (exclusive_key IS NULL OR (
@@ -144,6 +143,7 @@ pick AS MATERIALIZED (
                     AND holder.is_current AND holder.id <> ranked.id
                     AND (holder.finished_at IS NULL OR holder.lease_until >= :now))
             AND pg_try_advisory_xact_lock(hashtextextended(ranked.tenant || E'\x1f' || ranked.exclusive_key, 0))))
+    ORDER BY turn, run_after, id
     LIMIT %(slots)s
 ),
 demoted AS (
@@ -248,7 +248,7 @@ SELECT id, parent_job_id, true FROM settled
 WITH settled AS (
     UPDATE windlass.job
     SET status = 'QUEUED', error = done.error, rescues = 0, locked_by = NULL, lease_until = NULL,
-        run_after = least(:now + make_interval(secs => done.delay_seconds), greatest(:now, job.deadline))
+        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds), job.deadline))
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
         id uuid, claim bigint, worker text, error jsonb, delay_seconds float8)
     WHERE job.id = done.id AND job.claims = done.claim
@@ -269,7 +269,7 @@ WITH settled AS (
     UPDATE windlass.job
     SET status = 'QUEUED', attempts = job.attempts - 1, rescues = 0, locked_by = NULL, lease_until = NULL,
         message = coalesce(done.reason, job.message),
-        run_after = least(:now + make_interval(secs => done.delay_seconds), greatest(:now, job.deadline)),
+        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds), job.deadline)),
         progress_current = coalesce(done.progress_current, job.progress_current),
         progress_total = coalesce(done.progress_total, job.progress_total)
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
@@ -291,7 +291,7 @@ SELECT id, NULL::uuid, false FROM settled
 WITH settled AS (
     UPDATE windlass.job
     SET status = 'QUEUED', attempts = job.attempts - 1, rescues = 0, locked_by = NULL, lease_until = NULL,
-        run_after = least(:now, greatest(:now, job.deadline))
+        run_after = :now
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, worker text, reason text)
     WHERE job.id = done.id AND job.claims = done.claim
         AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
@@ -330,29 +330,31 @@ events AS (
 SELECT id, parent_job_id, false, status::text, waits FROM settled
 
 -- name: join
--- Count children that ended, and close or resume each parent whose last child this was.
+-- Count children that ended, and close or resume each parent whose last child this was. The verdict reads the rows as
+-- they were locked: the snapshot does not know a child that ended while this statement waited for the lock.
 WITH ended AS (
     SELECT parent_job_id, count(*)::integer AS n, (count(*) FILTER (WHERE failed))::integer AS failed
     FROM unnest(%(parents)s::uuid[], %(failed)s::boolean[]) AS ended (parent_job_id, failed)
     GROUP BY parent_job_id
 ),
 parent AS MATERIALIZED (
-    SELECT job.id, ended.n, ended.failed
+    SELECT job.id, ended.n, ended.failed, job.deadline, job.on_join, job.allow_failures, job.children_open,
+           job.children_failed
     FROM windlass.job JOIN ended ON job.id = ended.parent_job_id
     WHERE job.children_open > 0
     ORDER BY job.id
     FOR UPDATE OF job
 ),
 verdict AS MATERIALIZED (
-    SELECT job.id, parent.n, parent.failed,
-           coalesce(job.deadline <= :now, false) AS overdue,
-           CASE WHEN job.children_open > parent.n THEN 'RUNNING'
-                WHEN job.deadline <= :now AND job.on_join = 'resume' THEN 'QUEUED'
-                WHEN job.deadline <= :now THEN 'FAILED'
-                WHEN job.children_failed + parent.failed > job.allow_failures THEN 'FAILED'
-                WHEN job.on_join = 'close' THEN 'SUCCEEDED'
+    SELECT id, n, failed,
+           coalesce(deadline <= :now, false) AS overdue,
+           CASE WHEN children_open > n THEN 'RUNNING'
+                WHEN deadline <= :now AND on_join = 'resume' THEN 'QUEUED'
+                WHEN deadline <= :now THEN 'FAILED'
+                WHEN children_failed + failed > allow_failures THEN 'FAILED'
+                WHEN on_join = 'close' THEN 'SUCCEEDED'
                 ELSE 'QUEUED' END::windlass.job_status AS status
-    FROM windlass.job JOIN parent ON job.id = parent.id
+    FROM parent
 ),
 counted AS (
     UPDATE windlass.job
@@ -463,7 +465,7 @@ LIMIT %(limit)s
 -- Leases that are over: by the clock, but not in the first lease after the server started, or named by the worker
 -- whose process for that job has died. A job that already ended only loses its lock.
 WITH dead AS MATERIALIZED (
-    SELECT id FROM windlass.job
+    SELECT id, locked_by, status, max_attempts, rescues FROM windlass.job
     WHERE locked_by IS NOT NULL AND (
         (lease_until < :now AND pg_postmaster_start_time() < :now - make_interval(secs => %(lease_seconds)s))
         OR (id, claims) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[])))
@@ -472,11 +474,11 @@ WITH dead AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ),
 verdict AS MATERIALIZED (
-    SELECT job.id, job.locked_by AS worker, job.status = 'RUNNING' AS open,
-           CASE WHEN job.status <> 'RUNNING' THEN job.status
-                WHEN job.max_attempts = 1 OR job.rescues >= 2 THEN 'FAILED'
+    SELECT id, locked_by AS worker, status = 'RUNNING' AS open,
+           CASE WHEN status <> 'RUNNING' THEN status
+                WHEN max_attempts = 1 OR rescues >= 2 THEN 'FAILED'
                 ELSE 'QUEUED' END::windlass.job_status AS status
-    FROM windlass.job JOIN dead ON dead.id = job.id
+    FROM dead
 ),
 rescued AS (
     UPDATE windlass.job
@@ -484,7 +486,7 @@ rescued AS (
         attempts = CASE WHEN verdict.status = 'QUEUED' THEN attempts - 1 ELSE attempts END,
         rescues = CASE WHEN verdict.open THEN rescues + 1 ELSE rescues END,
         run_after = CASE WHEN verdict.status = 'QUEUED'
-            THEN least(:now + make_interval(secs => random() * %(jitter_seconds)s), greatest(:now, deadline))
+            THEN greatest(:now, least(:now + make_interval(secs => random() * %(jitter_seconds)s), deadline))
             ELSE run_after END,
         finished_at = CASE WHEN verdict.open AND verdict.status = 'FAILED' THEN :now ELSE finished_at END,
         error = CASE
@@ -544,7 +546,15 @@ ORDER BY id
 
 -- name: rerun
 -- `children` unsuccessful ones go with it: the job then waits for them; with none it runs again itself.
-WITH rerun AS (
+WITH demoted AS (
+    UPDATE windlass.job SET is_current = false
+    FROM windlass.job AS waiting
+    WHERE %(children)s > 0 AND waiting.id = %(id)s AND job.tenant = waiting.tenant
+        AND job.exclusive_key = waiting.exclusive_key AND job.is_current AND job.id <> waiting.id
+        AND job.finished_at IS NOT NULL AND (job.lease_until IS NULL OR job.lease_until < :now)
+    RETURNING job.id
+),
+rerun AS (
     UPDATE windlass.job
     SET status = CASE WHEN %(children)s > 0 THEN 'RUNNING' ELSE 'QUEUED' END::windlass.job_status,
         children_open = %(children)s, children_failed = 0,
@@ -555,7 +565,7 @@ WITH rerun AS (
         attempts = 0, rescues = 0, error = NULL, finished_at = NULL, locked_by = NULL, lease_until = NULL,
         is_current = is_current OR (%(children)s > 0 AND exclusive_key IS NOT NULL),
         run_after = :now
-    WHERE id = %(id)s AND status IN ('FAILED', 'CANCELLED')
+    WHERE id = %(id)s AND status IN ('FAILED', 'CANCELLED') AND (SELECT count(*) FROM demoted) >= 0
     RETURNING id, status, claims, attempts
 ),
 events AS (
@@ -569,7 +579,8 @@ SELECT id FROM rerun
 UPDATE windlass.job
 SET children_open = children_open + 1, children_failed = children_failed - 1,
     progress_current = progress_current - 1
-WHERE id = %(id)s AND children_open > 0
+WHERE id = %(id)s AND children_open > 0 AND waits = %(round)s
+RETURNING id
 
 -- name: emit
 -- Under the row lock of each job, so that event ids grow in commit order within a job.
@@ -628,6 +639,11 @@ WHERE (%(status)s::text IS NULL OR status = %(status)s::windlass.job_status)
     AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
 ORDER BY created_at DESC, id DESC
 LIMIT %(limit)s
+
+-- name: next_due
+-- The next moment at which a job of these types falls due that is not due yet.
+SELECT min(run_after) FROM windlass.job
+WHERE status = 'QUEUED' AND run_after > :now AND job_type = ANY(%(job_types)s::text[])
 
 -- name: outcome
 SELECT status::text, result, error FROM windlass.job WHERE id = %(id)s

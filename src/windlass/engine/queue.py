@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from uuid import UUID
 
 import orjson
@@ -19,7 +19,7 @@ import orjson
 from windlass.db.database import Database, Row, Session
 from windlass.db.statements import statements
 from windlass.engine.jobs import Claim, Job, JobEvent, JobId, OnHeld, Settle, Wait, Write
-from windlass.errors import Conflict, Deadlock, Fenced, NotFound, UniqueViolation
+from windlass.errors import Conflict, Deadlock, Fenced, InvalidInput, NotFound, UniqueViolation
 from windlass.states import JobStatus
 
 SQL = statements(__package__, "jobs.sql")
@@ -130,9 +130,11 @@ class Queue:
         """
         if not rows:
             return []
-        if all(row["on_held"] is OnHeld.QUEUE for row in rows):
+        if all(row["on_held"] is OnHeld.QUEUE and row["idempotency_key"] is None for row in rows):
             return await self._insert(session or self.database, rows)
         async with self._transaction(session) as session:
+            if all(row["on_held"] is OnHeld.QUEUE for row in rows):
+                return await self._insert(session, rows)
             return await self._enqueue_by_policy(session, rows)
 
     async def _enqueue_by_policy(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> list[Enqueued]:
@@ -154,8 +156,9 @@ class Queue:
         policy: OnHeld = row["on_held"]
         if policy is OnHeld.QUEUE or row["exclusive_key"] is None:
             return None
+        if known := await self._find_enqueued(session, [row]):
+            return known[row["id"]]
         others = await self._run(session, "open_jobs_of_key", tenant=row["tenant"], key=row["exclusive_key"])
-        others = [other for other in others if other[0] != row["id"]]
         if policy is OnHeld.REJECT and others:
             raise Conflict(
                 f"the key {row['exclusive_key']} is held by job {others[0][0]} ({others[0][1]}); "
@@ -174,17 +177,22 @@ class Queue:
         new = {id for (id,) in await self._run(session, "enqueue", jobs=document)}
         if len(new) == len(rows):
             return [Enqueued(row["id"], True) for row in rows]
-        missing = [row["id"] for row in rows if row["id"] not in new]
+        found = await self._find_enqueued(session, [row for row in rows if row["id"] not in new])
+        return [Enqueued(found.get(row["id"], row["id"]), row["id"] in new) for row in rows]
+
+    async def _find_enqueued(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> dict[UUID, JobId]:
+        """The jobs that stand for these rows already, by the row's id; one with another body is `Conflict`."""
+        document = orjson.dumps(rows, default=str).decode()
         found = {}
-        for asked, id, same in await self._run(session, "find_enqueued", jobs=document, ids=missing):
+        for asked, id, same in await self._run(session, "find_enqueued", jobs=document):
             if not same:
                 key = next(row["idempotency_key"] for row in rows if row["id"] == asked)
                 raise Conflict(
                     f"the idempotency key {key!r} was used before with another body, by job {id}",
                     holder=str(id),
                 )
-            found[asked] = id
-        return [Enqueued(found.get(row["id"], row["id"]), row["id"] in new) for row in rows]
+            found[asked] = JobId(id)
+        return found
 
     # Into a worker's hands --------------------------------------------------------------------------------------
 
@@ -324,6 +332,11 @@ class Queue:
     async def wait(self, claim: Claim, worker: str, outcome: Wait, children: Sequence[Mapping[str, Any]]) -> None:
         """Insert the children and give up the lease in one commit, so that none can end before it is counted."""
         allowed = None if outcome.allow_failures is True else int(outcome.allow_failures)
+        if claim.exclusive_key is not None and any(row["exclusive_key"] == claim.exclusive_key for row in children):
+            raise InvalidInput(
+                f"a child has the exclusive key {claim.exclusive_key} of job {claim.id}, which keeps it while it waits",
+                param="children",
+            )
         async with self.database.transaction() as session:
             moved = await self._run(
                 session,
@@ -339,7 +352,13 @@ class Queue:
             if not moved:
                 raise Fenced(f"job {claim.id} is no longer held by claim {claim.claim}")
             ((_, parent, failed, status, waits),) = moved
-            await self.enqueue([{**child, "round": waits} for child in children], session=session)
+            born = await self.enqueue([{**child, "round": waits} for child in children], session=session)
+            if len({one.id for one in born if one.is_new}) < len(children):
+                raise InvalidInput(
+                    f"job {claim.id} cannot wait for a job that is not its own new child: the same NewJob stands twice "
+                    "in the list, its idempotency key was used before, or on_held='coalesce' found another job",
+                    param="children",
+                )
             if status == JobStatus.SUCCEEDED:
                 await self._join(session, [_Ended(parent, failed)])
 
@@ -437,16 +456,14 @@ class Queue:
     async def _rerun(self, session: Session, id: UUID, found: _Found) -> None:
         if found.status not in (JobStatus.FAILED, JobStatus.CANCELLED):
             raise Conflict(f"job {id} is {found.status}; only a FAILED or CANCELLED job can be rerun")
-        if found.is_held:
-            raise Conflict(f"the operation of job {id} is still being interrupted; try again in a moment")
+        self._refuse_held(id, found)
         if found.parent is not None:
-            if not found.parent_waits:
+            if not found.parent_waits or not await self._run(session, "uncount", id=found.parent, round=found.round):
                 raise Conflict(
                     f"job {id} is a child of job {found.parent}, which is {found.parent_status} and does not wait "
                     f"for it any more; rerun job {found.parent} instead",
                     holder=str(found.parent),
                 )
-            await self._run(session, "uncount", id=found.parent)
         await self._revive(session, id, found.was_waiting, found.waits)
 
     async def _revive(self, session: Session, id: UUID, was_waiting: bool, waits: int) -> None:
@@ -457,6 +474,7 @@ class Queue:
         await self._run(session, "rerun", id=id, children=len(children))
         for child in children:
             below = await self._locked(session, JobId(child), None)
+            self._refuse_held(child, below)
             await self._revive(session, child, below.was_waiting, below.waits)
 
     # Upkeep -----------------------------------------------------------------------------------------------------
@@ -567,6 +585,11 @@ class Queue:
         )
         return await self.get_many([JobId(id) for (id,) in rows], tenant=tenant)
 
+    async def next_due(self, job_types: Sequence[str]) -> datetime | None:
+        """When the next job of these types falls due that is not due yet."""
+        ((moment,),) = await self._run(self.database, "next_due", job_types=list(job_types))
+        return cast("datetime | None", moment)
+
     async def outcome(self, id: JobId) -> tuple[JobStatus, Any, dict[str, Any] | None]:
         rows = await self._run(self.database, "outcome", id=id)
         if not rows:
@@ -612,6 +635,11 @@ class Queue:
         if not rows:
             raise NotFound(f"there is no job {id}")
         return _Found(*rows[0])
+
+    @staticmethod
+    def _refuse_held(id: UUID, found: _Found) -> None:
+        if found.is_held:
+            raise Conflict(f"the operation of job {id} is still being interrupted; try again in a moment")
 
     @staticmethod
     def _refuse_owned(verb: str, id: UUID, owner: str | None) -> None:

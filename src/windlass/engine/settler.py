@@ -62,6 +62,9 @@ class Settler:
                 await asyncio.sleep(random.uniform(0.05, min(_RETRY_SECONDS_MAX, 0.1 * 2**tries)))  # noqa: S311
             except DatabaseError as error:
                 return await self._split(batch, error)
+            except Exception:
+                log.exception("%d jobs could not be settled; their leases will run out", len(batch))
+                return self._report(batch, set(), True)
             else:
                 return self._report(batch, moved, doubtful)
 

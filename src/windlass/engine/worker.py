@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 from uuid import UUID
 
@@ -28,12 +27,14 @@ from windlass.db.doorbell import Doorbell, listen
 from windlass.engine import policy
 from windlass.engine.catalog import Catalog
 from windlass.engine.context import Child, Context, Joined
-from windlass.engine.jobs import Claim, Done, JobId, NewJob, Outcome, Settle, Snooze, Wait
+from windlass.engine.jobs import Claim, Done, JobId, Settle, Snooze, Wait
+from windlass.engine.lanes import Lanes
 from windlass.engine.lease import Key, Lease
 from windlass.engine.operation import Operation, Operations
 from windlass.engine.outbox import Outbox
+from windlass.engine.outcomes import checked
 from windlass.engine.processes import ChildProgram, Died, Processes
-from windlass.engine.queue import NOWHERE, Claimed, EngineSettings, Lane, Queue, Watermark
+from windlass.engine.queue import EngineSettings, Queue
 from windlass.engine.settler import Settler
 from windlass.engine.upkeep import Round, Upkeep
 from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, Fatal, Fenced, Transient
@@ -42,10 +43,7 @@ from windlass.states import JobStatus
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PRIORITIES = range(10)
-_MARGIN = timedelta(milliseconds=50)
 _WRITE_SECONDS_MAX = 5.0
-_NIL = UUID(int=0)
 
 Reason = Literal["cancelled", "lost", "timeout", "stop"]
 
@@ -145,10 +143,8 @@ class Worker:
         self._claims_under_way = 0
         self._claim_generation = 0
         self._freed_keys: set[tuple[str, str]] = set()
-        self._marks: dict[tuple[str, int], Watermark] = {}
-        self._queues: list[str] = list(self.settings.queues or ())
-        self._scan_at = 0.0
-        self._turn = 0
+        self._has_backlog = False
+        self._lanes = Lanes(self.settings.queues, self.settings.queue_limits)
         self._wake = asyncio.Event()
         self._emptied = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -221,8 +217,7 @@ class Worker:
     async def run_once(self, *, limit: int | None = None) -> int:
         """Claim one round, run it to its end and settle it; answers how many jobs that were."""
         self._outbox.start()
-        await self._refresh_queues()
-        self._marks.clear()
+        self._lanes.scan_soon()
         claimed = await self._claim(min(limit or self.settings.concurrency, self._free()))
         await self._emptied_out()
         await self.doorbell.close()
@@ -314,7 +309,6 @@ class Worker:
             claimed, wanted = 0, self._free()
             try:
                 if wanted:
-                    await self._refresh_queues()
                     claimed = await self._claim(wanted)
             except DatabaseUnavailable as error:
                 await self._outage(error)
@@ -335,7 +329,7 @@ class Worker:
     async def _outage(self, error: DatabaseUnavailable) -> None:
         log.warning("the database is away: %s", error)
         self._upkeep.reconnected()
-        self._scan_at = 0.0
+        self._lanes.scan_soon()
         if self._revive is not None:
             try:
                 await asyncio.to_thread(self._revive)
@@ -345,23 +339,15 @@ class Worker:
     def _free(self) -> int:
         return self.settings.concurrency - len(self._held)
 
-    async def _refresh_queues(self) -> None:
-        """With the full scan, look which queues exist and which are paused."""
-        if time.monotonic() < self._scan_at:
-            return
-        known = await self.queue.queues()
-        wanted = self.settings.queues if self.settings.queues is not None else known
-        self._queues = [name for name in wanted if not known.get(name, False)]
-
     async def _claim(self, slots: int) -> int:
+        """One round: with the full scan also look which queues exist and which are paused."""
         began = time.monotonic()
-        is_full_scan = began >= self._scan_at
-        if is_full_scan:
-            self._marks.clear()
-        lanes = self._lanes(slots)
-        freed, self._freed_keys = self._freed_keys, set()
-        if not lanes or slots < 1:
+        if self._lanes.scan_is_due:
+            self._lanes.know(await self.queue.queues())
+        lanes = self._lanes.open(slots, self._per_queue)
+        if not lanes:
             return 0
+        freed, self._freed_keys = self._freed_keys, set()
         self._claims_under_way += 1
         try:
             claimed = await self.queue.claim(self.id, lanes, self._types(), slots, freed_keys=freed)
@@ -373,26 +359,10 @@ class Worker:
         finally:
             self._claims_under_way -= 1
             self._claim_generation += 1
-        self._move_marks(lanes, claimed, slots)
-        if is_full_scan:
-            took = time.monotonic() - began
-            self._scan_at = time.monotonic() + min(30.0, max(1.0, 20 * took))
+        self._lanes.move_on(lanes, claimed, slots, time.monotonic() - began)
+        self._has_backlog = len(claimed.jobs) == slots
         self.counts.claimed += len(claimed.jobs)
         return len(claimed.jobs)
-
-    def _lanes(self, slots: int) -> list[Lane]:
-        """All priorities of all queues with room, the queues taking turns at being first."""
-        self._turn += 1
-        start = self._turn % len(self._queues) if self._queues else 0
-        order = self._queues[start:] + self._queues[:start]
-        limits = self.settings.queue_limits
-        room = {name: min(slots, limits.get(name, slots) - self._per_queue[name]) for name in order}
-        return [
-            Lane(name, priority, room[name], self._marks.get((name, priority), NOWHERE))
-            for priority in PRIORITIES
-            for name in order
-            if room[name] > 0
-        ]
 
     def _types(self) -> list[str]:
         """Operations that could start now: those for processes only while one is free."""
@@ -401,27 +371,8 @@ class Worker:
             return names
         return [name for name in names if (known := self._operations.get(name)) and known.kind != "process"]
 
-    def _move_marks(self, lanes: Sequence[Lane], claimed: Claimed, slots: int) -> None:
-        """Remember how far each lane was looked through; a margin covers commits that were still under way."""
-        last: dict[tuple[str, int], Watermark] = {}
-        per_queue: Counter[str] = Counter()
-        for claim in claimed.jobs:
-            per_queue[claim.queue] += 1
-            name = (claim.queue, claim.priority)
-            mark = Watermark(claim.run_after, claim.id)
-            last[name] = max(mark, last.get(name, mark))
-        horizon = Watermark(claimed.at - _MARGIN, _NIL)
-        for lane in lanes:
-            name = (lane.queue, lane.priority)
-            if len(claimed.jobs) < slots and per_queue[lane.queue] < lane.quota:
-                self._marks[name] = horizon
-            elif name in last:
-                self._marks[name] = min(last[name], horizon)
-
     def _rung(self, queue: str) -> None:
-        if self.settings.queues is None or queue in self.settings.queues:
-            if queue not in self._queues:
-                self._scan_at = 0.0
+        if self._lanes.serves(queue):
             self._wake.set()
 
     # Run --------------------------------------------------------------------------------------------------------
@@ -438,25 +389,33 @@ class Worker:
             running.timer = loop.call_later(operation.timeout_seconds, self._interrupt, running, "timeout")
 
     async def _run(self, running: _Running) -> None:
-        """One job from start to settle; whatever the operation does, exactly one of these paths is taken."""
+        """One job from start to settle. If we fail ourselves, the job is let fall, and a rescue will find it."""
+        try:
+            settle = await self._perform_and_conclude(running)
+            if settle is None:
+                self._forget(running)
+            else:
+                running.settling = True
+                await self._flush(running)
+                self._settler.submit(settle)
+        except BaseException:
+            self._forget(running)
+            log.exception("job %s could not be settled; its lease will run out", running.claim.id)
+
+    async def _perform_and_conclude(self, running: _Running) -> Settle | None:
+        """Whatever the operation does, exactly one of these paths is taken."""
         try:
             outcome = await self._perform(running)
             if running.reason is not None and running.reason != "timeout":
-                raise asyncio.CancelledError
+                return await self._give_up(running)
             running.settling = True
-            settle = await self._conclude(running, outcome)
-        except asyncio.CancelledError as error:
-            settle = await self._give_up(running, error)
+            return await self._conclude(running, outcome)
+        except asyncio.CancelledError:
+            return await self._give_up(running)
         except Died as death:
-            settle = await self._mourn(running, death)
+            return await self._mourn(running, death)
         except BaseException as error:  # an operation may even raise SystemExit; the worker goes on
-            settle = self._react(running, error)
-        if settle is None:
-            self._forget(running)
-        else:
-            running.settling = True
-            await self._flush(running)
-            self._settler.submit(settle)
+            return self._react(running, error)
 
     async def _perform(self, running: _Running) -> Any:
         operation, claim = running.operation, running.claim
@@ -478,7 +437,7 @@ class Worker:
     async def _conclude(self, running: _Running, outcome: Any) -> Settle | None:
         """Turn what the operation returned into a settle; None when it was settled here, alone."""
         claim = running.claim
-        outcome = _checked(outcome)
+        outcome = checked(outcome)
         match outcome:
             case Done(write=None, then=()):
                 return policy.succeed(claim, outcome)
@@ -530,7 +489,7 @@ class Worker:
             )
         return settle
 
-    async def _give_up(self, running: _Running, error: BaseException) -> Settle | None:
+    async def _give_up(self, running: _Running) -> Settle | None:
         """The operation was interrupted, or ended although it should have been."""
         self.counts.interrupted += 1
         match running.reason:
@@ -553,7 +512,7 @@ class Worker:
     async def _mourn(self, running: _Running, death: Died) -> Settle | None:
         """The process of a cpu operation has died: like a worker's death, it is a rescue."""
         if running.reason is not None:
-            return await self._give_up(running, death)
+            return await self._give_up(running)
         log.warning("the process that ran job %s died: %s", running.claim.id, death)
         rescued = await self._insist(lambda: self.queue.rescue(dead=[(running.claim.id, running.claim.claim)], limit=1))
         self.counts.rescued += len(rescued)
@@ -610,7 +569,8 @@ class Worker:
             running.timer.cancel()
         if self._held.pop((claim.id, claim.claim), None) is not None:
             self._per_queue[claim.queue] -= 1
-        self._wake.set()
+        if self._has_backlog or self._freed_keys:
+            self._wake.set()
         if not self._held:
             self._emptied.set()
 
@@ -639,41 +599,6 @@ class Worker:
                 return await action()
             except DatabaseUnavailable:
                 await asyncio.sleep(random.uniform(0.1, 0.5))  # noqa: S311
-
-
-def _checked(outcome: Any) -> Outcome:
-    """An outcome that makes sense, a plain value as Done, or Fatal saying what is wrong with it."""
-    problem: str | None = None
-    match outcome:
-        case Done(then=then, progress=progress):
-            if not _are_jobs(then):
-                problem = "Done.then must be a list of NewJob"
-            elif progress is not None and not _is_progress(progress):
-                problem = "Done.progress must be (current, total)"
-        case Snooze(seconds=seconds):
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
-                problem = f"Snooze.seconds must be a number from 0 up, not {seconds!r}"
-        case Wait():
-            if not _are_jobs(outcome.children):
-                problem = "Wait.children must be a list of NewJob"
-            elif outcome.on_join not in ("close", "resume"):
-                problem = f"Wait.on_join must be 'close' or 'resume', not {outcome.on_join!r}"
-            elif not isinstance(outcome.allow_failures, int) or outcome.allow_failures < 0:
-                problem = f"Wait.allow_failures must be a count or True, not {outcome.allow_failures!r}"
-        case _:
-            return Done(outcome)
-    if problem:
-        raise Fatal(f"the operation returned nonsense: {problem}", code="invalid_outcome")
-    checked: Outcome = outcome
-    return checked
-
-
-def _are_jobs(jobs: Any) -> bool:
-    return isinstance(jobs, Sequence) and all(isinstance(job, NewJob) for job in jobs)
-
-
-def _is_progress(progress: Any) -> bool:
-    return isinstance(progress, tuple) and len(progress) == 2 and all(isinstance(part, int) for part in progress)
 
 
 async def _bounded(write: Callable[[Any], Awaitable[None]], connection: Any) -> None:

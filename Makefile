@@ -1,0 +1,55 @@
+# Everything a developer types. Needs Python 3.11 with venv, and make; the rest is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: bench bench-queue chaos clean demo docs lint lock test test-external test-postgres16
+
+demo: .venv/ready
+	@$(BIN)/windlass demo
+
+test: lint
+	$(BIN)/pytest -n 2 --dist loadgroup
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test-postgres16: .venv/ready
+	WINDLASS_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 2 --dist loadgroup
+
+# The server that WINDLASS_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
+test-external: .venv/ready
+	WINDLASS_TEST_SERVERS=external $(BIN)/pytest -n 2 --dist loadgroup
+
+chaos: .venv/ready
+	$(BIN)/python -m tests.chaos.queue $(ARGS)
+
+bench: bench-queue
+
+bench-queue: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.queue $(ARGS)
+
+docs: .venv/ready
+	$(BIN)/python docs/generate.py
+
+lock: .venv/ready
+	$(BIN)/pip install --quiet pip-tools
+	$(BIN)/pip-compile --quiet --extra dev --strip-extras --no-emit-index-url --no-emit-trusted-host \
+		--no-emit-find-links --no-annotate --no-header --upgrade --output-file requirements.lock pyproject.toml
+
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+.venv-bench/ready: requirements.lock pyproject.toml benchmarks/requirements.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
