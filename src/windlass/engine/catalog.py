@@ -25,7 +25,7 @@ from windlass.engine.jobs import (
     NewJob,
     OnHeld,
 )
-from windlass.engine.operation import Operations
+from windlass.engine.operation import Operation, Operations
 from windlass.engine.queue import Queue
 from windlass.errors import InvalidInput, PayloadInvalid, TooLarge, UnknownOperation
 
@@ -74,11 +74,19 @@ class Catalog:
         for job in jobs:
             if not isinstance(job, NewJob):
                 raise InvalidInput(f"expected a NewJob, found {type(job).__name__}", param="jobs")
-            name = _name(job.operation)
-            operation = self._operations.get(name) or await self._find_published(name, session)
+            operation = await self._find(job.operation, session)
             defaults = operation.defaults if isinstance(operation, _Published) else operation.defaults()
-            rows.append(_row(job, name, operation.encode(job.payload), defaults, parent, before))
+            rows.append(_row(job, operation.name, operation.encode(job.payload), defaults, parent, before))
         return rows
+
+    async def _find(self, operation: object, session: Session | None) -> Operation | _Published:
+        """A function carries its own operation; a name is looked up here, then among those of the workers."""
+        if isinstance(operation, str):
+            return self._operations.get(operation) or await self._find_published(operation, session)
+        carried: Operation | None = getattr(operation, MARK, None)
+        if carried is None:
+            raise InvalidInput(f"{operation!r} is not an operation; decorate it with @operation", param="operation")
+        return carried
 
     async def _find_published(self, name: str, session: Session | None) -> _Published:
         if name not in self._published or time.monotonic() - self._published_at > _PUBLISHED_SECONDS:
@@ -94,15 +102,6 @@ class Catalog:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "start a worker that has it, or register it here"
         raise UnknownOperation(f"no worker knows the operation {name!r}; {hint}", param="operation")
-
-
-def _name(operation: object) -> str:
-    if isinstance(operation, str):
-        return operation
-    mark = getattr(operation, MARK, None)
-    if mark is None:
-        raise InvalidInput(f"{operation!r} is not an operation; decorate it with @operation", param="operation")
-    return str(mark.name)
 
 
 def _row(

@@ -457,14 +457,17 @@ class Queue:
         if found.status not in (JobStatus.FAILED, JobStatus.CANCELLED):
             raise Conflict(f"job {id} is {found.status}; only a FAILED or CANCELLED job can be rerun")
         self._refuse_held(id, found)
-        if found.parent is not None:
-            if not found.parent_waits or not await self._run(session, "uncount", id=found.parent, round=found.round):
-                raise Conflict(
-                    f"job {id} is a child of job {found.parent}, which is {found.parent_status} and does not wait "
-                    f"for it any more; rerun job {found.parent} instead",
-                    holder=str(found.parent),
-                )
+        if found.parent is not None and not await self._uncount(session, found):
+            raise Conflict(
+                f"job {id} is a child of job {found.parent}, which is {found.parent_status} and does not wait "
+                f"for it any more; rerun job {found.parent} instead",
+                holder=str(found.parent),
+            )
         await self._revive(session, id, found.was_waiting, found.waits)
+
+    async def _uncount(self, session: Session, found: _Found) -> bool:
+        """Whether the parent waits for this child, and now for one more."""
+        return bool(found.parent_waits and await self._run(session, "uncount", id=found.parent, round=found.round))
 
     async def _revive(self, session: Session, id: UUID, was_waiting: bool, waits: int) -> None:
         children: list[UUID] = []
