@@ -108,26 +108,39 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         table = found
         for part in path[:-1]:
             table = table.setdefault(part, {})
-        table[path[-1]] = _value(text)
+        table[path[-1]] = _value(text, is_list=path in _lists())
     return found
 
 
-def _value(text: str) -> Any:
+def _value(text: str, *, is_list: bool) -> Any:
     if text.startswith(("[", "{")):
-        return orjson.loads(text)
-    return text.split(",") if "," in text and "://" not in text else text
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise ConfigurationError(f"{text!r} in the environment is not JSON: {error}") from error
+    return text.split(",") if is_list else text
+
+
+def _lists() -> set[tuple[str, ...]]:
+    """Settings that are lists, which the environment may write as words with commas."""
+    return {path for path, kind in _kinds().items() if "tuple" in kind}
+
+
+def _kinds() -> dict[tuple[str, ...], str]:
+    """Every setting, as its path, with the text of its type."""
+    kinds: dict[tuple[str, ...], str] = {}
+    for part in dataclasses.fields(Settings):
+        if part.default_factory is dataclasses.MISSING:
+            kinds[(part.name,)] = str(part.type)
+        else:
+            settings = dataclasses.fields(type(part.default_factory()))
+            kinds |= {(part.name, setting.name): str(setting.type) for setting in settings}
+    return kinds
 
 
 def _known() -> dict[str, tuple[str, ...]]:
     """Every setting by its flat name: worker_concurrency -> (worker, concurrency)."""
-    known: dict[str, tuple[str, ...]] = {}
-    for part in dataclasses.fields(Settings):
-        if part.default_factory is dataclasses.MISSING:
-            known[part.name] = (part.name,)
-        else:
-            for setting in dataclasses.fields(part.default_factory):  # type: ignore[arg-type]
-                known[f"{part.name}_{setting.name}"] = (part.name, setting.name)
-    return known
+    return {"_".join(path): path for path in _kinds()}
 
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import orjson
 from windlass.db.database import Database, Row, Session
 from windlass.db.statements import statements
 from windlass.engine.jobs import Claim, Job, JobEvent, JobId, OnHeld, Settle, Wait, Write
-from windlass.errors import Conflict, Deadlock, Fenced, InvalidInput, NotFound, UniqueViolation
+from windlass.errors import ConfigurationError, Conflict, Deadlock, Fenced, InvalidInput, NotFound, UniqueViolation
 from windlass.states import JobStatus
 
 SQL = statements(__package__, "jobs.sql")
@@ -40,6 +40,12 @@ class EngineSettings:
     """A job locked longer than this may be recovered by hand even though its lease is alive."""
     rescue_jitter_seconds: float = 1.0
     """Rescued jobs come back spread over this time."""
+
+    def __post_init__(self) -> None:
+        if self.lease_seconds < 1:
+            raise ConfigurationError(f"lease_seconds is {self.lease_seconds:g}; it must be at least 1")
+        if self.stale_job_timeout_seconds < self.lease_seconds:
+            raise ConfigurationError("stale_job_timeout_seconds must not be shorter than lease_seconds")
 
 
 class Watermark(NamedTuple):

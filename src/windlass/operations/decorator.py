@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import pydantic
+import typing_extensions
 from pydantic import ConfigDict, TypeAdapter
 
 from windlass.engine.catalog import MARK
@@ -96,13 +97,12 @@ class _Shape:
             if parameter.name not in hints:
                 raise ConfigurationError(f"operation {name!r}: the parameter {parameter.name!r} needs a type")
         self.single = self._single(parameters, hints)
-        self.adapter: TypeAdapter[Any]
-        if self.single is not None:
-            self.adapter = TypeAdapter(hints[self.single])
-            self.fields = set(self.schema().get("properties", ()))
-        else:
-            self.adapter = TypeAdapter(_model(name, parameters, hints))
-            self.fields = set(parameters)
+        try:
+            whole = _model(name, parameters, hints) if self.single is None else hints[self.single]
+            self.adapter: TypeAdapter[Any] = TypeAdapter(whole)
+            self.fields = set(parameters) if self.single is None else set(self.schema().get("properties", ()))
+        except pydantic.errors.PydanticUserError as error:
+            raise ConfigurationError(f"operation {name!r}: its payload cannot be JSON: {error.message}") from error
 
     @staticmethod
     def _single(parameters: dict[str, inspect.Parameter], hints: dict[str, Any]) -> str | None:
@@ -112,7 +112,11 @@ class _Shape:
         hint = hints[only]
         if not isinstance(hint, type):
             return None
-        is_whole = issubclass(hint, pydantic.BaseModel) or dataclasses.is_dataclass(hint) or typing.is_typeddict(hint)
+        is_whole = (
+            issubclass(hint, pydantic.BaseModel)
+            or dataclasses.is_dataclass(hint)
+            or typing_extensions.is_typeddict(hint)
+        )
         return only if is_whole else None
 
     def schema(self) -> dict[str, Any]:
