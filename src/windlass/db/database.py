@@ -15,6 +15,7 @@ import orjson
 import psycopg
 import psycopg_pool
 from psycopg import errors as pg
+from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps, set_json_loads
 
 from windlass.errors import (
@@ -151,10 +152,15 @@ class Adopted:
         self._connection = connection
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        # The caller may have given its connection a row factory or a cursor class of its own.
         with translated():
             if isinstance(self._connection, psycopg.AsyncConnection):
-                return await _fetch(self._connection, sql, params)
-            return _fetch_blocking(self._connection, sql, params)
+                async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
+                    await cursor.execute(sql, params)
+                    return await cursor.fetchall() if cursor.description is not None else []
+            with psycopg.Cursor(self._connection, row_factory=tuple_row) as blocking:
+                blocking.execute(sql, params)
+                return blocking.fetchall() if blocking.description is not None else []
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Session]:

@@ -85,7 +85,7 @@ async def migrate(database: Database, program: str) -> list[Migration]:
     return applied
 
 
-async def pending(database: Database) -> list[Migration]:
+async def pending(database: Session) -> list[Migration]:
     """Migrations of this program that the database does not have yet."""
     try:
         rows = await database.rows("SELECT number FROM windlass.migration")

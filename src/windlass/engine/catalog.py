@@ -6,6 +6,7 @@ becomes a failed job.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
 import time
@@ -30,6 +31,7 @@ from windlass.engine.queue import Queue
 from windlass.errors import InvalidInput, PayloadInvalid, TooLarge, UnknownOperation
 
 _PUBLISHED_SECONDS = 5.0
+_PER_TURN = 500
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 MARK = "__windlass_operation__"
 
@@ -71,7 +73,9 @@ class Catalog:
         if len(jobs) > JOBS_PER_CALL_MAX:
             raise TooLarge(f"{len(jobs)} jobs in one call; the limit is {JOBS_PER_CALL_MAX}", param="jobs")
         rows = []
-        for job in jobs:
+        for place, job in enumerate(jobs, 1):
+            if place % _PER_TURN == 0 and session is None:
+                await asyncio.sleep(0)  # a hundred thousand children must not stop the event loop for seconds
             if not isinstance(job, NewJob):
                 raise InvalidInput(f"expected a NewJob, found {type(job).__name__}", param="jobs")
             operation = await self._find(job.operation, session)

@@ -637,7 +637,7 @@ WHERE (%(status)s::text IS NULL OR status = %(status)s::windlass.job_status)
     AND (%(pipeline_id)s::uuid IS NULL OR pipeline_id = %(pipeline_id)s)
     AND (%(parent_job_id)s::uuid IS NULL OR parent_job_id = %(parent_job_id)s)
     AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-ORDER BY created_at DESC, id DESC
+ORDER BY id DESC
 LIMIT %(limit)s
 
 -- name: next_due

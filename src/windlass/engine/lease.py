@@ -15,7 +15,7 @@ from uuid import UUID
 
 from windlass.db.database import complete
 from windlass.engine.queue import Queue
-from windlass.errors import DatabaseError, DatabaseUnavailable
+from windlass.errors import DatabaseError, DatabaseUnavailable, WindlassError
 from windlass.states import JobStatus
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Lease(threading.Thread):
         on_news: Callable[[dict[Key, JobStatus | None]], None],
         beat: Callable[[Queue], None],
         close_database: Callable[[], None],
+        revive: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(name="windlass-lease", daemon=True)
         self._queue = queue
@@ -46,6 +47,7 @@ class Lease(threading.Thread):
         self._on_news = on_news
         self._beat = beat
         self._close_database = close_database
+        self._revive = revive
         self._closing = threading.Event()
         self._renewed = time.monotonic()
         self.failures = 0
@@ -112,3 +114,12 @@ class Lease(threading.Thread):
             if held:
                 log.error("no renewal for a whole lease: stopping %d jobs that others may have by now", len(held))
                 self._on_news(dict.fromkeys(held))
+        if self._revive is not None:
+            self._start_server_again(self._revive)
+
+    @staticmethod
+    def _start_server_again(revive: Callable[[], object]) -> None:
+        try:
+            revive()
+        except WindlassError as error:
+            log.warning("the embedded PostgreSQL did not come back yet: %s", error)

@@ -296,6 +296,7 @@ class Worker:
             on_news=lambda news: _discard(loop.call_soon_threadsafe(self._heard, news)),
             beat=beat,
             close_database=database.close,
+            revive=self._revive,
         )
         lease.start()
         return lease
@@ -311,7 +312,7 @@ class Worker:
                 if wanted:
                     claimed = await self._claim(wanted)
             except DatabaseUnavailable as error:
-                await self._outage(error)
+                self._outage(error)
             except DatabaseError:
                 log.exception("claiming failed")
             if claimed == 0 or claimed < wanted:
@@ -326,15 +327,10 @@ class Worker:
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):  # noqa: S311
                 await self._wake.wait()
 
-    async def _outage(self, error: DatabaseUnavailable) -> None:
+    def _outage(self, error: DatabaseUnavailable) -> None:
         log.warning("the database is away: %s", error)
         self._upkeep.reconnected()
         self._lanes.scan_soon()
-        if self._revive is not None:
-            try:
-                await asyncio.to_thread(self._revive)
-            except Exception:
-                log.exception("the embedded PostgreSQL did not come back yet")
 
     def _free(self) -> int:
         return self.settings.concurrency - len(self._held)
