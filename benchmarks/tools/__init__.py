@@ -1,0 +1,1 @@
+"""What the benchmarks share: a server of their own, processor accounting, and the report."""
