@@ -90,7 +90,7 @@ def empty_database_url(server: str) -> Iterator[str]:
 @contextlib.contextmanager
 def database(server: str, name: str, template: str = "template1") -> Iterator[str]:
     with psycopg.connect(make_conninfo(server, dbname="postgres"), autocommit=True) as admin:
-        admin.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        admin.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY file_copy")
         try:
             yield make_conninfo(server, dbname=name)
         finally:

@@ -108,12 +108,13 @@ async def working(
     queue: Queue | None = None,
     engine: EngineSettings | None = None,
     child: ChildProgram | None = None,
+    revive: Callable[[], object] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Worker]:
     """A worker that runs in the background until the block ends."""
     import asyncio
 
-    worker = make_worker(pool, *functions, queue=queue, engine=engine, child=child, **settings)
+    worker = make_worker(pool, *functions, queue=queue, engine=engine, child=child, revive=revive, **settings)
     running = asyncio.create_task(worker.run())
     await asyncio.wait([running, asyncio.create_task(worker.started.wait())], return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -129,11 +130,13 @@ def make_worker(
     queue: Queue | None = None,
     engine: EngineSettings | None = None,
     child: ChildProgram | None = None,
+    revive: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Worker:
     """A worker for `run_once()` and `run_job()`; close it afterwards."""
     quick = dataclasses.replace(WorkerSettings(stop_grace_seconds=2.0), **settings)
-    return Worker(pool, Registry(functions or [noop, other]), settings=quick, queue=queue, engine=engine, child=child)
+    registry = Registry(functions or [noop, other])
+    return Worker(pool, registry, settings=quick, queue=queue, engine=engine, child=child, revive=revive)
 
 
 async def finished(queue: Queue, id: JobId) -> Job:

@@ -59,12 +59,25 @@ class AsyncWindlass:
         self.operations = operations if isinstance(operations, Registry) else Registry(operations)
         self.embedded: EmbeddedPostgres | None = None
         self._pool: Pool | None = None
+        self._queue: Queue | None = None
+        self._catalog: Catalog | None = None
+        self._doorbell: Doorbell | None = None
 
     @property
     def pool(self) -> Pool:
-        if self._pool is None:
-            raise InvalidInput("this client is not open; use it in a `with` block, or call open()")
-        return self._pool
+        return _opened(self._pool)
+
+    @property
+    def queue(self) -> Queue:
+        return _opened(self._queue)
+
+    @property
+    def catalog(self) -> Catalog:
+        return _opened(self._catalog)
+
+    @property
+    def doorbell(self) -> Doorbell:
+        return _opened(self._doorbell)
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -83,15 +96,16 @@ class AsyncWindlass:
         except BaseException:
             await self.close()
             raise
-        self.queue = Queue(self._pool, self.settings.engine)
-        self.catalog = Catalog(self.queue, self.operations)
-        self.doorbell = Doorbell(self._pool)
+        self._queue = Queue(self._pool, self.settings.engine)
+        self._catalog = Catalog(self._queue, self.operations)
+        self._doorbell = Doorbell(self._pool)
         return self
 
     async def close(self) -> None:
+        if self._doorbell is not None:
+            await self._doorbell.close()
+        self._queue = self._catalog = self._doorbell = None
         if self._pool is not None:
-            if hasattr(self, "doorbell"):
-                await self.doorbell.close()
             await self._pool.close()
             self._pool = None
         if self.embedded is not None:
@@ -315,12 +329,20 @@ def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[N
         if payload is not None or options:
             raise InvalidInput("a list of jobs takes its payloads and options in each NewJob", param="payload")
         return list(operation)
-    if isinstance(operation, NewJob):
-        return [dataclasses.replace(operation, **options)]
+    if isinstance(operation, NewJob) and payload is not None:
+        raise InvalidInput("a NewJob brings its own payload; do not give another one", param="payload")
     try:
+        if isinstance(operation, NewJob):
+            return [dataclasses.replace(operation, **options)]
         return [NewJob(operation, payload, **options)]
     except TypeError as error:
         raise InvalidInput(f"enqueue: {error}") from error
+
+
+def _opened(part: T | None) -> T:
+    if part is None:
+        raise InvalidInput("this client is not open; use it in a `with` block, or call open()")
+    return part
 
 
 def job_id(job: JobId | UUID | str) -> JobId:

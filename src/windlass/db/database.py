@@ -15,6 +15,7 @@ import orjson
 import psycopg
 import psycopg_pool
 from psycopg import errors as pg
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps, set_json_loads
 
@@ -30,6 +31,13 @@ from windlass.errors import (
 T = TypeVar("T")
 Params = Mapping[str, Any]
 Row = tuple[Any, ...]
+_RECONNECT_SECONDS_MAX = 1.0
+_PLANNER = (
+    "plan_cache_mode=force_generic_plan",  # our statements have one good plan each; planning costs more than running
+    "enable_seqscan=off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
+    "jit=off",
+    "timezone=UTC",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,8 @@ class Pool:
             min_size=1,
             max_size=settings.pool_size,
             timeout=settings.statement_timeout_seconds,
-            reconnect_timeout=float("inf"),
+            reconnect_timeout=_RECONNECT_SECONDS_MAX,
+            reconnect_failed=_try_again,
             open=False,
             name="windlass",
         )
@@ -99,6 +108,7 @@ class Pool:
         with translated():
             async with self._pool.connection() as connection, connection.transaction():
                 yield Transaction(connection)
+                _refuse_aborted(connection)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -134,6 +144,7 @@ class Blocking:
     async def transaction(self) -> AsyncIterator[Session]:
         with translated(), (connection := self._connected()).transaction():
             yield Adopted(connection)
+            _refuse_aborted(connection)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -156,10 +167,10 @@ class Adopted:
         with translated():
             if isinstance(self._connection, psycopg.AsyncConnection):
                 async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
-                    await cursor.execute(sql, params)
+                    await cursor.execute(sql, params, prepare=None if params else False)
                     return await cursor.fetchall() if cursor.description is not None else []
             with psycopg.Cursor(self._connection, row_factory=tuple_row) as blocking:
-                blocking.execute(sql, params)
+                blocking.execute(sql, params, prepare=None if params else False)
                 return blocking.fetchall() if blocking.description is not None else []
 
     @contextlib.asynccontextmanager
@@ -168,14 +179,21 @@ class Adopted:
 
 
 async def adopt(connection: object) -> Adopted:
-    """Wrap a psycopg or SQLAlchemy connection (or session) of the caller's."""
+    """Wrap a psycopg or SQLAlchemy connection (or session) of the caller's.
+
+    SQLAlchemy commits only what it knows to have begun, so its transaction is begun here as its own statements would.
+    """
     found = connection
     if hasattr(found, "get_raw_connection"):  # SQLAlchemy AsyncConnection
+        if not found.in_transaction():  # type: ignore[attr-defined]
+            await found.begin()  # type: ignore[attr-defined]
         found = (await found.get_raw_connection()).driver_connection
     elif hasattr(found, "get_bind") and hasattr(found, "connection"):  # SQLAlchemy Session, AsyncSession
         opened = found.connection()
         return await adopt(await opened if isinstance(opened, Coroutine) else opened)
     elif hasattr(found, "exec_driver_sql"):  # SQLAlchemy Connection
+        if not found.in_transaction():  # type: ignore[attr-defined]
+            found.begin()  # type: ignore[attr-defined]
         found = found.connection.driver_connection  # type: ignore[attr-defined]
     if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
         return Adopted(found)
@@ -206,7 +224,7 @@ def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
     milliseconds = int(settings.statement_timeout_seconds * 1000)
     limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
     options = [f"-c {name}={milliseconds}" for name in limits]
-    options += ["-c plan_cache_mode=force_generic_plan", "-c jit=off", "-c timezone=UTC"]
+    options += [f"-c {setting}" for setting in _PLANNER]
     return {
         "application_name": "windlass",
         "connect_timeout": settings.connect_timeout_seconds,
@@ -235,10 +253,26 @@ def translated() -> Iterator[None]:
         raise DataRefused(str(error)) from error
     except (psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
         raise DatabaseUnavailable(f"no connection to PostgreSQL: {error}") from error
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+    except (
+        psycopg.OperationalError,
+        psycopg.InterfaceError,
+        pg.IdleInTransactionSessionTimeout,  # the driver calls these internal errors; the next try may well succeed
+        pg.ReadOnlySqlTransaction,
+    ) as error:
         raise DatabaseUnavailable(str(error).strip() or type(error).__name__) from error
     except psycopg.Error as error:
         raise DatabaseError(str(error)) from error
+
+
+async def _try_again(pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
+    """The pool waits twice as long after each failure, without end; giving up early and beginning anew ends that."""
+    await pool.check()
+
+
+def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """A COMMIT after an error that somebody swallowed rolls back without a word: say it."""
+    if connection.info.transaction_status == TransactionStatus.INERROR:
+        raise pg.InFailedSqlTransaction("a statement failed earlier in this transaction, so nothing can be committed")
 
 
 async def _fetch(connection: psycopg.AsyncConnection[Any], sql: str, params: Params | None) -> list[Row]:

@@ -62,7 +62,10 @@ class Lanes:
         self._turn += 1
         start = self._turn % len(self._queues) if self._queues else 0
         order = self._queues[start:] + self._queues[:start]
-        room = {name: min(slots, self._limits.get(name, slots) - running.get(name, 0)) for name in order}
+        room = {
+            name: min(slots, self._limits[name] - running.get(name, 0)) if name in self._limits else slots
+            for name in order
+        }
         return [
             Lane(name, priority, room[name], self._marks.get((name, priority), NOWHERE))
             for priority in PRIORITIES

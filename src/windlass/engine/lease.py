@@ -91,8 +91,9 @@ class Lease(threading.Thread):
             self._release(unknown, found)
 
     def renew(self) -> None:
+        began = time.monotonic()  # the new lease counts from before the statement, however long that took
         complete(self._queue.renew(self._held()))
-        self._renewed = time.monotonic()
+        self._renewed = began
         self.failures = 0
 
     def _release(self, unknown: Iterable[Key], found: dict[Key, JobStatus]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -13,7 +13,7 @@ import orjson
 
 from windlass.engine.jobs import Claim
 from windlass.engine.queue import Queue
-from windlass.errors import DatabaseError, DatabaseUnavailable, InvalidInput, TooLarge
+from windlass.errors import DatabaseError, DatabaseUnavailable, Deadlock, InvalidInput, TooLarge
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ _EVENTS_PER_WRITE = 2_000
 _EMIT_SECONDS = 0.2
 _PROGRESS_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
+_DEADLOCKS_MAX = 10
 Key = tuple[UUID, int]
 
 
@@ -36,6 +37,7 @@ class Outbox:
         self._events: list[dict[str, Any]] = []
         self._steps: dict[Key, tuple[int | None, int | None]] = {}
         self._dirty: set[Key] = set()
+        self._in_flight: set[Key] = set()
         self._place = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: asyncio.TimerHandle | None = None
@@ -75,35 +77,57 @@ class Outbox:
 
     def has(self, claim: Claim) -> bool:
         """Whether reports of this job must be written before it is settled."""
-        return (claim.id, claim.claim) in self._dirty
+        key = (claim.id, claim.claim)
+        return key in self._dirty or key in self._in_flight
 
     async def flush(self) -> None:
-        """Write everything that is buffered; raises DatabaseUnavailable and keeps it when it cannot."""
+        """Write everything that is buffered; raises DatabaseUnavailable and keeps it when it cannot.
+
+        Until it is written a job's report stays noted as such, so that no settle overtakes it.
+        """
         async with self._writing:
             with self._lock:
                 events, self._events = self._events, []
                 steps, self._steps = self._steps, {}
-                dirty, self._dirty = self._dirty, set()
+                self._in_flight, self._dirty = self._dirty, set()
+            moves = [(id, claim, *step) for (id, claim), step in steps.items()]
             try:
                 while events:
-                    await self._write_events(events[:_EVENTS_PER_WRITE])
+                    await self._write(self._queue.emit, events[:_EVENTS_PER_WRITE])
                     del events[:_EVENTS_PER_WRITE]
-                if steps:
-                    await self._queue.progress([(id, claim, *step) for (id, claim), step in steps.items()])
+                if moves:
+                    await self._write(self._queue.progress, moves)
             except DatabaseUnavailable:
                 with self._lock:
                     self._events = events + self._events
                     self._steps = steps | self._steps
-                    self._dirty |= dirty
+                    self._dirty |= self._in_flight
                 raise
+            finally:
+                self._in_flight = set()
 
-    async def _write_events(self, events: list[dict[str, Any]]) -> None:
-        try:
-            await self._queue.emit(events)
-        except DatabaseUnavailable:
-            raise
-        except DatabaseError:
-            log.exception("%d events were refused by the database and are dropped", len(events))
+    async def _write(self, write: Callable[[Sequence[Any]], Awaitable[object]], reports: Sequence[Any]) -> None:
+        """One report that the database refuses costs only itself; a deadlock costs nothing."""
+        for _ in range(_DEADLOCKS_MAX):
+            try:
+                await write(reports)
+            except Deadlock:
+                continue
+            except DatabaseUnavailable:
+                raise
+            except DatabaseError as error:
+                return await self._split(write, reports, error)
+            return None
+        return log.error("%d reports are dropped: too many deadlocks", len(reports))
+
+    async def _split(
+        self, write: Callable[[Sequence[Any]], Awaitable[object]], reports: Sequence[Any], error: DatabaseError
+    ) -> None:
+        if len(reports) == 1:
+            return log.error("a report was refused by the database and is dropped: %s: %r", error, reports[0])
+        half = len(reports) // 2
+        await self._write(write, reports[:half])
+        return await self._write(write, reports[half:])
 
     def _schedule(self, seconds: float) -> None:
         if self._loop is not None:

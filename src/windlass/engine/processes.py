@@ -53,24 +53,39 @@ class Processes:
     def __init__(self, program: ChildProgram | None, limit: int) -> None:
         self._program = program
         self._limit = limit
+        self._slots = asyncio.Semaphore(limit)
+        self._performing = 0
         self._busy: set[_Child] = set()
         self._idle: list[_Child] = []
         self._alone: asyncio.subprocess.Process | None = None
 
     @property
     def free(self) -> int:
-        return self._limit - len(self._busy)
+        return self._limit - self._performing
 
     @property
     def can_isolate(self) -> bool:
         return self._program is not None
 
     async def perform(self, operation: Operation, claim: Claim, context: Context, running: Killable) -> Any:
-        """Run the operation in a child; raises what it raised, or Died."""
-        child = self._idle.pop() if self._idle else await self._spawn("perform")
+        """Run the operation in a child as soon as one is free; raises what it raised, or Died."""
+        self._performing += 1
+        waiting = asyncio.current_task()
+        running.kill = None if waiting is None else lambda: _discard(waiting.cancel())
+        try:
+            async with self._slots:
+                running.kill = None
+                return await self._perform(operation, claim, context, running)
+        finally:
+            self._performing -= 1
+
+    async def _perform(self, operation: Operation, claim: Claim, context: Context, running: Killable) -> Any:
+        child = self._take_idle() or await self._spawn("perform")
         self._busy.add(child)
         running.kill = child.kill
         try:
+            if context.cancelled:
+                raise Died("interrupted before it began")
             return await child.perform(operation.name, claim, context)
         finally:
             running.kill = None
@@ -79,6 +94,14 @@ class Processes:
                 self._idle.append(child)
             else:
                 child.kill()
+
+    def _take_idle(self) -> _Child | None:
+        """A child that lives: even an idle one may have been killed, by whoever was short of memory."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_fit and child.process.returncode is None:
+                return child
+        return None
 
     async def isolate(self, id: JobId) -> int | None:
         """Let a process of its own claim and run this job; answers its claim if that process died of it.
@@ -126,6 +149,7 @@ class _Child:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.is_fit = True
+        self._is_killed = False
 
     async def perform(self, name: str, claim: Claim, context: Context) -> Any:
         joined = context.joined
@@ -135,30 +159,40 @@ class _Child:
         self.is_fit = False
         try:
             await self.send(("perform", name, claim, counts))
-            while True:
-                match await self.receive():
-                    case ("emit", event):
-                        context._reporter.emit(claim, event)  # noqa: SLF001 (the child's context speaks through ours)
-                    case ("progress", current, total):
-                        context.progress(current, total)
-                    case ("children", UUID() as after) if joined is not None:
-                        await self.send(await joined.fetch(after))
-                    case ("returned", outcome):
-                        self.is_fit = True
-                        return outcome
-                    case ("raised", error):
-                        self.is_fit = True
-                        raise error
-                    case frame:
-                        raise Died(f"it said {frame!r}")
+            answer = await self._converse(claim, context)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             code = await self.process.wait()
             raise Died(f"exit code {code}") from error
+        self.is_fit = not self._is_killed  # the answer may have been on its way when the job was interrupted
+        match answer:
+            case ("raised", error):
+                raise error  # outside of the try above: an operation's own ConnectionError is not a death
+            case (_, outcome):
+                return outcome
+
+    async def _converse(self, claim: Claim, context: Context) -> tuple[str, Any]:
+        """Pass on what the child says until it says how the operation ended."""
+        joined = context.joined
+        while True:
+            match await self.receive():
+                case ("emit", event):
+                    context._reporter.emit(claim, event)  # noqa: SLF001 (the child's context speaks through ours)
+                case ("progress", current, total):
+                    context.progress(current, total)
+                case ("children", UUID() as after) if joined is not None:
+                    await self.send(await joined.fetch(after))
+                case ("returned" | "raised" as how, what):
+                    return how, what
+                case frame:
+                    raise Died(f"it said {frame!r}")
 
     async def send(self, value: Any) -> None:
         assert self.process.stdin is not None
         document = pickle.dumps(value)
-        self.process.stdin.write(_LENGTH.pack(len(document)) + document)
+        try:
+            self.process.stdin.write(_LENGTH.pack(len(document)) + document)
+        except RuntimeError as error:  # what uvloop says of a pipe that is closed
+            raise ConnectionResetError(str(error)) from error
         await self.process.stdin.drain()
 
     async def receive(self) -> Any:
@@ -171,5 +205,10 @@ class _Child:
 
     def kill(self) -> None:
         self.is_fit = False
+        self._is_killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
+
+
+def _discard(_: object) -> None:
+    pass

@@ -11,12 +11,13 @@ from uuid import UUID
 from windlass.engine.jobs import Claim, Settle
 from windlass.engine.policy import NotStorable, describe
 from windlass.engine.queue import Queue
-from windlass.errors import DatabaseError, DatabaseUnavailable
+from windlass.errors import DatabaseUnavailable
 
 log = logging.getLogger(__name__)
 
 _BATCH_MAX = 500
 _RETRY_SECONDS_MAX = 1.0
+_NOT_STORABLE = {"error": "error_not_storable", "result": "result_not_storable"}
 
 
 class Settler:
@@ -60,25 +61,23 @@ class Settler:
                 tries += 1
                 log.warning("settling %d jobs must be repeated: %s", len(batch), error)
                 await asyncio.sleep(random.uniform(0.05, min(_RETRY_SECONDS_MAX, 0.1 * 2**tries)))  # noqa: S311
-            except DatabaseError as error:
+            except Exception as error:  # PostgreSQL refused a value, or it does not even become JSON
                 return await self._split(batch, error)
-            except Exception:
-                log.exception("%d jobs could not be settled; their leases will run out", len(batch))
-                return self._report(batch, set(), True)
             else:
                 return self._report(batch, moved, doubtful)
 
-    async def _split(self, batch: Sequence[Settle], error: DatabaseError) -> None:
-        """The database refused the batch for its data: find the guilty one, let the others pass."""
+    async def _split(self, batch: Sequence[Settle], error: Exception) -> None:
+        """The batch was refused for its data: find the guilty one, let the others pass."""
         if len(batch) > 1:
             half = len(batch) // 2
             await self._commit(batch[:half])
             return await self._commit(batch[half:])
         (settle,) = batch
-        if settle.verb == "fail":
+        if settle.verb == "fail" and settle.values["error"]["code"] in _NOT_STORABLE.values():
             log.error("job %s cannot even fail: %s; its lease will run out", settle.claim.id, error)
             return self._report(batch, set(), True)
-        verdict = NotStorable(f"the database cannot store the result: {error}", code="result_not_storable")
+        what = "error" if settle.verb == "fail" else "result"
+        verdict = NotStorable(f"the {what} cannot be stored: {error}", code=_NOT_STORABLE[what])
         return await self._commit([Settle("fail", settle.claim, {"error": describe(verdict, verdict)})])
 
     def _report(self, batch: Sequence[Settle], moved: set[UUID], doubtful: bool) -> None:

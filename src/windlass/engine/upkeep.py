@@ -21,6 +21,7 @@ from windlass.states import JobStatus
 log = logging.getLogger(__name__)
 
 _DEAD_WORKER_SECONDS = 300.0
+_SUSPECTS_MAX = 100
 
 
 class RescueCounts(Protocol):
@@ -52,6 +53,7 @@ class Upkeep:
         self._processes = processes
         self._operations = operations
         self._counts = counts
+        self._is_cut_off = False
         self._no_rescue_until = 0.0
         self._alone: asyncio.Task[None] | None = None
         self._due: dict[str, float] = {}
@@ -64,8 +66,8 @@ class Upkeep:
         )
 
     def reconnected(self) -> None:
-        """After a break in our own connection nobody is rescued for one lease: the others had it too."""
-        self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
+        """A break in our own connection: the others had it too, and have one lease from its end to renew theirs."""
+        self._is_cut_off = True
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -105,6 +107,9 @@ class Upkeep:
             return True
 
     async def _rescue(self, session: Session) -> None:
+        if self._is_cut_off:
+            self._is_cut_off = False
+            self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
         if time.monotonic() < self._no_rescue_until:
             return
         for rescued in await self._queue.rescue(session=session):
@@ -114,9 +119,13 @@ class Upkeep:
                 log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status)
 
     async def isolate_suspects(self) -> None:
-        """Run jobs whose worker died twice, each alone in a process of its own: no neighbour dies with it."""
+        """Run a job whose worker died twice alone in a process of its own: no neighbour dies with it.
+
+        Which one is left to chance: workers that all took the first would start processes for the same job.
+        """
         try:
-            for id in await self._queue.suspects(self._operations.names(), limit=4):
+            if suspects := await self._queue.suspects(self._operations.names(), limit=_SUSPECTS_MAX):
+                id = random.choice(suspects)  # noqa: S311
                 claim = await self._processes.isolate(id)
                 if claim is not None:
                     log.error("job %s killed the process that ran it alone", id)

@@ -132,6 +132,7 @@ class Worker:
         self.catalog = Catalog(self.queue, operations)
         self.counts = Counts()
         self.doorbell = Doorbell(pool)
+        self.lease: Lease | None = None
         self.started = asyncio.Event()
         self._pool = pool
         self._operations = operations
@@ -160,7 +161,7 @@ class Worker:
         """Work until `stop()`; answers False when threads of operations would not end."""
         await self.register()
         self._outbox.start()
-        lease = self._start_lease()
+        lease = self.lease = self._start_lease()
         helpers = [
             asyncio.create_task(listen(self._pool.settings, self._pool.url, self._rung)),
             asyncio.create_task(self._upkeep.run()),
@@ -269,7 +270,7 @@ class Worker:
             self._interrupt(running, "stop")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._emptied_out(), 2.0)
-        lease.close()
+        await asyncio.to_thread(lease.close)
         left = list(self._held)
         with contextlib.suppress(DatabaseError):
             await self.queue.release(left, self.id, "the worker stopped")

@@ -9,6 +9,7 @@ Everything it needs is in the environment variable WINDLASS_CHILD, a JSON object
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import queue
@@ -132,8 +133,14 @@ async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output:
             version=brief["version"],
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
-        await worker.run_alone(id, lambda claim: _send(output, claim.claim))
+        await worker.run_alone(id, lambda claim: _tell(output, claim.claim))
     return 0
+
+
+def _tell(output: BinaryIO, claim: int) -> None:
+    """A worker that was killed meanwhile hears nothing; the job goes on, for it is not to blame."""
+    with contextlib.suppress(BrokenPipeError):
+        _send(output, claim)
 
 
 if __name__ == "__main__":

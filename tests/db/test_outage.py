@@ -1,0 +1,95 @@
+"""The database goes away under a working worker and comes back: nobody who lives is rescued."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import DATABASE, finished, put, working
+from windlass import NewJob, operation
+from windlass.app import VERSION
+from windlass.db.database import Pool
+from windlass.db.embedded import EmbeddedPostgres
+from windlass.db.migrate import migrate
+from windlass.engine.queue import EngineSettings, Queue
+from windlass.operations.registry import Registry
+from windlass.states import JobStatus
+
+
+@pytest.fixture
+def server():
+    root = Path(tempfile.mkdtemp(prefix="windlass-outage-"))
+    root.chmod(0o755)
+    with EmbeddedPostgres(root / "pg") as server:
+        yield server
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+async def pool(server):
+    async with Pool(DATABASE, server.url) as pool:
+        await migrate(pool, VERSION)
+        yield pool
+
+
+def held_operation():
+    """An operation that says that it has begun, and ends when it is told to."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @operation("held")
+    async def held() -> str:
+        begun.set()
+        await may_end.wait()
+        return "kept"
+
+    return held, begun, may_end
+
+
+async def until(condition) -> None:
+    """Poll for something that only another thread or process can bring about; the test's timeout bounds it."""
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def test_an_outage_shorter_than_a_lease_costs_nothing(server, pool):
+    held, begun, may_end = held_operation()
+    queue = Queue(pool, EngineSettings(lease_seconds=6))
+    async with working(pool, held, engine=queue.settings) as worker:
+        (id,) = await put(queue, NewJob(held), operations=Registry([held]))
+        await begun.wait()
+        await asyncio.to_thread(server.pg_ctl, "stop", "-m", "immediate")
+        await until(lambda: worker.lease is not None and worker.lease.failures >= 2)
+        await asyncio.to_thread(server.ensure_running)
+        await until(lambda: worker.lease.failures == 0)
+        may_end.set()
+        job = await finished(queue, id)
+    assert (job.status, job.result, job.claims, job.attempts, job.rescues) == (JobStatus.SUCCEEDED, "kept", 1, 1, 0)
+    assert worker.counts.leases_lost == 0
+
+
+async def test_a_worker_starts_the_embedded_server_again(server, pool):
+    held, begun, may_end = held_operation()
+    queue = Queue(pool, EngineSettings(lease_seconds=6))
+    async with working(pool, held, engine=queue.settings, revive=server.ensure_running) as worker:
+        (id,) = await put(queue, NewJob(held), operations=Registry([held]))
+        await begun.wait()
+        await asyncio.to_thread(server.pg_ctl, "stop", "-m", "immediate")
+        may_end.set()
+        await until(lambda: worker.counts.settled == 1)
+        assert (await queue.get(id)).result == "kept"
+
+
+async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(server, pool):
+    queue = Queue(pool, EngineSettings(lease_seconds=60))
+    ((started, now),) = await pool.rows("SELECT pg_postmaster_start_time(), now()")
+    assert (now - started).total_seconds() < 60
+    held, _, _ = held_operation()
+    (id,) = await put(queue, NewJob(held), operations=Registry([held]))
+    assert await queue.claim_job("w1", id, ["held"])
+    await pool.rows("UPDATE windlass.job SET lease_until = now() - interval '1 hour'")
+    assert await queue.rescue() == []
+    assert (await queue.get(id)).status is JobStatus.RUNNING
