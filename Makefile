@@ -14,7 +14,7 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 test-postgres16: .venv/ready
 	WINDLASS_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 2 --dist loadgroup

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from windlass.db.database import DatabaseSettings, Session, connect_arguments, translated
+from windlass.db.database import Database, DatabaseSettings, Session, connect_arguments, translated
 from windlass.db.migrate import pending
 from windlass.db.statements import statements
 from windlass.errors import ConfigurationError, DatabaseUnavailable, WindlassError
@@ -62,7 +62,10 @@ def describe(url: str) -> str:
     try:
         parts: dict[str, Any] = conninfo_to_dict(url)
     except psycopg.ProgrammingError as error:
-        raise ConfigurationError(f"database.url cannot be read: {_one_line(error)}") from error
+        # The driver's words quote the URL, and with it a password.
+        raise ConfigurationError(
+            "the database's URL cannot be read; write it as postgresql://user:password@host:5432/database"
+        ) from error
     user = f"{parts['user']}@" if parts.get("user") else ""
     port = f":{parts['port']}" if parts.get("port") else ""
     return f"postgresql://{user}{parts.get('host', 'localhost')}{port}/{parts.get('dbname', '')}"
@@ -135,21 +138,21 @@ async def _backend(connection: psycopg.AsyncConnection[Any]) -> int:
 
 
 async def check_database(
-    session: Session, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
+    database: Database, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
 ) -> list[Finding]:
     """Server, schema, connections, clock and what keeps dead rows alive; the pooler is `require_sessions`' matter."""
     began = datetime.now(UTC)
-    ((number, version, clock),) = await session.rows(SQL["server"])
+    ((number, version, clock),) = await database.rows(SQL["server"])
     now = began + (datetime.now(UTC) - began) / 2
-    ((plan, timeout, role, may_create, name),) = await session.rows(SQL["session"])
-    ((available, others),) = await session.rows(SQL["connections"])
+    ((plan, timeout, role, may_create, name),) = await database.rows(SQL["session"])
+    ((available, others),) = await database.rows(SQL["connections"])
     return [
         _server(number, version),
-        await _schema(session, may_create, name, role),
+        await _schema(database, may_create, name, role),
         _session_settings(settings, plan, timeout, role),
         _connections(settings, processes, available, others),
         _clock((now - clock).total_seconds()),
-        await _oldest_xmin(session, old_seconds),
+        await _oldest_xmin(database, old_seconds),
     ]
 
 
@@ -159,8 +162,8 @@ def _server(number: int, version: str) -> Finding:
     return Finding("server", Level.OK, f"PostgreSQL {version}")
 
 
-async def _schema(session: Session, may_create: bool, name: str, role: str) -> Finding:
-    missing = await pending(session)
+async def _schema(database: Database, may_create: bool, name: str, role: str) -> Finding:
+    missing = await pending(database)
     if not missing:
         return Finding("schema", Level.OK, "current")
     text = f"{len(missing)} migration(s) behind (next: {missing[0].number:04d}_{missing[0].name})"

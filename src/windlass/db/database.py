@@ -205,7 +205,9 @@ async def adopt(connection: object) -> Adopted:
 
 def is_blocking(connection: object) -> bool:
     """Whether a caller's connection belongs to plain code, not to an event loop."""
-    return not (isinstance(connection, psycopg.AsyncConnection) or type(connection).__name__.startswith("Async"))
+    return not (
+        isinstance(connection, psycopg.AsyncConnection) or type(connection).__name__.lower().startswith("async")
+    )
 
 
 def complete(coroutine: Coroutine[Any, Any, T]) -> T:

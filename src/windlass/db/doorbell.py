@@ -1,13 +1,15 @@
 """LISTEN/NOTIFY as a doorbell: it only shortens the wait, and every ring may be lost, doubled or late.
 
 NOTIFY takes a lock on the whole cluster at commit, so enqueue never rings inside its own transaction: rings go out
-afterwards, on another connection, at most one per queue every 50 ms.
+afterwards, on another connection, at most one per queue every 50 ms; after a silence a few may follow each other
+at once, so that single jobs do not wait for each other's rings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 import psycopg
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 
 CHANNEL = "windlass"
 _QUIET_SECONDS = 0.05
+_BURST = 5
 _RECONNECT_SECONDS_MAX = 5.0
 
 
@@ -29,6 +32,8 @@ class Doorbell:
         self._pool = pool
         self._waiting: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self._rested_until = 0.0
+        """Every ring moves this on by the quiet time; only when it runs ahead of the clock by a burst do we wait."""
 
     def ring(self, queues: Iterable[str]) -> None:
         self._waiting.update(queues)
@@ -51,9 +56,16 @@ class Doorbell:
                     )
                 except DatabaseError as error:
                     log.debug("the doorbell did not ring: %s", error)
-                await asyncio.sleep(_QUIET_SECONDS)
+                await self._rest()
         finally:
             self._task = None
+
+    async def _rest(self) -> None:
+        now = time.monotonic()
+        self._rested_until = max(self._rested_until, now) + _QUIET_SECONDS
+        ahead = self._rested_until - now - _BURST * _QUIET_SECONDS
+        if ahead > 0:
+            await asyncio.sleep(ahead)
 
 
 async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[str], None]) -> None:
