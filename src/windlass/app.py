@@ -205,10 +205,15 @@ class AsyncWindlass:
     async def recover(self, job: JobId | UUID | str) -> None:
         """Free a job whose worker is gone without waiting for the rescue."""
         await self.queue.recover(job_id(job))
+        await self._ring_for(job)
 
     async def rerun(self, job: JobId | UUID | str) -> None:
         """Give a FAILED or CANCELLED job another life."""
         await self.queue.rerun(job_id(job))
+        await self._ring_for(job)
+
+    async def _ring_for(self, job: JobId | UUID | str) -> None:
+        self.doorbell.ring([(await self.get(job)).queue])
 
     # Workers ----------------------------------------------------------------------------------------------------
 
@@ -354,7 +359,10 @@ def job_id(job: JobId | UUID | str) -> JobId:
 
 def moment(text: str) -> datetime:
     """A time with its zone, as flags and requests write it."""
-    found = datetime.fromisoformat(text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text!r} is no time; write 2026-12-24T18:00:00+00:00") from error
     if found.tzinfo is None:
         raise InvalidInput(f"{text!r} has no time zone; write 2026-12-24T18:00:00+00:00")
     return found

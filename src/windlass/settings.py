@@ -147,8 +147,10 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
     for name, value in layer.items():
         if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name != "queue_limits":
             _merge(into[name], value)
+        elif isinstance(value, Mapping):
+            into[name] = {inner: given for inner, given in value.items() if given is not None}
         elif value is not None:
-            into[name] = dict(value) if isinstance(value, Mapping) else value
+            into[name] = value
 
 
 def _refuse_unknown(merged: Mapping[str, Any]) -> None:

@@ -45,7 +45,7 @@ class _Published:
     defaults: Mapping[str, Any]
 
     def encode(self, payload: Any) -> Any:
-        plain = orjson.loads(_dump(payload, self.name))
+        plain = orjson.loads(_dump({} if payload is None else payload, self.name))
         if problem := jsonschema.exceptions.best_match(self.validator.iter_errors(plain)):
             where = "".join(f"[{part!r}]" for part in problem.absolute_path) or "the payload"
             raise PayloadInvalid(f"{self.name}: {where}: {problem.message}", param="payload")

@@ -1,0 +1,65 @@
+"""The command line: thin verbs over the client, the worker and the database's checks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from windlass.app import VERSION
+from windlass.cli import check, demo, jobs, migrate, serve
+from windlass.db.check import explained
+from windlass.errors import DatabaseUnavailable, JobCancelled, WindlassError
+
+app = typer.Typer(
+    name="windlass",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command("up")(serve.up)
+app.command("worker")(serve.worker)
+app.command("migrate")(migrate.migrate)
+app.command("check")(check.check)
+app.command("demo")(demo.demo)
+app.add_typer(jobs.app, name="job")
+
+
+@app.callback(invoke_without_command=True)
+def windlass(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Durable batch work for AI, in Python, on PostgreSQL."""
+    if version:
+        typer.echo(f"windlass {VERSION}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Errors of ours and of the user's words are one line; anything else is a bug and shows its traceback."""
+    try:
+        code = app(prog_name="windlass", standalone_mode=False)
+    except DatabaseUnavailable as error:
+        code = _complain(str(explained(error)), 1)
+    except JobCancelled as error:
+        code = _complain(str(error), jobs.CANCELLED)
+    except WindlassError as error:
+        code = _complain(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        # Typer brings its own click or uses the installed one; both mark errors in the command line like this.
+        if not hasattr(error, "format_message"):
+            raise
+        path = getattr(getattr(error, "ctx", None), "command_path", "windlass")
+        code = _complain(f"{error.format_message()} See: {path} --help", getattr(error, "exit_code", 2))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(text: str, code: int) -> int:
+    line = "; ".join(part.strip() for part in text.splitlines() if part.strip())
+    typer.echo(f"error: {line}", err=True)
+    return code

@@ -1,0 +1,121 @@
+"""`windlass check`: the configuration, the database and the workers, each with its remedy."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from windlass.app import AsyncWindlass
+from windlass.cli.flags import Config, DatabaseUrl, Json, run, settings_from
+from windlass.cli.serve import Processes, load_operations
+from windlass.cli.show import console, print_json
+from windlass.db.check import Finding, Level, check_database, describe, explained, require_sessions
+from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, WindlassError
+from windlass.settings import Settings
+from windlass.telemetry.logs import configure_logs
+
+_ALIVE = timedelta(seconds=30)
+_SIGNS = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Level.ERROR: ("✗", "red")}
+
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SOURCES", help="Operations to load: modules, files or folders.", show_default=False),
+]
+
+
+def check(
+    sources: Sources = None,
+    processes: Processes = 1,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Look at configuration, database and workers, and say what to do about what is wrong."""
+    configure_logs("ERROR", "text")
+    findings = run(_check(sources or [], processes, database_url, config))
+    if json:
+        print_json(findings)
+    else:
+        _print(findings)
+    if any(finding.level is Level.ERROR for finding in findings):
+        raise typer.Exit(1)
+
+
+async def _check(sources: list[str], processes: int, database_url: str | None, config: Path | None) -> list[Finding]:
+    try:
+        settings = settings_from(database_url, config)
+    except WindlassError as error:
+        return [Finding("settings", Level.ERROR, str(error), "correct the setting and check again")]
+    findings = [Finding("settings", Level.OK, "read"), _operations(settings, sources)]
+    return [*findings, *await _check_database(settings, processes)]
+
+
+def _operations(settings: Settings, sources: list[str]) -> Finding:
+    try:
+        names = load_operations(settings, sources).names()
+    except WindlassError as error:
+        return Finding("operations", Level.ERROR, str(error), "correct the source and check again")
+    if names:
+        return Finding("operations", Level.OK, ", ".join(names))
+    remedy = "name modules, files or folders in `operations` of windlass.toml, or to `windlass up`"
+    return Finding("operations", Level.WARNING, "none here", remedy)
+
+
+async def _check_database(settings: Settings, processes: int) -> list[Finding]:
+    """In the order in which one thing needs the other: reachable, sessions, the server, then the workers."""
+    windlass = AsyncWindlass(settings=settings)
+    where = "embedded PostgreSQL" if settings.database.url is None else describe(settings.database.url)
+    try:
+        if settings.database.url is not None:
+            await require_sessions(settings.database, settings.database.url)
+        await windlass.open(migrated=False)
+    except (ConfigurationError, DatabaseError) as error:
+        reason = explained(error) if isinstance(error, DatabaseUnavailable) else error
+        return [Finding("database", Level.ERROR, f"{where}: {reason}")]
+    try:
+        reached = Finding("database", Level.OK, f"{where}: reached, and it keeps sessions")
+        found = await check_database(windlass.pool, settings.database, processes=processes)
+        if any(finding.name == "schema" and finding.level is not Level.OK for finding in found):
+            return [reached, *found]
+        return [reached, *found, *await _check_workers(windlass)]
+    finally:
+        await windlass.close()
+
+
+async def _check_workers(windlass: AsyncWindlass) -> list[Finding]:
+    ((now,),) = await windlass.pool.rows("SELECT now()")
+    alive = [row for row in await windlass.queue.workers() if _is_alive(row[9], now)]
+    known = sorted({name for row in alive for name in row[5]})
+    unknown = await windlass.queue.unknown_types(known)
+    return [_workers(len(alive)), _types(unknown)]
+
+
+def _is_alive(heartbeat_at: datetime, now: datetime) -> bool:
+    return heartbeat_at >= now - _ALIVE
+
+
+def _workers(n: int) -> Finding:
+    if n:
+        return Finding("workers", Level.OK, f"{n} alive")
+    return Finding("workers", Level.WARNING, "none alive: jobs wait", "start one: windlass up, or windlass worker")
+
+
+def _types(unknown: dict[str, int]) -> Finding:
+    if not unknown:
+        return Finding("due jobs", Level.OK, "every type is known to a live worker")
+    listed = ", ".join(f"{name} ({n})" for name, n in unknown.items())
+    return Finding("due jobs", Level.WARNING, f"no live worker knows {listed}", "start a worker with these operations")
+
+
+def _print(findings: list[Finding]) -> None:
+    """Plain lines, which wrap as the terminal likes: remedies hold commands to be copied."""
+    out = console()
+    for finding in findings:
+        sign, colour = _SIGNS[finding.level]
+        out.print(Text.assemble((f"{sign} {finding.name:12}", colour), finding.text), soft_wrap=True)
+        if finding.remedy:
+            out.print(Text(f"  {'':12}→ {finding.remedy}"), soft_wrap=True)

@@ -1,0 +1,273 @@
+"""`windlass job …`: the verbs of the client, one command each."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import UUID
+
+import orjson
+import typer
+
+from windlass.app import AsyncWindlass, job_id, moment
+from windlass.cli import watch as live
+from windlass.cli.flags import Config, DatabaseUrl, JobIdText, Json, client, run
+from windlass.cli.show import compact, print_job, print_jobs, print_json
+from windlass.engine.jobs import Job, JobId, OnHeld
+from windlass.errors import InvalidInput
+from windlass.states import JobStatus
+
+CANCELLED = 3
+"""The exit code for a job that ended CANCELLED; 1 is for FAILED."""
+_EVENTS = 10
+
+app = typer.Typer(help="Submit, look at and steer jobs.", no_args_is_help=True)
+
+Key = Annotated[
+    list[str] | None,
+    typer.Option("--key", metavar="PART", help="A part of the exclusive key; repeat it.", show_default=False),
+]
+Moment = Annotated[str | None, typer.Option(metavar="TIME", help="Not before: 2026-12-24T18:00:00+00:00.")]
+Deadline = Annotated[str | None, typer.Option(metavar="TIME|SECONDS", help="Fail if not ended by then.")]
+
+
+@app.command()
+def submit(
+    job_type: Annotated[str, typer.Argument(metavar="TYPE", help="The operation's name.", show_default=False)],
+    payload: Annotated[
+        str | None, typer.Option("--payload", "-p", metavar="JSON|@FILE|-", help="JSON, a file, or standard input.")
+    ] = None,
+    queue: Annotated[str | None, typer.Option(help="Instead of the operation's own.")] = None,
+    priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is first.")] = None,
+    delay: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Run it that much later.")] = None,
+    run_after: Moment = None,
+    deadline: Deadline = None,
+    max_attempts: Annotated[int | None, typer.Option(min=1, help="Tries before it fails for good.")] = None,
+    key: Key = None,
+    on_held: Annotated[OnHeld | None, typer.Option(help="What to do when the key has open jobs.")] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same job.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the result and print it.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the job until it has ended.")] = False,
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """Enqueue a job and print its id.
+
+    With --wait or --watch the exit code is 0 for SUCCEEDED, 1 for FAILED and 3 for CANCELLED.
+    """
+    options = {
+        "queue": queue,
+        "priority": priority,
+        "delay_seconds": delay,
+        "run_after": _moment(run_after, "--run-after"),
+        "deadline": _deadline(deadline),
+        "max_attempts": max_attempts,
+        "exclusive_key": key or None,
+        "on_held": on_held,
+        "idempotency_key": idempotency_key,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+
+    async def go() -> int:
+        async with client(database_url, config) as windlass:
+            id = await windlass.enqueue(job_type, read_payload(payload), **given)
+            if watch:
+                return await _watch(windlass, id, json)
+            if wait:
+                return await _wait(windlass, id, json)
+            _print_id(id, json)
+            return 0
+
+    raise typer.Exit(run(go()))
+
+
+@app.command("list")
+def list_(
+    status: Annotated[JobStatus | None, typer.Option(case_sensitive=False, help="Only these.")] = None,
+    type: Annotated[str | None, typer.Option(help="Only jobs of this operation.")] = None,
+    queue: Annotated[str | None, typer.Option(help="Only jobs of this queue.")] = None,
+    pipeline: Annotated[str | None, typer.Option(metavar="ID", help="Only jobs of this pipeline.")] = None,
+    parent: Annotated[str | None, typer.Option(metavar="ID", help="Only children of this job.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """List jobs, the newest first."""
+
+    async def go() -> list[Job]:
+        async with client(database_url, config) as windlass:
+            return await windlass.queue.list_jobs(
+                status=status,
+                job_type=type,
+                queue=queue,
+                pipeline_id=_uuid(pipeline),
+                parent_job_id=_uuid(parent),
+                limit=limit,
+            )
+
+    jobs = run(go())
+    if json:
+        print_json(jobs)
+    elif jobs:
+        print_jobs(jobs)
+    else:
+        typer.echo("no such jobs", err=True)
+
+
+@app.command()
+def show(
+    id: JobIdText,
+    events: Annotated[int, typer.Option(min=0, max=10_000, help="How many of the last events.")] = _EVENTS,
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """Show a job with its last events."""
+
+    async def go() -> tuple[Job, dict[JobStatus, int], list[Any]]:
+        async with client(database_url, config) as windlass:
+            found = await windlass.get(id)
+            children = await windlass.queue.count_children(found.id)
+            history = await windlass.queue.latest_events(found.id, limit=events) if events else []
+            return found, children, history
+
+    job, children, history = run(go())
+    if json:
+        print_json({**live.plain(job), "children": children, "events": history})
+    else:
+        print_job(job, children, history)
+
+
+@app.command()
+def watch(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Show a job live until it has ended.
+
+    The exit code is 0 for SUCCEEDED, 1 for FAILED and 3 for CANCELLED. Without a terminal, events are printed as
+    lines.
+    """
+
+    async def go() -> int:
+        async with client(database_url, config) as windlass:
+            return await _watch(windlass, job_id(id), json)
+
+    raise typer.Exit(run(go()))
+
+
+@app.command()
+def cancel(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The jobs' ids.", show_default=False)],
+    reason: Annotated[str, typer.Option(help="Kept in the job's history.")] = "cancelled by request",
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """Cancel jobs with everything below them. Jobs that have ended stay as they are."""
+
+    async def go() -> int:
+        async with client(database_url, config) as windlass:
+            return await windlass.queue.cancel([job_id(id) for id in ids], reason=reason)
+
+    n = run(go())
+    if json:
+        print_json({"cancelled": n})
+    else:
+        typer.echo(f"cancelled {n} job{'' if n == 1 else 's'}" if n else "nothing to cancel: already ended")
+
+
+@app.command()
+def recover(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Free a job whose worker is gone: it is queued again, with all its attempts."""
+
+    async def go() -> Job:
+        async with client(database_url, config) as windlass:
+            await windlass.recover(id)
+            return await windlass.get(id)
+
+    _print_moved(run(go()), "recovered", json)
+
+
+@app.command()
+def rerun(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Give a FAILED or CANCELLED job another life; a parent waits again for its unsuccessful children."""
+
+    async def go() -> Job:
+        async with client(database_url, config) as windlass:
+            await windlass.rerun(id)
+            return await windlass.get(id)
+
+    _print_moved(run(go()), "rerun", json)
+
+
+async def _watch(windlass: AsyncWindlass, id: JobId, json: bool) -> int:
+    return _exit_code(await live.watch(windlass, id, json=json))
+
+
+async def _wait(windlass: AsyncWindlass, id: JobId, json: bool) -> int:
+    """Print the id at once, so that an interrupted wait is not a lost job; failures are raised as errors."""
+    if not json:
+        _print_id(id, json)
+    result = await windlass.wait(id)
+    if json:
+        print_json({"id": id, "status": JobStatus.SUCCEEDED, "result": result})
+    else:
+        typer.echo(compact(result))
+    return 0
+
+
+def _exit_code(job: Job) -> int:
+    return {JobStatus.SUCCEEDED: 0, JobStatus.CANCELLED: CANCELLED}.get(job.status, 1)
+
+
+def read_payload(text: str | None) -> Any:
+    """JSON as it stands, from a file, or from standard input; without any, the operation's defaults."""
+    if text is None:
+        return {}
+    if text == "-":
+        text = sys.stdin.read()
+    elif text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"the payload cannot be read from {text[1:]}: {error}", param="payload") from error
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(
+            f'the payload is not JSON: {error}; write it as --payload \'{{"name": "Ada"}}\'', param="payload"
+        ) from error
+
+
+def _moment(text: str | None, flag: str) -> datetime | None:
+    try:
+        return None if text is None else moment(text)
+    except ValueError as error:
+        raise InvalidInput(f"{flag} {text!r} is no time; write 2026-12-24T18:00:00+00:00") from error
+
+
+def _deadline(text: str | None) -> datetime | timedelta | None:
+    try:
+        return None if text is None else timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        return _moment(text, "--deadline")
+
+
+def _uuid(text: str | None) -> UUID | None:
+    return None if text is None else job_id(text)
+
+
+def _print_id(id: JobId, json: bool) -> None:
+    if json:
+        print_json({"id": id})
+    else:
+        typer.echo(str(id))
+
+
+def _print_moved(job: Job, verb: str, json: bool) -> None:
+    if json:
+        print_json(live.plain(job))
+    else:
+        typer.echo(f"job {job.id} was {verb}: {job.status}")

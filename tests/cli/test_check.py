@@ -1,0 +1,103 @@
+"""`windlass check`: what is wrong is named, with the remedy."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import pytest
+
+from tests.cli.conftest import SAMPLE, Cli, Inside
+from tests.support import DATABASE
+from windlass.db import check
+from windlass.db.check import Finding, Level, check_database, describe
+from windlass.db.database import Pool
+
+
+async def find(pool: Pool, name: str, **options) -> Finding:
+    (found,) = [one for one in await check_database(pool, DATABASE, **options) if one.name == name]
+    return found
+
+
+def test_a_database_without_schema_is_an_error_with_its_remedy(empty_cli: Cli) -> None:
+    said = empty_cli("check", SAMPLE, code=1).stdout
+    assert "✓ operations  sample.block, sample.fail" in said
+    assert "✗ schema" in said
+    assert "→ run: windlass migrate" in said
+
+
+def test_a_good_database_without_workers_has_warnings_only(inside: Inside, publish: None) -> None:
+    inside("job", "submit", "sample.greet")
+    found = {one["name"]: one for one in inside.json("check")}
+    assert {name for name, one in found.items() if one["level"] == "error"} == set()
+    assert found["workers"]["remedy"] == "start one: windlass up, or windlass worker"
+    assert found["due jobs"]["text"] == "no live worker knows sample.greet (1)"
+    assert found["operations"]["level"] == "warning"
+    assert found["server"]["level"] == found["session"]["level"] == found["schema"]["level"] == "ok"
+
+
+def test_wrong_settings_and_sources_are_findings(inside: Inside, tmp_path) -> None:
+    (tmp_path / "windlass.toml").write_text("[worker]\nconcurency = 3\n")
+    code, out, _ = inside("check")
+    assert code == 1
+    assert "there is no setting worker.concurency; did you mean worker.concurrency?" in out
+    (tmp_path / "windlass.toml").write_text('operations = ["nowhere"]\n')
+    code, out, _ = inside("check")
+    assert code == 1
+    assert "✗ operations" in out
+
+
+def test_a_database_that_cannot_be_reached_is_a_finding(inside: Inside) -> None:
+    code, out, _ = inside("check", "--database-url", "postgresql://me:secret@127.0.0.1:1/shop")
+    assert code == 1
+    assert "✗ database" in out
+    assert "postgresql://me@127.0.0.1:1/shop" in out
+    assert "start the server, or correct host and port" in out
+    assert "secret" not in out
+
+
+async def test_an_old_transaction_is_named_with_its_end(pool: Pool, database_url: str) -> None:
+    with psycopg.connect(database_url) as old:
+        old.execute("SELECT pg_current_xact_id()")
+        found = await find(pool, "vacuum", old_seconds=0.0)
+    assert found.level is Level.WARNING
+    assert found.text.startswith("the oldest xmin is held by pid ")
+    assert found.remedy is not None
+    assert "pg_terminate_backend(" in found.remedy
+
+
+async def test_more_processes_than_connections_are_a_warning(pool: Pool) -> None:
+    assert (await find(pool, "connections")).level is Level.OK
+    found = await find(pool, "connections", processes=10_000)
+    assert found.level is Level.WARNING
+    assert found.remedy is not None
+    assert found.remedy.startswith("raise max_connections by ")
+
+
+@pytest.mark.parametrize(("hours", "words"), [(1, "3600 s ahead of"), (-1, "3600 s behind")])
+async def test_a_wrong_clock_is_a_warning(pool: Pool, monkeypatch, hours: int, words: str) -> None:
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(UTC) + timedelta(hours=hours)
+
+    monkeypatch.setattr(check, "datetime", Wrong)
+    found = await find(pool, "clock")
+    assert found.level is Level.WARNING
+    assert words in found.text
+
+
+def test_an_old_server_is_an_error() -> None:
+    assert check._server(140009, "14.9").level is Level.ERROR
+    assert check._server(150000, "15.0").level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://me:secret@db:6000/shop", "postgresql://me@db:6000/shop"),
+        ("host=db user=me password=secret dbname=shop", "postgresql://me@db/shop"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert describe(url) == shown

@@ -1,0 +1,103 @@
+"""Lanes: how much of which queue a claim asks for, and where it looks on."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+from windlass.engine.jobs import Claim, new_id
+from windlass.engine.lanes import Lanes
+from windlass.engine.queue import NOWHERE, Claimed
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def claim(queue: str = "a", priority: int = 5, *, at: datetime = NOW, key: str | None = None) -> Claim:
+    blank = dict.fromkeys(Claim.__dataclass_fields__)
+    return Claim(
+        **{**blank, "id": new_id(), "queue": queue, "priority": priority, "run_after": at, "exclusive_key": key}
+    )
+
+
+def lanes_of(*queues: str, **limits: int) -> Lanes:
+    lanes = Lanes(None, limits)
+    lanes.know(dict.fromkeys(queues, False))
+    return lanes
+
+
+def quotas(lanes: Lanes, slots: int, **running: int) -> dict[str, int]:
+    return {lane.queue: lane.quota for lane in lanes.open(slots, running)}
+
+
+def marks(lanes: Lanes, slots: int = 10) -> dict[tuple[str, int], object]:
+    return {(lane.queue, lane.priority): lane.after for lane in lanes.open(slots, {})}
+
+
+def test_what_already_runs_does_not_narrow_a_queue_without_a_limit():
+    assert quotas(lanes_of("a"), 3, a=3) == {"a": 3}
+
+
+def test_a_limit_counts_what_already_runs_and_closes_a_full_queue():
+    lanes = lanes_of("a", "b", "c", a=4, b=2)
+    assert quotas(lanes, 10, a=3, b=2, c=9) == {"a": 1, "c": 10}
+
+
+def test_priorities_come_before_queues_and_queues_take_turns():
+    lanes = lanes_of("a", "b")
+    first = [(lane.priority, lane.queue) for lane in lanes.open(1, {})]
+    second = [(lane.priority, lane.queue) for lane in lanes.open(1, {})]
+    assert [priority for priority, _ in first] == sorted(priority for priority, _ in first)
+    assert {first[0][1], second[0][1]} == {"a", "b"}
+
+
+def test_paused_queues_have_no_lanes():
+    lanes = Lanes(["a", "b"], {})
+    lanes.know({"a": True, "b": False})
+    assert set(quotas(lanes, 5)) == {"b"}
+
+
+def test_an_exhausted_lane_is_looked_through_up_to_just_before_the_claim():
+    lanes = lanes_of("a")
+    opened = lanes.open(10, {})
+    lanes.move_on(opened, Claimed(NOW, [claim(at=NOW - timedelta(seconds=5))]), 10, 0.001)
+    assert set(marks(lanes).values()) == {(NOW - timedelta(milliseconds=50), UUID(int=0))}
+
+
+def test_a_full_claim_moves_only_the_lanes_it_took_from_to_the_last_job_taken():
+    lanes = lanes_of("a")
+    taken = [claim(at=NOW - timedelta(seconds=9 - n)) for n in range(3)]
+    lanes.move_on(lanes.open(3, {}), Claimed(NOW, taken), 3, 0.001)
+    after = marks(lanes)
+    assert after[("a", 5)] == (taken[-1].run_after, taken[-1].id)
+    assert after[("a", 6)] == NOWHERE
+
+
+def test_keyed_jobs_do_not_move_a_watermark():
+    lanes = lanes_of("a")
+    lanes.move_on(lanes.open(1, {}), Claimed(NOW, [claim(key='["k"]', at=NOW - timedelta(seconds=1))]), 1, 0.001)
+    assert marks(lanes)[("a", 5)] == NOWHERE
+
+
+def test_a_queue_at_its_limit_is_not_taken_for_exhausted():
+    lanes = lanes_of("a", a=1)
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, [claim(priority=3, at=NOW - timedelta(seconds=1))]), 10, 0.001)
+    assert marks(lanes)[("a", 5)] == NOWHERE
+
+
+def test_the_full_scan_forgets_the_watermarks():
+    lanes = lanes_of("a")
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
+    assert not lanes.scan_is_due
+    lanes.scan_soon()
+    assert lanes.scan_is_due
+    assert set(marks(lanes).values()) == {NOWHERE}
+
+
+def test_a_ring_for_a_queue_never_seen_makes_the_worker_look_around():
+    lanes = lanes_of("a")
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
+    assert lanes.serves("a")
+    assert not lanes.scan_is_due
+    assert lanes.serves("new")
+    assert lanes.scan_is_due
+    assert not Lanes(["a"], {}).serves("b")
