@@ -137,7 +137,7 @@ def _row(
         "payload": orjson.Fragment(_dump(payload, name)),
         "max_attempts": _positive(job.max_attempts or defaults["max_attempts"], "max_attempts"),
         "exclusive_key": _key(key),
-        "on_held": OnHeld(job.on_held or defaults["on_held"]),
+        "on_held": OnHeld.QUEUE if key is None else OnHeld(job.on_held or defaults["on_held"]),
         "pipeline_id": origin.pipeline_id if origin else job.pipeline_id,
         "parent_job_id": parent.id if parent else None,
         "round": None,

@@ -248,7 +248,8 @@ SELECT id, parent_job_id, true FROM settled
 WITH settled AS (
     UPDATE windlass.job
     SET status = 'QUEUED', error = done.error, rescues = 0, locked_by = NULL, lease_until = NULL,
-        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds), job.deadline))
+        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
+                                  CASE WHEN NOT job.deadline_passed THEN job.deadline END))
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
         id uuid, claim bigint, worker text, error jsonb, delay_seconds float8)
     WHERE job.id = done.id AND job.claims = done.claim
@@ -269,7 +270,8 @@ WITH settled AS (
     UPDATE windlass.job
     SET status = 'QUEUED', attempts = job.attempts - 1, rescues = 0, locked_by = NULL, lease_until = NULL,
         message = coalesce(done.reason, job.message),
-        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds), job.deadline)),
+        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
+                                  CASE WHEN NOT job.deadline_passed THEN job.deadline END)),
         progress_current = coalesce(done.progress_current, job.progress_current),
         progress_total = coalesce(done.progress_total, job.progress_total)
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
@@ -288,9 +290,10 @@ events AS (
 SELECT id, NULL::uuid, false FROM settled
 
 -- name: release
+-- Earlier deaths are not forgiven: that the worker stopped says nothing about the job.
 WITH settled AS (
     UPDATE windlass.job
-    SET status = 'QUEUED', attempts = job.attempts - 1, rescues = 0, locked_by = NULL, lease_until = NULL,
+    SET status = 'QUEUED', attempts = job.attempts - 1, locked_by = NULL, lease_until = NULL,
         run_after = :now
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, worker text, reason text)
     WHERE job.id = done.id AND job.claims = done.claim
@@ -464,11 +467,16 @@ LIMIT %(limit)s
 -- name: rescue
 -- Leases that are over: by the clock, but not in the first lease after the server started, or named by the worker
 -- whose process for that job has died. A job that already ended only loses its lock.
-WITH dead AS MATERIALIZED (
+-- The server is ready when these helpers of it start: after a recovery, and again after the crash of a backend.
+WITH ready AS MATERIALIZED (
+    SELECT greatest(pg_postmaster_start_time(), max(backend_start)) AS at
+    FROM pg_stat_activity WHERE backend_type IN ('walwriter', 'autovacuum launcher')
+),
+dead AS MATERIALIZED (
     SELECT id, locked_by, status, max_attempts, rescues FROM windlass.job
-    WHERE locked_by IS NOT NULL AND (
-        (lease_until < :now AND pg_postmaster_start_time() < :now - make_interval(secs => %(lease_seconds)s))
-        OR (id, claims) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[])))
+    WHERE locked_by IS NOT NULL AND CASE WHEN cardinality(%(ids)s::uuid[]) > 0
+        THEN (id, claims) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]))
+        ELSE lease_until < :now AND (SELECT at FROM ready) < :now - make_interval(secs => %(lease_seconds)s) END
     ORDER BY id
     LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED

@@ -13,7 +13,7 @@ import orjson
 
 from windlass.engine.jobs import Claim
 from windlass.engine.queue import Queue
-from windlass.errors import DatabaseError, DatabaseUnavailable, Deadlock, InvalidInput, TooLarge
+from windlass.errors import DatabaseError, DatabaseUnavailable, InvalidInput, TooLarge
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ _EVENTS_PER_WRITE = 2_000
 _EMIT_SECONDS = 0.2
 _PROGRESS_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
-_DEADLOCKS_MAX = 10
 Key = tuple[UUID, int]
 
 
@@ -107,18 +106,13 @@ class Outbox:
                 self._in_flight = set()
 
     async def _write(self, write: Callable[[Sequence[Any]], Awaitable[object]], reports: Sequence[Any]) -> None:
-        """One report that the database refuses costs only itself; a deadlock costs nothing."""
-        for _ in range(_DEADLOCKS_MAX):
-            try:
-                await write(reports)
-            except Deadlock:
-                continue
-            except DatabaseUnavailable:
-                raise
-            except DatabaseError as error:
-                return await self._split(write, reports, error)
-            return None
-        return log.error("%d reports are dropped: too many deadlocks", len(reports))
+        """One report that the database refuses costs only itself."""
+        try:
+            await write(reports)
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:
+            await self._split(write, reports, error)
 
     async def _split(
         self, write: Callable[[Sequence[Any]], Awaitable[object]], reports: Sequence[Any], error: DatabaseError

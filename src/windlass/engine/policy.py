@@ -30,6 +30,18 @@ from windlass.errors import (
 )
 
 _RATE_LIMIT_SECONDS = 5.0
+_CONNECTION_ERRORS = frozenset(
+    {
+        "APIConnectionError",  # openai, anthropic
+        "ClientConnectionError",  # aiohttp
+        "HTTPClientError",  # botocore
+        "OperationalError",  # DB-API drivers, SQLAlchemy
+        "Timeout",  # requests
+        "TransportError",  # httpx
+    }
+)
+_DELAY_SECONDS_MAX = 366 * 86_400.0
+_DOUBLINGS_MAX = 60
 _MESSAGE_CHARACTERS_MAX = 4000
 _TRACEBACK_CHARACTERS_MAX = 16_000
 
@@ -46,7 +58,7 @@ def classify(error: BaseException, retry_on: tuple[type[BaseException], ...] = (
         return Transient(_describe(error))
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
         return Transient(_describe(error), code="timeout")
-    if isinstance(error, (ConnectionError, DatabaseUnavailable)):
+    if isinstance(error, (ConnectionError, DatabaseUnavailable)) or _is_connection_error(error):
         return Transient(_describe(error), code="connection")
     if _status_code(error) == 429:
         return RateLimited(_describe(error), retry_after=_retry_after(error))
@@ -74,7 +86,7 @@ def react(claim: Claim, operation: Operation, error: BaseException) -> Settle:
 
 def backoff(attempt: int, operation: Operation) -> float:
     """Full jitter: anything from nothing to the exponential step, so that retries spread out."""
-    step = min(operation.backoff_seconds_max, operation.backoff_seconds * 2.0 ** (attempt - 1))
+    step = min(operation.backoff_seconds_max, operation.backoff_seconds * 2.0 ** min(attempt - 1, _DOUBLINGS_MAX))
     return random.uniform(0.0, step)  # noqa: S311 (jitter is no secret)
 
 
@@ -131,11 +143,16 @@ def _plain(value: Any) -> Any:
 
 def _snooze(claim: Claim, seconds: float, reason: str | None, error_kind: str | None) -> Settle:
     values = {
-        "delay_seconds": max(0.0, float(seconds)),
+        "delay_seconds": _finite(seconds),
         "reason": reason and _text(reason, 1000),
         "error_kind": error_kind,
     }
     return Settle("snooze", claim, values)
+
+
+def _finite(seconds: float) -> float:
+    """No delay is longer than a year, whatever the other side asks for; what is no number is no delay."""
+    return min(_DELAY_SECONDS_MAX, seconds) if seconds > 0 else 0.0
 
 
 def _describe(error: BaseException) -> str:
@@ -144,6 +161,11 @@ def _describe(error: BaseException) -> str:
 
 def _text(text: str, limit: int) -> str:
     return text[:limit].replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    """Timeouts and lost connections of the usual clients, which we know by name so as not to import them."""
+    return any(kind.__name__ in _CONNECTION_ERRORS for kind in type(error).__mro__)
 
 
 def _status_code(error: BaseException) -> int | None:

@@ -19,7 +19,16 @@ import orjson
 from windlass.db.database import Database, Row, Session
 from windlass.db.statements import statements
 from windlass.engine.jobs import Claim, Job, JobEvent, JobId, OnHeld, Settle, Wait, Write
-from windlass.errors import ConfigurationError, Conflict, Deadlock, Fenced, InvalidInput, NotFound, UniqueViolation
+from windlass.errors import (
+    ConfigurationError,
+    Conflict,
+    Deadlock,
+    Fenced,
+    InvalidInput,
+    NotFound,
+    TooLarge,
+    UniqueViolation,
+)
 from windlass.states import JobStatus
 
 SQL = statements(__package__, "jobs.sql")
@@ -27,6 +36,8 @@ SQL = statements(__package__, "jobs.sql")
 P = ParamSpec("P")
 T = TypeVar("T")
 _DEADLOCKS_MAX = 10
+_ROWS_PER_STATEMENT = 5_000
+_KEYS_PER_CALL_MAX = 1_000
 _CANCEL_DEPTH_MAX = 1000
 
 
@@ -80,6 +91,8 @@ class Claimed(NamedTuple):
 
     at: datetime
     jobs: list[Claim]
+    without_keys: bool = False
+    """There was a race for a key, so keyed jobs were left out."""
 
 
 class Rescued(NamedTuple):
@@ -129,22 +142,31 @@ class Queue:
 
     @_repeated
     async def enqueue(self, rows: Sequence[Mapping[str, Any]], *, session: Session | None = None) -> list[Enqueued]:
-        """Insert prepared rows (see `Catalog.prepare`) in one statement; all or none.
+        """Insert prepared rows (see `Catalog.prepare`) in few statements; all or none.
 
         Ids are made by the caller, so a call whose answer was lost can simply be repeated. The same idempotency
         key returns the first job, and with another body `Conflict`.
         """
         if not rows:
             return []
-        if all(row["on_held"] is OnHeld.QUEUE and row["idempotency_key"] is None for row in rows):
+        is_plain = all(row["on_held"] is OnHeld.QUEUE for row in rows)
+        if is_plain and len(rows) <= _ROWS_PER_STATEMENT and all(row["idempotency_key"] is None for row in rows):
             return await self._insert(session or self.database, rows)
         async with self._transaction(session) as session:
-            if all(row["on_held"] is OnHeld.QUEUE for row in rows):
-                return await self._insert(session, rows)
-            return await self._enqueue_by_policy(session, rows)
+            if not is_plain:
+                return await self._enqueue_by_policy(session, rows)
+            answers = []
+            for start in range(0, len(rows), _ROWS_PER_STATEMENT):
+                answers += await self._insert(session, rows[start : start + _ROWS_PER_STATEMENT])
+            return answers
 
     async def _enqueue_by_policy(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> list[Enqueued]:
         keyed = [row for row in rows if row["exclusive_key"] is not None]
+        if len(keyed) > _KEYS_PER_CALL_MAX:
+            raise TooLarge(
+                f"{len(keyed)} keyed jobs with a policy of their own in one call; the limit is {_KEYS_PER_CALL_MAX}",
+                param="jobs",
+            )
         await self._run(
             session,
             "lock_keys",
@@ -216,7 +238,8 @@ class Queue:
         try:
             return await self._claim(worker, lanes, job_types, slots, freed=freed)
         except (UniqueViolation, Deadlock):
-            return await self._claim(worker, lanes, job_types, slots, keyed=False)
+            claimed = await self._claim(worker, lanes, job_types, slots, keyed=False)
+            return claimed._replace(without_keys=True)
 
     async def claim_job(
         self, worker: str, id: JobId, job_types: Sequence[str], *, suspect: bool = False
@@ -379,11 +402,13 @@ class Queue:
             )
             ended = [_Ended(parent, failed) for _, parent, failed, status in rows if status != JobStatus.QUEUED]
 
+    @_repeated
     async def emit(self, events: Sequence[Mapping[str, Any]]) -> set[UUID]:
         """Append events of held jobs; answers the jobs whose fence held."""
         rows = await self._run(self.database, "emit", events=orjson.dumps(events, default=str).decode())
         return {id for (id,) in rows}
 
+    @_repeated
     async def progress(self, steps: Sequence[tuple[UUID, int, int | None, int | None]]) -> set[UUID]:
         """Write `(id, claim, current, total)`; growth proves life and forgets earlier deaths."""
         ids, claims, currents, totals = zip(*sorted(steps, key=lambda step: step[0]), strict=True)
@@ -397,6 +422,7 @@ class Queue:
         )
         return {id for (id,) in rows}
 
+    @_repeated
     async def let_go(self, held: Sequence[tuple[UUID, int]]) -> None:
         """The operations of these cancelled or expired jobs have ended: their keys are free."""
         await self._run(self.database, "let_go", ids=[id for id, _ in held], claims=[claim for _, claim in held])
@@ -517,8 +543,8 @@ class Queue:
             reason = "the deadline of the parent has passed"
             return len(rows) + await self._cancel(session, [id for (id,) in children], reason)
 
-    async def make_event_partitions(self) -> int:
-        ((made,),) = await self._run(self.database, "make_event_partitions")
+    async def make_event_partitions(self, *, session: Session | None = None) -> int:
+        ((made,),) = await self._run(session or self.database, "make_event_partitions")
         return int(made)
 
     @asynccontextmanager
@@ -539,8 +565,9 @@ class Queue:
     async def remove_worker(self, worker: str) -> None:
         await self._run(self.database, "remove_worker", id=worker)
 
-    async def remove_dead_workers(self, silent_seconds: float) -> int:
-        return len(await self._run(self.database, "remove_dead_workers", silent_seconds=silent_seconds))
+    async def remove_dead_workers(self, silent_seconds: float, *, session: Session | None = None) -> int:
+        database = session or self.database
+        return len(await self._run(database, "remove_dead_workers", silent_seconds=silent_seconds))
 
     async def publish_operations(self, operations: Sequence[Mapping[str, Any]], worker: str) -> None:
         document = orjson.dumps(operations).decode()

@@ -60,8 +60,8 @@ class Upkeep:
         self._rounds = (
             Round("rescue", 1.0, self._rescue),
             Round("expire", 1.0, lambda session: queue.expire(session=session)),
-            Round("partitions", 3600.0, lambda _: queue.make_event_partitions()),
-            Round("workers", 60.0, lambda _: queue.remove_dead_workers(_DEAD_WORKER_SECONDS)),
+            Round("partitions", 3600.0, lambda session: queue.make_event_partitions(session=session)),
+            Round("workers", 60.0, lambda session: queue.remove_dead_workers(_DEAD_WORKER_SECONDS, session=session)),
             *rounds,
         )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import random
@@ -16,11 +18,13 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from uuid import UUID
+
+import orjson
 
 from windlass.db.database import Blocking, Pool, complete
 from windlass.db.doorbell import Doorbell, listen
@@ -44,6 +48,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _WRITE_SECONDS_MAX = 5.0
+_GIVE_BACK_SECONDS_MAX = 600.0
+_REPEATABLE = frozenset({"40001", "40P01"})
 
 Reason = Literal["cancelled", "lost", "timeout", "stop"]
 
@@ -227,28 +233,33 @@ class Worker:
     async def run_job(self, id: JobId, *, suspect: bool = False) -> bool:
         """Claim one given job and run it to its end; False when the claim was refused and nothing ran."""
         self._outbox.start()
-        claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=suspect)
-        if claim is None:
-            return False
-        self._start(claim)
+        claimed = await self._claim_one(id, suspect=suspect)
         await self._emptied_out()
-        return True
+        return claimed
 
     async def run_alone(self, id: JobId, on_claim: Callable[[Claim], None]) -> None:
         """Claim one suspect job and run it, with a lease of its own, until it ends or `stop()` is called."""
         self._outbox.start()
         lease = self._start_lease()
         try:
-            claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=True)
-            if claim is not None:
-                on_claim(claim)
-                self._start(claim)
-                ended = asyncio.create_task(self._emptied_out())
-                await asyncio.wait(
-                    [ended, asyncio.create_task(self._stopping.wait())], return_when=asyncio.FIRST_COMPLETED
-                )
+            if await self._claim_one(id, suspect=True, on_claim=on_claim):
+                ended, stopped = map(asyncio.create_task, (self._emptied_out(), self._stopping.wait()))
+                await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
+                stopped.cancel()
         finally:
             await self._wind_down(lease)
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Release what the database says that we hold, although we stopped it or never heard of it.
+
+        Left to the rescue it would count as a death, and a job that runs alone is parked for that.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GIVE_BACK_SECONDS_MAX):
+                held = await self._insist(lambda: self.queue.holdings(self.id))
+                left = [key for key, status in held.items() if status is JobStatus.RUNNING]
+                await self._insist(lambda: self.queue.release(left, self.id, "the database was away"))
 
     async def close(self) -> None:
         """End the helpers of a worker that was used by `run_once` and `run_job`."""
@@ -345,21 +356,40 @@ class Worker:
         if not lanes:
             return 0
         freed, self._freed_keys = self._freed_keys, set()
-        self._claims_under_way += 1
         try:
-            claimed = await self.queue.claim(self.id, lanes, self._types(), slots, freed_keys=freed)
-            for claim in claimed.jobs:
-                self._start(claim)
+            with self._claim_under_way():
+                claimed = await self.queue.claim(self.id, lanes, self._types(), slots, freed_keys=freed)
+                for claim in claimed.jobs:
+                    self._start(claim)
         except BaseException:
             self._freed_keys |= freed
             raise
-        finally:
-            self._claims_under_way -= 1
-            self._claim_generation += 1
+        if claimed.without_keys:
+            self._freed_keys |= freed
         self._lanes.move_on(lanes, claimed, slots, time.monotonic() - began)
         self._has_backlog = len(claimed.jobs) == slots
         self.counts.claimed += len(claimed.jobs)
         return len(claimed.jobs)
+
+    @contextlib.contextmanager
+    def _claim_under_way(self) -> Iterator[None]:
+        """Until what was claimed is also started, the lease thread must not take it for forgotten."""
+        self._claims_under_way += 1
+        try:
+            yield
+        finally:
+            self._claims_under_way -= 1
+            self._claim_generation += 1
+
+    async def _claim_one(self, id: JobId, *, suspect: bool, on_claim: Callable[[Claim], None] | None = None) -> bool:
+        with self._claim_under_way():
+            claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=suspect)
+            if claim is None:
+                return False
+            if on_claim is not None:
+                on_claim(claim)
+            self._start(claim)
+            return True
 
     def _types(self) -> list[str]:
         """Operations that could start now: those for processes only while one is free."""
@@ -411,14 +441,19 @@ class Worker:
             return await self._give_up(running)
         except Died as death:
             return await self._mourn(running, death)
+        except _WriteFailed as failed:
+            return self._react(running, failed.error)
         except BaseException as error:  # an operation may even raise SystemExit; the worker goes on
+            if running.reason is not None:  # it turned our interruption into an error of its own
+                return await self._give_up(running)
             return self._react(running, error)
 
     async def _perform(self, running: _Running) -> Any:
         operation, claim = running.operation, running.claim
-        joined = await self._joined(claim, operation.kind) if claim.waits else None
-        context = running.context = Context(claim, self._outbox, joined=joined, services=self._services)
+        context = running.context = Context(claim, self._outbox, services=self._services)
         context.stopping = self._stopping.is_set()
+        if claim.waits:
+            context.joined = await self._joined(claim, operation.kind)
         arguments = operation.arguments(claim.payload)
         if operation.takes_context:
             arguments = {"ctx": context, **arguments}
@@ -427,7 +462,7 @@ class Worker:
                 return await operation.function(**arguments)
             case "thread":
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, lambda: operation.function(**arguments))
+                return await loop.run_in_executor(self._threads, _call, operation.function, arguments)
             case "process":
                 return await self._processes.perform(operation, claim, context, running)
 
@@ -441,7 +476,7 @@ class Worker:
             case Done(then=then, write=write):
                 settle = policy.succeed(claim, outcome)
                 rows = await self.catalog.prepare(then, before=claim)
-                bounded = None if write is None else lambda connection: _bounded(write, connection)
+                bounded = None if write is None else functools.partial(_bounded, write)
                 await self._flush(running)
                 await self._settle_alone(
                     claim, lambda: self.queue.succeed_with(settle, self.id, write=bounded, then=rows), rows
@@ -449,7 +484,8 @@ class Worker:
             case Snooze():
                 return policy.snooze(claim, outcome)
             case Wait(children=children):
-                policy.storable(outcome.result)
+                if outcome.result is not None:
+                    outcome = dataclasses.replace(outcome, result=orjson.Fragment(policy.storable(outcome.result)))
                 rows = await self.catalog.prepare(children, parent=claim)
                 await self._flush(running)
                 await self._settle_alone(claim, lambda: self.queue.wait(claim, self.id, outcome, rows), rows)
@@ -476,7 +512,13 @@ class Worker:
                 return
 
     def _react(self, running: _Running, error: BaseException) -> Settle:
-        settle = policy.react(running.claim, running.operation, error)
+        try:
+            settle = policy.react(running.claim, running.operation, error)
+        except Exception as problem:  # its text or its delay cannot be read; the job must end all the same
+            untold = Fatal(
+                f"an error of type {type(error).__name__} that cannot be told: {problem!r}", code="unexpected"
+            )
+            settle = policy.react(running.claim, running.operation, untold)
         if settle.verb == "fail":
             log.warning(
                 "job %s (%s) failed: %s",
@@ -598,9 +640,30 @@ class Worker:
                 await asyncio.sleep(random.uniform(0.1, 0.5))  # noqa: S311
 
 
+class _WriteFailed(Exception):
+    """What `write` raised is the operation's own error, whatever its class says to our database layer."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
 async def _bounded(write: Callable[[Any], Awaitable[None]], connection: Any) -> None:
-    async with asyncio.timeout(_WRITE_SECONDS_MAX):
-        await write(connection)
+    """Only a connection of ours that broke, or a deadlock, makes the commit worth repeating."""
+    try:
+        async with asyncio.timeout(_WRITE_SECONDS_MAX):
+            await write(connection)
+    except Exception as error:
+        if getattr(connection, "closed", False) or getattr(error, "sqlstate", None) in _REPEATABLE:
+            raise
+        raise _WriteFailed(error) from error
+
+
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """In a thread; a future cannot carry StopIteration, so it goes as what Python itself makes of it."""
+    try:
+        return function(**arguments)
+    except StopIteration as error:
+        raise RuntimeError("the operation raised StopIteration") from error
 
 
 def _discard(_: object) -> None:

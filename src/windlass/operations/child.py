@@ -90,7 +90,10 @@ class _Performer:
             return _picklable(("raised", error))
 
     def emit(self, claim: Claim, event: Mapping[str, Any]) -> None:
-        self._say(_picklable(("emit", dict(event))))
+        frame = _picklable(("emit", dict(event)))
+        if frame[0] == "raised":
+            raise frame[1]
+        self._say(frame)
 
     def progress(self, claim: Claim, current: int | None, total: int | None) -> None:
         self._say(("progress", current, total))

@@ -1,0 +1,114 @@
+"""A judge that cannot find anybody guilty proves nothing: each promise, broken on purpose."""
+
+from collections import Counter
+from types import SimpleNamespace
+from uuid import UUID
+
+import pytest
+
+from tests.chaos.history import Event, History
+from tests.chaos.verdict import judge
+from tests.chaos.workload import Ledger
+
+A, B, C = (UUID(int=n) for n in (1, 2, 3))
+WELL = ["job.enqueued", "job.started", "job.succeeded"]
+STATUS = {"job.enqueued": "QUEUED", "job.started": "RUNNING", "job.succeeded": "SUCCEEDED", "job.rescued": "QUEUED"}
+
+
+def test_a_clean_history_is_no_breach():
+    assert breaches([job(A), job(B)], told(A) + told(B)) == {}
+
+
+def test_a_zombie_is_seen_when_it_settles_a_claim_that_was_rescued():
+    events = told(A, ["job.enqueued", "job.started", "job.rescued", "job.succeeded"])
+    assert "zombie writes accepted" in breaches([job(A, attempts=0)], events)
+
+
+def test_a_zombie_is_seen_when_it_settles_under_an_older_claim():
+    events = told(A, ["job.enqueued", "job.started", "job.rescued", "job.started", "job.succeeded"])
+    events[-1] = events[-1]._replace(claim=1)
+    assert "zombie writes accepted" in breaches([job(A, claims=2)], events)
+
+
+def test_a_late_word_of_a_zombie_is_seen():
+    events = [*told(A), Event(99, A, 0.0, "chaos.plain.begun", None, 1, 1, "w")]
+    assert "zombie writes accepted" in breaches([job(A)], events)
+
+
+def test_a_second_ending_is_seen():
+    assert "zombie writes accepted" in breaches([job(A)], told(A, [*WELL, "job.succeeded"]))
+
+
+def test_a_row_that_differs_from_its_history_is_seen():
+    assert "histories that are no legal path to their row" in breaches([job(A, claims=2)], told(A))
+
+
+@pytest.mark.parametrize("effects", [0, 2])
+def test_a_doubled_and_a_missing_effect_are_seen(effects):
+    found = breaches([job(A, job_type="chaos.write")], told(A), effects={A: effects})
+    assert "write= effects doubled, missing or of nobody" in found
+
+
+def test_lost_and_unfinished_jobs_are_seen():
+    ledger = Ledger(enqueued={A, B})
+    found = breaches([job(A, status="QUEUED", claims=0, attempts=0)], told(A, ["job.enqueued"]), ledger=ledger)
+    assert {"jobs lost", "jobs not terminal"} <= found.keys()
+
+
+def test_an_innocent_that_was_parked_is_seen():
+    found = breaches([job(A, status="FAILED", code="poison")], told(A))
+    assert "innocent jobs parked" in found
+
+
+def test_two_jobs_that_have_one_key_at_a_time_are_seen():
+    first, second = told(A), told(B)
+    woven = [first[0], second[0], first[1], second[1], first[2], second[2]]
+    events = [event._replace(id=place) for place, event in enumerate(woven)]
+    found = breaches([job(A, exclusive_key="k"), job(B, exclusive_key="k")], events)
+    assert list(found) == ["two jobs of one key at a time"]
+
+
+def test_a_doubled_link_of_a_chain_is_seen():
+    links = [job(id, job_type="chaos.chain", payload=link(step)) for id, step in ((A, 1), (B, 3), (C, 3))]
+    found = breaches(links, told(A) + told(B) + told(C))
+    assert "chained jobs missing or doubled" in found
+
+
+def test_a_wrong_counter_and_a_missing_child_are_seen():
+    payload = {"width": 2, "on_join": "close", "allow_failures": 0}
+    parent = job(A, job_type="chaos.parent", payload=payload, waits=1, children_failed=1, progress_total=2)
+    leaf = {"index": 0, "fails": False, "writes": False}
+    child = job(B, job_type="chaos.leaf", payload=leaf, parent_job_id=A, round=1)
+    found = breaches([parent, child], told(A) + told(B))
+    assert {"parents whose counters or ending are wrong", "children missing or doubled"} <= found.keys()
+
+
+def test_a_cancel_that_nobody_asked_for_is_seen():
+    assert "jobs cancelled by nobody" in breaches([job(A, status="CANCELLED")], told(A))
+
+
+def link(step):
+    return {"chain": "c", "step": step, "steps": 3, "seconds": 0.0}
+
+
+def told(id, names=WELL):
+    """Events as the engine writes them: a claim more for each start, an attempt back for each rescue."""
+    events, claim, attempt = [], 0, 0
+    for place, name in enumerate(names):
+        claim += name == "job.started"
+        attempt += (name == "job.started") - (name == "job.rescued")
+        events.append(Event(id.int * 100 + place, id, float(place), name, STATUS[name], claim, attempt, "w"))
+    return events
+
+
+def job(id, **columns):
+    nothing = ("result", "code", "reason", "locked_by", "exclusive_key", "parent_job_id", "round", "progress_total")
+    row = dict.fromkeys((*nothing, "idempotency_key", "deadline"))
+    row |= {"id": id, "job_type": "chaos.plain", "status": "SUCCEEDED", "payload": {}, "priority": 5}
+    row |= {"attempts": 1, "max_attempts": 3, "claims": 1, "waits": 0, "children_open": 0, "children_failed": 0}
+    return SimpleNamespace(**row | columns)
+
+
+def breaches(jobs, events, *, effects=None, ledger=None):
+    history = History({one.id: one for one in jobs}, events, Counter(effects or {}))
+    return {name: found for name, found in judge(history, ledger or Ledger()).items() if found}

@@ -1,0 +1,82 @@
+"""A worker process of the chaos run: `python -m tests.chaos.worker FOLDER LEASE_SECONDS`.
+
+It says on standard output who it is and what it counts, one JSON object a line, and ends when its standard input
+does, so that nothing is left behind by a harness that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+import threading
+
+import orjson
+import uvloop
+
+from tests.chaos.operations import OPERATIONS
+from windlass.app import AsyncWindlass
+from windlass.db.database import DatabaseSettings
+from windlass.engine.queue import EngineSettings
+from windlass.engine.worker import Worker, WorkerSettings
+from windlass.errors import DatabaseUnavailable
+from windlass.settings import Settings
+from windlass.telemetry.logs import configure_logs
+
+CONCURRENCY = 16
+_SAY_SECONDS = 0.25
+
+
+def settings(folder: str, lease_seconds: float) -> Settings:
+    return Settings(
+        database=DatabaseSettings(folder=folder),
+        engine=EngineSettings(lease_seconds=lease_seconds),
+        worker=WorkerSettings(concurrency=CONCURRENCY, processes_max=1, stop_grace_seconds=10.0),
+    )
+
+
+def main() -> None:
+    configure_logs("INFO", "json")
+    threading.Thread(target=_end_with_the_harness, daemon=True).start()
+    folder, lease_seconds = sys.argv[1], float(sys.argv[2])
+    uvloop.run(_work(AsyncWindlass(settings=settings(folder, lease_seconds), operations=OPERATIONS)))
+    os._exit(0)  # a thread that still waits for standard input must not hold us
+
+
+def _end_with_the_harness() -> None:
+    sys.stdin.buffer.read()
+    os._exit(3)
+
+
+async def _work(windlass: AsyncWindlass) -> None:
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    while not stopping.is_set():
+        try:
+            async with windlass:
+                await _run(windlass.worker(), stopping)
+            return
+        except DatabaseUnavailable:  # it went away before we had begun; a supervisor would start us again as well
+            await asyncio.sleep(0.2)
+
+
+async def _run(worker: Worker, stopping: asyncio.Event) -> None:
+    running = asyncio.create_task(worker.run())
+    while not running.done():
+        _say(worker)
+        if stopping.is_set():
+            worker.stop()
+        await asyncio.wait([running], timeout=_SAY_SECONDS)
+    _say(worker)
+    await running
+
+
+def _say(worker: Worker) -> None:
+    line = orjson.dumps({"id": worker.id, "counts": dataclasses.asdict(worker.counts)})
+    os.write(1, line + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""Every statement can be prepared, and the hot ones are planned the way they were designed to be.
+
+Plans are the generic ones that a prepared statement gets, on a table with 20,000 finished and 10,000 queued jobs; what
+is bounded is what a statement touches, never how long it takes.
+"""
+
+import dataclasses
+import re
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+import orjson
+import psycopg
+import pytest
+from psycopg import sql
+
+from tests.conftest import database
+from tests.support import BASIC, DATABASE, put, take
+from windlass import NewJob
+from windlass.db.database import Pool, connect_arguments
+from windlass.engine.queue import NOWHERE, SQL, Queue
+
+FINISHED, QUEUED = 20_000, 10_000
+CROWD = f"""
+    ALTER TABLE windlass.job DISABLE TRIGGER USER;
+    INSERT INTO windlass.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
+        attempts, claims, pipeline_id, created_at, started_at, finished_at, parent_job_id, round, idempotency_key,
+        exclusive_key, deadline)
+    SELECT pile.id, 'noop', 'default', 'default', pile.status::windlass.job_status, 5,
+           now() - interval '1 hour' + n * interval '10 milliseconds', '{{"n": 1, "note": null}}', 3,
+           (status <> 'QUEUED')::integer, (status <> 'QUEUED')::integer, pile.id, now() - interval '1 hour',
+           CASE WHEN status <> 'QUEUED' THEN now() END, CASE WHEN status <> 'QUEUED' THEN now() END,
+           CASE WHEN n % 10 = 0 THEN '00000000-0000-0000-0000-000000000001'::uuid END,
+           CASE WHEN n % 10 = 0 THEN 1 END,
+           CASE WHEN n % 3 = 0 THEN 'key ' || n END,
+           CASE WHEN n % 7 = 0 THEN '["k",' || n || ']' END,
+           CASE WHEN n % 11 = 0 THEN now() + interval '1 day' END
+    FROM (
+        SELECT n, gen_random_uuid() AS id,
+               CASE WHEN n > {FINISHED} THEN 'QUEUED' WHEN n % 20 = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END AS status
+        FROM generate_series(1, {FINISHED + QUEUED}) AS n
+    ) AS pile;
+    ALTER TABLE windlass.job ENABLE TRIGGER USER;
+    INSERT INTO windlass.queue (name) VALUES ('default');
+    UPDATE windlass.job SET status = 'RUNNING', locked_by = 'w1', locked_at = now(), attempts = 1, claims = 1,
+        lease_until = now() + interval '30 seconds', is_current = exclusive_key IS NOT NULL
+    WHERE id IN (SELECT id FROM windlass.job WHERE status = 'QUEUED' ORDER BY id LIMIT 50);
+"""
+ID = UUID("00000000-0000-0000-0000-000000000001")
+LATER = datetime(2100, 1, 1, tzinfo=UTC)
+SETTLES = ("succeed", "fail", "retry", "snooze", "release")
+ERROR = {"kind": "fatal", "code": "c", "type": "t", "message": "m"}
+
+
+@pytest.fixture(scope="module")
+def crowded_url(server, template):
+    with database(server, "windlass_test_crowd_" + template[-8:], template) as url:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(CROWD)
+            connection.execute("VACUUM ANALYZE windlass.job")
+        yield url
+
+
+@pytest.fixture
+def crowd(crowded_url):
+    """A connection as the engine makes them; whatever a test does there is rolled back."""
+    with psycopg.connect(crowded_url, **connect_arguments(DATABASE)) as connection:
+        yield connection
+        connection.rollback()
+
+
+def numbered(name):
+    """The statement with `$n` for its parameters, and their names in that order."""
+    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", SQL[name])))
+    text = SQL[name]
+    for number, parameter in enumerate(names, 1):
+        text = text.replace(f"%({parameter})s", f"${number}")
+    return text.replace("%%", "%"), names
+
+
+def plan(connection, name, *, run=False, **values):
+    """The generic plan of a statement; with `run` also what it really touched."""
+    text, names = numbered(name)
+    connection.execute(f"PREPARE probe AS {text}".encode())
+    arguments = sql.SQL(", ").join(sql.Literal(values.get(parameter)) for parameter in names)
+    how = "ANALYZE, BUFFERS, " if run else ""
+    explain = sql.SQL(f"EXPLAIN ({how}FORMAT JSON) EXECUTE probe ({{}})").format(arguments)
+    (found,) = connection.execute(explain).fetchone()
+    connection.execute("DEALLOCATE probe")
+    return found[0]["Plan"]
+
+
+def nodes(plan):
+    yield plan
+    for below in plan.get("Plans", ()):
+        yield from nodes(below)
+
+
+def touched(plan):
+    """Buffers that the whole statement looked at."""
+    return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+
+
+def scanned(plan):
+    """Job rows that were read and passed over or given on, in all scans together."""
+    return sum(
+        (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+        for node in nodes(plan)
+        if node["Node Type"].endswith("Scan") and node.get("Relation Name") == "job"
+    )
+
+
+def whole_table_scans(plan):
+    return [node for node in nodes(plan) if node["Node Type"] == "Seq Scan" and node.get("Relation Name") == "job"]
+
+
+def indexes(plan):
+    return {node["Index Name"] for node in nodes(plan) if "Index Name" in node}
+
+
+def lanes(slots=20, after=NOWHERE, queues=("default",)):
+    places = [(name, priority) for priority in range(10) for name in queues]
+    return {
+        "worker": "w1",
+        "lease_seconds": 30.0,
+        "queues": [name for name, _ in places],
+        "priorities": [priority for _, priority in places],
+        "quotas": [slots] * len(places),
+        "after_times": [after.run_after] * len(places),
+        "after_ids": [after.id] * len(places),
+        "job_types": BASIC.names(),
+        "slots": slots,
+        "keyed": True,
+        "freed_tenants": [],
+        "freed_keys": [],
+        "ids": [],
+        "suspect": False,
+    }
+
+
+def held(connection, n=20):
+    """Jobs that the crowd's worker holds, as rows for a settle."""
+    rows = connection.execute("SELECT id, claims FROM windlass.job WHERE locked_by = 'w1' LIMIT %s", [n]).fetchall()
+    done = [
+        {"id": id, "claim": claim, "worker": "w1", "result": 1, "error": ERROR, "delay_seconds": 1.0}
+        for id, claim in rows
+    ]
+    return orjson.dumps(done).decode()
+
+
+# Prepare --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(SQL))
+def test_every_statement_can_be_prepared(crowd, name):
+    text, _ = numbered(name)
+    crowd.execute(f"PREPARE probe AS {text}".encode())
+    assert crowd.execute("SELECT count(*) FROM pg_prepared_statements WHERE name = 'probe'").fetchone() == (1,)
+
+
+# Explain --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", SETTLES)
+def test_a_settle_finds_its_jobs_by_the_primary_key_and_touches_nothing_else(crowd, verb):
+    settled = plan(crowd, verb, run=True, settles=held(crowd, 20))
+    assert whole_table_scans(settled) == []
+    assert indexes(settled) == {"job_pkey"}
+    assert scanned(settled) <= 20
+    assert settled["Actual Rows"] == 20, "the settles were accepted"
+
+
+@pytest.mark.parametrize("verb", SETTLES)
+def test_a_settle_that_is_fenced_touches_only_the_rows_it_names(crowd, verb):
+    rows = [{**row, "claim": row["claim"] + 1} for row in orjson.loads(held(crowd, 20))]
+    settled = plan(crowd, verb, run=True, settles=orjson.dumps(rows).decode())
+    assert settled["Actual Rows"] == 0
+    assert scanned(settled) <= 20
+
+
+HOT = {
+    "wait": {"id": ID, "claim": 1, "worker": "w1", "children": 2, "on_join": "close", "allow_failures": 0},
+    "join": {"parents": [ID], "failed": [False]},
+    "renew": {"ids": [ID], "claims": [1], "lease_seconds": 30.0},
+    "progress": {"ids": [ID], "claims": [1], "currents": [1], "totals": [2]},
+    "emit": {"events": orjson.dumps([{"id": str(ID), "claim": 1, "place": 1, "event": "e", "level": "info"}]).decode()},
+    "let_go": {"ids": [ID], "claims": [1]},
+    "holdings": {"worker": "w1"},
+    "cancel": {"ids": [ID], "reason": "r"},
+    "open_children": {"ids": [ID]},
+    "expire": {"limit": 1000},
+    "overdue_parents": {"limit": 1000},
+    "rescue": {"lease_seconds": 30.0, "jitter_seconds": 1.0, "ids": [], "claims": [], "limit": 1000},
+    "recover": {"id": ID, "stale_seconds": 1800.0},
+    "rerun": {"id": ID, "children": 1},
+    "uncount": {"id": ID, "round": 1},
+    "lock_job": {"id": ID},
+    "owners": {"ids": [ID]},
+    "unsuccessful_children": {"id": ID, "round": 1},
+    "joined": {"id": ID, "round": 1},
+    "children_after": {"id": ID, "round": 1, "after": UUID(int=0), "limit": 500},
+    "count_children": {"id": ID},
+    "suspects": {"job_types": ["noop"], "limit": 4},
+    "open_jobs_of_key": {"tenant": "default", "key": '["k",7]'},
+    "find_enqueued": {"jobs": orjson.dumps([{"id": str(ID), "tenant": "default", "idempotency_key": "x"}]).decode()},
+    "get": {"ids": [ID]},
+    "outcome": {"id": ID},
+    "claim": lanes(),
+}
+
+
+@pytest.mark.parametrize("name", list(HOT))
+def test_no_statement_of_a_running_system_walks_the_whole_table(crowd, name):
+    assert whole_table_scans(plan(crowd, name, **HOT[name])) == []
+
+
+@pytest.mark.parametrize("name", ["wait", "renew", "progress", "emit", "let_go", "uncount", "recover", "rerun"])
+def test_statements_that_name_a_job_find_it_by_the_primary_key(crowd, name):
+    found = plan(crowd, name, **HOT[name])
+    assert "job_pkey" in indexes(found)
+    assert indexes(found) <= {"job_pkey", "job_current"}
+
+
+def test_the_scan_finder_finds_one(crowd):
+    (everything,) = crowd.execute("EXPLAIN (FORMAT JSON) SELECT FROM windlass.job WHERE message = 'x'").fetchone()
+    assert len(whole_table_scans(everything[0]["Plan"])) == 1
+
+
+# Claim ----------------------------------------------------------------------------------------------------------------
+
+
+def test_claim_looks_for_due_jobs_in_their_index_and_stops_when_it_has_enough(crowd):
+    claimed = plan(crowd, "claim", run=True, **lanes(20))
+    assert claimed["Actual Rows"] == 20
+    assert "job_due" in indexes(claimed)
+    assert scanned(claimed) < 20 * 10
+    assert touched(claimed) < 20 * 150
+
+
+def test_a_claim_of_one_job_touches_a_handful_of_pages(crowd):
+    claimed = plan(crowd, "claim", run=True, **lanes(1))
+    assert claimed["Actual Rows"] == 1
+    assert touched(claimed) < 300
+
+
+def test_a_claim_behind_its_watermark_does_not_look_at_what_lies_before(crowd):
+    nothing = plan(crowd, "claim", run=True, **lanes(20, NOWHERE._replace(run_after=LATER)))
+    assert scanned(nothing) == 0
+    assert touched(nothing) < 100
+
+
+def _mark(connection):
+    """Where a worker's watermark stands after a claim that found all there was."""
+    ((now,),) = connection.execute("SELECT now()").fetchall()
+    return NOWHERE._replace(run_after=now - timedelta(milliseconds=50))
+
+
+def _newcomer(connection):
+    """A job that anybody may take, behind all the others."""
+    connection.execute(
+        "INSERT INTO windlass.job (id, job_type, queue, tenant, priority, run_after, payload, max_attempts, "
+        "pipeline_id, created_at) VALUES (%(id)s, 'noop', 'default', 'default', 5, now(), '{}', 3, %(id)s, now())",
+        {"id": ID},
+    )
+
+
+def _only(connection, change):
+    """Change all queued jobs of the crowd, and let the planner know."""
+    connection.execute(f"UPDATE windlass.job SET {change} WHERE status = 'QUEUED'")
+    connection.execute("ANALYZE windlass.job")
+
+
+def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_once_and_nothing_behind_the_watermark(crowd):
+    _only(crowd, "exclusive_key = '[\"busy\"]', is_current = false")
+    crowd.execute(
+        "UPDATE windlass.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL; "
+        "UPDATE windlass.job SET is_current = true, exclusive_key = '[\"busy\"]' "
+        "WHERE id = (SELECT id FROM windlass.job WHERE locked_by IS NOT NULL LIMIT 1)"
+    )
+    _newcomer(crowd)
+    crowd.execute("SAVEPOINT before")
+    full = plan(crowd, "claim", run=True, **lanes(20))
+    assert full["Actual Rows"] == 1, "only the newcomer"
+    assert whole_table_scans(full) == []
+    assert touched(full) < QUEUED * 12
+    crowd.execute("ROLLBACK TO before")
+    quick = plan(crowd, "claim", run=True, **lanes(20, _mark(crowd)))
+    assert quick["Actual Rows"] == 1
+    assert touched(quick) < 300
+
+
+def test_ten_thousand_jobs_waiting_for_a_free_key_do_not_make_the_claim_quadratic(crowd):
+    """Each asks whether another stands before it: that is one look into the index, not a walk along the line."""
+    _only(crowd, "exclusive_key = '[\"line\"]', is_current = false")
+    crowd.execute("UPDATE windlass.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
+    claimed = plan(crowd, "claim", run=True, **lanes(20))
+    assert claimed["Actual Rows"] == 1
+    assert scanned(claimed) < QUEUED * 6
+    assert touched(claimed) < QUEUED * 20
+
+
+def test_ten_thousand_jobs_of_an_unknown_type_cost_less_than_a_page_each_once(crowd):
+    _only(crowd, "job_type = 'somebody_elses'")
+    _newcomer(crowd)
+    crowd.execute("SAVEPOINT before")
+    full = plan(crowd, "claim", run=True, **lanes(20))
+    assert full["Actual Rows"] == 1
+    assert scanned(full) < QUEUED * 1.5
+    assert touched(full) < QUEUED * 3
+    crowd.execute("ROLLBACK TO before")
+    quick = plan(crowd, "claim", run=True, **lanes(20, _mark(crowd)))
+    assert quick["Actual Rows"] == 1
+    assert touched(quick) < 300
+
+
+def test_a_freed_key_finds_its_next_job_without_walking_the_line(crowd):
+    _only(crowd, "exclusive_key = '[\"line\"]', is_current = false")
+    crowd.execute("UPDATE windlass.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
+    freed = {"freed_tenants": ["default"], "freed_keys": ['["line"]']}
+    claimed = plan(crowd, "claim", run=True, **{**lanes(20, NOWHERE._replace(run_after=LATER)), **freed})
+    assert claimed["Actual Rows"] == 1
+    assert "job_key" in indexes(claimed)
+    assert touched(claimed) < 400
+
+
+# Renewals are HOT -----------------------------------------------------------------------------------------------------
+
+
+async def test_renewals_progress_and_emits_are_hot(database_url):
+    """One job, whose versions all find room on its page, and one connection, whose counters are all there are."""
+    async with Pool(dataclasses.replace(DATABASE, pool_size=1), database_url) as pool:
+        queue = Queue(pool)
+        await put(queue, NewJob("noop", exclusive_key="k", deadline=timedelta(hours=1)))
+        (claim,) = await take(queue)
+        before = await _updates(pool)
+        for n in range(4):
+            assert await queue.renew([(claim.id, claim.claim)]) == {claim.id}
+            assert await queue.progress([(claim.id, claim.claim, n, 4)]) == {claim.id}
+            event = {"event": "e", "level": "info", "message": f"step {n}", "place": 1}
+            assert await queue.emit([{"id": claim.id, "claim": claim.claim, **event}]) == {claim.id}
+        after = await _updates(pool)
+    assert (after[0] - before[0], after[1] - before[1]) == (12, 12)
+
+
+async def _updates(pool):
+    await pool.rows("SELECT pg_stat_force_next_flush()")
+    await pool.rows("SELECT pg_stat_clear_snapshot()")
+    table = "'windlass.job'::regclass"
+    ((updated, hot),) = await pool.rows(
+        f"SELECT pg_stat_get_tuples_updated({table}), pg_stat_get_tuples_hot_updated({table})"
+    )
+    return updated, hot
+
+
+async def test_lease_progress_and_message_stand_in_no_index(queue):
+    rows = await queue.database.rows(
+        "SELECT DISTINCT attname FROM pg_index JOIN pg_attribute ON attrelid = indexrelid OR "
+        "(attrelid = indrelid AND attnum = ANY(indkey)) WHERE indrelid = 'windlass.job'::regclass"
+    )
+    named = {name for (name,) in rows}
+    predicates = await queue.database.rows(
+        "SELECT string_agg(pg_get_indexdef(indexrelid), ' ') FROM pg_index WHERE indrelid = 'windlass.job'::regclass"
+    )
+    for column in ("lease_until", "progress_current", "progress_total", "message"):
+        assert column not in named
+        assert column not in predicates[0][0]

@@ -1,0 +1,232 @@
+"""The table in states.py, the database's trigger, the statements and the methods say the same."""
+
+import itertools
+
+import psycopg
+import pytest
+
+from tests.engine.steps import claim_one, dead, hand_over, release, retry
+from tests.support import fail, put_one, raw, snooze, succeed, take_one
+from windlass.engine.queue import SQL, Queue
+from windlass.errors import DatabaseError
+from windlass.states import JOB, LIFECYCLES, JobStatus
+
+PAIRS = [pair for pair in itertools.product(JobStatus, JobStatus) if pair[0] != pair[1]]
+LEGAL = [pair for pair in PAIRS if JOB.allows(*pair)]
+ILLEGAL = [pair for pair in PAIRS if not JOB.allows(*pair)]
+HELD = "locked_by = 'w', lease_until = now() + interval '1 minute'"
+FREE = "locked_by = NULL, lease_until = NULL"
+
+COLUMNS = {
+    JobStatus.QUEUED: f"finished_at = NULL, {FREE}",
+    JobStatus.RUNNING: f"finished_at = NULL, {HELD}",
+    JobStatus.SUCCEEDED: f"finished_at = now(), {FREE}",
+    JobStatus.FAILED: f"finished_at = now(), {FREE}",
+    JobStatus.CANCELLED: f"finished_at = now(), {FREE}",
+}
+"""What must change together with the status, so that only the move itself can be refused."""
+
+EVENTS = {
+    "claim": "job.started",
+    "cancel": "job.cancelled",
+    "expire": "job.expired",
+    "succeed": "job.succeeded",
+    "join": "job.joined",
+    "fail": "job.failed",
+    "rescue": "job.rescued",
+    "wait": "job.waited",
+    "retry": "job.retried",
+    "snooze": "job.retry_later",
+    "release": "job.released",
+    "recover": "job.recovered",
+    "rerun": "job.rerun",
+}
+SETTLED = {"succeed", "fail", "retry", "snooze", "release"}
+"""Verbs that go through `Queue.settle`, which takes the verb's name."""
+INSIDE = {"join"}
+"""Verbs that nobody calls: other verbs lead to them."""
+
+
+async def move(queue, id, target):
+    sql = f"UPDATE windlass.job SET status = '{target}', {COLUMNS[target]} WHERE id = %(id)s RETURNING status::text"
+    return await raw(queue, sql, id=id)
+
+
+async def bring(queue, id, target):
+    """Put a fresh row into this status by legal moves only."""
+    if target is not JobStatus.QUEUED:
+        await move(queue, id, JobStatus.RUNNING)
+    if target in JOB.terminal:
+        await move(queue, id, target)
+
+
+async def test_the_database_allows_every_legal_move(queue):
+    for source, target in LEGAL:
+        id = await put_one(queue)
+        await bring(queue, id, source)
+        assert await move(queue, id, target) == [(target.value,)], f"{source} to {target}"
+
+
+async def test_the_database_refuses_every_illegal_move(queue):
+    for source, target in ILLEGAL:
+        id = await put_one(queue)
+        await bring(queue, id, source)
+        with pytest.raises(DatabaseError, match=f"illegal move of job {id}: {source} to {target}"):
+            await move(queue, id, target)
+        assert (await queue.get(id)).status is source
+
+
+def test_the_table_of_moves_is_the_one_of_the_design():
+    by_pair = {}
+    for one in JOB.moves:
+        by_pair.setdefault((one.source.value, one.target.value), set()).add(one.verb)
+    assert by_pair == {
+        ("QUEUED", "RUNNING"): {"claim"},
+        ("QUEUED", "CANCELLED"): {"cancel"},
+        ("QUEUED", "FAILED"): {"expire"},
+        ("RUNNING", "SUCCEEDED"): {"succeed", "join"},
+        ("RUNNING", "FAILED"): {"fail", "expire", "rescue", "join"},
+        ("RUNNING", "CANCELLED"): {"cancel"},
+        ("RUNNING", "RUNNING"): {"wait"},
+        ("RUNNING", "QUEUED"): {"retry", "snooze", "release", "rescue", "recover", "join"},
+        ("FAILED", "QUEUED"): {"rerun"},
+        ("CANCELLED", "QUEUED"): {"rerun"},
+        ("FAILED", "RUNNING"): {"rerun"},
+        ("CANCELLED", "RUNNING"): {"rerun"},
+    }
+    assert len(ILLEGAL) == 20 - len(LEGAL) == 9
+
+
+def test_only_a_human_verb_leads_out_of_a_terminal_state():
+    assert {one.verb for one in JOB.moves if one.source in JOB.terminal} == {"rerun"}
+    assert not any(one.source is JobStatus.SUCCEEDED for one in JOB.moves)
+
+
+@pytest.mark.parametrize("lifecycle", LIFECYCLES, ids=lambda lifecycle: lifecycle.name)
+def test_every_state_is_explained_and_can_be_reached(lifecycle):
+    states = set(type(lifecycle.initial))
+    assert set(lifecycle.meanings) == states
+    assert all(meaning.endswith(".") for meaning in lifecycle.meanings.values())
+    assert all(one.why for one in lifecycle.moves)
+    assert {lifecycle.initial} | {one.target for one in lifecycle.moves} == states
+    assert len({(one.verb, one.source, one.target) for one in lifecycle.moves}) == len(lifecycle.moves)
+
+
+async def test_the_databases_enum_is_job_status(queue):
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::windlass.job_status))::text")
+    assert [status for (status,) in rows] == [status.value for status in JobStatus]
+
+
+async def test_a_job_can_only_be_born_queued(queue):
+    await put_one(queue)
+    for status in set(JobStatus) - {JobStatus.QUEUED}:
+        finished = "now()" if status in JOB.terminal else "NULL"
+        lock = "'w', now()" if status is JobStatus.RUNNING else "NULL, NULL"
+        birth = (
+            "INSERT INTO windlass.job (id, job_type, queue, tenant, status, priority, run_after, payload, "
+            "max_attempts, pipeline_id, created_at, finished_at, locked_by, lease_until) "
+            f"SELECT gen_random_uuid(), 'noop', 'default', 'default', '{status}', 5, now(), '{{}}', "
+            f"3, id, now(), {finished}, {lock} FROM windlass.job"
+        )
+        with pytest.raises(DatabaseError, match=f"illegal move of job .*: nothing to {status}"):
+            await raw(queue, birth)
+
+
+@pytest.mark.parametrize("verb", JOB.verbs())
+def test_every_verb_is_a_statement_and_a_method(verb):
+    assert verb in SQL
+    if verb in SETTLED:
+        assert callable(Queue.settle)
+    elif verb not in INSIDE:
+        assert callable(getattr(Queue, verb))
+
+
+@pytest.mark.parametrize("verb", JOB.verbs())
+def test_every_verb_writes_its_event_in_its_own_statement(verb):
+    assert f"'{EVENTS[verb]}'" in SQL[verb]
+
+
+def test_nothing_but_the_verbs_writes_a_status():
+    writers = {name for name, sql in SQL.items() if "SET status" in sql or "status = verdict.status" in sql}
+    assert writers == set(JOB.verbs())
+
+
+async def test_the_events_of_the_verbs_as_they_are_written(queue, clock):
+    """Each verb, done once: the last event of the job has the verb's name and the status that it led to."""
+
+    async def last(id):
+        event = (await queue.events(id))[-1]
+        return event.event, event.status
+
+    async def fresh(**options):
+        id = await put_one(queue, **options)
+        return id, await claim_one(queue, id)
+
+    seen = {}
+    for verb, settle in (
+        ("succeed", succeed),
+        ("fail", fail),
+        ("retry", retry),
+        ("snooze", snooze),
+        ("release", release),
+    ):
+        id, claim = await fresh()
+        seen["claim"] = await last(id)
+        await settle(queue, claim)
+        seen[verb] = await last(id)
+        await queue.cancel([id])
+    id, claim = await fresh()
+    await hand_over(queue, claim, 1)
+    seen["wait"] = await last(id)
+    await succeed(queue, await take_one(queue))
+    seen["join"] = await last(id)
+    id = await put_one(queue)
+    await queue.cancel([id])
+    seen["cancel"] = await last(id)
+    await queue.rerun(id)
+    seen["rerun"] = await last(id)
+    await queue.cancel([id])
+    id, claim = await fresh()
+    await dead(queue, clock, claim)
+    seen["rescue"] = await last(id)
+    id, _ = await fresh()
+    await clock.advance(queue, 31)
+    await queue.recover(id)
+    seen["recover"] = await last(id)
+    id = await put_one(queue, deadline=clock.time)
+    await queue.expire()
+    seen["expire"] = await last(id)
+
+    assert {verb: event for verb, (event, _) in seen.items()} == EVENTS
+    for verb, (_, status) in seen.items():
+        assert status in {one.target for one in JOB.moves if one.verb == verb}, verb
+
+
+async def test_the_trigger_stops_a_stranger_with_a_client_of_his_own(queue, database_url):
+    id = await put_one(queue)
+    await succeed(queue, await take_one(queue))
+    with (
+        psycopg.connect(database_url) as stranger,
+        pytest.raises(psycopg.errors.CheckViolation, match="illegal move") as refused,
+    ):
+        stranger.execute("UPDATE windlass.job SET status = 'FAILED' WHERE id = %s", [id])
+    assert refused.value.diag.constraint_name == "legal_moves"
+
+
+PROMISES = {
+    "finished_at = now()": "finished_means_terminal",
+    "locked_by = 'w'": "lock_and_lease_go_together",
+    "locked_by = 'w', lease_until = now()": "lease_only_while_held",
+    "status = 'RUNNING'": "running_is_held_or_waits",
+    "children_open = 1": "open_children_only_while_running",
+    "is_current = true": "current_has_a_key",
+    "attempts = -1": "job_attempts_check",
+    "priority = 10": "job_priority_check",
+}
+
+
+async def test_the_database_checks_what_the_machine_promises(queue):
+    await put_one(queue)
+    for change, constraint in PROMISES.items():
+        with pytest.raises(DatabaseError, match=constraint):
+            await raw(queue, f"UPDATE windlass.job SET {change}")
