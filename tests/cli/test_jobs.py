@@ -50,7 +50,7 @@ def test_submit_reads_the_payload_from_standard_input(cli: Cli) -> None:
         (["submit", "sample.greet", "-p", "{name: Ada}"], 1, "the payload is not JSON: "),
         (["submit", "sample.greet", "-p", "@nowhere.json"], 1, "the payload cannot be read from nowhere.json: "),
         (["submit", "sample.greet", "-p", '{"name": 7}'], 1, "sample.greet: ['name']: 7 is not of type 'string'"),
-        (["submit", "sample.greet", "--run-after", "soon"], 1, "--run-after 'soon' is no time; write 2026-"),
+        (["submit", "sample.greet", "--run-after", "soon"], 1, "'soon' is no time; write 2026-"),
         (["submit", "sample.greet", "--deadline", "2099-01-01"], 1, "'2099-01-01' has no time zone; write 2026-"),
         (["submit", "sample.greet", "--priority", "12"], 2, "--priority"),
         (["show", "here"], 1, "'here' is no job id"),

@@ -62,7 +62,7 @@ def submit(
         "queue": queue,
         "priority": priority,
         "delay_seconds": delay,
-        "run_after": _moment(run_after, "--run-after"),
+        "run_after": None if run_after is None else moment(run_after),
         "deadline": _deadline(deadline),
         "max_attempts": max_attempts,
         "exclusive_key": key or None,
@@ -241,18 +241,11 @@ def read_payload(text: str | None) -> Any:
         ) from error
 
 
-def _moment(text: str | None, flag: str) -> datetime | None:
-    try:
-        return None if text is None else moment(text)
-    except ValueError as error:
-        raise InvalidInput(f"{flag} {text!r} is no time; write 2026-12-24T18:00:00+00:00") from error
-
-
 def _deadline(text: str | None) -> datetime | timedelta | None:
     try:
         return None if text is None else timedelta(seconds=float(text))
     except (ValueError, OverflowError):
-        return _moment(text, "--deadline")
+        return moment(str(text))
 
 
 def _uuid(text: str | None) -> UUID | None:
