@@ -353,7 +353,7 @@ class Oracle:
     # Upkeep -----------------------------------------------------------------------------------------------------
 
     def rescue(self, dead: Sequence[tuple[UUID, int]] = ()) -> dict[UUID, bool]:
-        """Answers the jobs whose lock went, and whether each was running."""
+        """Those named dead, or else all whose lease is over; answers whose lock went, and who of them was running."""
         named = {id for id, claim in dead if self.jobs[id].claims == claim}
         over = [
             job

@@ -169,11 +169,14 @@ class Machine(RuleBasedStateMachine):
 
     def a_claim(self, index: int, *, held: bool) -> Claim:
         """A claim that is still good, or one of a zombie's: best when its job runs for somebody else by now."""
-        good = [claim for claim in self.claims if self.oracle.jobs[claim.id].is_held_by(claim.claim)]
+        good = [claim for claim in self.claims if self._is_good(claim)]
         stale = [claim for claim in self.claims if claim not in good]
         rivalled = [claim for claim in stale if self.oracle.jobs[claim.id].is_held_by(claim.claim + 1)]
         pool = (good if held else rivalled or stale) or self.claims
         return pool[index % len(pool)]
+
+    def _is_good(self, claim: Claim) -> bool:
+        return self.oracle.jobs[claim.id].is_held_by(claim.claim)
 
     # Into the queue ---------------------------------------------------------------------------------------------
 
@@ -297,7 +300,8 @@ class Machine(RuleBasedStateMachine):
         assert bool(complete(self.queue.emit([event]))) == self.oracle.emit(claim.id, claim.claim, message)
 
     def progress(self, index, held, current):
-        claim = self.a_claim(index, held=held)
+        rescued = [one for one in self.claims if self.oracle.jobs[one.id].rescues and self._is_good(one)]
+        claim = rescued[index % len(rescued)] if held and rescued else self.a_claim(index, held=held)
         written = complete(self.queue.progress([(claim.id, claim.claim, current, None)]))
         assert bool(written) == self.oracle.progress(claim.id, claim.claim, current)
 

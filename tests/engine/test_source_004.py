@@ -165,7 +165,7 @@ async def test_after_a_crash_in_the_middle_the_job_is_running_and_has_no_result(
     job = await queue.get(id)
     assert (job.status, job.result, job.finished_at) == (JobStatus.RUNNING, None, None)
     assert await event_names(queue, id) == ["job.enqueued", "job.started"]
-    for held in worker._held.values():
+    for held in worker._runner.held.values():
         held.task.cancel()
     await running
     await worker.close()
@@ -623,8 +623,8 @@ async def test_an_operation_that_answers_its_interruption_with_an_error_of_its_o
     running = asyncio.create_task(worker.run_job(id))
     await started.wait()
     if reason == "stop":
-        for held in worker._held.values():
-            worker._interrupt(held, "stop")
+        for held in worker._runner.held.values():
+            worker._runner.interrupt(held, "stop")
     await running
     await worker.close()
     job = await queue.get(id)
@@ -647,8 +647,8 @@ async def test_a_plain_operation_that_is_cancelled_before_it_begins_sees_that(qu
     original = worker.queue.joined
 
     async def joined(*of):
-        for held in worker._held.values():
-            worker._interrupt(held, "cancelled")
+        for held in worker._runner.held.values():
+            worker._runner.interrupt(held, "cancelled")
         return await original(*of)
 
     worker.queue.joined = joined

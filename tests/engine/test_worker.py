@@ -36,6 +36,7 @@ from windlass import (
     operation,
 )
 from windlass.db.database import Blocking, complete
+from windlass.engine import runner as runner_module
 from windlass.engine import worker as worker_module
 from windlass.engine.lease import Lease
 from windlass.engine.outcomes import checked
@@ -221,7 +222,7 @@ async def test_cancel_tells_a_thread_and_its_late_result_is_refused(pool, queue)
         await entered.wait()
         began = time.monotonic()
         await queue.cancel([id])
-        while worker._held:
+        while worker._runner.held:
             await asyncio.sleep(0.01)
         assert time.monotonic() - began < 3
     job = await queue.get(id)
@@ -240,7 +241,7 @@ async def test_a_deadline_interrupts_a_running_operation(pool, queue):
         (id,) = await put(queue, NewJob("slow", deadline=timedelta(seconds=0.5)), operations=worker._operations)
         job = await finished(queue, id)
         assert (job.status, job.error["code"]) == (FAILED, "deadline_exceeded")
-        while worker._held:
+        while worker._runner.held:
             await asyncio.sleep(0.01)
 
 
@@ -363,7 +364,7 @@ async def test_work_whose_lease_cannot_be_renewed_stops_by_itself(pool, queue, m
         await entered.wait()
         worker.stop()  # so that it is not claimed again
         await asyncio.wait_for(stopped.wait(), 5)
-        while worker._held:
+        while worker._runner.held:
             await asyncio.sleep(0.01)
         assert worker.counts.leases_lost == 1
     job = await queue.get(id)
@@ -681,7 +682,7 @@ async def test_a_write_that_swallows_a_failed_statement_does_not_succeed(pool, q
 
 
 async def test_a_write_that_takes_too_long_is_rolled_back_and_tried_again(pool, queue, monkeypatch):
-    monkeypatch.setattr(worker_module, "_WRITE_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(runner_module, "_WRITE_SECONDS_MAX", 0.05)
 
     @operation("slow_write")
     async def slow_write() -> Done:
@@ -917,7 +918,7 @@ async def test_a_process_is_killed_on_cancel(pool, queue, child, tmp_path):
         await queue.cancel([id])
         async with asyncio.timeout(3):
             await gone(pid)
-        while worker._held:
+        while worker._runner.held:
             await asyncio.sleep(0.01)
     job = await queue.get(id)
     assert (job.status, job.rescues, job.lease_until) == (CANCELLED, 0, None)
@@ -932,7 +933,7 @@ async def test_an_interrupt_that_comes_while_the_process_starts_is_not_forgotten
     async def slow_spawn(*arguments):
         started = await spawn(*arguments)
         spawning.set()
-        while not any(running.reason for running in worker._held.values()):
+        while not any(running.reason for running in worker._runner.held.values()):
             await asyncio.sleep(0.01)
         return started
 
@@ -940,8 +941,8 @@ async def test_an_interrupt_that_comes_while_the_process_starts_is_not_forgotten
     running = asyncio.create_task(worker.run_job(id))
     await spawning.wait()
     await queue.cancel([id])
-    for held in worker._held.values():
-        worker._interrupt(held, "cancelled")
+    for held in worker._runner.held.values():
+        worker._runner.interrupt(held, "cancelled")
     try:
         async with asyncio.timeout(10):
             await running
@@ -958,11 +959,11 @@ async def test_a_job_that_waits_for_a_free_process_can_be_interrupted(pool, queu
     ids = await put(queue, *new, operations=worker._operations)
     running = [asyncio.create_task(worker.run_job(id)) for id in ids]
     await there(files[0])
-    await queue.cancel(ids)
-    while len(worker._held) < 2:
+    while len(worker._runner.held) < 2:
         await asyncio.sleep(0.01)
-    for held in reversed(list(worker._held.values())):
-        worker._interrupt(held, "cancelled")
+    await queue.cancel(ids)
+    for held in reversed(list(worker._runner.held.values())):
+        worker._runner.interrupt(held, "cancelled")
     try:
         async with asyncio.timeout(10):
             await asyncio.gather(*running)
