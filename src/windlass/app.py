@@ -166,7 +166,7 @@ class AsyncWindlass:
             except DatabaseUnavailable:
                 if tries == _ENQUEUE_TRIES - 1:
                     raise
-                await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))  # noqa: S311
+                await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))
             else:
                 self.doorbell.ring({row["queue"] for row in rows})
                 return [one.id for one in enqueued]

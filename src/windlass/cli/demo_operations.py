@@ -30,7 +30,7 @@ async def plan(ctx: Context, children: int) -> Done | Wait:
 @operation("demo.work")
 async def work(number: int) -> Done:
     """Half a second of work, and a row that is written in the same commit as the job's success."""
-    await asyncio.sleep(random.uniform(SECONDS_MIN, SECONDS_MAX))  # noqa: S311
+    await asyncio.sleep(random.uniform(SECONDS_MIN, SECONDS_MAX))
 
     async def write(connection: Any) -> None:
         await connection.execute("INSERT INTO demo.effect (number) VALUES (%s)", [number])

@@ -183,18 +183,18 @@ async def adopt(connection: object) -> Adopted:
 
     SQLAlchemy commits only what it knows to have begun, so its transaction is begun here as its own statements would.
     """
-    found = connection
+    found: Any = connection
     if hasattr(found, "get_raw_connection"):  # SQLAlchemy AsyncConnection
-        if not found.in_transaction():  # type: ignore[attr-defined]
-            await found.begin()  # type: ignore[attr-defined]
+        if not found.in_transaction():
+            await found.begin()
         found = (await found.get_raw_connection()).driver_connection
     elif hasattr(found, "get_bind") and hasattr(found, "connection"):  # SQLAlchemy Session, AsyncSession
         opened = found.connection()
         return await adopt(await opened if isinstance(opened, Coroutine) else opened)
     elif hasattr(found, "exec_driver_sql"):  # SQLAlchemy Connection
-        if not found.in_transaction():  # type: ignore[attr-defined]
-            found.begin()  # type: ignore[attr-defined]
-        found = found.connection.driver_connection  # type: ignore[attr-defined]
+        if not found.in_transaction():
+            found.begin()
+        found = found.connection.driver_connection
     if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
         return Adopted(found)
     raise ConfigurationError(

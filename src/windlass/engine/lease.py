@@ -34,7 +34,7 @@ class Lease(threading.Thread):
         *,
         held: Callable[[], list[Key]],
         claims_under_way: Callable[[], tuple[int, int]],
-        on_news: Callable[[dict[Key, JobStatus | None]], None],
+        on_news: Callable[[dict[Key, JobStatus | None]], object],
         beat: Callable[[Queue], None],
         close_database: Callable[[], None],
         revive: Callable[[], object] | None = None,

@@ -75,7 +75,7 @@ def react(claim: Claim, operation: Operation, error: BaseException) -> Settle:
             return _snooze(claim, verdict.delay_seconds, verdict.reason, "retry_later")
         case RateLimited():
             seconds = verdict.retry_after if verdict.retry_after is not None else _RATE_LIMIT_SECONDS
-            seconds = max(0.0, seconds) * random.uniform(1.0, 1.25)  # noqa: S311 (jitter is no secret)
+            seconds = max(0.0, seconds) * random.uniform(1.0, 1.25)
             return _snooze(claim, seconds, str(verdict) or "rate limited", "rate_limited")
         case Transient() if claim.attempts < claim.max_attempts:
             values = {"error": describe(verdict, error), "delay_seconds": backoff(claim.attempts, operation)}
@@ -87,7 +87,7 @@ def react(claim: Claim, operation: Operation, error: BaseException) -> Settle:
 def backoff(attempt: int, operation: Operation) -> float:
     """Full jitter: anything from nothing to the exponential step, so that retries spread out."""
     step = min(operation.backoff_seconds_max, operation.backoff_seconds * 2.0 ** min(attempt - 1, _DOUBLINGS_MAX))
-    return random.uniform(0.0, step)  # noqa: S311 (jitter is no secret)
+    return random.uniform(0.0, step)
 
 
 def describe(verdict: OperationError, error: BaseException) -> dict[str, Any]:

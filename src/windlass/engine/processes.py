@@ -36,7 +36,7 @@ class Died(Exception):
 
 
 class Killable(Protocol):
-    kill: Callable[[], None] | None
+    kill: Callable[[], object] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Processes:
         """Run the operation in a child as soon as one is free; raises what it raised, or Died."""
         self._performing += 1
         waiting = asyncio.current_task()
-        running.kill = None if waiting is None else lambda: _discard(waiting.cancel())
+        running.kill = None if waiting is None else waiting.cancel
         try:
             async with self._slots:
                 running.kill = None
@@ -208,7 +208,3 @@ class _Child:
         self._is_killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-
-
-def _discard(_: object) -> None:
-    pass

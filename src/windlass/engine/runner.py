@@ -67,7 +67,7 @@ class Running:
     context: Context | None = None
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
-    kill: Callable[[], None] | None = None
+    kill: Callable[[], object] | None = None
     reason: Reason | None = None
     settling: bool = False
 
@@ -230,7 +230,7 @@ class Runner:
             except DatabaseUnavailable as error:
                 doubtful = True
                 log.warning("settling job %s must be repeated: %s", claim.id, error)
-                await asyncio.sleep(random.uniform(0.05, 0.5))  # noqa: S311
+                await asyncio.sleep(random.uniform(0.05, 0.5))
             except Fenced:
                 self._account(claim, False, not doubtful)
                 return
@@ -365,7 +365,7 @@ async def insist(action: Callable[[], Awaitable[T]]) -> T:
         try:
             return await action()
         except DatabaseUnavailable:
-            await asyncio.sleep(random.uniform(0.1, 0.5))  # noqa: S311
+            await asyncio.sleep(random.uniform(0.1, 0.5))
 
 
 class _WriteFailed(Exception):

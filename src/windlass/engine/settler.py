@@ -60,7 +60,7 @@ class Settler:
                 doubtful = True
                 tries += 1
                 log.warning("settling %d jobs must be repeated: %s", len(batch), error)
-                await asyncio.sleep(random.uniform(0.05, min(_RETRY_SECONDS_MAX, 0.1 * 2**tries)))  # noqa: S311
+                await asyncio.sleep(random.uniform(0.05, min(_RETRY_SECONDS_MAX, 0.1 * 2**tries)))
             except Exception as error:  # PostgreSQL refused a value, or it does not even become JSON
                 return await self._split(batch, error)
             else:

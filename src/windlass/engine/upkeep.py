@@ -81,7 +81,7 @@ class Upkeep:
                     unknown_at = time.monotonic() + 60
                     with contextlib.suppress(DatabaseError):
                         await self._report_unknown_types()
-                await asyncio.sleep(random.uniform(0.3, 0.7))  # noqa: S311
+                await asyncio.sleep(random.uniform(0.3, 0.7))
         finally:
             if self._alone is not None:
                 self._alone.cancel()
@@ -125,7 +125,7 @@ class Upkeep:
         """
         try:
             if suspects := await self._queue.suspects(self._operations.names(), limit=_SUSPECTS_MAX):
-                id = random.choice(suspects)  # noqa: S311
+                id = random.choice(suspects)
                 claim = await self._processes.isolate(id)
                 if claim is not None:
                     log.error("job %s killed the process that ran it alone", id)

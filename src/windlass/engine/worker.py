@@ -253,7 +253,7 @@ class Worker:
             self.id,
             held=lambda: list(self._runner.held),
             claims_under_way=lambda: (self._claims_under_way, self._claim_generation),
-            on_news=lambda news: _discard(loop.call_soon_threadsafe(self._runner.heard, news)),
+            on_news=lambda news: loop.call_soon_threadsafe(self._runner.heard, news),
             beat=beat,
             close_database=database.close,
             revive=self._revive,
@@ -284,7 +284,7 @@ class Worker:
     async def _rest(self, seconds: float) -> None:
         """Until something happens that makes a claim worth while, but never longer than the poller allows."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):  # noqa: S311
+            async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
                 await self._wake.wait()
 
     def _outage(self, error: DatabaseUnavailable) -> None:
@@ -354,10 +354,6 @@ class Worker:
     def _rung(self, queue: str) -> None:
         if self._lanes.serves(queue):
             self._wake.set()
-
-
-def _discard(_: object) -> None:
-    pass
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:
