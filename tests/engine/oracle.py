@@ -195,10 +195,14 @@ class Oracle:
         is_bound = job.deadline is not None and not job.deadline_passed
         job.run_after = max(self.now, min(due, job.deadline) if is_bound else due)
 
+    def _line(self, job: Row) -> list[Row]:
+        """The job and all that wait for it."""
+        return [job] if job.parent_job_id is None else [job, *self._line(self.jobs[job.parent_job_id])]
+
     def wait(self, id: UUID, claim: int, children: Sequence[Row], on_join: str, allow_failures: int | None) -> None:
         job = self.jobs[id]
         keys = {child.exclusive_key for child in children} - {None}
-        if not job.is_held_by(claim) or job.exclusive_key in keys:
+        if not job.is_held_by(claim) or keys & {ancestor.exclusive_key for ancestor in self._line(job)}:
             raise Refused
         self._accept(job)
         job.let_go()

@@ -641,6 +641,16 @@ async def test_a_child_with_the_key_of_its_waiting_parent_is_refused(queue):
     assert await succeed(queue, claim)
 
 
+async def test_a_grandchild_with_the_key_of_its_waiting_grandparent_is_refused_too(queue):
+    await put_one(queue, exclusive_key="k")
+    (child,) = await hand_over(queue, await take_one(queue), [NewJob("noop")])
+    claim = await take_one(queue)
+    assert claim.id == child
+    with pytest.raises(InvalidInput, match="exclusive key"):
+        await hand_over(queue, claim, [NewJob("noop", exclusive_key="k")])
+    assert await hand_over(queue, claim, [NewJob("noop", exclusive_key="other")])
+
+
 async def test_children_inherit_tenant_pipeline_priority_and_deadline(queue, clock):
     now = await clock.advance(queue, 0)
     parent = await put_one(queue, tenant="t", priority=2, deadline=timedelta(seconds=60), traceparent="00-a")

@@ -17,7 +17,7 @@ import psycopg_pool
 from psycopg import errors as pg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-from psycopg.types.json import set_json_dumps, set_json_loads
+from psycopg.types.json import set_json_loads
 
 from windlass.errors import (
     ConfigurationError,
@@ -85,6 +85,7 @@ class Pool:
             timeout=settings.statement_timeout_seconds,
             reconnect_timeout=_RECONNECT_SECONDS_MAX,
             reconnect_failed=_try_again,
+            configure=_configure,
             open=False,
             name="windlass",
         )
@@ -153,6 +154,7 @@ class Blocking:
     def _connected(self) -> psycopg.Connection[Row]:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.Connection.connect(self._url, **self._arguments)
+            set_json_loads(orjson.loads, self._connection)
         return self._connection
 
 
@@ -266,6 +268,11 @@ def translated() -> Iterator[None]:
         raise DatabaseError(str(error)) from error
 
 
+async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:
+    """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
+    set_json_loads(orjson.loads, connection)
+
+
 async def _try_again(pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
     """The pool waits twice as long after each failure, without end; giving up early and beginning anew ends that."""
     await pool.check()
@@ -285,16 +292,3 @@ async def _fetch(connection: psycopg.AsyncConnection[Any], sql: str, params: Par
 def _fetch_blocking(connection: psycopg.Connection[Any], sql: str, params: Params | None) -> list[Row]:
     cursor = connection.execute(sql, params, prepare=None if params else False)
     return cursor.fetchall() if cursor.description is not None else []
-
-
-def json_text(value: object) -> str:
-    """Serialise for a jsonb parameter."""
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
-
-
-def _speak_orjson() -> None:
-    set_json_dumps(orjson.dumps)
-    set_json_loads(orjson.loads)
-
-
-_speak_orjson()

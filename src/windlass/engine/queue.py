@@ -361,12 +361,8 @@ class Queue:
     async def wait(self, claim: Claim, worker: str, outcome: Wait, children: Sequence[Mapping[str, Any]]) -> None:
         """Insert the children and give up the lease in one commit, so that none can end before it is counted."""
         allowed = None if outcome.allow_failures is True else int(outcome.allow_failures)
-        if claim.exclusive_key is not None and any(row["exclusive_key"] == claim.exclusive_key for row in children):
-            raise InvalidInput(
-                f"a child has the exclusive key {claim.exclusive_key} of job {claim.id}, which keeps it while it waits",
-                param="children",
-            )
         async with self.database.transaction() as session:
+            await self._refuse_keys_of_ancestors(session, claim, children)
             moved = await self._run(
                 session,
                 "wait",
@@ -390,6 +386,19 @@ class Queue:
                 )
             if status == JobStatus.SUCCEEDED:
                 await self._join(session, [_Ended(parent, failed)])
+
+    async def _refuse_keys_of_ancestors(
+        self, session: Session, claim: Claim, children: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """A parent keeps its key while it waits, so a descendant with the same key could never start."""
+        keys = {row["exclusive_key"] for row in children} - {None}
+        if not keys:
+            return
+        for id, key in await self._run(session, "keys_of_ancestors", id=claim.id):
+            if key in keys:
+                raise InvalidInput(
+                    f"a child has the exclusive key {key} of job {id}, which keeps it while it waits", param="children"
+                )
 
     async def _join(self, session: Session, ended: Sequence[_Ended]) -> None:
         """Count ended children on their parents, level by level up the tree."""

@@ -95,7 +95,7 @@ class Upkeep:
                     await self.run_round(round)
                 except DatabaseUnavailable:
                     self.reconnected()
-                except DatabaseError:
+                except Exception:  # a round that a part has added must not stop the worker
                     log.exception("the upkeep round %r failed", round.name)
 
     async def run_round(self, round: Round) -> bool:
