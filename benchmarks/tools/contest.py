@@ -256,10 +256,14 @@ def wait_started(workers: list[subprocess.Popen[str]], folder: Path, jobs: int, 
 
 def wait_settled(contestant: Contestant, command: Command) -> None:
     deadline = time.monotonic() + command.limit_seconds
-    with psycopg.connect(command.url, autocommit=True) as connection:
+    options = f"-c statement_timeout={int(command.limit_seconds * 1000)}"
+    with psycopg.connect(command.url, autocommit=True, options=options) as connection:
         while True:
             asked_at = time.monotonic()
-            row = connection.execute(contestant.unfinished[command.variant]).fetchone()
+            try:
+                row = connection.execute(contestant.unfinished[command.variant]).fetchone()
+            except psycopg.errors.QueryCanceled:
+                raise RunError(f"counting its unsettled jobs takes more than {command.limit_seconds:g} s") from None
             if row is None or not row[0]:
                 return
             if asked_at > deadline:

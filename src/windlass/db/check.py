@@ -182,6 +182,7 @@ def _session_settings(settings: DatabaseSettings, plan: str, timeout: int, role:
         "lock_timeout": limit,
         "idle_in_transaction_session_timeout": limit,
         "plan_cache_mode": "force_generic_plan",
+        "enable_seqscan": "off",
     }
     orders = "; ".join(f"ALTER ROLE {role} SET {name} = {value}" for name, value in wanted.items())
     text = "the timeouts of our connections do not arrive: a pooler ignores the startup parameter `options`"
