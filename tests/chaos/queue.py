@@ -275,7 +275,13 @@ def _times(result: Run) -> list[tuple[str, int, float | None, float | None, floa
     found = result.recoveries
     rows = [("rescued", found.rescued), *((text, found.started[kind]) for kind, text in KINDS.items())]
     return [
-        (name, len(times), *(_rounded(percentile(times, share)) for share in (0.5, 0.99, 1.0)))  # type: ignore[misc]
+        (
+            name,
+            len(times),
+            _rounded(percentile(times, 0.5)),
+            _rounded(percentile(times, 0.99)),
+            _rounded(percentile(times, 1.0)),
+        )
         for name, times in rows
     ]
 

@@ -21,13 +21,21 @@ from typing import Any, Self
 import psycopg
 import pytest
 
+from tests.conftest import skip
 from windlass.db import embedded
 from windlass.db.embedded import EmbeddedPostgres, default_root
 from windlass.errors import ConfigurationError, DatabaseUnavailable
 
 FAST = {"fsync": "off", "shared_buffers": "16MB"}
 DURABLE = {"shared_buffers": "16MB"}
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+as_root = pytest.mark.usefixtures("being_root")
+
+
+@pytest.fixture
+def being_root() -> None:
+    if os.geteuid() != 0:
+        skip("only root runs PostgreSQL as somebody else")
+
 
 # A user in another process: obeys one word a line, and answers each with one line.
 USER = """
