@@ -874,7 +874,7 @@ async def test_rescue_gives_the_attempt_back_and_counts_the_death(queue, clock):
     claim = await take_one(queue)
     assert claim.attempts == 2
     rescued = await dead(queue, clock, claim)
-    assert (rescued.status, rescued.was_running) == (QUEUED, True)
+    assert (rescued.status, rescued.was_running, rescued.is_poison) == (QUEUED, True, False)
     row = await queue.get(id)
     assert (row.status, row.attempts, row.rescues, row.locked_by) == (QUEUED, 1, 1, None)
     event = (await queue.events(id))[-1]
@@ -915,7 +915,7 @@ async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(que
 async def test_a_job_that_may_start_only_once_is_abandoned_when_its_worker_dies(queue, clock):
     id = await put_one(queue, max_attempts=1)
     rescued = await dead(queue, clock, await take_one(queue))
-    assert rescued.status is FAILED
+    assert (rescued.status, rescued.is_poison) == (FAILED, False)
     row = await queue.get(id)
     assert (row.error["code"], row.attempts) == ("abandoned", 1)
     assert await take(queue) == []
@@ -931,7 +931,7 @@ async def test_after_two_deaths_a_job_is_a_suspect_and_its_third_death_parks_it(
     claim = await claim_one(queue, id, suspect=True)
     rescued = await dead(queue, clock, claim)
     row = await queue.get(id)
-    assert (rescued.status, row.status, row.error["code"]) == (FAILED, FAILED, "poison")
+    assert (rescued.status, rescued.is_poison, row.status, row.error["code"]) == (FAILED, True, FAILED, "poison")
     assert "3 times" in row.error["message"]
 
 

@@ -528,7 +528,9 @@ events AS (
            CASE status WHEN 'FAILED' THEN error ->> 'kind' END
     FROM rescued WHERE open
 )
-SELECT id, CASE WHEN open AND status = 'FAILED' THEN parent_job_id END, true, status::text, open FROM rescued
+SELECT id, CASE WHEN open AND status = 'FAILED' THEN parent_job_id END, true, status::text, open,
+       open AND status = 'FAILED' AND error ->> 'code' = 'poison'
+FROM rescued
 
 -- name: recover
 WITH recovered AS (

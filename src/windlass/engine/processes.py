@@ -57,7 +57,6 @@ class Processes:
         self._performing = 0
         self._busy: set[_Child] = set()
         self._idle: list[_Child] = []
-        self._alone: asyncio.subprocess.Process | None = None
 
     @property
     def free(self) -> int:
@@ -109,7 +108,6 @@ class Processes:
         The process outlives this worker: a job is not to blame when its neighbour's worker is killed.
         """
         child = await self._spawn("isolate", str(id))
-        self._alone = child.process
         claim: int | None = None
         try:
             with contextlib.suppress(asyncio.IncompleteReadError):
@@ -119,8 +117,6 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGTERM)
             raise
-        finally:
-            self._alone = None
         return claim if code != 0 else None
 
     async def close(self) -> None:

@@ -99,6 +99,7 @@ class Rescued(NamedTuple):
     id: JobId
     status: JobStatus
     was_running: bool
+    is_poison: bool
 
 
 class _Ended(NamedTuple):
@@ -538,8 +539,8 @@ class Queue:
                 claims=[claim for _, claim in dead],
                 limit=limit,
             )
-            await self._join(session, [_Ended(parent, failed) for _, parent, failed, _, _ in rows])
-        return [Rescued(JobId(id), JobStatus(status), open) for id, _, _, status, open in rows]
+            await self._join(session, [_Ended(parent, failed) for _, parent, failed, *_ in rows])
+        return [Rescued(JobId(id), JobStatus(status), open, poison) for id, _, _, status, open, poison in rows]
 
     @_repeated
     async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:

@@ -31,7 +31,7 @@ from windlass.engine.operation import Operation, Operations
 from windlass.engine.outbox import Outbox
 from windlass.engine.outcomes import checked
 from windlass.engine.processes import Died, Processes
-from windlass.engine.queue import Queue
+from windlass.engine.queue import Queue, Rescued
 from windlass.engine.settler import Settler
 from windlass.errors import DatabaseUnavailable, Fatal, Fenced, Transient
 from windlass.states import JobStatus
@@ -56,6 +56,10 @@ class Counts:
     interrupted: int = 0
     rescued: int = 0
     poisoned: int = 0
+
+    def note(self, rescued: Rescued) -> None:
+        self.rescued += rescued.was_running
+        self.poisoned += rescued.is_poison
 
 
 @dataclass(slots=True, eq=False)
@@ -281,8 +285,9 @@ class Runner:
         if running.reason is not None:
             return await self._give_up(running)
         log.warning("the process that ran job %s died: %s", running.claim.id, death)
-        rescued = await insist(lambda: self._queue.rescue(dead=[(running.claim.id, running.claim.claim)], limit=1))
-        self.counts.rescued += len(rescued)
+        dead = [(running.claim.id, running.claim.claim)]
+        for rescued in await insist(lambda: self._queue.rescue(dead=dead, limit=1)):
+            self.counts.note(rescued)
         return None
 
     def interrupt(self, running: Running, reason: Reason) -> None:

@@ -14,9 +14,8 @@ from typing import Protocol
 from windlass.db.database import Session
 from windlass.engine.operation import Operations
 from windlass.engine.processes import Processes
-from windlass.engine.queue import Queue
+from windlass.engine.queue import Queue, Rescued
 from windlass.errors import DatabaseError, DatabaseUnavailable
-from windlass.states import JobStatus
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +24,7 @@ _SUSPECTS_MAX = 100
 
 
 class RescueCounts(Protocol):
-    rescued: int
-    poisoned: int
+    def note(self, rescued: Rescued) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,8 @@ class Upkeep:
         if time.monotonic() < self._no_rescue_until:
             return
         for rescued in await self._queue.rescue(session=session):
+            self._counts.note(rescued)
             if rescued.was_running:
-                self._counts.rescued += 1
-                self._counts.poisoned += rescued.status is JobStatus.FAILED
                 log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status)
 
     async def isolate_suspects(self) -> None:
@@ -130,8 +127,7 @@ class Upkeep:
                 if claim is not None:
                     log.error("job %s killed the process that ran it alone", id)
                     for rescued in await self._queue.rescue(dead=[(id, claim)], limit=1):
-                        self._counts.rescued += 1
-                        self._counts.poisoned += rescued.status is JobStatus.FAILED
+                        self._counts.note(rescued)
         except DatabaseError as error:
             log.debug("suspects wait: %s", error)
 
