@@ -227,8 +227,15 @@ class AsyncWindlass:
             engine=self.settings.engine,
             child=self._child_program(),
             revive=self.embedded.ensure_running if self.embedded is not None else None,
+            services=self._service,
             version=VERSION,
         )
+
+    def _service(self, kind: type[T]) -> T:
+        """What operations may ask of their worker by `ctx.service(…)`."""
+        if isinstance(self._pool, kind):
+            return self._pool
+        raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
 
     def _child_program(self) -> ChildProgram:
         brief = {
