@@ -14,9 +14,11 @@ from windlass.engine.catalog import Catalog
 from windlass.engine.jobs import Claim, JobId, Settle
 from windlass.engine.processes import ChildProgram
 from windlass.engine.queue import EngineSettings, Lane, Queue
+from windlass.engine.views import JobFilter, Views
 from windlass.engine.worker import Worker, WorkerSettings
 from windlass.operations.decorator import operation
 from windlass.operations.registry import Registry
+from windlass.states import JobStatus
 
 DATABASE = DatabaseSettings(pool_size=6)
 
@@ -94,6 +96,12 @@ async def snooze(queue: Queue, claim: Claim, seconds: float = 0.0, *, worker: st
 
 async def event_names(queue: Queue, id: JobId) -> list[str]:
     return [event.event for event in await queue.events(id)]
+
+
+async def listed(queue: Queue, *, status: JobStatus | None = None, limit: int = 50, **wanted: Any) -> list[Job]:
+    """The newest jobs that match."""
+    statuses = (status,) if status else ()
+    return (await Views(queue).page(JobFilter(statuses=statuses, **wanted), limit=limit)).jobs
 
 
 async def raw(queue: Queue, sql: str, **params: Any) -> list[Any]:

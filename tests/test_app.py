@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session
 
 from tests.engine.faulty import Fault, Faulty
-from tests.support import finished, noop, working
+from tests.support import finished, listed, noop, working
 from windlass import AsyncWindlass, JobCancelled, JobFailed, NewJob, NotFound, WaitTimeout, Windlass, operation
 from windlass.engine.catalog import Catalog
 from windlass.engine.queue import Queue
@@ -176,20 +176,20 @@ async def test_bad_input_is_refused_and_leaves_nothing(windlass):
     for arguments, options, error, text in BAD_INPUT:
         with pytest.raises(error, match=text):
             await windlass.enqueue(*arguments, **options)
-    assert await windlass.queue.list_jobs() == []
+    assert await listed(windlass.queue) == []
 
 
 async def test_an_enqueue_whose_answer_was_lost_is_repeated_without_doubling(windlass):
     faulty(windlass, Fault("enqueue", "after", times=2))
     ids = await windlass.enqueue([NewJob(noop, {"n": n}) for n in range(3)])
-    assert {job.id for job in await windlass.queue.list_jobs()} == set(ids)
+    assert {job.id for job in await listed(windlass.queue)} == set(ids)
     assert [len(await windlass.events(id)) for id in ids] == [1, 1, 1]
 
 
 async def test_an_enqueue_that_never_arrived_is_repeated(windlass):
     faulty(windlass, Fault("enqueue", "before", times=2))
     id = await windlass.enqueue(noop)
-    assert [job.id for job in await windlass.queue.list_jobs()] == [id]
+    assert [job.id for job in await listed(windlass.queue)] == [id]
 
 
 async def test_an_enqueue_by_policy_whose_commit_was_lost_is_repeated_without_doubling(windlass):
@@ -199,7 +199,7 @@ async def test_an_enqueue_by_policy_whose_commit_was_lost_is_repeated_without_do
         id = await windlass.enqueue(noop, {"note": policy}, exclusive_key=policy, on_held=policy)
         assert fault.struck == 1
         assert (await windlass.get(id)).status is JobStatus.QUEUED
-    assert len(await windlass.queue.list_jobs()) == 3
+    assert len(await listed(windlass.queue)) == 3
 
 
 async def test_an_enqueue_gives_up_when_the_database_stays_away(windlass):
@@ -211,7 +211,7 @@ async def test_an_enqueue_gives_up_when_the_database_stays_away(windlass):
 async def test_an_enqueue_chosen_as_a_deadlock_victim_is_repeated(windlass):
     faulty(windlass, Fault("enqueue", "before", "deadlock", times=3))
     id = await windlass.enqueue(noop)
-    assert [job.id for job in await windlass.queue.list_jobs()] == [id]
+    assert [job.id for job in await listed(windlass.queue)] == [id]
 
 
 # Life -------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_rows_of_the_caller_and_the_job_are_one_commit(plain, database_url):
         plain.enqueue(noop, connection=connection)
         connection.rollback()
         assert connection.execute("SELECT count(*) FROM invoice").fetchone() == (0,)
-    assert plain.call(plain.client.queue.list_jobs()) == []
+    assert plain.call(listed(plain.client.queue)) == []
 
 
 def test_the_callers_row_factory_and_cursor_class_do_not_matter(plain, database_url):

@@ -20,10 +20,12 @@ from windlass.db.database import Pool, adopt, complete, is_blocking
 from windlass.db.doorbell import Doorbell
 from windlass.db.embedded import EmbeddedPostgres
 from windlass.db.migrate import Migration, migrate, require_current
+from windlass.engine.bulk import Bulk
 from windlass.engine.catalog import Catalog
 from windlass.engine.jobs import Job, JobEvent, JobId, NewJob
 from windlass.engine.processes import CHILD_BRIEF, ChildProgram
 from windlass.engine.queue import Queue
+from windlass.engine.views import Views
 from windlass.engine.worker import Worker
 from windlass.errors import DatabaseUnavailable, InvalidInput, JobCancelled, JobFailed, WaitTimeout
 from windlass.operations.registry import Registry
@@ -74,6 +76,14 @@ class AsyncWindlass:
     @property
     def catalog(self) -> Catalog:
         return _opened(self._catalog)
+
+    @property
+    def views(self) -> Views:
+        return Views(self.queue)
+
+    @property
+    def bulk(self) -> Bulk:
+        return Bulk(self.queue, self.views)
 
     @property
     def doorbell(self) -> Doorbell:

@@ -14,6 +14,7 @@ from tests.support import (
     event_names,
     fail,
     finished,
+    listed,
     make_worker,
     noop,
     put,
@@ -247,7 +248,7 @@ async def test_a_settle_whose_answer_was_lost_happens_once(worker, queue, databa
         assert await event_names(queue, id) == ["job.enqueued", "job.started", event]
     assert worker.counts.fenced == 0
     assert await effects(queue) == (2 if name == "written" else 0)
-    assert len(await queue.list_jobs()) == (6 if name in ("chained", "waited") else 2)
+    assert len(await listed(queue)) == (6 if name in ("chained", "waited") else 2)
 
 
 @pytest.mark.parametrize(("name", "statement", "status", "event"), SETTLES, ids=[one[0] for one in SETTLES])
@@ -256,7 +257,7 @@ async def test_a_childs_settle_whose_answer_was_lost_counts_once(
 ):
     mother = await enqueue(queue, "parent", payload={"child": name})
     assert await worker.run_job(mother)
-    (id,) = (job.id for job in await queue.list_jobs(parent_job_id=mother, job_type=name))
+    (id,) = (job.id for job in await listed(queue, parent_job_id=mother, job_type=name))
     database.plan(fault := Fault(statement, "after"))
     assert await worker.run_job(id)
     assert fault.struck == 1
@@ -270,7 +271,7 @@ async def test_a_childs_settle_whose_answer_was_lost_counts_once(
 async def test_a_commit_that_fails_on_the_way_up_the_tree_takes_the_settle_back(worker, queue, database):
     mother = await enqueue(queue, "parent", payload={"child": "written"})
     assert await worker.run_job(mother)
-    (id,) = (job.id for job in await queue.list_jobs(parent_job_id=mother, job_type="written"))
+    (id,) = (job.id for job in await listed(queue, parent_job_id=mother, job_type="written"))
     database.plan(fault := Fault("join", "before", times=3))
     assert await worker.run_job(id)
     assert fault.struck == 3
@@ -284,7 +285,7 @@ async def test_the_jobs_that_follow_fail_to_be_written_with_the_success_or_not_a
     database.plan(fault := Fault("enqueue", "before", times=2))
     assert await worker.run_job(id)
     assert fault.struck == 2
-    assert len(await queue.list_jobs(job_type="noop")) == 2
+    assert len(await listed(queue, job_type="noop")) == 2
 
 
 async def test_a_batch_of_settles_whose_answer_was_lost_is_accepted_once(pool, queue, database):
@@ -433,7 +434,7 @@ async def succeed_with(queue, faults):
     faults()
     values = {"result": 1, "progress_current": None, "progress_total": None}
     await queue.succeed_with(Settle("succeed", claim, values), "w1", write=None, then=rows)
-    assert len(await queue.list_jobs()) == 2
+    assert len(await listed(queue)) == 2
 
 
 async def wait(queue, faults):
@@ -441,7 +442,7 @@ async def wait(queue, faults):
     faults()
     await hand_over(queue, claim, NewJob("noop"))
     assert (await queue.get(claim.id)).children_open == 1
-    assert len(await queue.list_jobs()) == 2
+    assert len(await listed(queue)) == 2
 
 
 async def cancel(queue, faults):
@@ -487,7 +488,7 @@ async def enqueue_by_policy(queue, faults):
     await put_one(queue, exclusive_key="k")
     faults()
     await put_one(queue, exclusive_key="k", on_held="supersede")
-    assert sorted(job.status for job in await queue.list_jobs()) == ["CANCELLED", "QUEUED"]
+    assert sorted(job.status for job in await listed(queue)) == ["CANCELLED", "QUEUED"]
 
 
 DEADLOCKS = [
@@ -526,7 +527,7 @@ async def test_a_deadlock_in_the_callers_transaction_is_the_callers(database, po
     with pytest.raises(Deadlock):
         async with database.transaction() as session:
             await queue.enqueue(rows, session=session)
-    assert await queue.list_jobs() == []
+    assert await listed(queue) == []
 
 
 # Upkeep -----------------------------------------------------------------------------------------------------------
@@ -557,15 +558,15 @@ async def test_the_wrapper_itself_breaks_what_it_says(pool, queue):
     database = Faulty(pool, [Fault("enqueue", "after")])
     with pytest.raises(DatabaseUnavailable):
         await put_one(Queue(database))
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
     database.plan(Fault("enqueue", "before"))
     with pytest.raises(DatabaseUnavailable):
         await put_one(Queue(database))
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
     database.plan(Fault("enqueue", "after"))
     with contextlib.suppress(DatabaseUnavailable):
         await put_one(Queue(database), exclusive_key="k", on_held="reject")
-    assert len(await queue.list_jobs()) == 2
+    assert len(await listed(queue)) == 2
 
 
 def test_the_wrapper_works_over_a_blocking_database(database_url):

@@ -15,6 +15,7 @@ from tests.engine.steps import another, claim_one, dead, hand_over, retry, snaps
 from tests.support import (
     event_names,
     fail,
+    listed,
     make_worker,
     noop,
     put,
@@ -241,7 +242,7 @@ async def test_hole_7_an_intent_is_written_once_however_often_it_is_sent(queue):
     (first,) = await put(queue, NewJob("noop", {"n": 1}, idempotency_key="submit-42"))
     (again,) = await put(queue, NewJob("noop", {"n": 1}, idempotency_key="submit-42"))
     assert again == first
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
     with pytest.raises(Conflict, match="submit-42"):
         await put(queue, NewJob("noop", {"n": 2}, idempotency_key="submit-42"))
 
@@ -265,14 +266,14 @@ async def test_hole_7_rows_of_the_operation_its_success_and_what_follows_are_one
     await worker.run_job(crashed)
     assert await status(queue, crashed) is JobStatus.FAILED
     assert await raw(queue, "SELECT * FROM submission") == []
-    assert await queue.list_jobs(job_type="noop") == []
+    assert await listed(queue, job_type="noop") == []
 
     (done,) = await put(queue, NewJob(submit, {"token": "b"}), operations=operations)
     await worker.run_job(done)
     await worker.close()
     assert await status(queue, done) is JobStatus.SUCCEEDED
     assert await raw(queue, "SELECT token FROM submission") == [("b",)]
-    (chained,) = await queue.list_jobs(job_type="noop")
+    (chained,) = await listed(queue, job_type="noop")
     assert (chained.pipeline_id, chained.parent_job_id) == (done, None)
 
 

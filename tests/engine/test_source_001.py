@@ -10,6 +10,7 @@ from tests.support import (
     BASIC,
     event_names,
     finished,
+    listed,
     make_worker,
     put,
     put_one,
@@ -180,7 +181,7 @@ async def test_concurrent_batch_claims_never_run_two_jobs_of_one_key(queue, pool
             for claim in [claim for batch in batches for claim in batch]:
                 assert await succeed(queue, claim)
                 done += 1
-        assert all(job.claims == 1 for job in await queue.list_jobs(limit=200))
+        assert all(job.claims == 1 for job in await listed(queue, limit=200))
 
 
 async def test_a_claim_that_trips_over_the_unique_index_is_rolled_back_and_refused(queue, pool):

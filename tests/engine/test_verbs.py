@@ -24,6 +24,7 @@ from tests.support import (
     BASIC,
     event_names,
     fail,
+    listed,
     make_worker,
     noop,
     other,
@@ -74,7 +75,7 @@ async def test_an_enqueue_whose_answer_was_lost_can_be_repeated(queue):
     rows = await Catalog(queue, BASIC).prepare(new)
     await queue.enqueue(rows)
     assert await queue.enqueue(rows) == [(job.id, False) for job in new]
-    assert len(await queue.list_jobs()) == 3
+    assert len(await listed(queue)) == 3
     assert await event_names(queue, new[0].id) == ["job.enqueued"]
 
 
@@ -90,7 +91,7 @@ async def test_the_same_idempotency_key_twice_in_one_call_makes_one_job(queue):
         queue, NewJob("noop", idempotency_key="x"), NewJob("noop", idempotency_key="x"), NewJob("noop")
     )
     assert one == two != three
-    assert len(await queue.list_jobs()) == 2
+    assert len(await listed(queue)) == 2
 
 
 async def test_the_same_idempotency_key_with_another_body_is_a_conflict(queue):
@@ -104,14 +105,14 @@ async def test_the_same_idempotency_key_with_another_body_is_a_conflict(queue):
         with pytest.raises(Conflict, match="'x' was used before with another body") as refused:
             await put(queue, changed)
         assert refused.value.holder == str(first)
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
 
 
 async def test_an_enqueue_that_is_refused_for_one_job_inserts_none_of_them(queue):
     await put_one(queue, payload={"n": 1}, idempotency_key="x")
     with pytest.raises(Conflict):
         await put(queue, NewJob("noop", {"n": 5}), NewJob("noop", {"n": 2}, idempotency_key="x"))
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
 
 
 async def test_idempotency_keys_of_other_tenants_are_other_keys(queue):
@@ -127,7 +128,7 @@ async def test_concurrent_enqueues_of_one_idempotency_key_make_one_job(queue, po
                 put_one(queue, idempotency_key=str(n)), put_one(second, idempotency_key=str(n))
             )
             assert one == two
-    assert len(await queue.list_jobs(limit=100)) == 30
+    assert len(await listed(queue, limit=100)) == 30
 
 
 @pytest.mark.parametrize("policy", ["reject", "coalesce", "supersede"])
@@ -139,7 +140,7 @@ async def test_an_idempotent_repeat_answers_the_first_job_whatever_the_policy_of
     assert await put_one(queue, exclusive_key="k", on_held=policy, idempotency_key="x") == first
     assert await status(queue, first) is RUNNING
     assert await succeed(queue, claim)
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
 
 
 async def test_an_old_enqueue_sent_again_does_not_supersede_its_successor(queue):
@@ -260,7 +261,7 @@ async def test_a_worker_runs_no_more_jobs_of_a_queue_than_its_limit(queue, pool)
     await worker.close()
     assert most["slow"] <= 2
     assert most["default"] > 2
-    assert len(await queue.list_jobs(status=SUCCEEDED, limit=100)) == 20
+    assert len(await listed(queue, status=SUCCEEDED, limit=100)) == 20
 
 
 async def test_claim_behind_a_watermark_sees_only_what_comes_after_it(queue, clock):
@@ -894,7 +895,7 @@ async def test_rescued_jobs_come_back_spread_over_the_jitter_and_not_in_the_past
     await take(queue)
     now = await clock.advance(queue, 100)
     await queue.rescue()
-    delays = [(job.run_after - now).total_seconds() for job in await queue.list_jobs(limit=100)]
+    delays = [(job.run_after - now).total_seconds() for job in await listed(queue, limit=100)]
     assert min(delays) >= 0
     assert max(delays) <= queue.settings.rescue_jitter_seconds
     assert len(set(delays)) > 10
@@ -1209,7 +1210,7 @@ async def test_reject_refuses_the_whole_call(queue):
     await put_one(queue, exclusive_key="k")
     with pytest.raises(Conflict):
         await put(queue, NewJob("noop"), NewJob("noop", exclusive_key="k", on_held="reject"))
-    assert len(await queue.list_jobs()) == 1
+    assert len(await listed(queue)) == 1
 
 
 async def test_coalesce_answers_the_job_that_has_not_started_and_adds_one_behind_a_running_one(queue):
@@ -1340,7 +1341,7 @@ async def test_the_jobs_of_other_tenants_do_not_exist(queue):
             await verb(id, tenant="b")
     with pytest.raises(NotFound):
         await queue.cancel([id], tenant="b")
-    assert await queue.list_jobs(tenant="b") == []
+    assert await listed(queue, tenant="b") == []
     assert (await queue.get(id, tenant="a")).id == id
 
 

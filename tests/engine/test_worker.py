@@ -19,7 +19,7 @@ import pytest
 
 from tests.engine import deadly
 from tests.engine.faulty import Faulty
-from tests.support import DATABASE, event_names, finished, make_worker, noop, put, put_one, raw, take, working
+from tests.support import DATABASE, event_names, finished, listed, make_worker, noop, put, put_one, raw, take, working
 from windlass import (
     AsyncWindlass,
     Context,
@@ -620,7 +620,7 @@ async def test_a_chain_or_children_of_an_unknown_type_fail_the_job_and_write_not
         assert (job.status, job.error["kind"], job.error["type"]) == (FAILED, "schema_invalid", "UnknownOperation")
         assert "no worker knows the operation 'nobody_knows_me'" in job.error["message"]
     assert wrote == []
-    assert len(await queue.list_jobs()) == 2
+    assert len(await listed(queue)) == 2
 
 
 # write= -----------------------------------------------------------------------------------------------------------
@@ -651,7 +651,7 @@ async def write_and_raise(pool, queue, errors):
     async with asyncio.timeout(3):
         jobs = await run(pool, queue, writes, jobs=[NewJob("writes", {"n": n}) for n in range(len(errors))])
     assert await raw(queue, "SELECT count(*) FROM effect") == [(0,)]
-    assert len(await queue.list_jobs()) == len(errors)
+    assert len(await listed(queue)) == len(errors)
     return jobs
 
 

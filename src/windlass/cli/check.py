@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,6 @@ from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailab
 from windlass.settings import Settings
 from windlass.telemetry.logs import configure_logs
 
-_ALIVE = timedelta(seconds=30)
 _SIGNS = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Level.ERROR: ("✗", "red")}
 
 Sources = Annotated[
@@ -87,15 +85,10 @@ async def _check_database(settings: Settings, processes: int) -> list[Finding]:
 
 
 async def _check_workers(windlass: AsyncWindlass) -> list[Finding]:
-    ((now,),) = await windlass.pool.rows("SELECT now()")
-    alive = [row for row in await windlass.queue.workers() if _is_alive(row[9], now)]
-    known = sorted({name for row in alive for name in row[5]})
+    alive = [worker for worker in await windlass.views.workers() if worker.is_alive]
+    known = sorted({name for worker in alive for name in worker.operations})
     unknown = await windlass.queue.unknown_types(known)
     return [_workers(len(alive)), _types(unknown)]
-
-
-def _is_alive(heartbeat_at: datetime, now: datetime) -> bool:
-    return heartbeat_at >= now - _ALIVE
 
 
 def _workers(n: int) -> Finding:

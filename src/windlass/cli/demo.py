@@ -28,7 +28,8 @@ from windlass.cli.flags import run
 from windlass.cli.show import console
 from windlass.cli.watch import Lines, follow, watch_live
 from windlass.db.statements import statements
-from windlass.engine.jobs import JobId
+from windlass.engine.jobs import Job, JobId
+from windlass.engine.views import JobFilter
 from windlass.errors import WindlassError
 from windlass.settings import CONFIG, PREFIX, load_settings
 from windlass.states import JOB, JobStatus
@@ -121,7 +122,7 @@ async def _haul(windlass: AsyncWindlass, children: int, out: Console, say: Say) 
         raise WindlassError("the pipeline was over before a worker could be killed; give it more --children") from error
     finally:
         killer.cancel()
-    for job in await windlass.queue.list_jobs(pipeline_id=id, job_type="demo.report"):
+    for job in await _jobs(windlass, JobFilter(pipeline_id=id, job_type="demo.report")):
         await windlass.wait(job.id, timeout=_START_SECONDS)
     return await _count(windlass, id, children, killed_at, time.monotonic() - began)
 
@@ -166,8 +167,12 @@ async def _clock(windlass: AsyncWindlass) -> datetime:
     return now
 
 
+async def _jobs(windlass: AsyncWindlass, wanted: JobFilter) -> list[Job]:
+    return (await windlass.views.page(wanted, limit=1000)).jobs
+
+
 async def _holders(windlass: AsyncWindlass, id: JobId) -> Counter[str]:
-    running = await windlass.queue.list_jobs(status=JobStatus.RUNNING, parent_job_id=id, limit=1000)
+    running = await _jobs(windlass, JobFilter(statuses=(JobStatus.RUNNING,), parent_job_id=id))
     return Counter(job.locked_by for job in running if job.locked_by is not None)
 
 
@@ -260,7 +265,7 @@ def _log(folder: Path) -> Path:
 
 async def _until_ready(windlass: AsyncWindlass, workers: asyncio.subprocess.Process, folder: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while len(await windlass.queue.workers()) < _WORKERS:
+    while len(await windlass.views.workers()) < _WORKERS:
         if time.monotonic() > deadline or workers.returncode is not None:
             said = _log(folder).read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
             raise WindlassError(f"the demo's workers did not start: {'; '.join(said)}")

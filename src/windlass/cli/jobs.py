@@ -16,6 +16,7 @@ from windlass.cli import watch as live
 from windlass.cli.flags import Config, DatabaseUrl, JobIdText, Json, client, run
 from windlass.cli.show import compact, print_job, print_jobs, print_json
 from windlass.engine.jobs import Job, JobId, OnHeld
+from windlass.engine.views import JobFilter
 from windlass.errors import InvalidInput
 from windlass.states import JobStatus
 
@@ -98,16 +99,24 @@ def list_(
 ) -> None:
     """List jobs, the newest first."""
 
+    wanted = JobFilter(
+        statuses=(status,) if status else (),
+        job_type=type,
+        queue=queue,
+        pipeline_id=_uuid(pipeline),
+        parent_job_id=_uuid(parent),
+    )
+
     async def go() -> list[Job]:
         async with client(database_url, config) as windlass:
-            return await windlass.queue.list_jobs(
-                status=status,
-                job_type=type,
-                queue=queue,
-                pipeline_id=_uuid(pipeline),
-                parent_job_id=_uuid(parent),
-                limit=limit,
-            )
+            jobs: list[Job] = []
+            after = None
+            while len(jobs) < limit:
+                page, after = await windlass.views.page(wanted, limit=min(1000, limit - len(jobs)), after=after)
+                jobs += page
+                if after is None:
+                    break
+            return jobs
 
     jobs = run(go())
     if json:

@@ -105,6 +105,8 @@ class Job:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    dismissed_at: datetime | None
+    """When a human took the failed job out of the inbox."""
 
     @property
     def is_waiting(self) -> bool:

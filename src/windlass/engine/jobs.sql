@@ -582,7 +582,8 @@ rerun AS (
         progress_total = CASE WHEN %(children)s > 0 THEN progress_total END,
         deadline = CASE WHEN deadline <= :now THEN NULL ELSE deadline END,
         deadline_passed = false, on_join = CASE WHEN %(children)s > 0 THEN on_join END,
-        attempts = 0, rescues = 0, error = NULL, finished_at = NULL, locked_by = NULL, lease_until = NULL,
+        attempts = 0, rescues = 0, error = NULL, finished_at = NULL, dismissed_at = NULL,
+        locked_by = NULL, lease_until = NULL,
         is_current = is_current OR (%(children)s > 0 AND exclusive_key IS NOT NULL),
         run_after = :now
     WHERE id = %(id)s AND status IN ('FAILED', 'CANCELLED') AND (SELECT count(*) FROM demoted) >= 0
@@ -593,6 +594,19 @@ events AS (
     SELECT id, :now, 'job.rerun', status, claims, attempts FROM rerun
 )
 SELECT id FROM rerun
+
+-- name: dismiss
+-- Out of the inbox; the job stays as it is.
+WITH dismissed AS (
+    UPDATE windlass.job SET dismissed_at = :now
+    WHERE id = ANY(%(ids)s::uuid[]) AND status::text = 'FAILED' AND dismissed_at IS NULL
+    RETURNING id, claims, attempts
+),
+events AS (
+    INSERT INTO windlass.job_event (job_id, ts, event, claim, attempt)
+    SELECT id, :now, 'job.dismissed', claims, attempts FROM dismissed
+)
+SELECT id FROM dismissed
 
 -- name: uncount
 -- A child that had ended is open again; its parent waits for one more.
@@ -645,20 +659,9 @@ RETURNING job.id
 SELECT id, job_type, queue, tenant, owner, status::text, priority, run_after, deadline, payload, result, error,
        attempts, max_attempts, rescues, claims, locked_by, locked_at, lease_until, exclusive_key, is_current,
        pipeline_id, parent_job_id, round, waits, children_open, children_failed, progress_current, progress_total,
-       message, idempotency_key, traceparent, created_at, started_at, finished_at
+       message, idempotency_key, traceparent, created_at, started_at, finished_at, dismissed_at
 FROM windlass.job
 WHERE id = ANY(%(ids)s::uuid[]) AND tenant = coalesce(%(tenant)s, tenant)
-
--- name: list_jobs
-SELECT id FROM windlass.job
-WHERE (%(status)s::text IS NULL OR status = %(status)s::windlass.job_status)
-    AND (%(job_type)s::text IS NULL OR job_type = %(job_type)s)
-    AND (%(queue)s::text IS NULL OR queue = %(queue)s)
-    AND (%(pipeline_id)s::uuid IS NULL OR pipeline_id = %(pipeline_id)s)
-    AND (%(parent_job_id)s::uuid IS NULL OR parent_job_id = %(parent_job_id)s)
-    AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-ORDER BY id DESC
-LIMIT %(limit)s
 
 -- name: next_due
 -- The next moment at which a job of these types falls due that is not due yet.
@@ -701,6 +704,12 @@ LIMIT %(limit)s
 -- name: queues
 SELECT name, paused_at IS NOT NULL FROM windlass.queue ORDER BY name
 
+-- name: pause_queue
+UPDATE windlass.queue SET paused_at = coalesce(paused_at, :now) WHERE name = %(queue)s RETURNING paused_at
+
+-- name: resume_queue
+UPDATE windlass.queue SET paused_at = NULL WHERE name = %(queue)s RETURNING paused_at
+
 -- name: make_event_partitions
 SELECT windlass.make_event_partitions(:now)
 
@@ -723,10 +732,6 @@ DELETE FROM windlass.worker WHERE id = %(id)s
 
 -- name: remove_dead_workers
 DELETE FROM windlass.worker WHERE heartbeat_at < :now - make_interval(secs => %(silent_seconds)s) RETURNING id
-
--- name: workers
-SELECT id, host, pid, version, queues, operations, concurrency, running, started_at, heartbeat_at, stopping_at
-FROM windlass.worker ORDER BY started_at, id
 
 -- name: publish_operations
 INSERT INTO windlass.operation (name, payload_schema, defaults, description, published_at, published_by)

@@ -6,6 +6,7 @@ repeated: the database has rolled the whole transaction back, so nothing can hap
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -522,6 +523,11 @@ class Queue:
             self._refuse_held(child, below)
             await self._revive(session, child, below.was_waiting, below.waits)
 
+    @_repeated
+    async def dismiss(self, ids: Sequence[JobId]) -> int:
+        """Take FAILED jobs out of the inbox; answers how many were in it."""
+        return len(await self._run(self.database, "dismiss", ids=sorted(ids)))
+
     # Upkeep -----------------------------------------------------------------------------------------------------
 
     @_repeated
@@ -590,8 +596,18 @@ class Queue:
         """Every queue that was ever used, and whether it is paused."""
         return dict(await self._run(self.database, "queues"))
 
-    async def workers(self) -> list[Row]:
-        return await self._run(self.database, "workers")
+    async def pause_queue(self, name: str) -> None:
+        """No job of this queue is claimed any more; those that run go on."""
+        await self._mark_queue("pause_queue", name)
+
+    async def resume_queue(self, name: str) -> None:
+        await self._mark_queue("resume_queue", name)
+
+    async def _mark_queue(self, verb: str, name: str) -> None:
+        if not await self._run(self.database, verb, queue=name):
+            known = difflib.get_close_matches(name, await self.queues(), n=1)
+            hint = f"; did you mean {known[0]!r}?" if known else "; a queue exists from its first job on"
+            raise NotFound(f"there is no queue {name!r}{hint}")
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -605,31 +621,6 @@ class Queue:
         rows = await self._run(self.database, "get", ids=list(ids), tenant=tenant)
         jobs = {job.id: job for job in map(_job, rows)}
         return [jobs[id] for id in ids if id in jobs]
-
-    async def list_jobs(
-        self,
-        *,
-        status: JobStatus | None = None,
-        job_type: str | None = None,
-        queue: str | None = None,
-        pipeline_id: UUID | None = None,
-        parent_job_id: UUID | None = None,
-        tenant: str | None = None,
-        limit: int = 50,
-    ) -> list[Job]:
-        """The newest jobs first."""
-        rows = await self._run(
-            self.database,
-            "list_jobs",
-            status=status.value if status else None,
-            job_type=job_type,
-            queue=queue,
-            pipeline_id=pipeline_id,
-            parent_job_id=parent_job_id,
-            tenant=tenant,
-            limit=limit,
-        )
-        return await self.get_many([JobId(id) for (id,) in rows], tenant=tenant)
 
     async def next_due(self, job_types: Sequence[str]) -> datetime | None:
         """When the next job of these types falls due that is not due yet."""
@@ -664,9 +655,12 @@ class Queue:
 
     # ------------------------------------------------------------------------------------------------------------
 
+    def ask(self, sql: str, params: Mapping[str, Any], session: Session | None = None) -> Awaitable[list[Row]]:
+        """A statement of another part of the engine, by this queue's clock."""
+        return (session or self.database).rows(sql, {**params, "now": self._clock()})
+
     def _run(self, session: Session, name: str, **params: Any) -> Awaitable[list[Row]]:
-        params["now"] = self._clock()
-        return session.rows(SQL[name], params)
+        return self.ask(SQL[name], params, session)
 
     @asynccontextmanager
     async def _transaction(self, session: Session | None) -> AsyncIterator[Session]:
