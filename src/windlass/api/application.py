@@ -1,0 +1,76 @@
+"""The ASGI application: routes, errors and guards around the services."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windlass.api import jobs, schedules, system
+from windlass.api.access import Guard
+from windlass.api.errors import answer_errors
+from windlass.api.services import Services
+from windlass.telemetry.metrics import Counts
+
+_DESCRIPTION = """\
+Durable jobs on PostgreSQL. Every list is paged, every error has the same shape, and objects of other tenants are 404.
+Send an API key as `Authorization: Bearer wl_…`; on a loopback address none is needed until the first one is made.
+"""
+_STREAM = "/v1/jobs/{id}/events/stream"
+
+
+def application(services: Services) -> FastAPI:
+    app = FastAPI(
+        title="Windlass",
+        version=services.version,
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.services = services
+    for part in (jobs.router, schedules.router, system.router):
+        app.include_router(part)
+    answer_errors(app)
+    if services.settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=services.settings.allowed_origins,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID"],
+        )
+    app.add_middleware(Guard, settings=services.settings)
+    app.add_middleware(Measured, counts=services.counts)
+    return app
+
+
+class Measured:
+    """Counts requests and their times, by route and status; adds the headers that every answer has."""
+
+    def __init__(self, app: ASGIApp, counts: Counts) -> None:
+        self._app = app
+        self._counts = counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        status = 500
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._counts.add("http_requests_total", 1, (route, scope["method"], str(status)))
+            if route != _STREAM:
+                self._counts.observe("http_request_seconds", time.monotonic() - began, (route,))

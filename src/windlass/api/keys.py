@@ -1,0 +1,142 @@
+"""API keys: who may do what, in which tenant. A key is shown once; the database knows only its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import NamedTuple
+from uuid import UUID
+
+from windlass.db.database import Row
+from windlass.db.statements import statements
+from windlass.engine.jobs import DEFAULT_TENANT, new_id
+from windlass.engine.queue import Queue
+from windlass.errors import InvalidInput, NotFound
+
+SQL = statements(__package__, "keys.sql")
+
+PREFIX = "wl_"
+_SECRET_BYTES = 32
+_HINT_CHARACTERS = 10
+_KEYS_MAX = 1000
+
+
+class Scope(StrEnum):
+    """What a key allows; each says nothing about the others."""
+
+    READ = "read"
+    """Look at the tenant's jobs, pipelines, schedules and queues."""
+    SUBMIT = "submit"
+    """Enqueue jobs."""
+    OPERATE = "operate"
+    """Cancel, recover, rerun and dismiss jobs; make and change schedules."""
+    ADMIN = "admin"
+    """See workers and metrics, pause queues, and act in other tenants by `?tenant=`."""
+
+
+DEFAULT_SCOPES = (Scope.READ, Scope.SUBMIT, Scope.OPERATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key as it is kept: all but its secret."""
+
+    id: UUID
+    name: str
+    tenant: str
+    scopes: tuple[Scope, ...]
+    hint: str
+    created_at: datetime
+    expires_at: datetime | None
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+class Created(NamedTuple):
+    """A new key, and the only moment at which its secret is known."""
+
+    key: ApiKey
+    secret: str
+
+
+class Holder(NamedTuple):
+    """Whom a secret belongs to."""
+
+    id: UUID
+    tenant: str
+    scopes: frozenset[Scope]
+
+
+class Keys:
+    """The table of keys."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    async def create(
+        self,
+        name: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        scopes: Iterable[Scope | str] = DEFAULT_SCOPES,
+        lifetime: timedelta | None = None,
+    ) -> Created:
+        if not 1 <= len(name) <= 100 or not 1 <= len(tenant) <= 100:
+            raise InvalidInput("a key's name and tenant have 1 to 100 characters", param="name")
+        if tenant == "*":
+            raise InvalidInput("'*' stands for all tenants and cannot be one", param="tenant")
+        if lifetime is not None and lifetime <= timedelta(0):
+            raise InvalidInput("a key must live for some time", param="lifetime")
+        wanted = tuple(dict.fromkeys(Scope(scope) for scope in scopes))
+        if not wanted:
+            raise InvalidInput("a key needs at least one scope", param="scopes")
+        secret = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+        (row,) = await self._queue.ask(
+            SQL["create"],
+            {
+                "id": new_id(),
+                "digest": _digest(secret),
+                "hint": secret[:_HINT_CHARACTERS],
+                "name": name,
+                "tenant": tenant,
+                "scopes": [scope.value for scope in wanted],
+                "lifetime_seconds": None if lifetime is None else lifetime.total_seconds(),
+            },
+        )
+        return Created(_key(row), secret)
+
+    async def list(self, *, tenant: str | None = None) -> list[ApiKey]:
+        return [_key(row) for row in await self._queue.ask(SQL["list"], {"tenant": tenant, "limit": _KEYS_MAX})]
+
+    async def revoke(self, id: UUID) -> ApiKey:
+        """From the next request on the key opens nothing."""
+        rows = await self._queue.ask(SQL["revoke"], {"id": id})
+        if not rows:
+            raise NotFound(f"there is no key {id}; windlass key list shows them")
+        return _key(rows[0])
+
+    async def find(self, secret: str) -> Holder | None:
+        """Whom this secret belongs to; nobody if it is unknown, revoked or too old."""
+        if not secret.startswith(PREFIX) or not secret.isascii():
+            return None
+        rows = await self._queue.ask(SQL["find"], {"digest": _digest(secret)})
+        return Holder(rows[0][0], rows[0][1], frozenset(map(Scope, rows[0][2]))) if rows else None
+
+    async def any(self) -> bool:
+        """Whether a key was ever made; a revoked one counts, so that revoking the last one opens no door."""
+        ((found,),) = await self._queue.ask(SQL["any"], {})
+        return bool(found)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def _key(row: Row) -> ApiKey:
+    values = dict(zip(ApiKey.__dataclass_fields__, row, strict=True))
+    values["scopes"] = tuple(map(Scope, values["scopes"]))
+    return ApiKey(**values)

@@ -1,0 +1,77 @@
+"""The HTTP server inside our own event loop: it starts, says where it listens, and ends when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from windlass.api.application import application
+from windlass.api.services import Services
+from windlass.api.settings import ApiSettings
+from windlass.errors import ConfigurationError
+
+_END_SECONDS_MAX = 5
+_BACKLOG = 2048
+
+
+class _Quiet(uvicorn.Server):
+    """Signals are the program's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ApiServer:
+    """Serves until `close()`."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._socket = listening(services.settings)
+        config = uvicorn.Config(
+            application(services),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_END_SECONDS_MAX,
+            timeout_keep_alive=75,
+        )
+        self._server = _Quiet(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def start(self) -> asyncio.Task[None]:
+        self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
+        return self._task
+
+    async def close(self) -> None:
+        """Answer what is under way, let the followers of events go, and leave."""
+        self._server.should_exit = True
+        await self._services.feeds.close()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close()
+
+
+def listening(settings: ApiSettings) -> socket.socket:
+    """The socket is bound here, so that an address that cannot be had is an error with a remedy."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; "
+            "choose another address with --host and --port"
+        ) from error
