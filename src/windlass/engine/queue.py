@@ -208,6 +208,11 @@ class Queue:
         if len(new) == len(rows):
             return [Enqueued(row["id"], True) for row in rows]
         found = await self._find_enqueued(session, [row for row in rows if row["id"] not in new])
+        if gone := [row for row in rows if row["id"] not in new and row["id"] not in found]:
+            # The first job of the key stood in the way of the insert, and retention has just removed it.
+            again = await self._insert(session, gone)
+            found |= {row["id"]: enqueued.id for row, enqueued in zip(gone, again, strict=True)}
+            new |= {enqueued.id for enqueued in again if enqueued.is_new}
         return [Enqueued(found.get(row["id"], row["id"]), row["id"] in new) for row in rows]
 
     async def _find_enqueued(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> dict[UUID, JobId]:
@@ -647,11 +652,11 @@ class Queue:
 
     async def events(self, id: JobId, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
         rows = await self._run(self.database, "events", id=id, after=after, limit=limit)
-        return [_event(row) for row in rows]
+        return [as_event(row) for row in rows]
 
     async def latest_events(self, id: JobId, *, limit: int) -> list[JobEvent]:
         rows = await self._run(self.database, "latest_events", id=id, limit=limit)
-        return [_event(row) for row in reversed(rows)]
+        return [as_event(row) for row in reversed(rows)]
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -724,7 +729,7 @@ def _job(row: Row) -> Job:
     return Job(**values)
 
 
-def _event(row: Row) -> JobEvent:
+def as_event(row: Row) -> JobEvent:
     values = dict(zip(_EVENT_FIELDS, row, strict=True))
     values["status"] = None if values["status"] is None else JobStatus(values["status"])
     return JobEvent(**values)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from windlass.db.database import Session
+from windlass.engine.counts import fold
 from windlass.engine.operation import Operations
 from windlass.engine.processes import Processes
 from windlass.engine.queue import Queue, Rescued
@@ -29,7 +30,10 @@ class RescueCounts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Something to do every so often, by one process at a time; parts of Windlass may add their own."""
+    """Something to do every so often, by one process at a time; parts of Windlass may add their own.
+
+    A run that answers True has left work behind and gets the next turn, half a second later.
+    """
 
     name: str
     every_seconds: float
@@ -60,6 +64,7 @@ class Upkeep:
             Round("expire", 1.0, lambda session: queue.expire(session=session)),
             Round("partitions", 3600.0, lambda session: queue.make_event_partitions(session=session)),
             Round("workers", 60.0, lambda session: queue.remove_dead_workers(_DEAD_WORKER_SECONDS, session=session)),
+            Round("counts", 60.0, lambda session: fold(queue, session=session)),
             *rounds,
         )
 
@@ -101,7 +106,8 @@ class Upkeep:
         async with self._queue.upkeep(round.name) as session:
             if session is None:
                 return False
-            await round.run(session)
+            if await round.run(session) is True:
+                self._due[round.name] = 0.0
             return True
 
     async def _rescue(self, session: Session) -> None:
@@ -113,7 +119,8 @@ class Upkeep:
         for rescued in await self._queue.rescue(session=session):
             self._counts.note(rescued)
             if rescued.was_running:
-                log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status)
+                extra = {"job_id": str(rescued.id)}
+                log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status, extra=extra)
 
     async def isolate_suspects(self) -> None:
         """Run a job whose worker died twice alone in a process of its own: no neighbour dies with it.
@@ -125,7 +132,7 @@ class Upkeep:
                 id = random.choice(suspects)
                 claim = await self._processes.isolate(id)
                 if claim is not None:
-                    log.error("job %s killed the process that ran it alone", id)
+                    log.error("job %s killed the process that ran it alone", id, extra={"job_id": str(id)})
                     for rescued in await self._queue.rescue(dead=[(id, claim)], limit=1):
                         self._counts.note(rescued)
         except DatabaseError as error:
