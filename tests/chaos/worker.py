@@ -7,7 +7,6 @@ does, so that nothing is left behind by a harness that was killed.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import sys
@@ -74,7 +73,7 @@ async def _run(worker: Worker, stopping: asyncio.Event) -> None:
 
 
 def _say(worker: Worker) -> None:
-    line = orjson.dumps({"id": worker.id, "counts": dataclasses.asdict(worker.counts)})
+    line = orjson.dumps({"id": worker.id, "counts": worker.counts.summary()})
     os.write(1, line + b"\n")
 
 

@@ -41,6 +41,7 @@ from windlass.engine import worker as worker_module
 from windlass.engine.lease import Lease
 from windlass.engine.outcomes import checked
 from windlass.engine.queue import EngineSettings, Queue
+from windlass.engine.views import Views
 from windlass.errors import DatabaseUnavailable
 from windlass.operations.registry import Registry
 
@@ -259,7 +260,7 @@ async def test_stop_lets_jobs_that_look_at_stopping_end_well(pool, queue):
         (id,) = await put(queue, NewJob("looks"), operations=worker._operations)
         await entered.wait()
     assert (await queue.get(id)).result == "finished early"
-    assert await queue.workers() == []
+    assert await Views(queue).workers() == []
 
 
 async def test_stop_gives_back_what_does_not_end_without_using_an_attempt(pool, queue):
@@ -1065,4 +1066,4 @@ async def test_sigterm_gives_running_jobs_back_at_once(queue, database_url, tmp_
             process.kill()
     job = await queue.get(id)
     assert (job.status, job.attempts, job.rescues) == (QUEUED, 0, 0)
-    assert await queue.workers() == []
+    assert await Views(queue).workers() == []

@@ -12,6 +12,7 @@ from uuid import UUID
 from windlass.engine.jobs import Claim, JobId
 from windlass.errors import InvalidInput
 from windlass.states import JobStatus
+from windlass.telemetry.logs import about
 
 Level = Literal["info", "warning", "error"]
 S = TypeVar("S")
@@ -140,12 +141,8 @@ class Context:
     def logger(self) -> logging.LoggerAdapter[logging.Logger]:
         """A logger whose every line carries the job's id and type."""
         if self._logger is None:
-            bound = {
-                "job_id": str(self._claim.id),
-                "job_type": self._claim.job_type,
-                "attempt": self._claim.attempts,
-            }
-            self._logger = _JobLogger(logging.getLogger(f"windlass.job.{self._claim.job_type}"), bound)
+            name = f"windlass.job.{self._claim.job_type}"
+            self._logger = _JobLogger(logging.getLogger(name), about(self._claim))
         return self._logger
 
     def emit(self, event: str, message: str | None = None, *, level: Level = "info", **fields: Any) -> None:

@@ -221,7 +221,7 @@ Outcome = Done | Snooze | Wait
 class Settle:
     """One fenced move out of RUNNING: the verb and its columns, as the statement of that name takes them."""
 
-    verb: Literal["succeed", "fail", "retry", "snooze", "release"]
+    verb: Literal["succeed", "fail", "retry", "snooze", "release", "wait"]
     claim: Claim
     values: Mapping[str, Any]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ class Outbox:
         self._in_flight: set[Key] = set()
         self._place = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = contextvars.copy_context()
+        """Not that of the job which reports first: its name must not stand on the others' lines."""
         self._due: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,6 +79,8 @@ class Outbox:
 
     def has(self, claim: Claim) -> bool:
         """Whether reports of this job must be written before it is settled."""
+        if not self._dirty and not self._in_flight:  # usually nobody reports, and hashing an id is not free
+            return False
         key = (claim.id, claim.claim)
         return key in self._dirty or key in self._in_flight
 
@@ -118,14 +123,16 @@ class Outbox:
         self, write: Callable[[Sequence[Any]], Awaitable[object]], reports: Sequence[Any], error: DatabaseError
     ) -> None:
         if len(reports) == 1:
-            return log.error("a report was refused by the database and is dropped: %s: %r", error, reports[0])
+            job = reports[0]["id"] if isinstance(reports[0], dict) else reports[0][0]
+            text = "a report of job %s was refused by the database and is dropped: %s"
+            return log.error(text, job, type(error).__name__, extra={"job_id": str(job)})
         half = len(reports) // 2
         await self._write(write, reports[:half])
         return await self._write(write, reports[half:])
 
     def _schedule(self, seconds: float) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._arm, seconds)
+            self._loop.call_soon_threadsafe(self._arm, seconds, context=self._context)
 
     def _arm(self, seconds: float) -> None:
         assert self._loop is not None

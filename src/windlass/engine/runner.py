@@ -8,10 +8,12 @@ interrupt ──┘   cancelled · lost · timeout · stop
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import functools
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +27,18 @@ from windlass.db.doorbell import Doorbell
 from windlass.engine import policy
 from windlass.engine.catalog import Catalog
 from windlass.engine.context import Child, Context, Joined
+from windlass.engine.counts import WorkerCounts
 from windlass.engine.jobs import Claim, Done, Settle, Snooze, Wait
 from windlass.engine.lease import Key
 from windlass.engine.operation import Operation, Operations
 from windlass.engine.outbox import Outbox
 from windlass.engine.outcomes import checked
 from windlass.engine.processes import Died, Processes
-from windlass.engine.queue import Queue, Rescued
+from windlass.engine.queue import Queue
 from windlass.engine.settler import Settler
 from windlass.errors import DatabaseUnavailable, Fatal, Fenced, Transient
 from windlass.states import JobStatus
+from windlass.telemetry.logs import about, job_in_hand
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +47,6 @@ _WRITE_SECONDS_MAX = 5.0
 _REPEATABLE = frozenset({"40001", "40P01"})
 
 Reason = Literal["cancelled", "lost", "timeout", "stop"]
-
-
-@dataclass(slots=True)
-class Counts:
-    """What this process has done; metrics read it."""
-
-    claimed: int = 0
-    settled: int = 0
-    fenced: int = 0
-    leases_lost: int = 0
-    interrupted: int = 0
-    rescued: int = 0
-    poisoned: int = 0
-
-    def note(self, rescued: Rescued) -> None:
-        self.rescued += rescued.was_running
-        self.poisoned += rescued.is_poison
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +60,8 @@ class Running:
     timer: asyncio.TimerHandle | None = None
     kill: Callable[[], object] | None = None
     reason: Reason | None = None
+    ended: float | None = None
+    """When the operation returned; what it raised or was interrupted by is dealt with at once."""
     settling: bool = False
 
 
@@ -90,12 +79,13 @@ class Runner:
         threads_max: int,
         on_slot_free: Callable[[], None],
         services: Callable[[type[Any]], Any] | None,
+        counts: WorkerCounts,
     ) -> None:
         self.held: dict[Key, Running] = {}
         self.per_queue: Counter[str] = Counter()
         self.freed_keys: set[tuple[str, str]] = set()
         """Exclusive keys whose job we have just settled: the next claim looks for their next jobs."""
-        self.counts = Counts()
+        self.counts = counts
         self._queue = queue
         self._worker = worker
         self._operations = operations
@@ -107,7 +97,7 @@ class Runner:
         self._is_stopping = False
         self._emptied = asyncio.Event()
         self._outbox = Outbox(queue, worker)
-        self._settler = Settler(queue, worker, self._settled)
+        self._settler = Settler(queue, worker, self._settled, functools.partial(self.counts.observe, "settle_seconds"))
         self._threads = ThreadPoolExecutor(threads_max, thread_name_prefix="windlass-operation")
 
     def open(self) -> None:
@@ -149,22 +139,26 @@ class Runner:
 
     async def _run(self, running: Running) -> None:
         """One job from start to settle. If we fail ourselves, the job is let fall, and a rescue will find it."""
+        job_in_hand.set(running.claim)
+        began = time.perf_counter()
         try:
             settle = await self._perform_and_conclude(running)
+            self.counts.ran[running.claim.job_type].append((running.ended or time.perf_counter()) - began)
             if settle is None:
-                self._forget(running)
+                self._forget(running.claim)
             else:
                 running.settling = True
                 await self._flush(running)
                 self._settler.submit(settle)
         except BaseException:
-            self._forget(running)
+            self._forget(running.claim)
             log.exception("job %s could not be settled; its lease will run out", running.claim.id)
 
     async def _perform_and_conclude(self, running: Running) -> Settle | None:
         """Whatever the operation does, exactly one of these paths is taken."""
         try:
             outcome = await self._perform(running)
+            running.ended = time.perf_counter()
             if running.reason is not None and running.reason != "timeout":
                 return await self._give_up(running)
             running.settling = True
@@ -194,7 +188,8 @@ class Runner:
                 return await operation.function(**arguments)
             case "thread":
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, _call, operation.function, arguments)
+                call = functools.partial(contextvars.copy_context().run, _call, operation.function, arguments)
+                return await loop.run_in_executor(self._threads, call)
             case "process":
                 return await self._processes.perform(operation, claim, context, running)
 
@@ -211,7 +206,7 @@ class Runner:
                 bounded = None if write is None else functools.partial(_bounded, write)
                 await self._flush(running)
                 await self._settle_alone(
-                    claim, lambda: self._queue.succeed_with(settle, self._worker, write=bounded, then=rows), rows
+                    settle, lambda: self._queue.succeed_with(settle, self._worker, write=bounded, then=rows), rows
                 )
             case Snooze():
                 return policy.snooze(claim, outcome)
@@ -220,26 +215,31 @@ class Runner:
                     outcome = dataclasses.replace(outcome, result=orjson.Fragment(policy.storable(outcome.result)))
                 rows = await self._catalog.prepare(children, parent=claim)
                 await self._flush(running)
-                await self._settle_alone(claim, lambda: self._queue.wait(claim, self._worker, outcome, rows), rows)
+                handed_over = Settle("wait", claim, {})
+                await self._settle_alone(
+                    handed_over, lambda: self._queue.wait(claim, self._worker, outcome, rows), rows
+                )
         return None
 
     async def _settle_alone(
-        self, claim: Claim, settle: Callable[[], Coroutine[Any, Any, None]], rows: Sequence[Mapping[str, Any]]
+        self, settle: Settle, commit: Callable[[], Coroutine[Any, Any, None]], rows: Sequence[Mapping[str, Any]]
     ) -> None:
         """Send until the database has answered; after a doubtful commit, a fence means that it had happened."""
         doubtful = False
         while True:
+            began = time.perf_counter()
             try:
-                await settle()
+                await commit()
             except DatabaseUnavailable as error:
                 doubtful = True
-                log.warning("settling job %s must be repeated: %s", claim.id, error)
+                log.warning("settling job %s must be repeated: %s", settle.claim.id, error)
                 await asyncio.sleep(random.uniform(0.05, 0.5))
             except Fenced:
-                self._account(claim, False, not doubtful)
+                self._account(settle, False, not doubtful)
                 return
             else:
-                self._account(claim, True, False)
+                self.counts.observe("settle_seconds", time.perf_counter() - began)
+                self._account(settle, True, False)
                 self._doorbell.ring({row["queue"] for row in rows})
                 return
 
@@ -253,16 +253,17 @@ class Runner:
             settle = policy.react(running.claim, running.operation, untold)
         if settle.verb == "fail":
             log.warning(
-                "job %s (%s) failed: %s",
+                "job %s (%s) failed: %s, %s",  # what it says may quote its input, which belongs into no log
                 running.claim.id,
                 running.claim.job_type,
-                settle.values["error"]["message"],
+                settle.values["error"]["code"],
+                settle.values["error"]["type"],
             )
         return settle
 
     async def _give_up(self, running: Running) -> Settle | None:
         """The operation was interrupted, or ended although it should have been."""
-        self.counts.interrupted += 1
+        self.counts.add("operations_interrupted_total", 1, (running.reason or "self",))
         match running.reason:
             case "timeout":
                 seconds = running.operation.timeout_seconds
@@ -307,27 +308,28 @@ class Runner:
             running = self.held.get(key)
             if running is not None and not running.settling and running.reason is None:
                 if status is None:
-                    self.counts.leases_lost += 1
-                    log.warning("job %s was lost: another claim may have it", running.claim.id)
+                    self.counts.add("leases_lost_total")
+                    text = "job %s was lost: another claim may have it"
+                    log.warning(text, running.claim.id, extra=about(running.claim))
                 self.interrupt(running, "lost" if status is None else "cancelled")
 
     # Afterwards -------------------------------------------------------------------------------------------------
 
-    def _settled(self, claim: Claim, moved: bool, is_fenced: bool) -> None:
-        self._account(claim, moved, is_fenced)
-        running = self.held.get((claim.id, claim.claim))
-        if running is not None:
-            self._forget(running)
+    def _settled(self, settle: Settle, moved: bool, is_fenced: bool) -> None:
+        self._account(settle, moved, is_fenced)
+        self._forget(settle.claim)
 
-    def _account(self, claim: Claim, moved: bool, is_fenced: bool) -> None:
+    def _account(self, settle: Settle, moved: bool, is_fenced: bool) -> None:
+        claim = settle.claim
         if moved:
-            self.counts.settled += 1
+            self.counts.ended[claim.job_type, settle.verb] += 1
         elif is_fenced:
-            self.counts.fenced += 1
+            self.counts.add("writes_fenced_total")
             log.warning(
                 "job %s: the result of claim %d was refused, a newer claim or a human has it",
                 claim.id,
                 claim.claim,
+                extra=about(claim),
             )
         self._note_freed_key(claim)
 
@@ -335,12 +337,12 @@ class Runner:
         if claim.exclusive_key is not None:
             self.freed_keys.add((claim.tenant, claim.exclusive_key))
 
-    def _forget(self, running: Running) -> None:
-        claim = running.claim
-        if running.timer is not None:
-            running.timer.cancel()
-        if self.held.pop((claim.id, claim.claim), None) is not None:
+    def _forget(self, claim: Claim) -> None:
+        running = self.held.pop((claim.id, claim.claim), None)
+        if running is not None:
             self.per_queue[claim.queue] -= 1
+            if running.timer is not None:
+                running.timer.cancel()
         self._on_slot_free()
         if not self.held:
             self._emptied.set()

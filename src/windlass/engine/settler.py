@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from uuid import UUID
 
-from windlass.engine.jobs import Claim, Settle
+from windlass.engine.jobs import Settle
 from windlass.engine.policy import NotStorable, describe
 from windlass.engine.queue import Queue
 from windlass.errors import DatabaseUnavailable
+from windlass.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -23,18 +26,28 @@ _NOT_STORABLE = {"error": "error_not_storable", "result": "result_not_storable"}
 class Settler:
     """Collects plain settles, commits them in batches and tells the worker which were accepted."""
 
-    def __init__(self, queue: Queue, worker: str, on_settled: Callable[[Claim, bool, bool], None]) -> None:
+    def __init__(
+        self,
+        queue: Queue,
+        worker: str,
+        on_settled: Callable[[Settle, bool, bool], None],
+        on_commit: Callable[[float], None],
+    ) -> None:
         self._queue = queue
         self._worker = worker
         self._on_settled = on_settled
-        """Called with the claim, whether it moved, and whether an unmoved one counts as fenced."""
+        """Called with the settle, whether it moved, and whether an unmoved one counts as fenced."""
+        self._on_commit = on_commit
+        """Called with the seconds that a commit took."""
+        self._context = contextvars.copy_context()
+        """Not the context of the job that happens to submit first: its name must not stand on the others' lines."""
         self._pending: list[Settle] = []
         self._task: asyncio.Task[None] | None = None
 
     def submit(self, settle: Settle) -> None:
         self._pending.append(settle)
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._drain())
+            self._task = asyncio.get_running_loop().create_task(self._drain(), context=self._context)
 
     async def idle(self) -> None:
         """Wait until nothing is pending."""
@@ -54,6 +67,7 @@ class Settler:
         doubtful = False
         tries = 0
         while True:
+            began = time.perf_counter()
             try:
                 moved = await self._queue.settle(batch, self._worker)
             except DatabaseUnavailable as error:
@@ -64,6 +78,7 @@ class Settler:
             except Exception as error:  # PostgreSQL refused a value, or it does not even become JSON
                 return await self._split(batch, error)
             else:
+                self._on_commit(time.perf_counter() - began)
                 return self._report(batch, moved, doubtful)
 
     async def _split(self, batch: Sequence[Settle], error: Exception) -> None:
@@ -74,7 +89,8 @@ class Settler:
             return await self._commit(batch[half:])
         (settle,) = batch
         if settle.verb == "fail" and settle.values["error"]["code"] in _NOT_STORABLE.values():
-            log.error("job %s cannot even fail: %s; its lease will run out", settle.claim.id, error)
+            text = "job %s cannot even fail: %s; its lease will run out"
+            log.error(text, settle.claim.id, error, extra=about(settle.claim))
             return self._report(batch, set(), True)
         what = "error" if settle.verb == "fail" else "result"
         verdict = NotStorable(f"the {what} cannot be stored: {error}", code=_NOT_STORABLE[what])
@@ -82,4 +98,4 @@ class Settler:
 
     def _report(self, batch: Sequence[Settle], moved: set[UUID], doubtful: bool) -> None:
         for settle in batch:
-            self._on_settled(settle.claim, settle.claim.id in moved, not doubtful)
+            self._on_settled(settle, settle.claim.id in moved, not doubtful)

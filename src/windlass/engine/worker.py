@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from windlass.db.database import Blocking, Pool, complete
 from windlass.db.doorbell import Doorbell, listen
+from windlass.engine.counts import CountsWriter, WorkerCounts
 from windlass.engine.jobs import Claim, JobId
 from windlass.engine.lanes import Lanes
 from windlass.engine.lease import Lease
@@ -29,7 +31,7 @@ from windlass.engine.processes import ChildProgram, Processes
 from windlass.engine.queue import EngineSettings, Queue
 from windlass.engine.runner import Runner, insist
 from windlass.engine.upkeep import Round, Upkeep
-from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable
+from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, InvalidInput
 from windlass.states import JobStatus
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Worker:
         revive: Callable[[], object] | None = None,
         rounds: Sequence[Round] = (),
         services: Callable[[type[Any]], Any] | None = None,
+        counts: WorkerCounts | None = None,
         version: str = "0",
     ) -> None:
         self.id = worker_id()
@@ -98,6 +101,7 @@ class Worker:
         self.queue = queue or Queue(pool, engine)
         self.lease: Lease | None = None
         self.started = asyncio.Event()
+        self.counts = counts or WorkerCounts()
         self._pool = pool
         self._operations = operations
         self._revive = revive
@@ -117,9 +121,10 @@ class Worker:
             processes=self._processes,
             threads_max=self.settings.concurrency,
             on_slot_free=self._slot_free,
-            services=services,
+            services=services or functools.partial(_offer, pool),
+            counts=self.counts,
         )
-        self.counts = self._runner.counts
+        self._counts_writer = CountsWriter(self.queue, self.id, self.counts)
         self._upkeep = Upkeep(self.queue, self._processes, operations, self.counts, rounds)
 
     # Life -------------------------------------------------------------------------------------------------------
@@ -132,6 +137,7 @@ class Worker:
         helpers = [
             asyncio.create_task(listen(self._pool.settings, self._pool.url, self._rung)),
             asyncio.create_task(self._upkeep.run()),
+            asyncio.create_task(self._counts_writer.run()),
         ]
         claiming = asyncio.create_task(self._claim_until_stopped())
         self.started.set()
@@ -222,6 +228,7 @@ class Worker:
     async def close(self) -> None:
         """End the helpers of a worker that was used by `run_once` and `run_job`."""
         await self._runner.emptied()
+        await self._counts_writer.write_last()
         await self._runner.close()
 
     async def _wind_down(self, lease: Lease) -> bool:
@@ -236,6 +243,7 @@ class Worker:
         with contextlib.suppress(DatabaseError):
             await self.queue.release(left, self.id, "the worker stopped")
             await self.queue.remove_worker(self.id)
+        await self._counts_writer.write_last()
         await self._runner.close()
         return not left
 
@@ -316,7 +324,7 @@ class Worker:
             self._runner.freed_keys |= freed
         self._lanes.move_on(lanes, claimed, slots, time.monotonic() - began)
         self._has_backlog = len(claimed.jobs) == slots
-        self.counts.claimed += len(claimed.jobs)
+        self.counts.took(claimed.jobs)
         return len(claimed.jobs)
 
     @contextlib.contextmanager
@@ -337,6 +345,7 @@ class Worker:
             if on_claim is not None:
                 on_claim(claim)
             self._runner.start(claim)
+            self.counts.took([claim])
             return True
 
     def _types(self) -> list[str]:
@@ -354,6 +363,13 @@ class Worker:
     def _rung(self, queue: str) -> None:
         if self._lanes.serves(queue):
             self._wake.set()
+
+
+def _offer(pool: Pool, kind: type[Any]) -> Any:
+    """What operations may ask of their worker, unless somebody offers more: the pool."""
+    if isinstance(pool, kind):
+        return pool
+    raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:

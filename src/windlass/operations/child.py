@@ -31,6 +31,7 @@ from windlass.engine.queue import EngineSettings
 from windlass.engine.worker import Worker, WorkerSettings
 from windlass.errors import Fatal
 from windlass.operations.registry import Registry
+from windlass.telemetry.logs import configure_logs, job_in_hand
 
 _LENGTH = struct.Struct(">I")
 
@@ -39,6 +40,8 @@ def main() -> int:
     brief = orjson.loads(os.environ[CHILD_BRIEF])
     output = _take_stdout()
     sys.path[:0] = [entry for entry in brief["path"] if entry not in sys.path]
+    if (logs := brief.get("logs")) is not None:
+        configure_logs(**logs)
     registry = Registry.load(brief["sources"], entry_points=brief["entry_points"])
     if sys.argv[1] == "isolate":
         return asyncio.run(_isolate(JobId(UUID(sys.argv[2])), brief, registry, output))
@@ -76,6 +79,7 @@ class _Performer:
             self._say(self._perform(name, claim, counts))
 
     def _perform(self, name: str, claim: Claim, counts: tuple[int, int, int, int, int] | None) -> Any:
+        job_in_hand.set(claim)
         try:
             operation = self._registry.get(name)
             if operation is None:

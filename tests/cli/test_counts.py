@@ -1,0 +1,38 @@
+"""What real worker processes count adds up, also when one of them is killed."""
+
+import signal
+
+from tests.cli import sample
+from tests.cli.conftest import SAMPLE
+from tests.support import DATABASE, Clock, put
+from windlass import NewJob
+from windlass.db.database import Blocking, complete
+from windlass.engine.counts import counted, fold
+from windlass.engine.queue import Queue
+from windlass.operations.registry import Registry
+from windlass.telemetry.metrics import series
+
+SETTLED = """
+    SELECT FROM windlass.worker_counts, jsonb_each_text(counts)
+    WHERE key LIKE '["jobs_settled_total"%%' GROUP BY () HAVING sum(value::numeric) >= %s
+"""
+
+
+def test_a_killed_worker_process_keeps_what_it_had_written(cli, database_url):
+    database, clock = Blocking(DATABASE, database_url), Clock()
+    queue = Queue(database, clock=clock)
+    with cli.start("worker", SAMPLE) as one, cli.start("worker", SAMPLE) as other:
+        one.until("runs sample")
+        other.until("runs sample")
+        complete(put(queue, *(NewJob(sample.greet) for _ in range(6)), operations=Registry([sample.greet])))
+        cli.until(SETTLED, 6)
+        one.signal(signal.SIGKILL)
+        one.ended()
+        other.signal(signal.SIGTERM)
+        other.ended()
+    before = complete(counted(queue))
+    complete(clock.advance(queue, 601))
+    assert complete(fold(queue)) >= 1
+    assert complete(counted(queue)) == before
+    assert sum(series(before)["jobs_settled_total"].values()) == 6
+    database.close()
