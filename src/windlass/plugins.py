@@ -77,7 +77,8 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _marked_in(module: ModuleType, mark: str) -> Iterator[object]:
-    """Marked objects that this module defines; what it merely imports belongs to another."""
-    for value in list(vars(module).values()):
-        if hasattr(value, mark) and getattr(value, "__module__", module.__name__) == module.__name__:
+    """Marked objects that this module defines, or a package's own modules; what it merely imports is another's."""
+    for value in (value for value in list(vars(module).values()) if hasattr(value, mark)):
+        home = getattr(value, "__module__", module.__name__)
+        if home == module.__name__ or (hasattr(module, "__path__") and home.startswith(f"{module.__name__}.")):
             yield value

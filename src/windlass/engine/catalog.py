@@ -49,7 +49,12 @@ class _Published:
         if problem := jsonschema.exceptions.best_match(self.validator.iter_errors(plain)):
             where = "".join(f"[{part!r}]" for part in problem.absolute_path) or "the payload"
             raise PayloadInvalid(f"{self.name}: {where}: {problem.message}", param="payload")
-        return plain
+        return {**self._left_out(), **plain} if isinstance(plain, dict) else plain
+
+    def _left_out(self) -> dict[str, Any]:
+        """Defaults, as the function itself would fill them in: an exclusive key is made of them, too."""
+        properties = self.validator.schema.get("properties", {})
+        return {name: about["default"] for name, about in properties.items() if "default" in about}
 
 
 class Catalog:

@@ -1,0 +1,1 @@
+"""Operations that come with Windlass; a worker runs those that its configuration names."""
