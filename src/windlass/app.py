@@ -11,11 +11,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from uuid import UUID
 
 import orjson
 
+from windlass.api.keys import Keys
 from windlass.db.database import Pool, adopt, complete, is_blocking
 from windlass.db.doorbell import Doorbell
 from windlass.db.embedded import EmbeddedPostgres
@@ -25,12 +26,19 @@ from windlass.engine.catalog import Catalog
 from windlass.engine.jobs import Job, JobEvent, JobId, NewJob
 from windlass.engine.processes import CHILD_BRIEF, ChildProgram
 from windlass.engine.queue import Queue
+from windlass.engine.retention import Retention
+from windlass.engine.schedules import Schedules
+from windlass.engine.upkeep import Round
 from windlass.engine.views import Views
 from windlass.engine.worker import Worker
 from windlass.errors import DatabaseUnavailable, InvalidInput, JobCancelled, JobFailed, WaitTimeout
 from windlass.operations.registry import Registry
 from windlass.settings import Settings, load_settings
 from windlass.states import JobStatus
+from windlass.telemetry.logs import configured_logs
+
+if TYPE_CHECKING:
+    from windlass.api.server import ApiServer
 
 T = TypeVar("T")
 VERSION = version("windlass")
@@ -84,6 +92,14 @@ class AsyncWindlass:
     @property
     def bulk(self) -> Bulk:
         return Bulk(self.queue, self.views)
+
+    @property
+    def schedules(self) -> Schedules:
+        return Schedules(self.queue, self.catalog)
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.queue)
 
     @property
     def doorbell(self) -> Doorbell:
@@ -225,6 +241,37 @@ class AsyncWindlass:
     async def _ring_for(self, job: JobId | UUID | str) -> None:
         self.doorbell.ring([(await self.get(job)).queue])
 
+    # The HTTP server --------------------------------------------------------------------------------------------
+
+    async def server(self) -> ApiServer:
+        """The HTTP server of this client's settings; `start()` it, and `close()` it before the client."""
+        from windlass.api.access import Gate, require_key  # here, because clients and workers need no web framework
+        from windlass.api.jobs import render_event
+        from windlass.api.server import ApiServer
+        from windlass.api.services import Services
+        from windlass.engine.exposition import Exposition, process_counts
+        from windlass.engine.feeds import Feeds
+
+        settings = self.settings.api
+        await require_key(settings, self.keys)
+        counts = process_counts()
+        return ApiServer(
+            Services(
+                settings=settings,
+                version=VERSION,
+                queue=self.queue,
+                catalog=self.catalog,
+                doorbell=self.doorbell,
+                views=self.views,
+                bulk=self.bulk,
+                schedules=self.schedules,
+                feeds=Feeds(self.queue, render_event),
+                gate=Gate(settings, self.keys),
+                counts=counts,
+                exposition=Exposition(self.queue, counts),
+            )
+        )
+
     # Workers ----------------------------------------------------------------------------------------------------
 
     def worker(self, queue: Queue | None = None) -> Worker:
@@ -237,15 +284,13 @@ class AsyncWindlass:
             engine=self.settings.engine,
             child=self._child_program(),
             revive=self.embedded.ensure_running if self.embedded is not None else None,
-            services=self._service,
+            rounds=self._rounds(),
             version=VERSION,
         )
 
-    def _service(self, kind: type[T]) -> T:
-        """What operations may ask of their worker by `ctx.service(…)`."""
-        if isinstance(self._pool, kind):
-            return self._pool
-        raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
+    def _rounds(self) -> list[Round]:
+        """What upkeep does beside the engine's own rounds."""
+        return [*self.schedules.rounds(), *Retention(self.settings.retention).rounds()]
 
     def _child_program(self) -> ChildProgram:
         brief = {
@@ -254,6 +299,7 @@ class AsyncWindlass:
             "engine": dataclasses.asdict(self.settings.engine),
             "sources": sorted({*self.operations.sources.values()}),
             "entry_points": False,
+            "logs": configured_logs(),
             "path": sys.path,
             "version": VERSION,
         }

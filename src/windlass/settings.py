@@ -28,8 +28,10 @@ from typing import Any, Literal
 import orjson
 import pydantic
 
+from windlass.api.settings import ApiSettings
 from windlass.db.database import DatabaseSettings
 from windlass.engine.queue import EngineSettings
+from windlass.engine.retention import RetentionSettings
 from windlass.engine.worker import WorkerSettings
 from windlass.errors import ConfigurationError
 
@@ -57,6 +59,8 @@ class Settings:
     database: DatabaseSettings = field(default_factory=DatabaseSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
+    api: ApiSettings = field(default_factory=ApiSettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
 

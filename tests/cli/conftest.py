@@ -20,10 +20,12 @@ import orjson
 import psycopg
 import pytest
 
+from tests.cli.stage import Stage, staged
 from windlass.cli import main
 
 SAMPLE = str(Path(__file__).with_name("sample.py"))
 SECONDS_MAX = 45.0
+SETTINGS = {"WINDLASS_API_PORT": "0", "WINDLASS_WORKER_STOP_GRACE_SECONDS": "0.3"}
 
 
 class Running:
@@ -73,7 +75,7 @@ class Cli:
         self.folder = folder
         self.url = url
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
-        self.environment = {**kept, "WINDLASS_DATABASE_URL": url, "WINDLASS_WORKER_STOP_GRACE_SECONDS": "0.3"}
+        self.environment = {**kept, **SETTINGS, "WINDLASS_DATABASE_URL": url}
 
     def __call__(self, *arguments: str, input: str = "", code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; None as `code` accepts any."""
@@ -203,3 +205,10 @@ def publish(database_url: str) -> None:
     ]
     complete(Queue(database).publish_operations(rows, "the test"))
     database.close()
+
+
+@pytest.fixture
+def stage(database_url: str, publish: None) -> Iterator[Stage]:
+    """Jobs in any state, with the sample's operations known."""
+    with staged(database_url) as stage:
+        yield stage

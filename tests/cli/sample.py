@@ -21,6 +21,11 @@ async def linger(ctx: Context) -> None:
     await asyncio.Event().wait()
 
 
+@operation("sample.slow")
+async def slow(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
 @operation("sample.block")
 async def block(ctx: Context) -> None:
     """Keeps the event loop itself busy for a minute."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import uuid
 
 import pytest
 
 from tests.cli.conftest import SAMPLE, Cli, Inside
+from tests.cli.sample import family, greet
+from tests.cli.stage import Stage
+from windlass import NewJob
 from windlass.app import VERSION
+from windlass.db.database import complete
+from windlass.engine import bulk
 
 pytestmark = pytest.mark.usefixtures("publish")
 
@@ -112,6 +119,127 @@ def test_wait_and_watch_end_with_the_job(cli: Cli) -> None:
         assert '"job.failed"' in lines[-1]
 
 
+def test_a_list_and_a_job_say_what_they_wait_for(inside: Inside, stage: Stage) -> None:
+    stage.worker()
+    holder, id = stage.put(NewJob(greet, exclusive_key="k"), NewJob(greet, exclusive_key="k", delay_seconds=60))
+    stage.claim(holder)
+    complete(stage.queue.pause_queue("default"))
+    line = next(line for line in inside("job", "list")[1].splitlines() if str(id) in line)
+    assert line.rstrip().endswith("time, pause, key")
+    shown = inside("job", "show", str(id))[1]
+    assert "waiting on" in shown
+    assert "the queue 'default' is paused" in shown
+    assert f'its key ["k"] is held by job {holder} (RUNNING)' in shown
+    for job in (inside.json("job", "show", str(id)), inside.json("job", "list", "--status", "queued")[0]):
+        assert [one["reason"] for one in job["waiting_on"]] == ["run_after", "paused_queue", "exclusive_key"]
+        assert set(job["waiting_on"][0]) == {"reason", "message", "until", "job_id"}
+        assert (job["waiting_on"][0]["until"], job["waiting_on"][2]["job_id"]) == (job["run_after"], str(holder))
+    assert inside.json("job", "show", str(holder))["waiting_on"] == []
+
+
+def test_every_filter_of_the_list_is_passed_on(inside: Inside, stage: Stage) -> None:
+    (mine,) = stage.failed(1, tenant="b", queue="letters")
+    parent, _ = stage.put(NewJob(family, {"children": 1}), NewJob(greet))
+    (child,) = stage.hand_over(parent, 1)
+    assert len(inside.json("job", "list")) == 4, "of every tenant"
+
+    def listed(*flags: str) -> list[str]:
+        return [job["id"] for job in inside.json("job", "list", *flags)]
+
+    for flags in (
+        ["--tenant", "b"],
+        ["--code", "no_paper"],
+        ["--queue", "letters"],
+        ["--type", "sample.fail"],
+        ["--status", "failed"],
+        ["--status", "failed", "--status", "cancelled"],
+        ["--pipeline", str(mine)],
+        ["--created-before", "2099-01-01T00:00:00+00:00", "--code", "no_paper"],
+    ):
+        assert listed(*flags) == [str(mine)], flags
+    assert listed("--parent", str(parent)) == [str(child)]
+    assert listed("--created-after", "2099-01-01T00:00:00+00:00") == []
+    assert inside("job", "list", "--tenant", "nobody") == (0, "", "no such jobs\n")
+
+
+@pytest.mark.parametrize("verb", ["cancel", "rerun"])
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "which jobs? windlass job {verb} ID, or a filter such as --type NAME or --status STATUS"),
+        (["--yes"], "which jobs? "),
+        (["--type", "sample.greet"], "nobody is here to be asked; add --yes to {verb} them, or --dry-run to count"),
+        ([str(uuid.uuid4()), "--type", "x"], "{verb} jobs by their ids or by a filter"),
+        ([str(uuid.uuid4()), "--dry-run"], "{verb} jobs by their ids or by a filter"),
+    ],
+)
+def test_many_jobs_are_never_meant_by_mistake(
+    inside: Inside, stage: Stage, verb: str, arguments: list[str], complaint: str
+) -> None:
+    (id,) = stage.put()
+    code, out, err = inside("job", verb, *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {complaint.format(verb=verb)}")
+    assert err.count("\n") == 1
+    assert stage.status(id) == "QUEUED"
+
+
+def test_many_jobs_are_counted_cancelled_and_rerun_by_filter(inside: Inside, stage: Stage) -> None:
+    ids = stage.put(*(NewJob(greet, queue="letters") for _ in range(3)))
+    (other,) = stage.put()
+    given = ["--queue", "letters", "--type", "sample.greet", "--status", "queued", "--tenant", "default"]
+    assert inside("job", "cancel", *given, "--dry-run") == (0, "would cancel 3 jobs\n", "")
+    assert inside.json("job", "cancel", *given, "--dry-run") == {"dry_run": True, "matched": 3, "changed": 0}
+    assert inside("job", "cancel", *given, "--yes", "--reason", "not today") == (0, "cancelled 3 jobs\n", "")
+    assert {stage.status(id) for id in ids} == {"CANCELLED"}
+    assert complete(stage.queue.get(ids[0])).error == {
+        "kind": "cancelled",
+        "code": "cancelled",
+        "type": "Cancelled",
+        "message": "not today",
+    }
+    assert inside("job", "cancel", *given, "--yes") == (0, "nothing to cancel: no open job matches\n", "")
+    again = ["job", "rerun", "--queue", "letters", "--code", "cancelled", "--yes"]
+    assert inside.json(*again) == {"dry_run": False, "matched": 3, "changed": 3}
+    assert {stage.status(id) for id in ids} == {"QUEUED"} == {stage.status(other)}
+    assert "nothing to rerun" in inside(*again)[1]
+
+
+def test_more_than_one_call_can_change_is_done_with_a_progress_line(
+    inside: Inside, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "BULK_MAX", 2)
+    ids = stage.put(*(NewJob(greet) for _ in range(5)))
+    code, out, err = inside("job", "cancel", "--type", "sample.greet", "--yes")
+    assert (code, out) == (0, "cancelled 5 jobs\n")
+    assert err.splitlines() == ["cancelled 2 of 5 jobs", "cancelled 4 of 5 jobs"]
+    assert {stage.status(id) for id in ids} == {"CANCELLED"}
+
+
+@pytest.mark.parametrize(("answer", "ended"), [("y\n", "CANCELLED"), ("n\n", "QUEUED"), ("", "QUEUED")])
+def test_on_a_terminal_one_is_asked(
+    inside: Inside, stage: Stage, monkeypatch: pytest.MonkeyPatch, answer: str, ended: str
+) -> None:
+    (id,) = stage.put()
+    terminal = io.StringIO(answer)
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", terminal)
+    code, out, err = inside("job", "cancel", "--type", "sample.greet")
+    assert "cancel 1 job? [y/N]" in err + out
+    assert code == (0 if ended == "CANCELLED" else 130)
+    assert stage.status(id) == ended
+
+
+def test_children_that_only_their_parents_can_bring_back_are_explained(inside: Inside, stage: Stage) -> None:
+    (parent,) = stage.put(NewJob(family, {"children": 1}))
+    stage.fail(*stage.hand_over(parent, 1))
+    said = inside("job", "rerun", "--type", "sample.greet", "--yes")[1]
+    assert said.startswith("rerun 0 jobs; 1 left as they are: children go with their parents")
+    assert inside.json("job", "rerun", "--status", "failed", "--yes")["changed"] == 1
+    assert stage.status(parent) == "RUNNING"
+    assert inside.json("job", "show", str(parent))["children"] == {"QUEUED": 1}
+
+
 def test_watch_of_a_cancelled_job_leaves_with_3(inside: Inside) -> None:
     id = inside("job", "submit", "sample.greet")[1].strip()
     inside("job", "cancel", id, "--reason", "not today")
@@ -135,27 +263,6 @@ def test_a_url_that_cannot_be_read_is_not_repeated(inside: Inside) -> None:
     assert err == (
         "error: the database's URL cannot be read; write it as postgresql://user:password@host:5432/database\n"
     )
-
-
-COMMANDS = ["up", "worker", "migrate", "check", "demo", "job"]
-VERBS = ["submit", "list", "show", "watch", "cancel", "recover", "rerun"]
-
-
-@pytest.mark.parametrize("words", [[], *([one] for one in COMMANDS), *(["job", one] for one in VERBS)])
-def test_every_command_has_help_and_every_flag_says_what_it_does(inside: Inside, words: list[str]) -> None:
-    from typer.main import get_command
-
-    from windlass.cli import app
-
-    command = get_command(app)
-    for word in words:
-        command = command.commands[word]
-    code, out, _ = inside(*words, "--help")
-    assert code == 0
-    assert command.help
-    assert command.help.split()[0] in out
-    for flag in command.params:
-        assert getattr(flag, "help", None) or getattr(flag, "hidden", False), f"{words}: {flag.name} has no help"
 
 
 def test_the_version_is_printed(inside: Inside) -> None:

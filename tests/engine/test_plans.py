@@ -5,117 +5,22 @@ is bounded is what a statement touches, never how long it takes.
 """
 
 import dataclasses
-import re
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import orjson
-import psycopg
 import pytest
-from psycopg import sql
 
-from tests.conftest import database
+from tests.engine.planning import QUEUED, indexes, numbered, plan, scanned, touched, whole_table_scans
 from tests.support import BASIC, DATABASE, put, take
 from windlass import NewJob
-from windlass.db.database import Pool, connect_arguments
+from windlass.db.database import Pool
 from windlass.engine.queue import NOWHERE, SQL, Queue
 
-FINISHED, QUEUED = 20_000, 10_000
-CROWD = f"""
-    ALTER TABLE windlass.job DISABLE TRIGGER USER;
-    INSERT INTO windlass.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
-        attempts, claims, pipeline_id, created_at, started_at, finished_at, parent_job_id, round, idempotency_key,
-        exclusive_key, deadline)
-    SELECT pile.id, 'noop', 'default', 'default', pile.status::windlass.job_status, 5,
-           now() - interval '1 hour' + n * interval '10 milliseconds', '{{"n": 1, "note": null}}', 3,
-           (status <> 'QUEUED')::integer, (status <> 'QUEUED')::integer, pile.id, now() - interval '1 hour',
-           CASE WHEN status <> 'QUEUED' THEN now() END, CASE WHEN status <> 'QUEUED' THEN now() END,
-           CASE WHEN n % 10 = 0 THEN '00000000-0000-0000-0000-000000000001'::uuid END,
-           CASE WHEN n % 10 = 0 THEN 1 END,
-           CASE WHEN n % 3 = 0 THEN 'key ' || n END,
-           CASE WHEN n % 7 = 0 THEN '["k",' || n || ']' END,
-           CASE WHEN n % 11 = 0 THEN now() + interval '1 day' END
-    FROM (
-        SELECT n, gen_random_uuid() AS id,
-               CASE WHEN n > {FINISHED} THEN 'QUEUED' WHEN n % 20 = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END AS status
-        FROM generate_series(1, {FINISHED + QUEUED}) AS n
-    ) AS pile;
-    ALTER TABLE windlass.job ENABLE TRIGGER USER;
-    INSERT INTO windlass.queue (name) VALUES ('default');
-    UPDATE windlass.job SET status = 'RUNNING', locked_by = 'w1', locked_at = now(), attempts = 1, claims = 1,
-        lease_until = now() + interval '30 seconds', is_current = exclusive_key IS NOT NULL
-    WHERE id IN (SELECT id FROM windlass.job WHERE status = 'QUEUED' ORDER BY id LIMIT 50);
-"""
 ID = UUID("00000000-0000-0000-0000-000000000001")
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 SETTLES = ("succeed", "fail", "retry", "snooze", "release")
 ERROR = {"kind": "fatal", "code": "c", "type": "t", "message": "m"}
-
-
-@pytest.fixture(scope="module")
-def crowded_url(server, template):
-    with database(server, "windlass_test_crowd_" + template[-8:], template) as url:
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(CROWD)
-            connection.execute("VACUUM ANALYZE windlass.job")
-        yield url
-
-
-@pytest.fixture
-def crowd(crowded_url):
-    """A connection as the engine makes them; whatever a test does there is rolled back."""
-    with psycopg.connect(crowded_url, **connect_arguments(DATABASE)) as connection:
-        yield connection
-        connection.rollback()
-
-
-def numbered(name):
-    """The statement with `$n` for its parameters, and their names in that order."""
-    names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", SQL[name])))
-    text = SQL[name]
-    for number, parameter in enumerate(names, 1):
-        text = text.replace(f"%({parameter})s", f"${number}")
-    return text.replace("%%", "%"), names
-
-
-def plan(connection, name, *, run=False, **values):
-    """The generic plan of a statement; with `run` also what it really touched."""
-    text, names = numbered(name)
-    connection.execute(f"PREPARE probe AS {text}".encode())
-    arguments = sql.SQL(", ").join(sql.Literal(values.get(parameter)) for parameter in names)
-    how = "ANALYZE, BUFFERS, " if run else ""
-    explain = sql.SQL(f"EXPLAIN ({how}FORMAT JSON) EXECUTE probe ({{}})").format(arguments)
-    (found,) = connection.execute(explain).fetchone()
-    connection.execute("DEALLOCATE probe")
-    return found[0]["Plan"]
-
-
-def nodes(plan):
-    yield plan
-    for below in plan.get("Plans", ()):
-        yield from nodes(below)
-
-
-def touched(plan):
-    """Buffers that the whole statement looked at."""
-    return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
-
-
-def scanned(plan):
-    """Job rows that were read and passed over or given on, in all scans together."""
-    return sum(
-        (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
-        for node in nodes(plan)
-        if node["Node Type"].endswith("Scan") and node.get("Relation Name") == "job"
-    )
-
-
-def whole_table_scans(plan):
-    return [node for node in nodes(plan) if node["Node Type"] == "Seq Scan" and node.get("Relation Name") == "job"]
-
-
-def indexes(plan):
-    return {node["Index Name"] for node in nodes(plan) if "Index Name" in node}
 
 
 def lanes(slots=20, after=NOWHERE, queues=("default",)):

@@ -8,22 +8,41 @@ from typing import Annotated
 import typer
 
 from windlass.app import VERSION
-from windlass.cli import check, demo, jobs, migrate, serve
+from windlass.cli import (
+    check,
+    demo,
+    inbox,
+    jobs,
+    keys,
+    migrate,
+    pipelines,
+    queues,
+    schedules,
+    serve,
+    workers,
+)
 from windlass.db.check import explained
 from windlass.errors import DatabaseUnavailable, JobCancelled, WindlassError
 
 app = typer.Typer(
     name="windlass",
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.command("up")(serve.up)
 app.command("worker")(serve.worker)
+app.command("api")(serve.api)
 app.command("migrate")(migrate.migrate)
 app.command("check")(check.check)
 app.command("demo")(demo.demo)
+app.command("operations")(workers.operations)
+app.command("workers")(workers.workers)
 app.add_typer(jobs.app, name="job")
+app.add_typer(pipelines.app, name="pipeline")
+app.add_typer(queues.app, name="queue")
+app.add_typer(inbox.app, name="inbox")
+app.add_typer(keys.app, name="key")
+app.add_typer(schedules.app, name="schedule")
 
 
 @app.callback(invoke_without_command=True)

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.app import AsyncWindlass
-from windlass.cli.flags import run
-from windlass.cli.show import console
+from windlass.cli.flags import Json, run
+from windlass.cli.show import console, print_json
 from windlass.cli.watch import Lines, follow, watch_live
 from windlass.db.statements import statements
 from windlass.engine.jobs import Job, JobId
@@ -79,13 +79,16 @@ class Tally:
 
 def demo(
     children: Annotated[int, typer.Option(min=20, max=10_000, help="Children of the pipeline.")] = 200,
+    json: Json = False,
 ) -> None:
     """Run a small pipeline, kill one of its workers on the way, and show that nothing is lost.
 
     It has a database of its own in a temporary folder, which is removed afterwards.
     """
     configure_logs("ERROR", "text")
-    tally = run(_demo(children, console()))
+    tally = run(_demo(children, Console(quiet=True) if json else console()))
+    if json:
+        print_json(tally)
     if not tally.is_right:
         raise typer.Exit(1)
 
@@ -128,7 +131,9 @@ async def _haul(windlass: AsyncWindlass, children: int, out: Console, say: Say) 
 
 
 async def _show(windlass: AsyncWindlass, id: JobId, out: Console) -> None:
-    if out.is_terminal:
+    if out.quiet:
+        await follow(windlass, id, lambda *_: None)
+    elif out.is_terminal:
         await watch_live(windlass, id, out)
     else:
         await follow(windlass, id, Lines())

@@ -13,10 +13,30 @@ import typer
 
 from windlass.app import AsyncWindlass, job_id, moment
 from windlass.cli import watch as live
-from windlass.cli.flags import Config, DatabaseUrl, JobIdText, Json, client, run
-from windlass.cli.show import compact, print_job, print_jobs, print_json
+from windlass.cli.flags import (
+    Config,
+    CreatedAfter,
+    CreatedBefore,
+    DatabaseUrl,
+    DryRun,
+    JobIdText,
+    Json,
+    OfCode,
+    OfParent,
+    OfPipeline,
+    OfQueue,
+    OfStatus,
+    OfTenant,
+    OfType,
+    Reason,
+    Yes,
+    client,
+    run,
+)
+from windlass.cli.many import act_on_many
+from windlass.cli.show import compact, jobs_text, plain, print_job, print_jobs, print_json, with_reasons
 from windlass.engine.jobs import Job, JobId, OnHeld
-from windlass.engine.views import JobFilter
+from windlass.engine.views import JobFilter, WaitingOn
 from windlass.errors import InvalidInput
 from windlass.states import JobStatus
 
@@ -87,44 +107,71 @@ def submit(
 
 @app.command("list")
 def list_(
-    status: Annotated[JobStatus | None, typer.Option(case_sensitive=False, help="Only these.")] = None,
-    type: Annotated[str | None, typer.Option(help="Only jobs of this operation.")] = None,
-    queue: Annotated[str | None, typer.Option(help="Only jobs of this queue.")] = None,
-    pipeline: Annotated[str | None, typer.Option(metavar="ID", help="Only jobs of this pipeline.")] = None,
-    parent: Annotated[str | None, typer.Option(metavar="ID", help="Only children of this job.")] = None,
+    status: OfStatus = None,
+    type: OfType = None,
+    queue: OfQueue = None,
+    pipeline: OfPipeline = None,
+    parent: OfParent = None,
+    code: OfCode = None,
+    created_after: CreatedAfter = None,
+    created_before: CreatedBefore = None,
+    tenant: OfTenant = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 50,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """List jobs, the newest first."""
+    """List jobs, the newest first, and what those that do not run are waiting on."""
+    wanted = _filter(status, type, queue, pipeline, parent, code, created_after, created_before, tenant)
 
-    wanted = JobFilter(
-        statuses=(status,) if status else (),
-        job_type=type,
-        queue=queue,
-        pipeline_id=_uuid(pipeline),
-        parent_job_id=_uuid(parent),
-    )
-
-    async def go() -> list[Job]:
+    async def go() -> tuple[list[Job], dict[UUID, list[WaitingOn]]]:
         async with client(database_url, config) as windlass:
-            jobs: list[Job] = []
-            after = None
-            while len(jobs) < limit:
-                page, after = await windlass.views.page(wanted, limit=min(1000, limit - len(jobs)), after=after)
-                jobs += page
-                if after is None:
-                    break
-            return jobs
+            jobs = await newest(windlass, wanted, limit)
+            return jobs, await windlass.views.waiting_on(jobs)
 
-    jobs = run(go())
+    jobs, reasons = run(go())
     if json:
-        print_json(jobs)
+        print_json([with_reasons(job, reasons[job.id]) for job in jobs])
     elif jobs:
-        print_jobs(jobs)
+        print_jobs(jobs, reasons)
     else:
         typer.echo("no such jobs", err=True)
+
+
+async def newest(windlass: AsyncWindlass, wanted: JobFilter, limit: int) -> list[Job]:
+    """So many jobs, over as many pages as that takes."""
+    jobs: list[Job] = []
+    after = None
+    while len(jobs) < limit:
+        page, after = await windlass.views.page(wanted, limit=min(1000, limit - len(jobs)), after=after)
+        jobs += page
+        if after is None:
+            break
+    return jobs
+
+
+def _filter(
+    status: list[JobStatus] | None,
+    type: str | None,
+    queue: str | None,
+    pipeline: str | None,
+    parent: str | None,
+    code: str | None,
+    created_after: str | None,
+    created_before: str | None,
+    tenant: str | None,
+) -> JobFilter:
+    return JobFilter(
+        statuses=tuple(status or ()),
+        job_type=type,
+        queue=queue,
+        pipeline_id=None if pipeline is None else job_id(pipeline),
+        parent_job_id=None if parent is None else job_id(parent),
+        error_code=code,
+        created_from=None if created_after is None else moment(created_after),
+        created_to=None if created_before is None else moment(created_before),
+        tenant=tenant,
+    )
 
 
 @app.command()
@@ -135,20 +182,20 @@ def show(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Show a job with its last events."""
+    """Show a job with its last events, and why it does not run."""
 
-    async def go() -> tuple[Job, dict[JobStatus, int], list[Any]]:
+    async def go() -> tuple[Job, dict[JobStatus, int], list[Any], list[WaitingOn]]:
         async with client(database_url, config) as windlass:
             found = await windlass.get(id)
             children = await windlass.queue.count_children(found.id)
             history = await windlass.queue.latest_events(found.id, limit=events) if events else []
-            return found, children, history
+            return found, children, history, (await windlass.views.waiting_on([found]))[found.id]
 
-    job, children, history = run(go())
+    job, children, history, reasons = run(go())
     if json:
-        print_json({**live.plain(job), "children": children, "events": history})
+        print_json({**with_reasons(job, reasons), "children": children, "events": history})
     else:
-        print_job(job, children, history)
+        print_job(job, children, history, reasons)
 
 
 @app.command()
@@ -168,23 +215,47 @@ def watch(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None, c
 
 @app.command()
 def cancel(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The jobs' ids.", show_default=False)],
-    reason: Annotated[str, typer.Option(help="Kept in the job's history.")] = "cancelled by request",
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Jobs by id.", show_default=False)] = None,
+    status: OfStatus = None,
+    type: OfType = None,
+    queue: OfQueue = None,
+    pipeline: OfPipeline = None,
+    parent: OfParent = None,
+    code: OfCode = None,
+    created_after: CreatedAfter = None,
+    created_before: CreatedBefore = None,
+    tenant: OfTenant = None,
+    reason: Reason = "cancelled by request",
+    dry_run: DryRun = False,
+    yes: Yes = False,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Cancel jobs with everything below them. Jobs that have ended stay as they are."""
+    """Cancel jobs with everything below them, by id or all that match. Jobs that have ended stay as they are."""
+    wanted = _filter(status, type, queue, pipeline, parent, code, created_after, created_before, tenant)
+    if _is_by_filter("cancel", bool(ids), wanted, dry_run):
+        act_on_many(
+            "cancel",
+            wanted,
+            dry_run=dry_run,
+            yes=yes,
+            json=json,
+            database_url=database_url,
+            config=config,
+            reason=reason,
+        )
+        return
 
     async def go() -> int:
         async with client(database_url, config) as windlass:
-            return await windlass.queue.cancel([job_id(id) for id in ids], reason=reason)
+            return await windlass.queue.cancel([job_id(id) for id in ids or ()], reason=reason)
 
     n = run(go())
     if json:
         print_json({"cancelled": n})
     else:
-        typer.echo(f"cancelled {n} job{'' if n == 1 else 's'}" if n else "nothing to cancel: already ended")
+        typer.echo(f"cancelled {jobs_text(n)}" if n else "nothing to cancel: already ended")
 
 
 @app.command()
@@ -200,19 +271,52 @@ def recover(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None,
 
 
 @app.command()
-def rerun(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Give a FAILED or CANCELLED job another life; a parent waits again for its unsuccessful children."""
+def rerun(
+    id: Annotated[str | None, typer.Argument(metavar="[ID]", help="A job by id.", show_default=False)] = None,
+    status: OfStatus = None,
+    type: OfType = None,
+    queue: OfQueue = None,
+    pipeline: OfPipeline = None,
+    parent: OfParent = None,
+    code: OfCode = None,
+    created_after: CreatedAfter = None,
+    created_before: CreatedBefore = None,
+    tenant: OfTenant = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """Give FAILED and CANCELLED jobs another life, by id or all that match.
+
+    A parent waits again for its unsuccessful children.
+    """
+    wanted = _filter(status, type, queue, pipeline, parent, code, created_after, created_before, tenant)
+    if _is_by_filter("rerun", id is not None, wanted, dry_run):
+        act_on_many("rerun", wanted, dry_run=dry_run, yes=yes, json=json, database_url=database_url, config=config)
+        return
 
     async def go() -> Job:
         async with client(database_url, config) as windlass:
-            await windlass.rerun(id)
-            return await windlass.get(id)
+            await windlass.rerun(str(id))
+            return await windlass.get(str(id))
 
     _print_moved(run(go()), "rerun", json)
 
 
+def _is_by_filter(verb: str, has_ids: bool, wanted: JobFilter, dry_run: bool) -> bool:
+    """Whether a filter was given, and not an id; neither would mean every job there is, which nobody may say so."""
+    has_filter = wanted != JobFilter()
+    if has_ids and (has_filter or dry_run):
+        raise InvalidInput(f"{verb} jobs by their ids or by a filter (which --dry-run is for), not both at once")
+    if not has_ids and not has_filter:
+        raise InvalidInput(f"which jobs? windlass job {verb} ID, or a filter such as --type NAME or --status STATUS")
+    return has_filter
+
+
 async def _watch(windlass: AsyncWindlass, id: JobId, json: bool) -> int:
-    return _exit_code(await live.watch(windlass, id, json=json))
+    return exit_code((await live.watch(windlass, id, json=json)).status)
 
 
 async def _wait(windlass: AsyncWindlass, id: JobId, json: bool) -> int:
@@ -227,8 +331,8 @@ async def _wait(windlass: AsyncWindlass, id: JobId, json: bool) -> int:
     return 0
 
 
-def _exit_code(job: Job) -> int:
-    return {JobStatus.SUCCEEDED: 0, JobStatus.CANCELLED: CANCELLED}.get(job.status, 1)
+def exit_code(status: JobStatus) -> int:
+    return {JobStatus.SUCCEEDED: 0, JobStatus.CANCELLED: CANCELLED}.get(status, 1)
 
 
 def read_payload(text: str | None) -> Any:
@@ -257,10 +361,6 @@ def _deadline(text: str | None) -> datetime | timedelta | None:
         return moment(str(text))
 
 
-def _uuid(text: str | None) -> UUID | None:
-    return None if text is None else job_id(text)
-
-
 def _print_id(id: JobId, json: bool) -> None:
     if json:
         print_json({"id": id})
@@ -270,6 +370,6 @@ def _print_id(id: JobId, json: bool) -> None:
 
 def _print_moved(job: Job, verb: str, json: bool) -> None:
     if json:
-        print_json(live.plain(job))
+        print_json(plain(job))
     else:
         typer.echo(f"job {job.id} was {verb}: {job.status}")

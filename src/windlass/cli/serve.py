@@ -1,4 +1,4 @@
-"""`windlass up` and `windlass worker`: the database, workers, and their graceful end."""
+"""`windlass up`, `worker` and `api`: the database, workers, the HTTP server, and their graceful end."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from windlass.app import VERSION, AsyncWindlass
+from windlass.cli.banner import banner, print_banner
 from windlass.cli.flags import Config, DatabaseUrl, settings_from
-from windlass.cli.show import compact, console
 from windlass.cli.stop import Stop, Tether, leave
 from windlass.cli.supervisor import Supervisor
-from windlass.db.check import describe, require_sessions
+from windlass.db.check import require_sessions
 from windlass.db.migrate import require_current
 from windlass.engine.worker import Worker
 from windlass.errors import ConfigurationError, WindlassError
 from windlass.operations.registry import Registry
 from windlass.settings import PREFIX, Settings
 from windlass.telemetry.logs import configure_logs
+
+if TYPE_CHECKING:
+    from windlass.api.server import ApiServer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,13 @@ QueueLimits = Annotated[
         metavar="NAME=N", help="Jobs of one queue that one process runs at once; repeat it.", show_default=False
     ),
 ]
+Host = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Where the HTTP server listens; any but a loopback one needs a key."),
+]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")]
 TetherDescriptor = Annotated[int | None, typer.Option(hidden=True)]
+OrNone = Annotated[bool, typer.Option("--or-none", hidden=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +79,22 @@ class Plan:
     queue_limits: Sequence[str]
     database_url: str | None
     config: Path | None
+    host: str | None = None
+    port: int | None = None
     tether: int | None = None
+    or_none: bool = False
+    """Whether a worker without any operation may run; under `up` it may, and waits for better times."""
 
     def settings(self) -> Settings:
         return settings_from(
             self.database_url,
             self.config,
-            concurrency=self.concurrency,
-            queues=tuple(self.queues) or None,
-            queue_limits=dict(map(_limit, self.queue_limits)) or None,
+            worker={
+                "concurrency": self.concurrency,
+                "queues": tuple(self.queues) or None,
+                "queue_limits": dict(map(_limit, self.queue_limits)) or None,
+            },
+            api={"host": self.host, "port": self.port},
         )
 
     def child_arguments(self) -> list[str]:
@@ -93,6 +107,8 @@ class Plan:
             arguments += ["--queue-limit", limit]
         if self.config is not None:
             arguments += ["--config", str(self.config)]
+        if self.or_none:
+            arguments += ["--or-none"]
         return [*arguments, "--", *self.sources]
 
     def child_environment(self) -> dict[str, str]:
@@ -107,13 +123,17 @@ def up(
     concurrency: Concurrency = None,
     queue: Queues = None,
     queue_limit: QueueLimits = None,
-    no_worker: Annotated[bool, typer.Option("--no-worker", help="Only keep the database up and migrated.")] = False,
+    host: Host = None,
+    port: Port = None,
+    no_worker: Annotated[bool, typer.Option("--no-worker", help="Run no workers here.")] = False,
+    no_api: Annotated[bool, typer.Option("--no-api", help="Run no HTTP server here.")] = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Start everything: the embedded PostgreSQL unless a URL is set, the schema, and workers.
+    """Start everything: the embedded PostgreSQL unless a URL is set, the schema, the HTTP server, and workers.
 
-    Runs until SIGTERM or Ctrl-C, which lets running jobs end; a second one leaves at once.
+    Workers are processes of their own: one that dies is replaced, and the server goes on. Runs until SIGTERM or
+    Ctrl-C, which lets running jobs end; a second one leaves at once.
     """
     plan = Plan(
         sources=sources or (),
@@ -123,15 +143,14 @@ def up(
         queue_limits=queue_limit or (),
         database_url=database_url,
         config=config,
+        host=host,
+        port=port,
+        or_none=True,
     )
     settings = plan.settings()
     configure_logs(settings.log.level, settings.log.form)
-    if no_worker or not settings.worker.run_background_poller:
-        _run(_keep_database(settings))
-    elif processes > 1:
-        _run(_supervise(plan, settings, is_up=True))
-    else:
-        _run(_work(plan, settings, is_up=True))
+    has_worker = settings.worker.run_background_poller and not no_worker
+    _run(_serve(plan, settings, is_up=True, has_worker=has_worker, has_api=not no_api))
 
 
 def worker(
@@ -143,6 +162,7 @@ def worker(
     database_url: DatabaseUrl = None,
     config: Config = None,
     tether: TetherDescriptor = None,
+    or_none: OrNone = False,
 ) -> None:
     """Run workers on a database that is up and migrated.
 
@@ -157,10 +177,35 @@ def worker(
         database_url=database_url,
         config=config,
         tether=tether,
+        or_none=or_none,
     )
     settings = plan.settings()
     configure_logs(settings.log.level, settings.log.form)
-    _run((_supervise if processes > 1 else _work)(plan, settings, is_up=False))
+    if processes > 1:
+        _run(_serve(plan, settings, is_up=False, has_worker=True, has_api=False))
+    else:
+        _run(_work(plan, settings))
+
+
+def api(host: Host = None, port: Port = None, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Run the HTTP server on a database that is up and migrated.
+
+    Without a key it answers on a loopback address only; `windlass key create` makes one. Runs until SIGTERM or Ctrl-C.
+    """
+    plan = Plan(
+        sources=(),
+        processes=1,
+        concurrency=None,
+        queues=(),
+        queue_limits=(),
+        database_url=database_url,
+        config=config,
+        host=host,
+        port=port,
+    )
+    settings = plan.settings()
+    configure_logs(settings.log.level, settings.log.form)
+    _run(_serve(plan, settings, is_up=False, has_worker=False, has_api=True))
 
 
 def load_operations(settings: Settings, sources: Sequence[str]) -> Registry:
@@ -197,24 +242,25 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _work(plan: Plan, settings: Settings, *, is_up: bool) -> int:
+async def _work(plan: Plan, settings: Settings) -> int:
+    """One worker, in this process."""
     stop = Stop()
     stop.listen()
     tether = None if plan.tether is None else Tether(plan.tether, stop, settings.worker.stop_grace_seconds)
     operations = load_operations(settings, plan.sources)
-    if not is_up and not operations.names():
+    if not operations.names() and not plan.or_none:
         raise ConfigurationError("there are no operations to run; name their source: windlass worker hello.py")
-    windlass = await _open(settings, operations, is_up=is_up)
+    windlass = await _open(settings, operations, is_up=False)
     try:
         if stop.asked.is_set():
             return 0
-        clean = await _work_until(stop, windlass, tether, is_up)
+        clean = await _work_until(stop, windlass, tether)
         return 0 if clean else _THREADS_LEFT
     finally:
         await windlass.close()
 
 
-async def _work_until(stop: Stop, windlass: AsyncWindlass, tether: Tether | None, is_up: bool) -> bool:
+async def _work_until(stop: Stop, windlass: AsyncWindlass, tether: Tether | None) -> bool:
     worker = windlass.worker()
     stop.on_ask = lambda _: _stop(worker, windlass.settings)
     running = asyncio.create_task(worker.run())
@@ -225,8 +271,6 @@ async def _work_until(stop: Stop, windlass: AsyncWindlass, tether: Tether | None
         _spare_the_collector()
         if tether is not None:
             tether.ready()
-        if is_up:
-            _print_banner(_banner(windlass, worker.id))
     return await running
 
 
@@ -245,43 +289,76 @@ def _spare_the_collector() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
-async def _supervise(plan: Plan, settings: Settings, *, is_up: bool) -> int:
-    """The parent loads no operations: its children do, and what is wrong with them they say."""
+async def _serve(plan: Plan, settings: Settings, *, is_up: bool, has_worker: bool, has_api: bool) -> int:
+    """The HTTP server here, workers in processes of their own.
+
+    This process loads no operations: its children do, and what is wrong with them they say.
+    """
     stop = Stop()
     stop.listen()
-    grace = settings.worker.stop_grace_seconds
     if plan.tether is not None:
-        Tether(plan.tether, stop, 2 * grace)
+        Tether(plan.tether, stop, 2 * settings.worker.stop_grace_seconds)
     windlass = await _open(settings, Registry(), is_up=is_up)
     try:
-        if is_up:
-            sources = [*settings.operations, *plan.sources]
-            _print_banner(_banner(windlass, f"{plan.processes} processes", sources))
-        supervisor = Supervisor(
-            plan.child_arguments(), plan.processes, stop, environment=plan.child_environment(), grace_seconds=grace
-        )
-        return await supervisor.run()
+        server = await windlass.server() if has_api else None
+        watch = [asyncio.create_task(_guard_until(stop, windlass))]
+        if server is not None:
+            server.start().add_done_callback(lambda _: stop.ask())
+        supervisor = _supervisor(plan, settings, stop) if has_worker else None
+        if is_up or has_api:
+            watch.append(asyncio.create_task(_announce(plan, windlass, server, supervisor)))
+        try:
+            return await supervisor.run() if supervisor is not None else await _asked(stop)
+        finally:
+            stop.ask()
+            if server is not None:
+                await server.close()
+            for task in watch:
+                task.cancel()
+            await asyncio.gather(*watch, return_exceptions=True)
     finally:
         await windlass.close()
 
 
-async def _keep_database(settings: Settings) -> int:
-    """Nothing but the database: it is looked after until somebody says stop."""
-    stop = Stop()
-    stop.listen()
-    windlass = await _open(settings, Registry(), is_up=True)
-    try:
-        _print_banner(
-            [("database", _database(windlass)), ("worker", "none: --no-worker or worker.run_background_poller")]
-        )
-        while not stop.asked.is_set():
-            try:
-                await asyncio.wait_for(stop.asked.wait(), _GUARD_SECONDS)
-            except TimeoutError:
-                await _guard(windlass)
-    finally:
-        await windlass.close()
+def _supervisor(plan: Plan, settings: Settings, stop: Stop) -> Supervisor:
+    return Supervisor(
+        plan.child_arguments(),
+        plan.processes,
+        stop,
+        environment=plan.child_environment(),
+        grace_seconds=settings.worker.stop_grace_seconds,
+    )
+
+
+async def _asked(stop: Stop) -> int:
+    await stop.asked.wait()
     return 0
+
+
+async def _announce(
+    plan: Plan, windlass: AsyncWindlass, server: ApiServer | None, supervisor: Supervisor | None
+) -> None:
+    """Say what runs, once it does."""
+    if supervisor is not None:
+        await supervisor.ready.wait()
+    operations = [one for one in await windlass.views.operations() if one.workers]
+    lines = banner(
+        windlass,
+        operations,
+        url=None if server is None else server.url,
+        has_key=await windlass.keys.any(),
+        processes=plan.processes if supervisor is not None else 0,
+    )
+    print_banner(lines)
+
+
+async def _guard_until(stop: Stop, windlass: AsyncWindlass) -> None:
+    """The embedded database is looked after until somebody says stop."""
+    while not stop.asked.is_set():
+        try:
+            await asyncio.wait_for(stop.asked.wait(), _GUARD_SECONDS)
+        except TimeoutError:
+            await _guard(windlass)
 
 
 async def _guard(windlass: AsyncWindlass) -> None:
@@ -314,50 +391,3 @@ def _limit(text: str) -> tuple[str, int]:
     if not name or not number.isdecimal():
         raise typer.BadParameter(f"--queue-limit {text!r} is not NAME=N, such as gpu=1.")
     return name, int(number)
-
-
-def _banner(windlass: AsyncWindlass, who: str, sources: Sequence[str] | None = None) -> Iterator[tuple[str, str]]:
-    settings = windlass.settings.worker
-    names = windlass.operations.names()
-    queues = ", ".join(settings.queues) if settings.queues else "all queues"
-    yield "database", _database(windlass)
-    if sources is None:
-        yield "operations", ", ".join(names) or "none: name a module, a file or a folder, as in windlass up hello.py"
-    else:
-        yield "operations", f"from {', '.join(sources) or 'installed packages'}"
-    yield "worker", f"{who} · {settings.concurrency} jobs at a time{'' if sources is None else ' each'} · {queues}"
-    yield "submit", _example(windlass.operations)
-    yield "stop", "Ctrl-C lets running jobs end, a second one leaves at once"
-
-
-def _database(windlass: AsyncWindlass) -> str:
-    if windlass.embedded is not None:
-        return f"embedded PostgreSQL {windlass.embedded.major} in {windlass.embedded.root}"
-    return describe(windlass.pool.url)
-
-
-def _example(operations: Registry) -> str:
-    """A command that can be pasted, with a payload of the right shape."""
-    first = operations.get(operations.names()[0]) if operations.names() else None
-    if first is None:
-        return "windlass job submit TYPE --payload '{…}' --watch"
-    properties: dict[str, Any] = first.payload_schema.get("properties", {})
-    payload = {
-        name: _sample(properties[name]) for name in first.payload_schema.get("required", ()) if name in properties
-    }
-    words = f" --payload '{compact(payload)}'" if payload else ""
-    return f"windlass job submit {first.name}{words} --watch"
-
-
-def _sample(schema: dict[str, Any]) -> Any:
-    samples = {"string": "text", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
-    return schema.get("enum", [samples.get(schema.get("type", ""))])[0]
-
-
-def _print_banner(lines: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name, text in lines:
-        grid.add_row(Text(f"  {name}", "cyan"), Text(text))
-    out = console()
-    out.print(Text(f"Windlass {VERSION}", "bold"))
-    out.print(grid)

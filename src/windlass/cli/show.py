@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
+from uuid import UUID
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from windlass.engine.jobs import DEFAULT_QUEUE, Job, JobEvent
+from windlass.engine.jobs import DEFAULT_QUEUE, DEFAULT_TENANT, Job, JobEvent
+from windlass.engine.views import Reason, WaitingOn
 from windlass.states import JobStatus
 
 COLOURS = {
@@ -21,6 +24,15 @@ COLOURS = {
     JobStatus.SUCCEEDED: "green",
     JobStatus.FAILED: "red",
     JobStatus.CANCELLED: "yellow",
+}
+SHORT: dict[Reason, str] = {
+    "run_after": "time",
+    "exclusive_key": "key",
+    "paused_queue": "pause",
+    "no_worker": "worker",
+    "isolation": "isolation",
+    "children": "children",
+    "no_free_slot": "slot",
 }
 LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 _UNFOLDED = 1000
@@ -32,43 +44,73 @@ def console() -> Console:
 
 
 def print_json(value: Any, *, indent: bool = True) -> None:
-    document = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indent else None, default=str)
+    """Statuses may be keys: they are text, which the encoder takes for something else."""
+    shape = orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
+    document = orjson.dumps(value, option=shape, default=str)
     sys.stdout.write(document.decode() + "\n")
     sys.stdout.flush()
 
 
-def print_jobs(jobs: Sequence[Job]) -> None:
-    """Only the message may be cut; columns in which nothing stands are left out."""
+def print_jobs(jobs: Sequence[Job], reasons: Mapping[UUID, Sequence[WaitingOn]]) -> None:
     now = datetime.now(UTC)
-    columns = {
-        "id": [Text(str(job.id)) for job in jobs],
-        "status": [Text(job.status, COLOURS[job.status]) for job in jobs],
-        "type": [Text(job.job_type) for job in jobs],
-        "queue": [Text(job.queue if job.queue != DEFAULT_QUEUE else "") for job in jobs],
-        "progress": [Text(progress(job)) for job in jobs],
-        "tries": [Text(f"{job.attempts}/{job.max_attempts}") for job in jobs],
-        "age": [Text(seconds((now - job.created_at).total_seconds())) for job in jobs],
-        "message": [Text(last_words(job)) for job in jobs],
-    }
+    print_table(
+        {
+            "id": [Text(str(job.id)) for job in jobs],
+            "status": [Text(job.status, COLOURS[job.status]) for job in jobs],
+            "type": [Text(job.job_type) for job in jobs],
+            "tenant": [Text(job.tenant if job.tenant != DEFAULT_TENANT else "") for job in jobs],
+            "queue": [Text(job.queue if job.queue != DEFAULT_QUEUE else "") for job in jobs],
+            "progress": [Text(progress(job)) for job in jobs],
+            "tries": [Text(f"{job.attempts}/{job.max_attempts}") for job in jobs],
+            "age": [Text(seconds((now - job.created_at).total_seconds())) for job in jobs],
+            "waiting on": [Text(", ".join(SHORT[one.reason] for one in reasons[job.id])) for job in jobs],
+            "message": [Text(last_words(job)) for job in jobs],
+        },
+        elastic=("waiting on", "message"),
+    )
+
+
+def print_table(columns: Mapping[str, Sequence[Text]], *, elastic: Sequence[str] = ("message",)) -> None:
+    """Only elastic columns may be cut; those in which nothing stands are left out, numbers stand on the right."""
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name, cells in shown.items():
-        least = None if name == "message" else max(len(name), *map(len, cells))
-        table.add_column(name, min_width=least, no_wrap=True, overflow="ellipsis")
+        least = None if name in elastic else max(len(name), *map(len, cells))
+        is_number = all(cell.plain.isdecimal() for cell in cells)
+        side: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(name, min_width=least, no_wrap=True, overflow="ellipsis", justify=side)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     console().print(table)
 
 
-def print_job(job: Job, children: Mapping[JobStatus, int], events: Sequence[JobEvent]) -> None:
-    out = console()
-    facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(job, children):
-        facts.add_row(Text(name, "bold"), value if isinstance(value, Text) else Text(str(value)))
-    out.print(facts)
+def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
+    """Names and values, without those that are not there."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        if value not in (None, ""):
+            table.add_row(Text(name, "bold"), value if isinstance(value, Text) else Text(str(value)))
+    console().print(table)
+
+
+def print_job(
+    job: Job, children: Mapping[JobStatus, int], events: Sequence[JobEvent], reasons: Sequence[WaitingOn]
+) -> None:
+    print_facts(_facts(job, children, reasons))
     if events:
+        out = console()
         out.print()
         out.print(event_table(events))
+
+
+def with_reasons(job: Job, reasons: Sequence[WaitingOn]) -> dict[str, Any]:
+    """The fields of a job and why it waits, as JSON has them."""
+    return {**plain(job), "waiting_on": reasons}
+
+
+def plain(thing: Any) -> dict[str, Any]:
+    """The fields of a dataclass, one level deep."""
+    return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
 
 
 def event_table(events: Sequence[JobEvent]) -> Table:
@@ -116,6 +158,10 @@ def seconds(n: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
+def jobs_text(n: int) -> str:
+    return f"{n} job{'' if n == 1 else 's'}"
+
+
 def counted(counts: Mapping[JobStatus, int]) -> Text:
     """`12 queued · 3 running`, without what is not there."""
     parts = [(f"{counts[status]} {status.lower()}", COLOURS[status]) for status in JobStatus if counts.get(status)]
@@ -127,26 +173,28 @@ def stand(job: Job) -> str:
     if job.is_waiting:
         return f"waits for {job.children_open} children"
     if job.status is JobStatus.QUEUED and job.run_after > datetime.now(UTC):
-        return f"not before {_time(job.run_after)}"
+        return f"not before {time_text(job.run_after)}"
     if job.locked_by is not None and job.status is JobStatus.RUNNING:
         return f"on {job.locked_by}"
     return ""
 
 
-def _facts(job: Job, children: Mapping[JobStatus, int]) -> list[tuple[str, Any]]:
+def _facts(job: Job, children: Mapping[JobStatus, int], reasons: Sequence[WaitingOn]) -> list[tuple[str, Any]]:
     began, ended = job.started_at, job.finished_at
     took = seconds((ended - began).total_seconds()) if began and ended else None
-    facts: list[tuple[str, Any]] = [
+    return [
         ("job", job.id),
         ("type", job.job_type),
-        ("status", Text(job.status, COLOURS[job.status]).append(f"  {stand(job)}", "default")),
+        ("status", Text(job.status, COLOURS[job.status]).append("" if reasons else f"  {stand(job)}", "default")),
+        ("waiting on", "\n".join(one.message for one in reasons)),
+        ("tenant", job.tenant if job.tenant != DEFAULT_TENANT else None),
         ("queue", f"{job.queue}, priority {job.priority}"),
         ("tries", f"{job.attempts} of {job.max_attempts}" + (f", {job.rescues} rescues" if job.rescues else "")),
-        ("created", _time(job.created_at)),
-        ("run after", _time(job.run_after) if job.status is JobStatus.QUEUED else None),
-        ("started", _time(began)),
-        ("finished", f"{_time(ended)}, took {took}" if took else _time(ended)),
-        ("deadline", _time(job.deadline)),
+        ("created", time_text(job.created_at)),
+        ("run after", time_text(job.run_after) if job.status is JobStatus.QUEUED else None),
+        ("started", time_text(began)),
+        ("finished", f"{time_text(ended)}, took {took}" if took else time_text(ended)),
+        ("deadline", time_text(job.deadline)),
         ("key", job.exclusive_key),
         ("idempotency", job.idempotency_key),
         ("pipeline", job.pipeline_id if job.pipeline_id != job.id else None),
@@ -157,13 +205,13 @@ def _facts(job: Job, children: Mapping[JobStatus, int]) -> list[tuple[str, Any]]
         ("payload", compact(job.payload)),
         ("result", compact(job.result) if job.status is JobStatus.SUCCEEDED else None),
         ("error", last_words(job) if job.error else None),
+        ("dismissed", time_text(job.dismissed_at)),
     ]
-    return [(name, value) for name, value in facts if value not in (None, "")]
 
 
 def compact(value: Any) -> str:
     return orjson.dumps(value, default=str).decode()
 
 
-def _time(moment: datetime | None) -> str | None:
+def time_text(moment: datetime | None) -> str | None:
     return None if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -44,7 +44,7 @@ class Supervisor:
         self._environment = environment
         self._grace_seconds = grace_seconds
         self._children: set[asyncio.subprocess.Process] = set()
-        self._ready = asyncio.Event()
+        self.ready = asyncio.Event()
         self._code = 0
 
     async def run(self) -> int:
@@ -67,7 +67,7 @@ class Supervisor:
             code = await self._run_one(tether)
             if self._stop.asked.is_set():
                 return
-            if code > 0 and not self._ready.is_set():
+            if code > 0 and not self.ready.is_set():
                 self._give_up(code)
                 return
             pause = _PAUSE_SECONDS_MIN if time.monotonic() - began > _HEALTHY_SECONDS else pause
@@ -114,7 +114,7 @@ class Supervisor:
 
     def _heard(self, ours: socket.socket) -> None:
         if ours.recv(64):
-            self._ready.set()
+            self.ready.set()
 
     def _pass_on(self, number: int) -> None:
         log.info("stopping %d worker processes; a second signal leaves at once", len(self._children))

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -90,10 +89,7 @@ class View:
     def _bar(self) -> Text | None:
         """The job's own progress, or its children's, one colour for each way to end."""
         if self.children:
-            total = sum(self.children.values())
-            done = sum(n for status, n in self.children.items() if status in JOB.terminal)
-            shown = {COLOURS[status]: self.children.get(status, 0) for status in _BAR_ORDER}
-            return Text("  ").append_text(bar(shown, total)).append(f"  {done}/{total} children")
+            return Text("  ").append_text(status_bar(self.children, "children"))
         if self.job.progress_total:
             shown = {"green" if self.is_over else "cyan": self.job.progress_current or 0}
             return Text("  ").append_text(bar(shown, self.job.progress_total)).append(f"  {progress_text(self.job)}")
@@ -101,6 +97,14 @@ class View:
 
 
 _BAR_ORDER = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.RUNNING)
+
+
+def status_bar(counts: Mapping[JobStatus, int], noun: str) -> Text:
+    """How many of them have ended, and how."""
+    total = sum(counts.values())
+    done = sum(n for status, n in counts.items() if status in JOB.terminal)
+    shown = {COLOURS[status]: counts.get(status, 0) for status in _BAR_ORDER}
+    return bar(shown, total).append(f"  {done}/{total} {noun}")
 
 
 def bar(parts: Mapping[str, int], total: int, columns: int = _BAR_COLUMNS) -> Text:
@@ -112,11 +116,6 @@ def bar(parts: Mapping[str, int], total: int, columns: int = _BAR_COLUMNS) -> Te
         text.append("━" * (end - filled), colour)
         filled = end
     return text.append("─" * (columns - filled), "bright_black")
-
-
-def plain(job: Job) -> dict[str, Any]:
-    """The fields of a job as JSON has them."""
-    return {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
 
 
 async def watch(windlass: AsyncWindlass, id: JobId, *, json: bool = False) -> Job:

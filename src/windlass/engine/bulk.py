@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 from uuid import UUID
@@ -18,7 +18,9 @@ BULK_MAX = 1_000
 """Jobs that one call changes at most; whoever wants more calls again."""
 COUNT_MAX = 100_000
 """A dry run counts no further."""
+_COUNTED_PER_STEP = 10_000
 _PER_STEP = 200
+_STEPS_MAX = 50
 _PIPELINE_ROUNDS_MAX = 1_000
 
 Verb = Literal["cancel", "rerun", "dismiss"]
@@ -46,26 +48,35 @@ class Bulk:
 
     async def count(self, verb: Verb, wanted: JobFilter) -> int:
         """How many jobs the verb would be for; at most `COUNT_MAX`."""
-        n = 0
-        async for ids, _ in self._steps(verb, wanted, per_step=10_000):
+        meant = _meant(verb, wanted)
+        n, after = 0, None
+        while meant is not None and n < COUNT_MAX:
+            ids, after = await self._views.ids(meant, limit=_COUNTED_PER_STEP, after=after)
             n += len(ids)
-            if n >= COUNT_MAX:
-                return COUNT_MAX
-        return n
+            if after is None:
+                break
+        return min(n, COUNT_MAX)
 
     async def cancel(
         self, wanted: JobFilter, *, after: Cursor | None = None, reason: str = "cancelled by request"
     ) -> Changed:
-        """Cancel open jobs with everything below them."""
-        return await self._do("cancel", wanted, after, lambda ids: self._cancel(ids, reason))
+        """Cancel open jobs with everything below them, which may be more than what matched.
+
+        A parent that is meant goes with its children: if they went before it, it would end as FAILED by them.
+        """
+
+        async def act(ids: Sequence[JobId], meant: JobFilter) -> int:
+            return await self._cancel(await self._views.with_ancestors(ids, meant), reason)
+
+        return await self._do("cancel", wanted, after, act)
 
     async def rerun(self, wanted: JobFilter, *, after: Cursor | None = None) -> Changed:
         """Give FAILED and CANCELLED jobs another life; children of a parent that has ended are left to it."""
-        return await self._do("rerun", wanted, after, self._rerun)
+        return await self._do("rerun", wanted, after, lambda ids, _: self._rerun(ids))
 
     async def dismiss(self, wanted: JobFilter, *, after: Cursor | None = None) -> Changed:
         """Take FAILED jobs out of the inbox; they stay FAILED."""
-        return await self._do("dismiss", wanted, after, self._queue.dismiss)
+        return await self._do("dismiss", wanted, after, lambda ids, _: self._queue.dismiss(ids))
 
     async def cancel_pipeline(
         self, id: UUID, *, tenant: str | None = None, reason: str = "cancelled by request"
@@ -77,7 +88,7 @@ class Bulk:
             ids = await self._views.open_members(id, tenant=tenant, limit=_PER_STEP)
             if not ids:
                 break
-            total += await self._queue.cancel(ids, reason=reason)
+            total += await self._cancel(ids, reason)
         return total
 
     async def _do(
@@ -85,15 +96,19 @@ class Bulk:
         verb: Verb,
         wanted: JobFilter,
         after: Cursor | None,
-        act: Callable[[Sequence[JobId]], Awaitable[int]],
+        act: Callable[[Sequence[JobId], JobFilter], Awaitable[int]],
     ) -> Changed:
+        meant = _meant(verb, wanted)
         matched = changed = 0
-        async for ids, next in self._steps(verb, wanted, after=after, per_step=_PER_STEP):
+        if meant is None:
+            return Changed(0, 0, None)
+        for _ in range(_STEPS_MAX):
+            ids, after = await self._views.ids(meant, limit=min(_PER_STEP, BULK_MAX - matched), after=after)
             matched += len(ids)
-            changed += await act(ids)
-            if matched >= BULK_MAX:
-                return Changed(matched, changed, next)
-        return Changed(matched, changed, None)
+            changed += await act(ids, meant) if ids else 0
+            if after is None or matched >= BULK_MAX:
+                break
+        return Changed(matched, changed, after)
 
     async def _cancel(self, ids: Sequence[JobId], reason: str) -> int:
         """Together; if one of them cannot be cancelled any more, one by one without it."""
@@ -112,19 +127,11 @@ class Bulk:
                 n += 1
         return n
 
-    async def _steps(
-        self, verb: Verb, wanted: JobFilter, *, per_step: int, after: Cursor | None = None
-    ) -> AsyncIterator[tuple[list[JobId], Cursor | None]]:
-        """Page by page, with the place behind each page."""
-        statuses = tuple(status for status in _MEANT[verb] if not wanted.statuses or status in wanted.statuses)
-        if not statuses:
-            return
-        meant = replace(wanted, statuses=statuses, owned=False)
-        if verb == "dismiss":
-            meant = replace(meant, dismissed=False)
-        while True:
-            ids, after = await self._views.ids(meant, limit=per_step, after=after)
-            if ids:
-                yield ids, after
-            if after is None:
-                return
+
+def _meant(verb: Verb, wanted: JobFilter) -> JobFilter | None:
+    """The jobs of a filter that the verb is for; None when there can be none."""
+    statuses = tuple(status for status in _MEANT[verb] if not wanted.statuses or status in wanted.statuses)
+    if not statuses or wanted.owned or (verb == "dismiss" and wanted.dismissed):
+        return None
+    dismissed = False if verb == "dismiss" else wanted.dismissed
+    return replace(wanted, statuses=statuses, owned=False, dismissed=dismissed)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
@@ -15,10 +15,12 @@ from windlass.db.statements import statements
 from windlass.engine.jobs import Job, JobId
 from windlass.engine.queue import Queue
 from windlass.errors import InvalidInput, NotFound
-from windlass.states import JobStatus
+from windlass.states import JOB, JobStatus
 
 SQL = statements(__package__, "views.sql")
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 _SCAN_MAX = 20_000
 _SILENT_SECONDS = 30.0
 _INBOX_COUNT_MAX = 100_000
@@ -33,7 +35,7 @@ class Cursor(NamedTuple):
     id: UUID
 
     def __str__(self) -> str:
-        microseconds = round(self.created_at.timestamp() * 1_000_000)
+        microseconds = (self.created_at - _EPOCH) // _MICROSECOND
         return base64.urlsafe_b64encode(f"{microseconds:x}.{self.id.hex}".encode()).decode().rstrip("=")
 
     @classmethod
@@ -41,9 +43,8 @@ class Cursor(NamedTuple):
         try:
             padded = text + "=" * (-len(text) % 4)
             microseconds, _, id = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii").partition(".")
-            seconds, rest = divmod(int(microseconds, 16), 1_000_000)
-            return cls(datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest), UUID(id))
-        except (ValueError, OverflowError, OSError, binascii.Error) as error:
+            return cls(_EPOCH + int(microseconds, 16) * _MICROSECOND, UUID(id))
+        except (ValueError, OverflowError) as error:
             raise InvalidInput(f"{text!r} is no cursor; use the next_cursor of a list", param="cursor") from error
 
 
@@ -196,13 +197,18 @@ class Views:
         start = after or _START
         params = {**wanted.params(), "before_time": start.created_at, "before_id": start.id, "scan_max": _SCAN_MAX}
         rows = await self._run(_list_statement(wanted), **params, limit=limit + 1)
-        found = [Cursor(created_at, id) for id, created_at in rows]
+        found = [Cursor(created_at, id) for id, created_at, is_stop in rows if not is_stop]
         next = found[limit - 1] if len(found) > limit else None
-        if next is None and wanted.pipeline_id is None and wanted.parent_job_id is None:
-            for id, created_at in await self._run("walked_to", **params):
-                next = Cursor(created_at, id)
-                found = [one for one in found if one >= next]
+        for stop in (Cursor(created_at, id) for id, created_at, is_stop in rows if is_stop):
+            next = stop if next is None else max(next, stop)
+            found = [one for one in found if one >= stop]
         return [JobId(one.id) for one in found[:limit]], next
+
+    async def with_ancestors(self, ids: Sequence[JobId], wanted: JobFilter) -> list[JobId]:
+        """These jobs, and those of their ancestors that are meant as well."""
+        if wanted.parent_job_id is not None:  # siblings: none stands above another
+            return list(ids)
+        return [JobId(id) for (id,) in await self._run("with_ancestors", ids=list(ids), **wanted.params())]
 
     async def waiting_on(self, jobs: Sequence[Job]) -> dict[UUID, list[WaitingOn]]:
         """Why each of these jobs does not run; nothing for a job that runs or has ended."""
@@ -238,10 +244,10 @@ class Views:
                 count=n,
                 first_at=first_at,
                 last_at=last_at,
-                samples=ids or [],
-                message=messages[0] if messages else None,
+                samples=samples,
+                message=message,
             )
-            for job_type, code, kind, n, first_at, last_at, ids, messages in rows
+            for job_type, code, kind, n, first_at, last_at, samples, message in rows
         ]
 
     async def pipeline(self, id: UUID, *, tenant: str | None = None) -> Pipeline:
@@ -249,24 +255,26 @@ class Views:
         if not rows:
             raise NotFound(f"there is no pipeline {id}")
         steps: dict[str, dict[JobStatus, int]] = {}
-        counts: dict[JobStatus, int] = {}
-        for job_type, status, n, *_ in rows:
+        counts: Counter[JobStatus] = Counter()
+        tops: Counter[JobStatus] = Counter()
+        for job_type, status, n, without_parent, *_ in rows:
             steps.setdefault(job_type, {})[JobStatus(status)] = n
-            counts[JobStatus(status)] = counts.get(JobStatus(status), 0) + n
-        status = _pipeline_status(counts)
-        is_open = status in (JobStatus.QUEUED, JobStatus.RUNNING)
+            counts[JobStatus(status)] += n
+            tops[JobStatus(status)] += without_parent
+        status = _pipeline_status(counts, tops)
+        is_open = status not in JOB.terminal
         return Pipeline(
             id=id,
             status=status,
-            counts=counts,
+            counts=dict(counts),
             steps=[Step(job_type=job_type, counts=of_type) for job_type, of_type in steps.items()],
-            created_at=min(row[3] for row in rows),
-            started_at=min((row[4] for row in rows if row[4]), default=None),
-            finished_at=None if is_open else max(row[5] for row in rows),
+            created_at=min(row[4] for row in rows),
+            started_at=min((row[5] for row in rows if row[5]), default=None),
+            finished_at=None if is_open else max(row[6] for row in rows),
         )
 
     async def open_members(self, id: UUID, *, tenant: str | None = None, limit: int) -> list[JobId]:
-        """Jobs of a pipeline that have not ended."""
+        """Jobs of a pipeline that have not ended, without those that belong to an object."""
         rows = await self._run("open_members", pipeline_id=id, tenant=tenant, limit=limit)
         return [JobId(id) for (id,) in rows]
 
@@ -328,16 +336,11 @@ def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
     return found
 
 
-def _pipeline_status(counts: Mapping[JobStatus, int]) -> JobStatus:
-    """Open while anything is open; then as bad as the worst of its jobs."""
-    if counts.get(JobStatus.RUNNING):
-        return JobStatus.RUNNING
-    if counts.get(JobStatus.QUEUED):
+def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, int]) -> JobStatus:
+    """Open while anything is open; then as bad as the worst job without a parent, since parents judge children."""
+    if any(status not in JOB.terminal for status in counts):
         return JobStatus.QUEUED if set(counts) == {JobStatus.QUEUED} else JobStatus.RUNNING
-    for status in (JobStatus.FAILED, JobStatus.CANCELLED):
-        if counts.get(status):
-            return status
-    return JobStatus.SUCCEEDED
+    return next((status for status in (JobStatus.FAILED, JobStatus.CANCELLED) if tops.get(status)), JobStatus.SUCCEEDED)
 
 
 def _list_statement(wanted: JobFilter) -> str:

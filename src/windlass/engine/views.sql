@@ -43,42 +43,53 @@ member AS (
 )
 
 -- name: list_jobs
--- The walk looks at `scan_max` rows of each tenant and stops as soon as the page is full.
-WITH RECURSIVE :tenants
-SELECT found.id, found.created_at
-FROM tenants
-CROSS JOIN LATERAL (
-    SELECT job.id, job.created_at
-    FROM (
-        SELECT * FROM windlass.job
-        WHERE job.tenant = tenants.tenant AND :before
+-- The walk looks at `scan_max` rows of each tenant and stops as soon as the page is full. Where it had to stop within
+-- a tenant comes as one more row, the newest such place: older jobs of that tenant were not looked at. It is the same
+-- statement, so that nothing which is removed between the two can move the place.
+WITH RECURSIVE :tenants,
+found AS MATERIALIZED (
+    SELECT one.id, one.created_at
+    FROM tenants
+    CROSS JOIN LATERAL (
+        SELECT job.id, job.created_at
+        FROM (
+            SELECT * FROM windlass.job
+            WHERE job.tenant = tenants.tenant AND :before
+            ORDER BY job.created_at DESC, job.id DESC
+            LIMIT %(scan_max)s
+        ) AS job
+        WHERE :matches
         ORDER BY job.created_at DESC, job.id DESC
-        LIMIT %(scan_max)s
-    ) AS job
-    WHERE :matches
-    ORDER BY job.created_at DESC, job.id DESC
+        LIMIT %(limit)s
+    ) AS one
+    ORDER BY one.created_at DESC, one.id DESC
     LIMIT %(limit)s
-) AS found
-ORDER BY found.created_at DESC, found.id DESC
-LIMIT %(limit)s
-
--- name: walked_to
--- Where the walk of `list_jobs` had to stop, if it did not come to the end of a tenant's jobs.
-WITH RECURSIVE :tenants
-SELECT stop.id, stop.created_at
-FROM tenants
-CROSS JOIN LATERAL (
-    SELECT job.id, job.created_at FROM windlass.job
-    WHERE job.tenant = tenants.tenant AND :before
-    ORDER BY job.created_at DESC, job.id DESC
-    OFFSET %(scan_max)s - 1
+),
+-- Behind the last job of a full page the walk does not matter any more.
+last AS MATERIALIZED (
+    SELECT created_at, id FROM found ORDER BY created_at DESC, id DESC OFFSET %(limit)s - 1 LIMIT 1
+),
+stopped AS (
+    SELECT stop.id, stop.created_at
+    FROM tenants
+    CROSS JOIN LATERAL (
+        SELECT job.id, job.created_at FROM windlass.job
+        WHERE job.tenant = tenants.tenant AND :before
+            AND (job.created_at, job.id) > (coalesce((SELECT created_at FROM last), '-infinity'),
+                                            coalesce((SELECT id FROM last), '00000000-0000-0000-0000-000000000000'))
+        ORDER BY job.created_at DESC, job.id DESC
+        OFFSET %(scan_max)s - 1
+        LIMIT 1
+    ) AS stop
+    ORDER BY stop.created_at DESC, stop.id DESC
     LIMIT 1
-) AS stop
-ORDER BY stop.created_at DESC, stop.id DESC
-LIMIT 1
+)
+SELECT id, created_at, false FROM found
+UNION ALL
+SELECT id, created_at, true FROM stopped
 
 -- name: list_children
-SELECT job.id, job.created_at FROM windlass.job
+SELECT job.id, job.created_at, false FROM windlass.job
 WHERE job.parent_job_id = %(parent_job_id)s AND job.tenant = coalesce(%(tenant)s, job.tenant)
     AND (%(pipeline_id)s::uuid IS NULL OR job.pipeline_id = %(pipeline_id)s)
     AND :before AND :matches
@@ -87,7 +98,7 @@ LIMIT %(limit)s
 
 -- name: list_pipeline
 WITH RECURSIVE :members
-SELECT job.id, job.created_at
+SELECT job.id, job.created_at, false
 FROM member JOIN windlass.job ON job.id = member.id
 WHERE :before AND :matches
 ORDER BY job.created_at DESC, job.id DESC
@@ -95,22 +106,39 @@ LIMIT %(limit)s
 
 -- name: pipeline
 WITH RECURSIVE :members
-SELECT job.job_type, job.status::text, count(*), min(job.created_at), min(job.started_at), max(job.finished_at)
+SELECT job.job_type, job.status::text, count(*), count(*) FILTER (WHERE job.parent_job_id IS NULL),
+       min(job.created_at), min(job.started_at), max(job.finished_at)
 FROM member JOIN windlass.job ON job.id = member.id
 GROUP BY job.job_type, job.status
 ORDER BY min(job.created_at), job.job_type
 
 -- name: open_members
+-- Parents before their children.
 WITH RECURSIVE :members
 SELECT job.id
 FROM member JOIN windlass.job ON job.id = member.id
-WHERE job.finished_at IS NULL
+WHERE job.finished_at IS NULL AND job.owner IS NULL
+ORDER BY job.parent_job_id IS NOT NULL, job.created_at, job.id
 LIMIT %(limit)s
+
+-- name: with_ancestors
+-- These jobs, and whoever waits for them and is meant as well: a verb on both begins at the top.
+WITH RECURSIVE meant AS (
+    SELECT id, parent_job_id FROM windlass.job WHERE id = ANY(%(ids)s::uuid[])
+    UNION
+    SELECT job.id, job.parent_job_id FROM meant JOIN windlass.job ON job.id = meant.parent_job_id WHERE :matches
+)
+SELECT id FROM meant
 
 -- name: waiting_on
 -- The facts about queued jobs. A worker counts while it beats; how many slots it uses is as old as its last beat.
+-- Another job of the key goes first unless a worker that could run this one cannot run that one: so says `claim`.
+WITH crew AS MATERIALIZED (
+    SELECT id, queues, operations, running < concurrency AS is_free FROM windlass.worker
+    WHERE heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s) AND stopping_at IS NULL
+)
 SELECT job.id, job.run_after > :now, queue.paused_at IS NOT NULL, holder.id, holder.status::text, rival.id,
-       job.rescues >= 2, crew.known, crew.free
+       job.rescues >= 2, able.workers, able.is_free
 FROM windlass.job
 LEFT JOIN windlass.queue ON queue.name = job.queue
 LEFT JOIN LATERAL (
@@ -123,45 +151,47 @@ LEFT JOIN LATERAL (
     WHERE other.tenant = job.tenant AND other.exclusive_key = job.exclusive_key AND other.finished_at IS NULL
         AND other.status = 'QUEUED' AND other.run_after <= :now AND other.rescues < 2
         AND (other.priority, other.run_after, other.id) < (job.priority, job.run_after, job.id)
+        AND other.queue <> ALL (ARRAY(SELECT name FROM windlass.queue WHERE paused_at IS NOT NULL))
+        AND NOT EXISTS (
+            SELECT FROM crew
+            WHERE job.job_type = ANY(crew.operations) AND (crew.queues IS NULL OR job.queue = ANY(crew.queues))
+                AND NOT (other.job_type = ANY(crew.operations)
+                         AND (crew.queues IS NULL OR other.queue = ANY(crew.queues))))
     ORDER BY other.priority, other.run_after, other.id
     LIMIT 1
 ) AS rival ON job.exclusive_key IS NOT NULL AND NOT job.is_current
 CROSS JOIN LATERAL (
-    SELECT count(*) AS known, coalesce(bool_or(worker.running < worker.concurrency), false) AS free
-    FROM windlass.worker
-    WHERE worker.heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s) AND worker.stopping_at IS NULL
-        AND job.job_type = ANY(worker.operations) AND (worker.queues IS NULL OR job.queue = ANY(worker.queues))
-) AS crew
+    SELECT count(*) AS workers, coalesce(bool_or(crew.is_free), false) AS is_free
+    FROM crew
+    WHERE job.job_type = ANY(crew.operations) AND (crew.queues IS NULL OR job.queue = ANY(crew.queues))
+) AS able
 WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED'
 
 -- name: inbox
--- Failed jobs that nobody has dismissed, by type and cause; at most `count_max` are counted.
-WITH counted AS (
-    SELECT job_type, error ->> 'code' AS code, error ->> 'kind' AS kind, finished_at
-    FROM windlass.job
-    WHERE status = 'FAILED' AND dismissed_at IS NULL AND tenant = coalesce(%(tenant)s, tenant)
-        AND (%(job_type)s::text IS NULL OR job_type = %(job_type)s)
+-- Failed jobs that nobody has dismissed, by type and cause; at most `count_max` are counted. Jobs that belong to an
+-- object are that object's business.
+WITH RECURSIVE :tenants,
+counted AS (
+    SELECT failed.*
+    FROM tenants
+    CROSS JOIN LATERAL (
+        SELECT job.id, job.job_type, job.error ->> 'code' AS code, job.error ->> 'kind' AS kind, job.finished_at
+        FROM windlass.job
+        WHERE job.status = 'FAILED' AND job.dismissed_at IS NULL AND job.tenant = tenants.tenant
+            AND (%(job_type)s::text IS NULL OR job.job_type = %(job_type)s) AND job.owner IS NULL
+    ) AS failed
     LIMIT %(count_max)s
 ),
 grouped AS (
-    SELECT job_type, code, min(kind) AS kind, count(*) AS n, min(finished_at) AS first_at, max(finished_at) AS last_at
+    SELECT job_type, code, min(kind) AS kind, count(*) AS n, min(finished_at) AS first_at, max(finished_at) AS last_at,
+           (array_agg(id ORDER BY finished_at DESC, id DESC))[1:%(samples)s] AS latest
     FROM counted GROUP BY job_type, code
     ORDER BY count(*) DESC, max(finished_at) DESC, job_type, code
     LIMIT %(limit)s
 )
-SELECT grouped.job_type, grouped.code, grouped.kind, grouped.n, grouped.first_at, grouped.last_at,
-       latest.ids, latest.messages
+SELECT grouped.job_type, grouped.code, grouped.kind, grouped.n, grouped.first_at, grouped.last_at, grouped.latest,
+       (SELECT job.error ->> 'message' FROM windlass.job WHERE job.id = grouped.latest[1])
 FROM grouped
-CROSS JOIN LATERAL (
-    SELECT array_agg(id) AS ids, array_agg(message) AS messages
-    FROM (
-        SELECT id, error ->> 'message' AS message FROM windlass.job
-        WHERE status = 'FAILED' AND dismissed_at IS NULL AND tenant = coalesce(%(tenant)s, tenant)
-            AND job_type = grouped.job_type AND error ->> 'code' IS NOT DISTINCT FROM grouped.code
-        ORDER BY finished_at DESC, id DESC
-        LIMIT %(samples)s
-    ) AS newest
-) AS latest
 ORDER BY grouped.n DESC, grouped.last_at DESC, grouped.job_type, grouped.code
 
 -- name: queue_depths

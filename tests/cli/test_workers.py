@@ -1,0 +1,60 @@
+"""`windlass workers` and `windlass operations`."""
+
+from __future__ import annotations
+
+import shlex
+
+from tests.cli.conftest import Inside
+from tests.cli.stage import Stage
+from windlass.db.database import complete
+
+
+def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage) -> None:
+    assert inside("workers") == (0, "", "no workers; start one: windlass up, or windlass worker\n")
+    stage.worker("w1")
+    stage.worker("w2", stopping=True, pid=8, queues=["gpu", "slow"], operations=["sample.greet"])
+    stage.worker("w3", pid=9)
+    complete(stage.queue.database.rows("UPDATE windlass.worker SET heartbeat_at = '2020-01-01' WHERE id = 'w3'"))
+    lines = [line.split() for line in inside("workers")[1].splitlines()]
+    assert lines[0] == ["host", "pid", "state", "running", "heartbeat", "up", "version", "operations", "queues"]
+    assert lines[1][:4] == ["here", "7", "alive", "1/2"]
+    assert lines[1][-3:] == ["1.2", "6", "all"]
+    assert (lines[2][2], lines[2][-3:]) == ("stopping", ["1", "gpu,", "slow"])
+    assert lines[3][2] == "silent"
+    found = inside.json("workers")
+    assert [one["is_alive"] for one in found] == [True, True, False]
+    assert (found[0]["host"], found[0]["pid"], found[0]["concurrency"]) == ("here", 7, 2)
+
+
+def test_operations_are_listed_with_who_has_them(inside: Inside, stage: Stage) -> None:
+    stage.worker(operations=["sample.greet"])
+    lines = [line.split() for line in inside("operations")[1].splitlines()]
+    assert lines[0] == ["operation", "queue", "tries", "workers"]
+    assert ["sample.greet", "default", "3", "1"] in lines
+    assert ["sample.linger", "default", "1", "0"] in lines
+    assert {one["name"]: one["workers"] for one in inside.json("operations")}["sample.fail"] == 0
+
+
+def test_an_operation_is_shown_with_its_payload_and_a_command_that_runs(inside: Inside, stage: Stage) -> None:
+    said = inside("operations", "sample.family")[1]
+    assert ["children", "integer", "required"] in [line.split() for line in said.splitlines()]
+    command = shlex.split(said.splitlines()[-1])
+    assert command[:4] == ["windlass", "job", "submit", "sample.family"]
+    assert inside(*command[1:-1])[0] == 0, "without --watch"
+    greet = inside("operations", "sample.greet")[1]
+    assert ["name", "string", '"you"'] in [line.split() for line in greet.splitlines()]
+    assert greet.splitlines()[-1] == "windlass job submit sample.greet --watch"
+    assert inside.json("operations", "sample.greet")["payload_schema"]["properties"]["name"]["type"] == "string"
+
+
+def test_an_operation_that_is_not_there_is_named(inside: Inside, stage: Stage) -> None:
+    assert inside("operations", "sample.great") == (
+        1,
+        "",
+        "error: no worker has published the operation 'sample.great'; did you mean 'sample.greet'?\n",
+    )
+
+
+def test_without_any_operation_the_remedy_is_said(inside: Inside) -> None:
+    said = inside("operations")[2]
+    assert said == "no operations; start a worker that has some: windlass up hello.py\n"

@@ -1,0 +1,26 @@
+"""Fixtures: a database with a crowd in it, for looking at plans."""
+
+import psycopg
+import pytest
+
+from tests.conftest import database
+from tests.engine.planning import CROWD
+from tests.support import DATABASE
+from windlass.db.database import connect_arguments
+
+
+@pytest.fixture(scope="module")
+def crowded_url(server, template):
+    with database(server, "windlass_test_crowd_" + template[-8:], template) as url:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(CROWD)
+            connection.execute("VACUUM ANALYZE windlass.job")
+        yield url
+
+
+@pytest.fixture
+def crowd(crowded_url):
+    """A connection as the engine makes them; whatever a test does there is rolled back."""
+    with psycopg.connect(crowded_url, **connect_arguments(DATABASE)) as connection:
+        yield connection
+        connection.rollback()
