@@ -1,4 +1,4 @@
-"""Write the pages that follow from code: the lifecycles from states.py, the settings from their classes.
+"""Write the pages that follow from code: lifecycles, settings, and the HTTP reference.
 
 `python docs/generate.py` writes them; with `--check` it only says whether they are up to date.
 """
@@ -10,7 +10,17 @@ import dataclasses
 import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from fastapi.routing import APIRoute
+
+from windlass.api import jobs, schedules, system
+from windlass.api.access import Needs
+from windlass.api.application import application
+from windlass.api.settings import ApiSettings
+from windlass.app import VERSION
+from windlass.engine.exposition import process_counts
 from windlass.settings import PREFIX, Settings
 from windlass.states import LIFECYCLES, Lifecycle
 
@@ -82,7 +92,127 @@ def _notes(kind: type) -> dict[str, str]:
     return notes
 
 
-PAGES = {"lifecycles.md": lifecycles, "configuration.md": configuration}
+def http() -> str:
+    app = application(SimpleNamespace(settings=ApiSettings(), version=VERSION, counts=process_counts()))
+    document = app.openapi()
+    scopes = {(route.path_format, method): _scope(route) for route in _routes() for method in route.methods}
+    lines = [
+        "# HTTP reference\n",
+        "Generated from the OpenAPI document by `make docs`; a running server gives it at `/openapi.json`.",
+        "[Using the HTTP API](http.md) tells how it hangs together.\n",
+    ]
+    by_tag: dict[str, list[str]] = {}
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            section = by_tag.setdefault(route["tags"][0], [])
+            section += _route(method.upper(), path, route, scopes)
+    for tag, section in by_tag.items():
+        lines += [f"## {tag.capitalize()}\n", *section]
+    lines += ["## Objects\n", *_objects(document)]
+    return "\n".join(lines)
+
+
+def _routes() -> list[APIRoute]:
+    parts = (jobs.router, schedules.router, system.router)
+    return [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
+
+
+def _scope(route: APIRoute) -> str | None:
+    return next((below.call.scope for below in route.dependant.dependencies if isinstance(below.call, Needs)), None)
+
+
+def _route(method: str, path: str, route: dict[str, Any], scopes: dict[str, Any]) -> list[str]:
+    needed = scopes[path, method]
+    lines = [f"### `{method} {path}`\n", f"{route['summary']}. {_sentence(route.get('description'))}".rstrip() + "\n"]
+    lines.append(f"Scope: `{needed}`.\n" if needed else "Needs no key.\n")
+    shown = [one for one in route.get("parameters", ()) if one["name"] != "tenant"]
+    if shown:
+        lines += ["| parameter | in | type | meaning |", "|---|---|---|---|"]
+        for one in shown:
+            note = one.get("description") or one["schema"].get("description", "")
+            need = "" if one.get("required") else _default(one["schema"])
+            lines.append(f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {(note + need).strip()} |")
+        lines.append("")
+    if body := route.get("requestBody"):
+        lines.append(f"Body: {_type(body['content']['application/json']['schema'])}.\n")
+    answers = []
+    for status, answer in route["responses"].items():
+        schema = next(iter(answer.get("content", {"": {}}).values())).get("schema", {})
+        if int(status) < 300:
+            kind = _type(schema) if schema else "no body"
+            answers.append(f"`{status}` {kind}")
+    errors = [status for status in route["responses"] if int(status) >= 400]
+    lines.append(f"Answers: {', '.join(answers)}; errors: {', '.join(f'`{status}`' for status in errors) or 'none'}.\n")
+    return lines
+
+
+def _objects(document: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, schema in sorted(document["components"]["schemas"].items()):
+        if name.startswith(("Page_", "All_", "HTTPValidationError", "ValidationError")):
+            continue
+        lines += [f"### {_word(name)}\n", f"{_sentence(schema.get('description'))}\n"]
+        if "enum" in schema:
+            lines.append(f"One of {', '.join(f'`{value}`' for value in schema['enum'])}.\n")
+            continue
+        required = schema.get("required", ())
+        lines += ["| field | type | meaning |", "|---|---|---|"]
+        for field, one in schema.get("properties", {}).items():
+            note = one.get("description", "")
+            need = "" if field in required else _default(one)
+            lines.append(f"| `{field}` | {_type(one)} | {(note + need).strip()} |")
+        lines.append("")
+    return lines
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return _reference(schema["$ref"].rsplit("/", 1)[-1])
+    for choice in ("anyOf", "oneOf"):
+        if choice in schema:
+            return " or ".join(dict.fromkeys(_type(one) for one in schema[choice]))
+    if "const" in schema:
+        return f"`{schema['const']!r}`".replace("'", '"')
+    if "enum" in schema:
+        return " ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema.get("type", "any JSON")
+    if kind == "array":
+        kind = f"list of {_type(schema.get('items', {}))}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        kind = f"object of {_type(schema['additionalProperties'])}"
+    return f"{kind}{_bounds(schema)}"
+
+
+def _reference(name: str) -> str:
+    for prefix, words in (("Page_", "page of "), ("All_", "list of ")):
+        if name.startswith(prefix):
+            return words + _reference(name.removeprefix(prefix).rstrip("_"))
+    return f"[{_word(name)}](#{_word(name).lower()})"
+
+
+def _word(name: str) -> str:
+    return name.removesuffix("View") if name.endswith("View") else name
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    words = {
+        "minimum": "≥ {}", "maximum": "≤ {}", "minLength": "at least {} characters",
+        "maxLength": "at most {} characters", "minItems": "at least {}", "maxItems": "at most {}", "format": "{}",
+    }  # fmt: skip
+    found = [text.format(schema[name]) for name, text in words.items() if name in schema]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _default(schema: dict[str, Any]) -> str:
+    value = schema.get("default")
+    return "" if value in (None, [], "") else f" Default: `{value}`."
+
+
+def _sentence(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+PAGES = {"lifecycles.md": lifecycles, "configuration.md": configuration, "http-reference.md": http}
 
 
 def main() -> int:

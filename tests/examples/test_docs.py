@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import skip
 from windlass import AsyncWindlass
 from windlass.testing import drain
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```(?:python|bash)\n(.*?)```", re.DOTALL)
 
 
 def examples() -> list[tuple[str, str]]:
@@ -57,7 +59,12 @@ def test_examples_that_are_printed_twice_are_the_same():
 
 def test_the_quickstart_works_as_printed_with_the_embedded_database(folder):
     (folder / "hello.py").write_text(example("hello.py"))
-    environment = {**os.environ, "WINDLASS_DATABASE_FOLDER": str(folder / "data"), "WINDLASS_LOG_FORM": "text"}
+    environment = {
+        **os.environ,
+        "WINDLASS_API_PORT": "0",
+        "WINDLASS_DATABASE_FOLDER": str(folder / "data"),
+        "WINDLASS_LOG_FORM": "text",
+    }
     environment.pop("WINDLASS_DATABASE_URL", None)
     up = subprocess.Popen(
         [sys.executable, "-m", "windlass", "up", "hello.py"],
@@ -88,3 +95,51 @@ async def test_the_pipeline_of_the_quickstart_counts_words(database_url, folder)
         del sys.modules["pages"]
     async with AsyncWindlass(database_url=database_url, operations=[pages.announce]) as windlass:
         assert await drain(windlass) == 0
+
+
+def shell(folder: Path, script: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run a printed script as a reader would, on a port and a database of its own."""
+    if shutil.which("curl") is None:
+        skip("curl is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+    environment = {
+        **kept,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "WINDLASS_API_PORT": port,
+        "WINDLASS_DATABASE_FOLDER": str(folder / "data"),
+        **settings,
+    }
+    return subprocess.run(
+        ["bash", "-eu", "-o", "pipefail", "-c", script.replace("8765", port)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+
+
+def test_the_story_of_the_readme_ends_well_although_its_worker_is_killed(folder):
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    told = shell(folder, example("story.sh"))
+    assert told.returncode == 0, told
+    assert '"job.rescued"' in told.stdout
+    assert '"csv_ingest.resumed"' in told.stdout
+    assert "event: end" in told.stdout
+    shown = told.stdout.partition("event: end")[2]
+    assert "SUCCEEDED" in shown
+    assert "emission_recalc" in shown
+
+
+def test_the_http_examples_work_as_printed(folder):
+    (folder / "hello.py").write_text(example("hello.py"))
+    start = """
+        windlass up hello.py & UP=$!
+        curl -s --retry 60 --retry-delay 1 --retry-connrefused http://127.0.0.1:8765/readyz
+        until windlass operations greet >/dev/null 2>&1; do sleep 0.2; done
+    """
+    told = shell(folder, f"{start}\n{example('http.sh')}\nkill $UP; wait $UP")
+    assert told.returncode == 0, told
+    lines = told.stdout.splitlines()
+    assert any("job.succeeded" in line for line in lines)
+    assert "SUCCEEDED" in lines
+    assert lines[-5:-1] == ["list", "True", "2", "2"], "two jobs would be cancelled, and two were"
+    assert lines[-1].startswith("20")
