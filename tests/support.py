@@ -94,6 +94,12 @@ async def snooze(queue: Queue, claim: Claim, seconds: float = 0.0, *, worker: st
     return claim.id in await queue.settle([Settle("snooze", claim, values)], worker)
 
 
+async def emit(queue: Queue, claim: Claim, n: int = 1, **event: Any) -> None:
+    """Events of a running job, as its worker would write them."""
+    common = {"id": claim.id, "claim": claim.claim, "event": "step", "level": "info", "worker": "w1", **event}
+    await queue.emit([{**common, "place": place} for place in range(n)])
+
+
 async def event_names(queue: Queue, id: JobId) -> list[str]:
     return [event.event for event in await queue.events(id)]
 

@@ -15,6 +15,10 @@ from windlass.api.settings import ApiSettings
 from windlass.errors import ConfigurationError
 
 _END_SECONDS_MAX = 5
+_ABORT_SECONDS = 4.0
+"""Who has not taken his answer by then is hung up on."""
+_UNREAD_SECONDS_MAX = 60
+"""The kernel ends a connection whose peer has not taken anything for so long."""
 _BACKLOG = 2048
 
 
@@ -61,6 +65,9 @@ class ApiServer:
         self._server.should_exit = True
         await self._services.feeds.close()
         if self._task is not None:
+            await asyncio.wait([self._task], timeout=_ABORT_SECONDS)
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
             await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
 
@@ -69,9 +76,14 @@ def listening(settings: ApiSettings) -> socket.socket:
     """The socket is bound here, so that an address that cannot be had is an error with a remedy."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}; "
             "choose another address with --host and --port"
         ) from error
+    # Accepted sockets inherit these. Without the first one an answer on a kept connection waits 40 ms for company.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS_MAX * 1000)
+    return listener
