@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.api.errors import error_answer
 from windlass.api.keys import Keys
 from windlass.api.keys import Scope as KeyScope
+from windlass.api.schemas import NO_NUL
 from windlass.api.settings import ApiSettings
 from windlass.engine.jobs import DEFAULT_TENANT
 from windlass.errors import ConfigurationError
@@ -47,7 +48,7 @@ class Caller:
     def own_tenant(self) -> str:
         """The tenant for something new."""
         if self.tenant is None:
-            raise HTTPException(400, "tenant=* cannot own anything; name one tenant")
+            raise HTTPException(400, "tenant=* means all tenants; name one tenant here")
         return self.tenant
 
 
@@ -91,6 +92,7 @@ TenantParam = Annotated[
     Query(
         min_length=1,
         max_length=100,
+        pattern=NO_NUL,
         description="Act in this tenant instead of the key's own, or in all of them (`*`); needs the scope `admin`.",
     ),
 ]
@@ -150,7 +152,7 @@ class Guard:
         bound = self._settings.host
         if name in _LOOPBACK_NAMES or name in (bound, f"[{bound}]"):
             return True
-        if any(fnmatchcase(name, pattern.lower()) for pattern in self._settings.allowed_hosts):
+        if any(fnmatchcase(name, _pattern(allowed)) for allowed in self._settings.allowed_hosts):
             return True
         return not self._settings.is_loopback and bound in _WILDCARDS and (_is_address(name) or name == _own_name())
 
@@ -185,6 +187,11 @@ def _name(host: str) -> str:
     if name.startswith("["):
         return name.partition("]")[0] + "]"
     return name.partition(":")[0]
+
+
+def _pattern(allowed: str) -> str:
+    """Brackets stand around IPv6 addresses here, not around letters to choose from."""
+    return allowed.lower().replace("[", "[[]")
 
 
 def _announced(headers: Headers) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -21,8 +22,22 @@ Send an API key as `Authorization: Bearer wl_…`; on a loopback address none is
 _STREAM = "/v1/jobs/{id}/events/stream"
 
 
+class _Api(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The framework's document, but with our own answer to an invalid request."""
+        document = super().openapi()
+        for operation in (one for path in document["paths"].values() for one in path.values()):
+            answers = operation["responses"]
+            answers.pop("422", None)
+            if "requestBody" in operation:
+                answers["415"] = {**answers["400"], "description": "Unsupported Media Type"}
+        for unused in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(unused, None)
+        return document
+
+
 def application(services: Services) -> FastAPI:
-    app = FastAPI(
+    app = _Api(
         title="Windlass",
         version=services.version,
         description=_DESCRIPTION,
@@ -40,6 +55,7 @@ def application(services: Services) -> FastAPI:
             allow_origins=services.settings.allowed_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID"],
+            expose_headers=["Idempotent-Replayed", "Retry-After"],
         )
     app.add_middleware(Guard, settings=services.settings)
     app.add_middleware(Measured, counts=services.counts)

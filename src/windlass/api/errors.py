@@ -13,11 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from windlass.errors import (
     Conflict,
     DatabaseUnavailable,
     DataRefused,
+    Deadlock,
     InvalidInput,
     NotFound,
     PayloadInvalid,
@@ -34,8 +36,6 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    421: "invalid_request_error",
 }
 _CODES = {
     400: "invalid_request",
@@ -45,6 +45,7 @@ _CODES = {
     405: "method_not_allowed",
     409: "conflict",
     413: "too_large",
+    415: "wrong_content_type",
     421: "wrong_host",
     503: "unavailable",
 }
@@ -56,8 +57,12 @@ _ANSWERS: tuple[tuple[type[WindlassError], int, str], ...] = (
     (DataRefused, 400, "invalid_request"),
     (NotFound, 404, "not_found"),
     (Conflict, 409, "conflict"),
+    (Deadlock, 503, "unavailable"),
     (DatabaseUnavailable, 503, "unavailable"),
 )
+_METHODS = ("DELETE", "GET", "POST", "PUT")
+_UNION_PARTS = {"one", "many", "constrained-str", "constrained-int", "bool"}
+_WORDS_MAX = 1_000
 
 
 class ErrorDetail(BaseModel):
@@ -96,10 +101,19 @@ def error_answer(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    detail = {"code": code or _CODES.get(status, "error"), "message": message, "param": param, "type": kind}
+    detail = {"code": code or _CODES.get(status, "error"), "message": _brief(message), "param": param, "type": kind}
+    more = {"Retry-After": "1"} if status == 503 else {}
     return Response(
-        orjson.dumps({"error": detail}), status_code=status, media_type="application/json", headers=dict(headers or {})
+        orjson.dumps({"error": detail}),
+        status_code=status,
+        media_type="application/json",
+        headers={**more, **(headers or {})},
     )
+
+
+def _brief(text: str) -> str:
+    """Messages quote what was sent, which may be a megabyte."""
+    return text if len(text) <= _WORDS_MAX else text[:_WORDS_MAX] + "…"
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -113,29 +127,56 @@ def answer_errors(app: FastAPI) -> None:
 async def _ours(request: Request, error: Exception) -> Response:
     for kind, status, code in _ANSWERS:
         if isinstance(error, kind):
-            headers = {"Retry-After": "1"} if status == 503 else None
             message = "the database is away; try again soon" if status == 503 else str(error)
             if status == 503:
                 log.warning("%s %s: %s", request.method, request.url.path, error)
-            return error_answer(status, message, code=code, param=getattr(error, "param", None), headers=headers)
+            return error_answer(status, message, code=code, param=getattr(error, "param", None))
     return await _unexpected(request, error)
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]
-    message = first["msg"] if first["type"] != "json_invalid" else f"the body is not JSON: {first['msg']}"
-    param = None if first["type"] == "json_invalid" else ".".join(where) or None
-    return error_answer(400, f"{param}: {message}" if param else message, param=param)
+    found = error.errors()
+    if found[0]["type"] == "json_invalid":
+        return error_answer(400, f"the body is not JSON: {found[0]['ctx']['error']}", param="body")
+    param = _param(found[0])
+    # Of several kinds that a value may have, each says why it is none of them.
+    messages = [_said(one) for one in found if _param(one) == param]
+    return error_answer(400, f"{param}: {'; or '.join(dict.fromkeys(messages))}", param=param)
+
+
+def _said(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "string_pattern_mismatch":
+        return "a NUL character cannot be stored"
+    return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _param(problem: Mapping[str, Any]) -> str:
+    """The field's path as the request has it, or the part of the request that is missing altogether."""
+    place, *path = problem["loc"]
+    return _brief(".".join(str(part) for part in path if part not in _UNION_PARTS) or str(place))
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
+    headers = dict(error.headers or {})
     if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
         message = f"there is no {request.method} {request.url.path} here; /openapi.json lists what there is"
-    return error_answer(error.status_code, message, headers=error.headers)
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed(request))
+    param = "body" if error.status_code in (413, 415) else None
+    return error_answer(error.status_code, message, param=param, headers=headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods of all routes with this path; the framework names those of the first one only."""
+
+    def is_known(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in _METHODS if is_known(method)]
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

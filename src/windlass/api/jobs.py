@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Annotated
 from uuid import UUID
 
 import orjson
 from fastapi import APIRouter, Body, Header, Query, Request
-from pydantic import AwareDatetime
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from windlass.api.access import Caller, Operator, Reader, Submitter
 from windlass.api.errors import Responses, documented
@@ -26,6 +27,7 @@ from windlass.api.schemas import (
     InboxView,
     JobsToBe,
     JobView,
+    Moment,
     Name,
     OneOrMany,
     Page,
@@ -48,12 +50,19 @@ from windlass.states import JOB, JobStatus
 router = APIRouter(prefix="/v1", route_class=OrjsonRoute)
 
 _PING_SECONDS = 15.0
+_JOBS_PER_STEP = 25
+_PAGE_BYTES_MAX = 16 * 1024 * 1024
 _FOUND = documented(404)
 _MOVED = documented(404, 409)
 _LISTED = documented()
+_MESSAGE = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _STREAMED: Responses = {
     200: {
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"itemSchema": _MESSAGE}},
         "description": "One message for each event, its data as `GET /v1/jobs/{id}/events` shows it; when the job has "
         "ended a message `end`, and the stream closes",
     },
@@ -119,8 +128,8 @@ async def list_jobs(
     pipeline_id: UUID | None = None,
     parent_job_id: UUID | None = None,
     error_code: Annotated[Name | None, Query()] = None,
-    created_from: AwareDatetime | None = None,
-    created_to: AwareDatetime | None = None,
+    created_from: Moment | None = None,
+    created_to: Moment | None = None,
     limit: Limit = 50,
     cursor: From = None,
 ) -> Page[JobView]:
@@ -136,8 +145,8 @@ async def list_jobs(
         created_from=created_from,
         created_to=created_to,
     )
-    page = await app.views.page(wanted, limit=limit, after=_place(cursor))
-    return Page(data=await _views(app, page.jobs), has_more=page.next is not None, next_cursor=_text(page.next))
+    jobs, next = await _page(app, wanted, limit, _place(cursor))
+    return Page(data=await _views(app, jobs), has_more=next is not None, next_cursor=_text(next))
 
 
 @router.get("/jobs/failed", responses=_LISTED, tags=["inbox"], summary="The inbox: failed jobs by type and cause")
@@ -234,12 +243,26 @@ async def stream_events(
     app = services(request)
     job = await app.queue.get(JobId(id), tenant=caller.tenant)
     start = after if last_event_id is None else last_event_id
+    if start > 0:
+        last = await app.feeds.last(job.id)
+        if start >= last and job.status in JOB.terminal:
+            return Response(status_code=204)
+        start = min(start, last)  # from a place beyond the last event nothing would be new
     if app.feeds.followers >= app.settings.streams_max:
-        raise HTTPException(503, f"{app.settings.streams_max} event streams are open already, the limit of this server")
-    if job.status in JOB.terminal and not await app.queue.events(job.id, after=start, limit=1):
-        return Response(status_code=204)
+        text = f"{app.settings.streams_max} event streams are open already, the limit of this server"
+        raise HTTPException(503, text, headers={"Retry-After": "5"})
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_frames(app, job, start), media_type="text/event-stream", headers=headers)
+    return EventStream(_frames(app, job, start), media_type="text/event-stream", headers=headers)
+
+
+class EventStream(StreamingResponse):
+    """Lets go of its feed as soon as the client has left, also in the midst of sending."""
+
+    body_iterator: AsyncGenerator[bytes, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
 
 
 def render_event(event: JobEvent) -> bytes:
@@ -247,11 +270,17 @@ def render_event(event: JobEvent) -> bytes:
     return b"id: %d\ndata: %b\n\n" % (event.id, EventView.model_validate(event).model_dump_json().encode())
 
 
-async def _frames(app: Services, job: Job, after: int) -> AsyncIterator[bytes]:
-    yield b"retry: 1000\n\n"
-    async for frames in app.feeds.follow(job, after, idle_seconds=_PING_SECONDS):
-        yield b"".join(frames) if frames else b": ping\n\n"
-    yield b"event: end\ndata: %b\n\n" % orjson.dumps({"job_id": job.id})
+async def _frames(app: Services, job: Job, after: int) -> AsyncGenerator[bytes, None]:
+    app.counts.add("event_streams", 1)
+    try:
+        yield b"retry: 1000\n\n"
+        async with aclosing(app.feeds.follow(job, after, idle_seconds=_PING_SECONDS)) as news:
+            async for frames in news:
+                yield b"".join(frames) if frames else b": ping\n\n"
+        if not app.feeds.is_closed:  # else the client comes back, to another server
+            yield b"event: end\ndata: %b\n\n" % orjson.dumps({"job_id": job.id})
+    finally:
+        app.counts.add("event_streams", -1)
 
 
 # Pipelines --------------------------------------------------------------------------------------------------------
@@ -281,6 +310,22 @@ async def _shown(app: Services, caller: Caller, id: UUID, *, ring: bool = False)
     return view
 
 
+async def _page(
+    app: Services, wanted: JobFilter, limit: int, after: views.Cursor | None
+) -> tuple[list[Job], views.Cursor | None]:
+    """Jobs up to the limit, or fewer if they are large: a thousand can hold two gigabytes."""
+    ids, next = await app.views.ids(wanted, limit=limit, after=after)
+    jobs: list[Job] = []
+    size = 0
+    for start in range(0, len(ids), _JOBS_PER_STEP):
+        found = await app.queue.get_many(ids[start : start + _JOBS_PER_STEP], tenant=wanted.tenant)
+        jobs += found
+        size += sum(len(orjson.dumps(job.payload)) + len(orjson.dumps(job.result)) for job in found)
+        if size > _PAGE_BYTES_MAX and start + _JOBS_PER_STEP < len(ids):
+            return jobs, views.Cursor(jobs[-1].created_at, jobs[-1].id)
+    return jobs, next
+
+
 async def _views(app: Services, jobs: Sequence[Job]) -> list[JobView]:
     reasons = await app.views.waiting_on(jobs)
     return [JobView.of(job, reasons[job.id]) for job in jobs]
@@ -297,6 +342,7 @@ async def _many(
             done = await app.bulk.cancel(wanted, after=_place(cursor), reason=reason or Why().reason)
         case "rerun":
             done = await app.bulk.rerun(wanted, after=_place(cursor))
+            app.doorbell.ring(await app.queue.queues() if done.changed else ())
         case "dismiss":
             done = await app.bulk.dismiss(wanted, after=_place(cursor))
     return _changed(done)

@@ -23,6 +23,7 @@ PREFIX = "wl_"
 _SECRET_BYTES = 32
 _HINT_CHARACTERS = 10
 _KEYS_MAX = 1000
+_LIFETIME_MAX = timedelta(days=36_525)
 
 
 class Scope(StrEnum):
@@ -89,11 +90,9 @@ class Keys:
             raise InvalidInput("a key's name and tenant have 1 to 100 characters", param="name")
         if tenant == "*":
             raise InvalidInput("'*' stands for all tenants and cannot be one", param="tenant")
-        if lifetime is not None and lifetime <= timedelta(0):
-            raise InvalidInput("a key must live for some time", param="lifetime")
-        wanted = tuple(dict.fromkeys(Scope(scope) for scope in scopes))
-        if not wanted:
-            raise InvalidInput("a key needs at least one scope", param="scopes")
+        if lifetime is not None and not timedelta(0) < lifetime <= _LIFETIME_MAX:
+            raise InvalidInput("a key lives for some time, and for 100 years at most", param="lifetime")
+        wanted = _wanted(scopes)
         secret = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         (row,) = await self._queue.ask(
             SQL["create"],
@@ -130,6 +129,15 @@ class Keys:
         """Whether a key was ever made; a revoked one counts, so that revoking the last one opens no door."""
         ((found,),) = await self._queue.ask(SQL["any"], {})
         return bool(found)
+
+
+def _wanted(scopes: Iterable[Scope | str]) -> tuple[Scope, ...]:
+    given = [str(scope) for scope in scopes]
+    if unknown := [scope for scope in given if scope not in set(Scope)]:
+        raise InvalidInput(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}", param="scopes")
+    if not given:
+        raise InvalidInput("a key needs at least one scope", param="scopes")
+    return tuple(dict.fromkeys(map(Scope, given)))
 
 
 def _digest(secret: str) -> bytes:

@@ -1,14 +1,20 @@
-"""How bodies are read: strict JSON, by a parser that knows neither NaN nor half a character."""
+"""How requests are read: known parameters only, and JSON by a parser that knows neither NaN nor half a character."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import difflib
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from email.message import Message
 from typing import Any
 
 import orjson
 from fastapi import Request
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from windlass.errors import InvalidInput
 
 
 class _OrjsonRequest(Request):
@@ -21,8 +27,36 @@ class OrjsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        known = _query_names(self.dependant)
 
         async def strictly(request: Request) -> Response:
-            return await handle(_OrjsonRequest(request.scope, request.receive))
+            request = _OrjsonRequest(request.scope, request.receive)
+            _refuse_unknown(request.query_params, known)
+            if self.body_field is not None and not _is_json(request) and await request.body():
+                raise HTTPException(415, "send JSON, with the header Content-Type: application/json")
+            return await handle(request)
 
         return strictly
+
+
+def _query_names(dependant: Dependant) -> set[str]:
+    """The query parameters of a route and of what it depends on."""
+    below = (_query_names(one) for one in dependant.dependencies)
+    return {param.alias for param in dependant.query_params}.union(*below)
+
+
+def _refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
+    """A filter that nobody knows would match everything, and that is worse than an error."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(sorted(known)) or 'none'}"
+            raise InvalidInput(f"there is no parameter {name[:100]!r} here; {hint}", param=name[:100])
+
+
+def _is_json(request: Request) -> bool:
+    """As the framework sees it, which takes any other body for a piece of text."""
+    header = Message()
+    header["content-type"] = request.headers.get("content-type", "")
+    subtype = header.get_content_subtype()
+    return header.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))

@@ -13,10 +13,24 @@ from starlette.responses import Response
 from windlass.api.access import Operator, Reader
 from windlass.api.errors import documented
 from windlass.api.routes import OrjsonRoute
-from windlass.api.schemas import LIMIT_MAX, Answer, Body, KeyPart, Name, Page, QueueName, Seconds, Text
+from windlass.api.schemas import (
+    LIMIT_MAX,
+    Answer,
+    Attempts,
+    Body,
+    KeyPart,
+    Name,
+    Page,
+    Payload,
+    Priority,
+    QueueName,
+    Seconds,
+    Text,
+)
 from windlass.api.services import services
 from windlass.engine.jobs import JobId, NewJob, OnHeld
 from windlass.engine.schedules import Missed, Schedule
+from windlass.errors import InvalidInput
 
 router = APIRouter(prefix="/v1/schedules", route_class=OrjsonRoute, tags=["schedules"])
 
@@ -31,10 +45,10 @@ class ScheduledJob(Body):
     """What each tick's job is made from."""
 
     job_type: Name
-    payload: Any = None
+    payload: Payload = None
     queue: QueueName | None = None
-    priority: int | None = Field(None, ge=0, le=9)
-    max_attempts: int | None = Field(None, ge=1, le=1_000)
+    priority: Priority | None = None
+    max_attempts: Attempts | None = None
     exclusive_key: list[KeyPart] | None = Field(None, min_length=1, max_length=20)
     on_held: OnHeld | None = None
     deadline_seconds: Seconds | None = Field(None, description="Counts from the making of each job.")
@@ -123,9 +137,12 @@ async def list_schedules(
     limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = 100,
     cursor: Annotated[ScheduleName | None, Query(description="The `next_cursor` of the page before.")] = None,
 ) -> Page[ScheduleView]:
-    found = await services(request).schedules.list(
-        tenant=caller.own_tenant, limit=min(limit + 1, LIMIT_MAX), after=cursor
-    )
+    schedules, tenant = services(request).schedules, caller.own_tenant
+    try:
+        found = await schedules.list(tenant=tenant, limit=min(limit + 1, LIMIT_MAX), after=cursor)
+    except InvalidInput as error:
+        error.param = "cursor"
+        raise
     shown = [ScheduleView.of(schedule) for schedule in found[:limit]]
     has_more = len(found) > limit or len(found) == LIMIT_MAX
     return Page(data=shown, has_more=has_more, next_cursor=shown[-1].name if has_more else None)
@@ -159,14 +176,19 @@ async def run_schedule(request: Request, caller: Operator, name: Which) -> Fired
 
 
 async def _put(request: Request, tenant: str, name: str, plan: Plan, *, replace: bool) -> ScheduleView:
-    schedule = await services(request).schedules.create(
-        name,
-        plan.cron,
-        plan.job.new_job(tenant),
-        timezone=plan.timezone,
-        missed=plan.missed,
-        tick_field=plan.tick_field,
-        tenant=tenant,
-        replace=replace,
-    )
+    try:
+        schedule = await services(request).schedules.create(
+            name,
+            plan.cron,
+            plan.job.new_job(tenant),
+            timezone=plan.timezone,
+            missed=plan.missed,
+            tick_field=plan.tick_field,
+            tenant=tenant,
+            replace=replace,
+        )
+    except InvalidInput as error:
+        field = "job_type" if error.param == "operation" else error.param
+        error.param = f"job.{field}" if field in ScheduledJob.model_fields else field
+        raise
     return ScheduleView.of(schedule)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal
+from functools import reduce
 from typing import Annotated, Any, Generic, Literal, TypeVar
 from uuid import UUID
 
 import orjson
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from windlass.engine.jobs import Job, NewJob, OnHeld
 from windlass.engine.views import InboxGroup, Pipeline, Reason, WaitingOn
@@ -18,24 +20,54 @@ from windlass.states import JobStatus
 T = TypeVar("T")
 JOBS_PER_REQUEST_MAX = 1_000
 LIMIT_MAX = 1_000
+PAYLOAD_DEPTH_MAX = 200
+NO_NUL = r"^[^\x00]*$"
 _SECONDS_MAX = 366 * 86_400.0
-_BIGINT_MAX = 2**63 - 1
+_INTEGER_MAX = 2**53 - 1
+_MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d")
+_WRITTEN_DEPTH_MAX = 254
 
 
-def _storable(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("a NUL character cannot be stored")
-    return text
+def _written_out(value: Any) -> Any:
+    if not isinstance(value, str) or not _MOMENT.match(value):
+        raise ValueError("a moment is written with its time zone, like 2026-12-24T18:00:00Z")
+    return value
 
 
-Text = Annotated[str, AfterValidator(_storable)]
+def _storable_moment(moment: datetime) -> datetime:
+    """PostgreSQL keeps years that Python cannot read back, and a time zone can lead there."""
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("the year must be from 1 to 9999, in UTC as well") from None
+
+
+def _shallow(payload: Any) -> Any:
+    """orjson writes a certain depth and no more; what it can write inside of some lists has room for our own words."""
+    try:
+        orjson.dumps(reduce(lambda inner, _: [inner], range(_WRITTEN_DEPTH_MAX - PAYLOAD_DEPTH_MAX), payload))
+    except TypeError:
+        raise ValueError(f"it is nested deeper than {PAYLOAD_DEPTH_MAX} levels") from None
+    return payload
+
+
+Payload = Annotated[Any, AfterValidator(_shallow)]
+Moment = Annotated[AwareDatetime, BeforeValidator(_written_out), AfterValidator(_storable_moment)]
+Text = Annotated[str, Field(pattern=NO_NUL)]
 Name = Annotated[Text, Field(min_length=1, max_length=100)]
 QueueName = Annotated[Text, Field(min_length=1, max_length=200)]
 Cursor = Annotated[Text, Field(max_length=200)]
-Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-EventId = Annotated[int, Field(ge=0, le=_BIGINT_MAX)]
-KeyPart = Annotated[Text, Field(max_length=500)] | Annotated[int, Field(ge=-_BIGINT_MAX, le=_BIGINT_MAX)] | bool | None
+Seconds = Annotated[float, Field(strict=True, ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
+Priority = Annotated[int, Field(strict=True, ge=0, le=9)]
+Attempts = Annotated[int, Field(strict=True, ge=1, le=1_000)]
+Flag = Annotated[bool, Field(strict=True)]
+EventId = Annotated[int, Field(ge=0, le=_INTEGER_MAX)]
+KeyPart = (
+    Annotated[Text, Field(max_length=500)]
+    | Annotated[int, Field(strict=True, ge=-_INTEGER_MAX, le=_INTEGER_MAX)]
+    | Flag
+    | None
+)
 
 
 class Body(BaseModel):
@@ -79,13 +111,13 @@ class JobToBe(Body):
     )
 
     job_type: Name = Field(description="The operation's name; `GET /v1/operations` lists them.")
-    payload: Any = Field(None, description="What the operation is called with; checked against its schema.")
+    payload: Payload = Field(None, description="What the operation is called with; checked against its schema.")
     queue: QueueName | None = Field(None, description="Instead of the operation's own.")
-    priority: int | None = Field(None, ge=0, le=9, description="0 is first.")
+    priority: Priority | None = Field(None, description="0 is first.")
     delay_seconds: Seconds = Field(0.0, description="Run it that much later.")
-    run_after: AwareDatetime | None = Field(None, description="Not before this moment.")
-    deadline: AwareDatetime | None = Field(None, description="Fail if not ended by then.")
-    max_attempts: int | None = Field(None, ge=1, le=1_000, description="Tries before it fails for good.")
+    run_after: Moment | None = Field(None, description="Not before this moment.")
+    deadline: Moment | None = Field(None, description="Fail if not ended by then.")
+    max_attempts: Attempts | None = Field(None, description="Tries before it fails for good.")
     exclusive_key: list[KeyPart] | None = Field(
         None, min_length=1, max_length=20, description="Of the jobs with this key at most one runs."
     )
@@ -126,13 +158,18 @@ class WaitingOnView(Answer):
     job_id: UUID | None
 
 
+def _worded(code: Any) -> Any:
+    """Operations may have given a number as their code, and a job that cannot be shown would break every list."""
+    return code if code is None else str(code)
+
+
 class JobError(Answer):
     """Why a job failed, or why it is tried again."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str | None = None
-    code: str | None = None
+    code: Annotated[str | None, BeforeValidator(_worded)] = None
     type: str | None = None
     message: str | None = None
 
@@ -201,7 +238,7 @@ class EventView(Answer):
     model: str | None
     prompt_tokens: int | None
     completion_tokens: int | None
-    cost: Decimal | None
+    cost: Annotated[Decimal, Field(allow_inf_nan=True)] | None
     error_kind: str | None
 
 
@@ -223,9 +260,9 @@ class Which(Body):
     pipeline_id: UUID | None = None
     parent_job_id: UUID | None = None
     error_code: Name | None = None
-    created_from: AwareDatetime | None = None
-    created_to: AwareDatetime | None = None
-    dry_run: bool = Field(False, description="Only count them.")
+    created_from: Moment | None = None
+    created_to: Moment | None = None
+    dry_run: Flag = Field(False, description="Only count them.")
     cursor: Cursor | None = Field(None, description="Where an earlier call of this kind left off.")
 
 
@@ -240,7 +277,7 @@ class Group(Body):
 
     job_type: Name
     code: Name | None = Field(None, description="Only failures with this code; without it all of the type.")
-    dry_run: bool = Field(False, description="Only count them.")
+    dry_run: Flag = Field(False, description="Only count them.")
     cursor: Cursor | None = Field(None, description="Where an earlier call of this kind left off.")
 
 

@@ -14,10 +14,11 @@ from windlass.api.schemas import LIMIT_MAX, All, Health, OperationInfo, QueueInf
 from windlass.api.services import services
 from windlass.db.migrate import require_current
 from windlass.engine.exposition import CONTENT_TYPE
-from windlass.errors import ConfigurationError, DatabaseError
+from windlass.errors import ConfigurationError, DatabaseError, NotFound
 
 router = APIRouter(route_class=OrjsonRoute)
 
+_QUEUES_MAX = 100_000
 Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="At most so many.")]
 WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 
@@ -94,7 +95,7 @@ def _unready(version: str, detail: str) -> Response:
 
 
 async def _queue(request: Request, name: str) -> QueueInfo:
-    for queue in await services(request).views.queues(limit=LIMIT_MAX):
+    for queue in await services(request).views.queues(limit=_QUEUES_MAX):
         if queue.name == name:
             return QueueInfo.model_validate(queue)
-    return QueueInfo(name=name, paused_at=None, due=0, scheduled=0, running=0, oldest_due_seconds=None)
+    raise NotFound(f"there is no queue {name!r}")

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import jsonschema
@@ -197,6 +197,12 @@ def _deadline(deadline: datetime | timedelta | None) -> tuple[datetime | None, f
 
 
 def _aware(moment: datetime | None, param: str) -> datetime | None:
-    if moment is not None and moment.tzinfo is None:
+    """In UTC, where a moment at the end of time may not exist; one that cannot be read back would stop every claim."""
+    if moment is None:
+        return None
+    if moment.tzinfo is None:
         raise InvalidInput(f"{param} has no time zone; use datetime.now(UTC) + …", param=param)
-    return moment
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError as error:
+        raise InvalidInput(f"{param} is {moment}, which is no time in UTC", param=param) from error

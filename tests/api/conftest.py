@@ -1,0 +1,179 @@
+"""An API on the test's own database, called in-process; keys for whoever the test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from decimal import Decimal
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from tests.support import DATABASE, raw
+from windlass import AsyncWindlass, Context, Done, NewJob, Wait, operation
+from windlass.api.access import Gate, Needs
+from windlass.api.application import application
+from windlass.api.keys import Scope
+from windlass.api.services import Services
+from windlass.api.settings import ApiSettings
+from windlass.errors import Fatal, Transient
+from windlass.settings import Settings
+from windlass.testing import drain
+
+HOST = "http://localhost:8765"
+
+
+@operation("greet")
+async def greet(name: str) -> str:
+    return f"Hello, {name}!"
+
+
+@operation("echo")
+async def echo(value: Any = None) -> Any:
+    return value
+
+
+@operation("broken", max_attempts=1)
+async def broken(code: str = "broken", n: int = 0) -> None:
+    raise Fatal("it broke", code=code)
+
+
+@operation("flaky", max_attempts=1)
+async def flaky() -> None:
+    raise Transient("not now", code="busy")
+
+
+@operation("family")
+async def family(children: int = 2) -> Wait:
+    return Wait([NewJob("echo", {"value": n}) for n in range(children)])
+
+
+@operation("chain")
+async def chain() -> Done:
+    return Done("first", then=[NewJob("echo", {"value": "second"}, delay_seconds=3600)])
+
+
+@operation("odd", max_attempts=1)
+async def odd(ctx: Context) -> None:
+    ctx.emit("odd.cost", cost=Decimal("NaN"))
+    raise Fatal("not there", code=404)
+
+
+OPERATIONS = [greet, echo, broken, flaky, family, chain, odd]
+
+
+class Api:
+    """A running API and what stands behind it."""
+
+    def __init__(self, windlass: AsyncWindlass, services: Services) -> None:
+        self.windlass = windlass
+        self.services = services
+        self.app = application(services)
+        self.queue = windlass.queue
+        self._stack = contextlib.AsyncExitStack()
+        self._doors: dict[str, FastAPI] = {}
+
+    async def client(self, app: FastAPI | None = None, url: str = HOST, **headers: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=app or self.app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=30)
+        return await self._stack.enter_async_context(client)
+
+    async def holder(self, *scopes: Scope | str, tenant: str = "default", **options: Any) -> httpx.AsyncClient:
+        """A client with a key of its own."""
+        key = await self.windlass.keys.create("test", tenant=tenant, scopes=scopes or tuple(Scope), **options)
+        return await self.client(Authorization=f"Bearer {key.secret}")
+
+    def with_settings(self, **settings: Any) -> FastAPI:
+        """The same services behind another front door."""
+        name = repr(settings)
+        if name not in self._doors:
+            self._doors[name] = self._door(settings)
+        return self._doors[name]
+
+    def _door(self, settings: dict[str, Any]) -> FastAPI:
+        changed = dataclasses.replace(self.services.settings, **settings)
+        gate = Gate(changed, self.windlass.keys)
+        return application(dataclasses.replace(self.services, settings=changed, gate=gate))
+
+    async def drain(self) -> int:
+        return await drain(self.windlass, fast_forward=False)
+
+    async def sql(self, statement: str, **params: Any) -> list[Any]:
+        return await raw(self.queue, statement, **params)
+
+    async def jobs(self) -> int:
+        ((n,),) = await self.sql("SELECT count(*) FROM windlass.job")
+        return int(n)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@contextlib.asynccontextmanager
+async def serving(url: str, **settings: Any) -> AsyncIterator[Api]:
+    configured = Settings(database=dataclasses.replace(DATABASE, url=url), api=ApiSettings(port=0, **settings))
+    async with AsyncWindlass(settings=configured, operations=OPERATIONS) as windlass:
+        server = await windlass.server()
+        api = Api(windlass, server._services)
+        try:
+            yield api
+        finally:
+            await api.close()
+            await server.close()
+
+
+@pytest.fixture
+async def api(database_url: str) -> AsyncIterator[Api]:
+    async with serving(database_url) as api:
+        yield api
+
+
+@pytest.fixture
+async def http(api: Api) -> httpx.AsyncClient:
+    """A client without a key, to which everything is open as long as no key was made."""
+    return await api.client()
+
+
+def routes(app: FastAPI) -> list[APIRoute]:
+    """Every route of the API, also those of included routers; the OpenAPI document has just as many."""
+    found: list[APIRoute] = []
+    waiting = list(app.routes)
+    while waiting:
+        route = waiting.pop()
+        if isinstance(route, APIRoute):
+            found.append(route)
+        elif router := getattr(route, "original_router", None):
+            waiting += router.routes
+    documented = {(path, method.upper()) for path, one in app.openapi()["paths"].items() for method in one}
+    assert {(route.path_format, method) for route in found for method in route.methods} == documented
+    return found
+
+
+def needed_scope(route: APIRoute) -> Scope | None:
+    scopes = [found.call.scope for found in route.dependant.dependencies if isinstance(found.call, Needs)]
+    assert len(scopes) <= 1
+    return scopes[0] if scopes else None
+
+
+def fails(answer: httpx.Response, status: int, code: str | None = None, param: str | None = None) -> str:
+    """Whether the answer is this error, in the one shape that errors have; answers its message."""
+    assert answer.status_code == status, (answer.status_code, answer.text[:500])
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"code", "message", "param", "type"}
+    assert body["error"]["message"]
+    if code is not None:
+        assert body["error"]["code"] == code
+    if param is not None:
+        assert body["error"]["param"] == param
+    return str(body["error"]["message"])
+
+
+async def gathered(*waiting: Any) -> list[Any]:
+    return list(await asyncio.gather(*waiting))

@@ -1,0 +1,591 @@
+"""Who may come in: keys and scopes over every route, other tenants' objects, hosts and origins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from tests.api.conftest import HOST, OPERATIONS, Api, fails, needed_scope, routes, serving
+from tests.support import DATABASE
+from windlass import AsyncWindlass, NewJob
+from windlass.api import application as application_module
+from windlass.api.access import require_key
+from windlass.api.keys import Scope
+from windlass.api.settings import ApiSettings
+from windlass.errors import ConfigurationError, Deadlock, InvalidInput, NotFound
+from windlass.settings import Settings
+from windlass.testing import drain
+
+OPEN_ROUTES = {"/healthz", "/readyz"}
+
+
+# Keys -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_keys_secret_is_nowhere_in_the_database(api: Api) -> None:
+    key = await api.windlass.keys.create("desk")
+    http = await api.client(Authorization=f"Bearer {key.secret}")
+    assert (await http.post("/v1/jobs", json={"job_type": "echo"})).status_code == 201
+    tables = await api.sql("SELECT format('%I.%I', schemaname, tablename) FROM pg_tables WHERE schemaname = 'windlass'")
+    for (table,) in tables:
+        found = await api.sql(f"SELECT FROM {table} AS one WHERE one::text LIKE %(secret)s", secret=f"%{key.secret}%")
+        assert found == [], table
+    ((digest, hint),) = await api.sql("SELECT digest, hint FROM windlass.api_key")
+    assert len(bytes(digest)) == 32
+    assert key.secret.startswith(hint)
+    assert len(key.secret) - len(hint) > 32
+
+
+async def test_a_key_that_is_unknown_malformed_or_of_another_kind_is_refused(api: Api) -> None:
+    secret = (await api.windlass.keys.create("desk")).secret
+    wrong = [
+        "Bearer wl_unknown",
+        f"Bearer {secret[:-1]}",
+        f"Bearer {secret}x",
+        f"Bearer {secret.upper()}",
+        f"Basic {secret}",
+        secret,
+        "Bearer",
+        "Bearer ",
+        "",
+        "Bearer wl_\xff",
+        "Bearer x" + "y" * 5000,
+    ]
+    for authorization in wrong:
+        http = await api.client()
+        answer = await http.get("/v1/jobs", headers={"Authorization": authorization.encode("latin-1")})
+        fails(answer, 401, "unauthorized")
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+    for scheme in ("Bearer", "bearer"):
+        http = await api.client(Authorization=f"{scheme} {secret}")
+        assert (await http.get("/v1/jobs")).status_code == 200
+
+
+async def test_a_key_ends_when_its_time_is_over(api: Api) -> None:
+    holder = await api.holder(lifetime=timedelta(hours=1))
+    assert (await holder.get("/v1/jobs")).status_code == 200
+    await api.sql("UPDATE windlass.api_key SET expires_at = now()")
+    fails(await holder.get("/v1/jobs"), 401, "unauthorized")
+
+
+async def test_a_revoked_key_opens_nothing_from_then_on(api: Api) -> None:
+    key = await api.windlass.keys.create("desk")
+    http = await api.client(Authorization=f"Bearer {key.secret}")
+    assert (await http.get("/v1/jobs")).status_code == 200
+    revoked = await api.windlass.keys.revoke(key.key.id)
+    fails(await http.get("/v1/jobs"), 401, "unauthorized")
+    assert (await api.windlass.keys.revoke(key.key.id)).revoked_at == revoked.revoked_at
+    fails(await (await api.client()).get("/v1/jobs"), 401, "unauthorized")
+    with pytest.raises(NotFound, match="windlass key list"):
+        await api.windlass.keys.revoke(uuid4())
+
+
+async def test_the_last_use_of_a_key_is_noted_once_a_minute(api: Api) -> None:
+    holder = await api.holder()
+    (before,) = await api.windlass.keys.list()
+    assert before.last_used_at is None
+    await holder.get("/v1/jobs")
+    (used,) = await api.windlass.keys.list()
+    assert used.last_used_at is not None
+    await holder.get("/v1/jobs")
+    assert await api.windlass.keys.list() == [used]
+    await api.sql("UPDATE windlass.api_key SET last_used_at = last_used_at - interval '61 seconds'")
+    await holder.get("/v1/jobs")
+    ((later,),) = await api.sql("SELECT last_used_at FROM windlass.api_key")
+    assert later > used.last_used_at
+
+
+async def test_keys_are_checked_when_they_are_made(api: Api) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"name": ""}, "1 to 100"),
+        ({"name": "x" * 101}, "1 to 100"),
+        ({"tenant": ""}, "1 to 100"),
+        ({"tenant": "*"}, "all tenants"),
+        ({"scopes": []}, "at least one scope"),
+        ({"scopes": ["red"]}, "no scope 'red'; there are read, submit, operate, admin"),
+        ({"lifetime": timedelta(0)}, "some time"),
+        ({"lifetime": timedelta(days=40_000)}, "100 years"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(InvalidInput, match=message):
+            await api.windlass.keys.create(**{"name": "desk", **options})
+    assert await api.windlass.keys.list() == []
+    made = await api.windlass.keys.create("desk", scopes=["read", "read", Scope.ADMIN], tenant="t")
+    assert made.key.scopes == (Scope.READ, Scope.ADMIN)
+    assert await api.windlass.keys.list(tenant="t") == [made.key]
+    assert await api.windlass.keys.list(tenant="u") == []
+
+
+# Scopes -----------------------------------------------------------------------------------------------------------
+
+
+async def called(http: httpx.AsyncClient, route: APIRoute, **options: Any) -> httpx.Response:
+    """The route with ids that do not exist and a body that says nothing: whoever is let in gets another error."""
+    path = route.path_format.format(id=uuid4(), name="nobody")
+    (method,) = route.methods
+    return await http.request(method, path, **options)
+
+
+async def test_every_route_but_health_needs_a_scope(api: Api) -> None:
+    without = {route.path for route in routes(api.app) if needed_scope(route) is None}
+    assert without == OPEN_ROUTES
+    await api.holder()
+    http = await api.client()
+    for route in routes(api.app):
+        answer = await called(http, route)
+        if route.path in OPEN_ROUTES:
+            assert answer.status_code == 200
+        else:
+            fails(answer, 401, "unauthorized")
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+async def test_a_key_with_every_other_scope_is_refused_and_one_with_only_this_gets_in(api: Api) -> None:
+    only = {scope: await api.holder(scope) for scope in Scope}
+    others = {scope: await api.holder(*(other for other in Scope if other is not scope)) for scope in Scope}
+    tried = 0
+    for route in routes(api.app):
+        scope = needed_scope(route)
+        if scope is None:
+            continue
+        refused = fails(await called(others[scope], route), 403, "forbidden")
+        assert scope.value in refused, route.path
+        entered = await called(only[scope], route)
+        assert entered.status_code in (200, 400, 404), (route.path, entered.text)
+        tried += 1
+    assert tried == len(routes(api.app)) - len(OPEN_ROUTES) > 25
+
+
+async def test_which_scope_a_route_needs(api: Api) -> None:
+    """A change of this table is a change of who may do what."""
+    found: dict[Scope, set[str]] = {scope: set() for scope in Scope}
+    for route in routes(api.app):
+        if scope := needed_scope(route):
+            found[scope].add(f"{next(iter(route.methods))} {route.path_format}")
+    assert found[Scope.SUBMIT] == {"POST /v1/jobs"}
+    assert found[Scope.ADMIN] == {
+        "GET /metrics",
+        "GET /v1/workers",
+        "POST /v1/queues/{name}/pause",
+        "POST /v1/queues/{name}/resume",
+    }
+    assert all(name.startswith("GET ") for name in found[Scope.READ])
+    assert not any(name.startswith("GET ") for name in found[Scope.OPERATE])
+
+
+async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Api) -> None:
+    http = await api.client()
+    assert (await http.post("/v1/jobs", json={"job_type": "echo"})).json()["tenant"] == "default"
+    for path in ("/v1/jobs", "/v1/workers", "/metrics", "/v1/jobs?tenant=*"):
+        assert (await http.get(path)).status_code == 200
+    fails(await http.get("/v1/jobs", headers={"Authorization": "Bearer wl_x"}), 401, "unauthorized")
+    elsewhere = await api.client(api.with_settings(host="192.0.2.1"), url="http://192.0.2.1")
+    fails(await elsewhere.get("/v1/jobs"), 401, "unauthorized")
+    key = await api.windlass.keys.create("desk")
+    fails(await http.get("/v1/jobs"), 401, "unauthorized")
+    await api.windlass.keys.revoke(key.key.id)
+    fails(await http.get("/v1/jobs"), 401, "unauthorized")
+
+
+async def test_the_server_does_not_start_for_strangers_without_a_key(database_url: str) -> None:
+    settings = Settings(
+        database=dataclasses.replace(DATABASE, url=database_url), api=ApiSettings(port=0, host="0.0.0.0")
+    )
+    async with AsyncWindlass(settings=settings, operations=OPERATIONS) as windlass:
+        with pytest.raises(ConfigurationError, match=r"not on 0\.0\.0\.0; .* windlass key create"):
+            await windlass.server()
+        for host in ("::", "192.0.2.1", "example.com", ""):
+            with pytest.raises(ConfigurationError, match="windlass key create"):
+                await require_key(ApiSettings(host=host), windlass.keys)
+        for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+            await require_key(ApiSettings(host=host), windlass.keys)
+        await windlass.keys.create("desk")
+        await (await windlass.server()).close()
+
+
+# Tenants ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Theirs:
+    """What tenant b owns."""
+
+    waiting: str
+    failed: str
+    pipeline: str
+    parent: str
+    key: str = "theirs"
+    schedule: str = "nightly"
+
+
+@pytest.fixture
+async def theirs(api: Api) -> Theirs:
+    windlass = api.windlass
+    failed = await windlass.enqueue("broken", tenant="b")
+    pipeline = await windlass.enqueue("chain", tenant="b")
+    parent = await windlass.enqueue("family", tenant="b")
+    await drain(windlass, fast_forward=False)
+    waiting = await windlass.enqueue("echo", tenant="b", idempotency_key="theirs", exclusive_key=["k"])
+    await windlass.schedules.create("nightly", "0 3 * * *", NewJob("echo"), tenant="b")
+    theirs = await api.holder("submit", tenant="b")
+    body = {"job_type": "echo", "queue": "theirs"}
+    assert (await theirs.post("/v1/jobs", json=body, headers={"Idempotency-Key": "theirs"})).status_code == 201
+    return Theirs(str(waiting), str(failed), str(pipeline), str(parent))
+
+
+async def everything_of(api: Api, tenant: str) -> list[Any]:
+    """The tenant's rows as they stand."""
+    rows = [
+        await api.sql(f"SELECT to_jsonb(one) FROM windlass.{table} AS one WHERE tenant = %(t)s ORDER BY 1", t=tenant)
+        for table in ("job", "schedule", "api_request")
+    ]
+    events = (
+        "SELECT event.id FROM windlass.job_event AS event JOIN windlass.job ON job.id = job_id WHERE tenant = %(t)s"
+    )
+    return [*rows, await api.sql(f"{events} ORDER BY 1", t=tenant)]
+
+
+async def test_every_route_with_another_tenants_object_finds_nothing_and_changes_nothing(
+    api: Api, theirs: Theirs
+) -> None:
+    before = await everything_of(api, "b")
+    mine = await api.holder("read", "submit", "operate", tenant="a")
+    schedule_id = str((await api.windlass.schedules.get("nightly", tenant="b")).id)
+    plan = {"cron": "0 4 * * *", "job": {"job_type": "echo"}}
+    tried = 0
+    for route in routes(api.app):
+        if "{" not in route.path or needed_scope(route) is Scope.ADMIN:
+            continue
+        ids = [theirs.waiting, theirs.failed, theirs.pipeline, theirs.parent]
+        names = ids if "{id}" in route.path else [theirs.schedule, schedule_id]
+        (method,) = route.methods
+        if method == "PUT":
+            continue  # makes a schedule of our own: see below
+        for name in names:
+            path = route.path_format.format(id=name, name=name)
+            fails(await mine.request(method, path, json=plan if method == "PUT" else None), 404, "not_found")
+            tried += 1
+    assert tried >= 4 * 8 + 2 * 5
+    assert await everything_of(api, "b") == before
+    own = await mine.put("/v1/schedules/nightly", json=plan)
+    assert (own.status_code, own.json()["tenant"]) == (200, "a")
+    fails(await mine.put(f"/v1/schedules/{schedule_id}", json=plan), 400, param="name")
+    assert await everything_of(api, "b") == before
+
+
+async def test_queues_are_everybodys_and_so_their_pause_is_not_for_operators(api: Api, theirs: Theirs) -> None:
+    mine = await api.holder("read", "submit", "operate", tenant="a")
+    for verb in ("pause", "resume"):
+        fails(await mine.post(f"/v1/queues/theirs/{verb}"), 403, "forbidden")
+    assert (await mine.get("/v1/queues")).json()["data"] == []
+
+
+async def test_filters_bodies_and_keys_do_not_reach_into_another_tenant(api: Api, theirs: Theirs) -> None:
+    before = await everything_of(api, "b")
+    mine = await api.holder("read", "submit", "operate", tenant="a")
+    lists: list[dict[str, Any]] = [
+        {},
+        {"pipeline_id": theirs.pipeline},
+        {"parent_job_id": theirs.parent},
+        {"pipeline_id": theirs.parent, "parent_job_id": theirs.parent},
+        {"queue": "theirs"},
+        {"error_code": "broken"},
+    ]
+    for params in lists:
+        assert (await mine.get("/v1/jobs", params=params)).json()["data"] == [], params
+    for path in ("/v1/jobs/failed", "/v1/queues", "/v1/schedules"):
+        assert (await mine.get(path)).json()["data"] == []
+    bodies: list[dict[str, Any]] = [
+        {"pipeline_id": theirs.pipeline},
+        {"parent_job_id": theirs.parent},
+        {"queue": "theirs"},
+        {"status": ["QUEUED", "RUNNING", "FAILED"]},
+        {"job_type": "broken"},
+    ]
+    for verb in ("cancel", "rerun"):
+        for body in bodies:
+            for dry_run in (True, False):
+                done = (await mine.post(f"/v1/jobs/{verb}", json={**body, "dry_run": dry_run})).json()
+                assert (done["matched"], done["changed"]) == (0, 0), body
+    for verb in ("rerun", "dismiss"):
+        assert (await mine.post(f"/v1/jobs/failed/{verb}", json={"job_type": "broken"})).json()["matched"] == 0
+    job = {"job_type": "greet", "payload": {"name": "a"}, "idempotency_key": theirs.key, "pipeline_id": theirs.pipeline}
+    sent = await mine.post(
+        "/v1/jobs",
+        json={**job, "exclusive_key": ["k"], "on_held": "supersede"},
+        headers={"Idempotency-Key": theirs.key},
+    )
+    assert (sent.status_code, sent.json()["tenant"]) == (201, "a")
+    assert sent.json()["id"] not in (theirs.waiting, theirs.pipeline)
+    shown = (await mine.get(f"/v1/pipelines/{theirs.pipeline}")).json()
+    assert shown["counts"] == {"QUEUED": 1}  # our own job under their number, and nothing of theirs
+    assert (await mine.post(f"/v1/pipelines/{theirs.pipeline}/cancel")).json()["counts"] == {"CANCELLED": 1}
+    assert await everything_of(api, "b") == before
+
+
+async def test_only_an_admin_acts_in_another_tenant(api: Api, theirs: Theirs) -> None:
+    mine = await api.holder("read", "submit", "operate", tenant="a")
+    for tenant in ("b", "*", "nobody"):
+        fails(await mine.get("/v1/jobs", params={"tenant": tenant}), 403, "forbidden")
+        fails(await mine.post(f"/v1/jobs/{theirs.waiting}/cancel", params={"tenant": tenant}), 403, "forbidden")
+    assert (await mine.get("/v1/jobs", params={"tenant": "a"})).status_code == 200
+    admin = await api.holder(tenant="a")
+    fails(await admin.get(f"/v1/jobs/{theirs.waiting}"), 404, "not_found")
+    for tenant in ("b", "*"):
+        assert (await admin.get(f"/v1/jobs/{theirs.waiting}", params={"tenant": tenant})).status_code == 200
+        assert len((await admin.get("/v1/jobs", params={"tenant": tenant})).json()["data"]) == 8
+        assert (await admin.get("/v1/jobs/failed", params={"tenant": tenant})).json()["data"][0]["count"] == 1
+    assert (await admin.get("/v1/schedules", params={"tenant": "b"})).json()["data"][0]["name"] == "nightly"
+    made = await admin.post("/v1/jobs", params={"tenant": "b"}, json={"job_type": "echo"})
+    assert (made.status_code, made.json()["tenant"]) == (201, "b")
+    cancelled = await admin.post(f"/v1/jobs/{theirs.waiting}/cancel", params={"tenant": "*"})
+    assert cancelled.json()["status"] == "CANCELLED"
+
+
+async def test_nothing_is_made_in_all_tenants(api: Api) -> None:
+    admin = await api.holder()
+    plan = {"cron": "0 4 * * *", "job": {"job_type": "echo"}}
+    everywhere = {"tenant": "*"}
+    for answer in (
+        await admin.post("/v1/jobs", params=everywhere, json={"job_type": "echo"}),
+        await admin.post("/v1/schedules", params=everywhere, json={"name": "n", **plan}),
+        await admin.put("/v1/schedules/n", params=everywhere, json=plan),
+        await admin.get("/v1/schedules", params=everywhere),
+    ):
+        assert "name one tenant" in fails(answer, 400, "invalid_request")
+    assert await api.jobs() == 0
+
+
+# Hosts and origins ------------------------------------------------------------------------------------------------
+
+
+async def asked(api: Api, host: str, settings: dict[str, Any] | None = None, **headers: str) -> httpx.Response:
+    http = await api.client(api.with_settings(**(settings or {})))
+    return await http.get("/healthz", headers={"Host": host, **headers})
+
+
+async def test_on_loopback_only_the_machines_own_names_are_known(api: Api) -> None:
+    for host in ("localhost", "LOCALHOST:1", "localhost:8765", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8765"):
+        assert (await asked(api, host)).status_code == 200, host
+    for host in (
+        "evil.example",
+        "evil.example:8765",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "192.0.2.7",
+        "[fe80::1]",
+        "",
+        "evil@localhost",
+    ):
+        assert "api.allowed_hosts" in fails(await asked(api, host), 421, "wrong_host", "host"), host
+    assert (await asked(api, "127.0.0.2", {"host": "127.0.0.2"})).status_code == 200
+    assert (await asked(api, "[::1]:9", {"host": "::1"})).status_code == 200
+
+
+async def test_other_names_are_known_by_their_patterns(api: Api) -> None:
+    settings = {"allowed_hosts": ("Desk.example.com", "*.inner.example.com", "[2001:db8::7]", "192.0.2.7")}
+    for host in (
+        "desk.example.com",
+        "DESK.example.com:443",
+        "a.inner.example.com",
+        "a.b.inner.example.com",
+        "[2001:db8::7]:80",
+        "192.0.2.7",
+        "localhost",
+    ):
+        assert (await asked(api, host, settings)).status_code == 200, host
+    for host in (
+        "example.com",
+        "inner.example.com",
+        "xdesk.example.com",
+        "desk.example.com.evil",
+        "[2001:db8::8]",
+        "2",
+    ):
+        fails(await asked(api, host, settings), 421, "wrong_host")
+    assert (await asked(api, "anything", {"allowed_hosts": ("*",)})).status_code == 200
+
+
+async def test_a_server_on_all_addresses_is_known_by_any_of_them(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.api.access.socket.gethostname", lambda: "Pod-7")
+    for bound in ("0.0.0.0", "::"):
+        for host in ("192.0.2.7", "192.0.2.7:8765", "[2001:db8::8]:1", "localhost", "pod-7", "POD-7:8765"):
+            assert (await asked(api, host, {"host": bound})).status_code == 200, host
+        for host in ("evil.example", "pod-8", ""):
+            fails(await asked(api, host, {"host": bound}), 421, "wrong_host")
+    fails(await asked(api, "192.0.2.8", {"host": "192.0.2.7"}), 421, "wrong_host")
+    assert (await asked(api, "192.0.2.7", {"host": "192.0.2.7"})).status_code == 200
+
+
+async def test_pages_of_other_origins_are_refused(api: Api) -> None:
+    http = await api.client()
+    for origin in (None, HOST):
+        answer = await http.post("/v1/jobs", json={"job_type": "echo"}, headers={"Origin": origin} if origin else {})
+        assert answer.status_code == 201
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    for origin in (
+        "http://evil.example",
+        "null",
+        "https://localhost:8765",
+        "http://localhost",
+        "http://localhost:1",
+        "",
+    ):
+        answer = await http.post("/v1/jobs", json={"job_type": "echo"}, headers={"Origin": origin})
+        assert "api.allowed_origins" in fails(answer, 403, "wrong_origin", "origin")
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    preflight = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    fails(await http.options("/v1/jobs", headers=preflight), 403, "wrong_origin")
+    assert await api.jobs() == 2
+
+
+async def test_an_allowed_origin_may_call_from_its_pages(api: Api) -> None:
+    http = await api.client(api.with_settings(allowed_origins=("https://desk.example.com",)))
+    origin = {"Origin": "https://desk.example.com"}
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "idempotency-key"}
+    preflight = await http.options("/v1/jobs", headers={**origin, **wanted})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://desk.example.com"
+    assert "idempotency-key" in preflight.headers["access-control-allow-headers"].lower()
+    sent = await http.post("/v1/jobs", json={"job_type": "echo"}, headers=origin)
+    assert (sent.status_code, sent.headers["access-control-allow-origin"]) == (201, "https://desk.example.com")
+    assert "access-control-allow-credentials" not in sent.headers
+    refused = await http.post("/v1/jobs", json={}, headers=origin)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, "https://desk.example.com")
+    fails(await http.get("/v1/jobs", headers={"Origin": "https://evil.example"}), 403, "wrong_origin")
+    assert (await http.get("/v1/jobs", headers={"Origin": HOST})).status_code == 200
+
+
+async def test_every_answer_forbids_guessing_its_type(api: Api) -> None:
+    http = await api.client()
+    for path, headers in (("/healthz", {}), ("/v1/nothing", {}), ("/healthz", {"Host": "evil.example"})):
+        assert (await http.get(path, headers=headers)).headers["x-content-type-options"] == "nosniff"
+
+
+# What stands around the jobs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def away(database_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A server whose database has gone away."""
+    async with serving(database_url) as api:
+        http = await api.client()
+        assert (await http.get("/readyz")).json()["status"] == "ok"
+        await api.windlass.pool.close()
+        yield http
+
+
+async def test_without_its_database_the_server_asks_for_patience(away: httpx.AsyncClient) -> None:
+    for method, path in (
+        ("GET", "/v1/jobs"),
+        ("POST", "/v1/jobs"),
+        ("GET", f"/v1/jobs/{uuid4()}"),
+        ("GET", "/metrics"),
+    ):
+        body = {"job_type": "echo"} if method == "POST" else None
+        answer = await away.request(method, path, json=body)
+        message = fails(answer, 503, "unavailable")
+        assert message == "the database is away; try again soon"
+        assert answer.headers["Retry-After"] == "1"
+    ready = await away.get("/readyz")
+    assert (ready.status_code, ready.json()["status"]) == (503, "unavailable")
+    assert (await away.get("/healthz")).json()["status"] == "ok"
+
+
+async def test_a_deadlock_that_would_not_end_asks_for_patience(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def entangled(*_: object, **__: object) -> None:
+        raise Deadlock("process 7 waits for process 8")
+
+    monkeypatch.setattr(type(api.services.views), "ids", entangled)
+    answer = await (await api.client()).get("/v1/jobs")
+    assert "process" not in fails(answer, 503, "unavailable")
+    assert answer.headers["Retry-After"] == "1"
+
+
+async def test_an_unknown_path_and_a_wrong_method_have_the_one_shape(api: Api) -> None:
+    http = await api.client()
+    for path in ("/", "/v1", "/v1/nothing", "/v1/jobs/", "//v1/jobs", "/v1/jobs/%2e%2e/x", "/docs", "/redoc"):
+        assert "/openapi.json" in fails(await http.get(path), 404, "not_found")
+    allowed = {
+        "/v1/jobs": "GET, POST",
+        "/v1/schedules/x": "DELETE, GET, PUT",
+        "/v1/schedules": "GET, POST",
+        "/healthz": "GET",
+        "/v1/queues/a/b/pause": "POST",
+    }
+    for path, methods in allowed.items():
+        answer = await http.patch(path)
+        fails(answer, 405, "method_not_allowed")
+        assert answer.headers["Allow"] == methods
+
+
+async def test_an_unexpected_error_tells_the_log_and_nobody_else(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def burst(*_: object, **__: object) -> None:
+        raise RuntimeError("the secret is 42")
+
+    monkeypatch.setattr(type(api.services.views), "ids", burst)
+    http = await api.client()
+    answer = await http.get("/v1/jobs")
+    fails(answer, 500, "internal_error")
+    assert "42" not in answer.text
+    assert "RuntimeError" not in answer.text
+    assert "the secret is 42" in caplog.text
+
+
+async def test_requests_are_counted_by_route_and_status(api: Api) -> None:
+    http = await api.client()
+    id = uuid4()
+    await http.get(f"/v1/jobs/{id}")
+    await http.get(f"/nowhere/{id}")
+    text = (await http.get("/metrics")).text
+    assert str(id) not in text
+    counted = [line for line in text.splitlines() if "http_requests_total{" in line]
+    assert any('route="/v1/jobs/{id}"' in line and 'status="404"' in line for line in counted), counted
+    assert any('route="other"' in line and 'status="404"' in line for line in counted), counted
+    assert application_module._STREAM in {route.path for route in routes(api.app)}
+
+
+async def test_queues_are_paused_and_resumed_by_admins(api: Api) -> None:
+    http = await api.client()
+    await http.post("/v1/jobs", json={"job_type": "echo", "queue": "slow/eu"})
+    paused = await http.post("/v1/queues/slow/eu/pause")
+    assert (paused.status_code, paused.json()["name"], paused.json()["due"]) == (200, "slow/eu", 1)
+    assert paused.json()["paused_at"] is not None
+    (job,) = (await http.get("/v1/jobs")).json()["data"]
+    assert "paused_queue" in [one["reason"] for one in job["waiting_on"]]
+    assert await api.drain() == 0
+    (listed,) = (await http.get("/v1/queues")).json()["data"]
+    assert listed["paused_at"] == paused.json()["paused_at"]
+    assert (await http.post("/v1/queues/slow%2Feu/resume")).json()["paused_at"] is None
+    assert await api.drain() == 1
+    assert "did you mean 'slow/eu'" in fails(await http.post("/v1/queues/slow/e/pause"), 404, "not_found")
+    fails(await http.post("/v1/queues/nobody/resume"), 404, "not_found")
+
+
+async def test_operations_and_workers_are_listed(api: Api) -> None:
+    http = await api.client()
+    assert (await http.get("/v1/workers")).json()["data"] == []
+    worker = api.windlass.worker()
+    await worker.register()
+    try:
+        (shown,) = (await http.get("/v1/workers")).json()["data"]
+        assert (shown["id"], shown["is_alive"]) == (worker.id, True)
+        found = {one["name"]: one for one in (await http.get("/v1/operations")).json()["data"]}
+        assert set(found) == {"greet", "echo", "broken", "flaky", "family", "chain", "odd"}
+        assert found["greet"]["workers"] == 1
+        assert "name" in found["greet"]["payload_schema"]["properties"]
+        assert len((await http.get("/v1/operations", params={"limit": 2})).json()["data"]) == 2
+    finally:
+        await worker.close()
+    for path in ("workers", "operations", "queues", "schedules", "jobs", "jobs/failed"):
+        for limit in (0, 1001, "x"):
+            fails(await http.get(f"/v1/{path}", params={"limit": limit}), 400, param="limit")

@@ -1,0 +1,174 @@
+"""The OpenAPI document: what it must say of every route, and whether the server keeps to it under fire."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import OPERATIONS, Api, routes
+from tests.support import DATABASE
+from windlass import AsyncWindlass, NewJob
+from windlass.api.application import application
+from windlass.api.settings import ApiSettings
+from windlass.settings import Settings
+from windlass.testing import drain
+
+EXAMPLES = int(os.environ.get("WINDLASS_TEST_FUZZ_EXAMPLES", "4"))
+"""Cases per route in the fuzzing phase; a thousand are good company over lunch."""
+
+CONFIG = """\
+seed = {seed}
+request-timeout = 5.0
+max-stream-events = 1
+workers = 1
+headers = {{ Authorization = "Bearer {secret}" }}
+
+[generation]
+max-examples = {examples}
+database = "none"
+no-shrink = true
+
+[phases]
+stateful.enabled = false
+coverage.unexpected-methods = ["PATCH"]
+coverage.generate-duplicate-query-parameters = false
+
+[checks]
+# Half of what is right by its shape is wrong by its sense: an operation that nobody knows, a cursor from nowhere.
+positive_data_acceptance.enabled = false
+# Keys may carry several scopes and no key is needed for health: tests/api/test_access.py walks the routes instead.
+ignored_auth.enabled = false
+
+[parameters]
+"path.id" = {{ dictionary = "ids", probability = 0.7 }}
+"path.name" = {{ dictionary = "names", probability = 0.7 }}
+
+[dictionaries]
+ids.values = {ids}
+names.values = ["nightly", "default"]
+
+# GET /v1/jobs/cancel is GET /v1/jobs/{{id}} with an id that is none, and is told so.
+[[operations]]
+include-path = ["/v1/jobs/cancel", "/v1/jobs/rerun"]
+checks.unsupported_method.enabled = false
+checks.allow_header_conformance.enabled = false
+"""
+
+
+@pytest.mark.timeout(120 + 60 * EXAMPLES)
+async def test_the_server_keeps_to_its_document_whatever_is_sent(database_url: str, tmp_path: Path) -> None:
+    settings = Settings(database=dataclasses.replace(DATABASE, url=database_url), api=ApiSettings(port=0))
+    async with AsyncWindlass(settings=settings, operations=OPERATIONS) as windlass:
+        jobs = [await windlass.enqueue(name) for name in ("echo", "broken", "family")]
+        await windlass.schedules.create("nightly", "0 3 * * *", NewJob("echo"))
+        await drain(windlass, fast_forward=False)
+        key = await windlass.keys.create("fuzzer", scopes=["read", "submit", "operate", "admin"])
+        config = tmp_path / "schemathesis.toml"
+        ids = json.dumps([str(job) for job in jobs])
+        config.write_text(CONFIG.format(seed=1, secret=key.secret, examples=EXAMPLES, ids=ids))
+        server, worker = await windlass.server(), windlass.worker()
+        running = [server.start(), asyncio.create_task(worker.run())]
+        try:
+            code, said = await fuzz(f"{server.url}/openapi.json", config)
+        finally:
+            worker.stop()
+            await server.close()
+            await asyncio.gather(*running)
+    assert code == 0, said
+    assert f"Tested: {len(routes(application(server._services)))}" in said
+    for phase in ("Examples", "Coverage", "Fuzzing"):
+        assert f"✅ {phase}" in said
+
+
+async def fuzz(url: str, config: Path) -> tuple[int | None, str]:
+    command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(config), "run", url]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=config.parent, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode, said.decode()
+
+
+# What the document says -------------------------------------------------------------------------------------------
+
+
+def operations(api: Api) -> list[tuple[str, dict[str, Any]]]:
+    document = api.app.openapi()
+    return [
+        (f"{method.upper()} {path}", one) for path, found in document["paths"].items() for method, one in found.items()
+    ]
+
+
+async def test_every_route_says_what_it_is_and_how_it_fails(api: Api) -> None:
+    assert len(operations(api)) == len(routes(api.app)) > 25
+    for name, one in operations(api):
+        assert one["summary"], name
+        assert len(one["tags"]) == 1, name
+        answers = one["responses"]
+        if name not in ("GET /healthz", "GET /readyz"):
+            assert {"400", "401", "403", "413", "421", "503"} <= set(answers), name
+        assert "422" not in answers, name
+        assert ("415" in answers) == ("requestBody" in one), name
+        if "{" in name:
+            assert "404" in answers, name
+        for status, answer in answers.items():
+            if status >= "400" and not (name == "GET /readyz" and status == "503"):
+                schema = answer["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorBody"}, (name, status)
+
+
+async def test_every_parameter_and_every_field_of_a_body_has_a_limit(api: Api) -> None:
+    document = api.app.openapi()
+    for name, one in operations(api):
+        for parameter in one.get("parameters", ()):
+            unlimited = list(unbounded(document, parameter["schema"], f"{name} {parameter['name']}"))
+            assert not unlimited
+        for content in one.get("requestBody", {}).get("content", {}).values():
+            unlimited = list(unbounded(document, content["schema"], name))
+            assert [where for where in unlimited if not where.endswith(".payload")] == []  # by bytes and by depth
+
+
+def unbounded(document: dict[str, Any], schema: dict[str, Any], where: str) -> list[str]:
+    """The places below a schema at which anything fits."""
+    if reference := schema.get("$ref"):
+        schema = document["components"]["schemas"][reference.rpartition("/")[2]]
+    choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
+    if choices:
+        return [found for choice in choices for found in unbounded(document, choice, where)]
+    if "enum" in schema or "const" in schema or schema.get("type") in ("null", "boolean"):
+        return []
+    match schema.get("type"):
+        case "object":
+            assert schema["additionalProperties"] is False, where
+            found = [unbounded(document, part, f"{where}.{name}") for name, part in schema["properties"].items()]
+            return [place for places in found for place in places]
+        case "array":
+            own = [] if "maxItems" in schema else [where]
+            return own + unbounded(document, schema["items"], f"{where}[]")
+        case "string":
+            return [] if "maxLength" in schema or schema.get("format") in ("uuid", "date-time") else [where]
+        case "integer" | "number":
+            return [] if {"minimum", "maximum"} <= set(schema) else [where]
+    return [where]
+
+
+async def test_the_document_is_there_for_everybody_and_its_examples_are_true(api: Api) -> None:
+    await api.holder()
+    http = await api.client()
+    answer = await http.get("/openapi.json")
+    assert answer.status_code == 200
+    assert answer.json()["info"]["title"] == "Windlass"
+    holder = await api.holder("submit")
+    (example,) = answer.json()["components"]["schemas"]["JobToBe"]["examples"]
+    assert (await holder.post("/v1/jobs", json=example)).status_code == 201
