@@ -64,3 +64,17 @@ def test_one_operation_from_the_environment_is_a_list_of_one(tmp_path):
 def test_a_configuration_file_that_was_named_must_exist(tmp_path):
     with pytest.raises(ConfigurationError, match="there is no configuration file"):
         load_settings(environment={"WINDLASS_CONFIG": str(tmp_path / "absent.toml")})
+
+
+def test_what_kubernetes_says_about_a_service_of_our_name_is_no_setting():
+    said = {
+        "WINDLASS_SERVICE_HOST": "10.0.0.7",
+        "WINDLASS_SERVICE_PORT": "8765",
+        "WINDLASS_SERVICE_PORT_HTTP": "8765",
+        "WINDLASS_PORT": "tcp://10.0.0.7:8765",
+        "WINDLASS_API_PORT": "tcp://10.0.0.7:8765",
+        "WINDLASS_API_PORT_8765_TCP": "tcp://10.0.0.7:8765",
+        "WINDLASS_API_PORT_8765_TCP_ADDR": "10.0.0.7",
+    }
+    assert load_settings(environment=said) == load_settings(environment={})
+    assert load_settings(environment={**said, "WINDLASS_API_PORT": "9000"}).api.port == 9000

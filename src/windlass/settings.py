@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,9 +35,12 @@ from windlass.engine.queue import EngineSettings
 from windlass.engine.retention import RetentionSettings
 from windlass.engine.worker import WorkerSettings
 from windlass.errors import ConfigurationError
+from windlass.storage.settings import StorageSettings
 
 PREFIX = "WINDLASS_"
 CONFIG = "WINDLASS_CONFIG"
+# What Kubernetes tells every pod about a service that is called windlass, or windlass-something.
+_KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
 _OTHERS = {CONFIG, "WINDLASS_CHILD", "WINDLASS_REQUIRE_ALL"}
 
 
@@ -61,6 +65,7 @@ class Settings:
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     api: ApiSettings = field(default_factory=ApiSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
+    storage: StorageSettings = field(default_factory=StorageSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
 
@@ -103,6 +108,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     known = _known()
     for name, text in environment.items():
         if not name.startswith(PREFIX) or name in _OTHERS or name.startswith(PREFIX + "TEST_"):
+            continue
+        if _KUBERNETES.search(f"{name}={text}"):
             continue
         path = known.get(name.removeprefix(PREFIX).lower())
         if path is None:

@@ -124,6 +124,19 @@ def test_a_second_sigterm_takes_the_children_along(cli: Cli) -> None:
     assert all(map(is_gone, pids))
 
 
+def test_a_signal_to_the_whole_group_is_one_signal_and_running_jobs_are_given_back(cli: Cli) -> None:
+    """As systemd sends it by default: the children hear it from there, and from their supervisor."""
+    with cli.start("up", "--processes", "2", SAMPLE) as supervisor:
+        cli.until("SELECT FROM windlass.worker HAVING count(*) = 2")
+        pids = [pid for (pid,) in cli.rows(WORKERS)]
+        id = submit(cli, "sample.linger")
+        cli.begun(id, "linger.began")
+        for pid in (*pids, supervisor.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert supervisor.ended() == 0
+    assert stands(cli, id) == ("QUEUED", 0, "job.released")
+
+
 def test_children_that_cannot_start_end_their_supervisor(cli: Cli) -> None:
     said = cli("worker", "--processes", "2", "nowhere", code=1).stderr
     assert "error: there is no module 'nowhere'" in said

@@ -31,6 +31,8 @@ class Stop:
         self._asked_at: float | None = None
         self.on_ask = on_ask
         self.on_hard = on_hard
+        self.is_tethered = False
+        """A child may hear the same signal twice: from its supervisor, and from whoever signals the whole group."""
 
     def listen(self) -> None:
         for number in _SIGNALS:
@@ -52,7 +54,7 @@ class Stop:
         if self._asked_at is None:
             self._asked_at = now
             self.ask(number)
-        elif number != signal.SIGINT or now - self._asked_at > _ECHO_SECONDS:
+        elif now - self._asked_at > _ECHO_SECONDS or not (number == signal.SIGINT or self.is_tethered):
             # One Ctrl-C may arrive twice: from the terminal, and from a program between us and it.
             if self.on_hard is not None:
                 self.on_hard()
@@ -67,6 +69,7 @@ class Tether:
 
     def __init__(self, descriptor: int, stop: Stop, grace_seconds: float) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        stop.is_tethered = True
         self._stop = stop
         self._grace_seconds = grace_seconds
         threading.Thread(target=self._hold, name="windlass-tether", daemon=True).start()

@@ -253,7 +253,7 @@ class Runner:
             settle = policy.react(running.claim, running.operation, untold)
         if settle.verb == "fail":
             log.warning(
-                "job %s (%s) failed: %s, %s",  # what it says may quote its input, which belongs into no log
+                "job %s (%s) failed: %r, %s",  # what it says may quote its input, which belongs into no log
                 running.claim.id,
                 running.claim.job_type,
                 settle.values["error"]["code"],
