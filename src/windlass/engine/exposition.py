@@ -62,7 +62,7 @@ STANDING_METRICS = (
     Metric("worker_slots", "Jobs that these workers can run at the same time.", kind="gauge"),
     Metric("worker_slots_used", "Jobs that they ran when they last gave a sign of life.", kind="gauge"),
 )
-_DATABASE_UP = Metric(
+DATABASE_UP = Metric(
     "database_up",
     "1 when this process could read the database for this page; 0 leaves out what is kept there.",
     (),
@@ -105,8 +105,8 @@ class Exposition:
         """What can be read. Sums are quick; where standing takes too long, they are shown without it."""
         sums = await _tried(counted(self._queue))
         if sums is None:
-            return [_family(_DATABASE_UP, {(): 0.0})]
-        families = [_family(_DATABASE_UP, {(): 1.0}), *_families(WORKER_METRICS, sums, _SHARED)]
+            return [_family(DATABASE_UP, {(): 0.0})]
+        families = [_family(DATABASE_UP, {(): 1.0}), *_families(WORKER_METRICS, sums, _SHARED)]
         stand = await _tried(standing(self._queue))
         if stand is not None:
             found = _standing_numbers(stand)

@@ -1,0 +1,238 @@
+"""The pages for operators name what there is: metrics, commands, settings, tables; and what they print works."""
+
+import asyncio
+import dataclasses
+import functools
+import re
+import shlex
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from tests.examples import test_docs
+from tests.examples.test_docs import PAGES, ROOT, example, shell
+from windlass import AsyncWindlass, operation
+from windlass.cli import app
+from windlass.engine.counts import WORKER_METRICS
+from windlass.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
+from windlass.settings import PREFIX, Settings
+
+folder = test_docs.folder
+
+OPERATING = ROOT / "docs" / "operating.md"
+GUIDES = [page for page in PAGES if page.name not in ("configuration.md", "http-reference.md")]
+METRICS = {f"windlass_{one.name}": one for one in (*WORKER_METRICS, *STANDING_METRICS, *PROCESS_METRICS, DATABASE_UP)}
+OUTSIDE = {"WINDLASS_CONFIG", "WINDLASS_REQUIRE_ALL", "WINDLASS_TEST_DATABASE_URL"}
+
+
+def text_of(page) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    return [
+        body
+        for language, body in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        if language in languages
+    ]
+
+
+def inline(text: str) -> list[str]:
+    """What stands between backticks, outside of blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+# Metrics ------------------------------------------------------------------------------------------------------------
+
+
+def rows() -> dict[str, str]:
+    """The table of metrics: names, and what stands in the column of their labels."""
+    return dict(re.findall(r"^\| `(windlass_\w+)` \|([^|]*)\|", text_of(OPERATING), re.MULTILINE))
+
+
+def test_every_metric_is_explained_and_no_other():
+    assert rows().keys() == METRICS.keys()
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_is_explained_with_its_labels(name):
+    labels, _, _ = rows()[name].replace("*this process*", ";").partition(";")
+    assert tuple(re.findall(r"\w+", labels)) == METRICS[name].labels
+
+
+def test_metrics_of_this_process_alone_are_marked_as_such():
+    own = {f"windlass_{one.name}" for one in (*PROCESS_METRICS, DATABASE_UP)}
+    assert {name for name, labels in rows().items() if "*this process*" in labels} == own
+
+
+def test_rules_and_prose_name_metrics_that_exist():
+    for page in GUIDES:
+        for name in re.findall(r"\bwindlass_[a-z_]+\b(?!/)", text_of(page)):
+            plain = re.sub(r"_(bucket|count|sum)$", "", name)
+            assert name in METRICS or METRICS[plain].kind == "histogram", f"{page.name}: {name}"
+
+
+def test_what_is_written_as_yaml_can_be_read_and_rules_are_complete():
+    documents = [one for text in blocks(text_of(OPERATING), "yaml") for one in yaml.safe_load_all(text)]
+    (groups,) = [one["groups"] for one in documents if "groups" in one]
+    rules = groups[0]["rules"]
+    assert len(rules) == len({rule["alert"] for rule in rules}) >= 10
+    assert all("windlass_" in rule["expr"] for rule in rules)
+    assert sum(one.get("kind") == "Deployment" for one in documents) == 2
+
+
+def test_numbers_that_every_process_shows_are_never_added_up_over_processes():
+    shared = [name for name in METRICS if "*this process*" not in rows()[name]]
+    for text in blocks(text_of(OPERATING), "yaml"):
+        for name in shared:
+            assert not re.search(rf"\bsum\((rate\()?{name}\b", text), name
+
+
+# Commands and settings ----------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words after `windlass` wherever a page prints a command, up to what ends it in a shell."""
+    lines = [line for body in blocks(text, "bash", "console", "ini") for line in body.replace("\\\n", " ").splitlines()]
+    found = [words for line in [*lines, *inline(text)] for words in _words(line)]
+    deployed = [args for body in blocks(text, "yaml") for args in re.findall(r"args: \[windlass, ([^\]]*)\]", body)]
+    return found + [args.split(", ") for args in deployed]
+
+
+def _words(line: str) -> list[list[str]]:
+    found = []
+    for start in re.finditer(r"(?:^|[\s$(/])windlass (?=[a-z])", line):
+        rest = re.split(r"[;&|<>)]", line[start.end() :])[0]
+        try:
+            found.append(shlex.split(rest, comments=True))
+        except ValueError:  # a quote that goes on in the next line
+            found.append(rest.split())
+    return found
+
+
+@functools.cache
+def tree():
+    return typer.main.get_command(app)
+
+
+def refused(words: list[str]) -> str | None:
+    """The first word that is neither a command nor an option of the one before it."""
+    command = tree()
+    rest = list(words)
+    while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
+        if rest[0] not in command.commands:
+            return rest[0]
+        command = command.commands[rest.pop(0)]
+    options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
+    return next((word for word in rest if re.match(r"--?[a-z]", word) and word.split("=")[0] not in options), None)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_commands_that_a_page_names_exist(page):
+    for words in commands(text_of(page)):
+        assert refused(words) is None, f"{page.name}: windlass {' '.join(words)}"
+
+
+def test_a_command_or_an_option_that_does_not_exist_is_found_out():
+    assert refused(["queue", "drain"]) == "drain"
+    assert refused(["job", "cancel", "ID", "--force"]) == "--force"
+    assert refused(["job", "cancel", "--status", "queued", "--dry-run"]) is None
+    assert commands("`windlass queue pause NAME`\n```console\n$ windlass check --processes 2   # all\n```\n") == [
+        ["check", "--processes", "2"],
+        ["queue", "pause", "NAME"],
+    ]
+
+
+def settings() -> set[str]:
+    parts = [part for part in dataclasses.fields(Settings) if part.default_factory is not dataclasses.MISSING]
+    return {f"{part.name}.{one.name}" for part in parts for one in dataclasses.fields(part.default_factory())}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_settings_that_a_page_names_exist(page):
+    known, text = settings(), text_of(page)
+    parts = "|".join(sorted({name.partition(".")[0] for name in known}))
+    named = [code.partition(" ")[0] for code in inline(text) if re.match(rf"({parts})\.[a-z_]+( = .*)?$", code)]
+    events = {"job"}
+    assert {name for name in named if name.partition(".")[0] not in events} <= known
+    variables = {PREFIX + name.upper().replace(".", "_") for name in known} | {f"{PREFIX}OPERATIONS"} | OUTSIDE
+    assert set(re.findall(r"\bWINDLASS_[A-Z_]+\b", text)) <= variables
+
+
+# PostgreSQL ---------------------------------------------------------------------------------------------------------
+
+
+async def test_questions_to_the_database_can_be_asked(pool):
+    asked = 0
+    for body in blocks(text_of(OPERATING), "sql"):
+        for statement in filter(str.strip, body.replace(":'id'", "'00000000-0000-0000-0000-000000000000'").split(";")):
+            if not re.match(r"\s*(CREATE|GRANT)\b", statement):  # which belong to the whole server
+                await pool.rows(statement)
+                asked += 1
+    assert asked >= 5
+
+
+async def test_settings_of_postgresql_exist(pool):
+    text = text_of(OPERATING)
+    (file,) = [body for body in blocks(text, "ini") if body.startswith("# postgresql.conf")]
+    named = set(re.findall(r"^(\w+) = ", file, re.MULTILINE))
+    section = text.partition("## PostgreSQL settings")[2].partition("### synchronous_commit")[0]
+    for cell in re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE):
+        named |= set(re.findall(r"`(\w+)`", cell))
+    known = {name for (name,) in await pool.rows("SELECT name FROM pg_settings")}
+    assert len(named) >= 10
+    assert named <= known
+
+
+# What can be tried --------------------------------------------------------------------------------------------------
+
+
+@operation("greet")
+async def greet(name: str) -> str:
+    return name
+
+
+async def publish(database_url: str) -> None:
+    async with AsyncWindlass(database_url=database_url, operations=[greet]) as windlass:
+        await windlass.worker().register()
+
+
+def test_schedules_work_as_printed(database_url, monkeypatch):
+    asyncio.run(publish(database_url))
+    monkeypatch.setenv("WINDLASS_DATABASE_URL", database_url)
+    told = {}
+    for words in commands(f"```bash\n{example('schedules.sh')}```"):
+        answer = CliRunner().invoke(app, words)
+        assert answer.exit_code == 0, (words, answer.output)
+        told[words[1]] = answer.output
+    assert told["preview"].count("06:00 CE") == 3
+    assert told["create"].startswith("schedule morning stands; next: "), "the second time with --replace"
+    assert "Europe/Berlin" in told["show"]
+    assert told["delete"] == "deleted schedule morning\n"
+
+
+def test_schedules_over_http_backup_and_restore_work_as_printed(folder):
+    (folder / "hello.py").write_text(example("hello.py"))
+    told = shell(
+        folder,
+        f"""
+        windlass up hello.py & UP=$!
+        until windlass operations greet >/dev/null 2>&1; do sleep 0.2; done
+        {example("http.sh").partition("#")[0]}
+        {example("schedules-http.sh")}
+        {example("backup.sh")}
+        windlass key create late
+        kill $UP; wait $UP
+        {example("restore.sh")}
+        windlass key list
+        """,
+    )
+    assert told.returncode == 0, told
+    assert len(re.findall(r"^20\d\d-", told.stdout, re.MULTILINE)) == 2, "next_at and paused_at"
+    assert "✓ schema      current" in told.stdout
+    keys = told.stdout.partition("✓ schema")[2]
+    assert " docs " in keys
+    assert " late " not in keys, "what came after the backup is gone"
