@@ -35,7 +35,6 @@ from windlass.engine.queue import EngineSettings
 from windlass.engine.retention import RetentionSettings
 from windlass.engine.worker import WorkerSettings
 from windlass.errors import ConfigurationError
-from windlass.storage.settings import StorageSettings
 
 PREFIX = "WINDLASS_"
 CONFIG = "WINDLASS_CONFIG"
@@ -65,7 +64,6 @@ class Settings:
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     api: ApiSettings = field(default_factory=ApiSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
-    storage: StorageSettings = field(default_factory=StorageSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
 
