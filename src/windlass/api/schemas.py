@@ -338,45 +338,6 @@ class PipelineView(Answer):
         return cls.model_validate(pipeline)
 
 
-class QueueInfo(Answer):
-    """How much waits and runs in a queue."""
-
-    name: str
-    paused_at: datetime | None
-    due: int
-    scheduled: int
-    running: int
-    oldest_due_seconds: float | None
-
-
-class WorkerInfo(Answer):
-    """A worker process, as its last heartbeat showed it."""
-
-    id: str
-    host: str
-    pid: int
-    version: str
-    queues: list[str] | None = Field(description="The queues that it serves; null means all.")
-    operations: list[str]
-    concurrency: int
-    running: int
-    started_at: datetime
-    heartbeat_at: datetime
-    stopping_at: datetime | None
-    is_alive: bool
-
-
-class OperationInfo(Answer):
-    """An operation that some worker has published."""
-
-    name: str
-    description: str | None
-    payload_schema: dict[str, Any]
-    defaults: dict[str, Any]
-    published_at: datetime
-    workers: int = Field(description="Live workers that know it.")
-
-
 class Health(Answer):
     """Whether the server is well."""
 

@@ -10,10 +10,11 @@ from starlette.responses import JSONResponse, Response
 from windlass.api.access import Admin, Reader
 from windlass.api.errors import documented
 from windlass.api.routes import OrjsonRoute
-from windlass.api.schemas import LIMIT_MAX, All, Health, OperationInfo, QueueInfo, QueueName, WorkerInfo
+from windlass.api.schemas import LIMIT_MAX, All, Health, QueueName
 from windlass.api.services import services
 from windlass.db.migrate import require_current
 from windlass.engine.exposition import CONTENT_TYPE
+from windlass.engine.views import OperationView, QueueView, WorkerView
 from windlass.errors import ConfigurationError, DatabaseError, NotFound
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -24,21 +25,20 @@ WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 
 
 @router.get("/v1/queues", responses=documented(), tags=["queues"], summary="Queues, and what waits in them")
-async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> All[QueueInfo]:
+async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> All[QueueView]:
     """The queues in which the tenant has open jobs; with `tenant=*` all queues, and everybody's jobs."""
-    found = await services(request).views.queues(tenant=caller.tenant, limit=limit)
-    return All(data=[QueueInfo.model_validate(queue) for queue in found])
+    return All(data=await services(request).views.queues(tenant=caller.tenant, limit=limit))
 
 
 @router.post("/v1/queues/{name:path}/pause", responses=documented(404), tags=["queues"], summary="Claim no more of it")
-async def pause_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueInfo:
+async def pause_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueView:
     """Jobs that run already go on."""
     await services(request).queue.pause_queue(name)
     return await _queue(request, name)
 
 
 @router.post("/v1/queues/{name:path}/resume", responses=documented(404), tags=["queues"], summary="Claim from it again")
-async def resume_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueInfo:
+async def resume_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueView:
     app = services(request)
     await app.queue.resume_queue(name)
     app.doorbell.ring([name])
@@ -46,15 +46,13 @@ async def resume_queue(request: Request, caller: Admin, name: WhichQueue) -> Que
 
 
 @router.get("/v1/workers", responses=documented(), tags=["system"], summary="Worker processes")
-async def list_workers(request: Request, caller: Admin, limit: Limit = 100) -> All[WorkerInfo]:
-    found = await services(request).views.workers(limit=limit)
-    return All(data=[WorkerInfo.model_validate(worker) for worker in found])
+async def list_workers(request: Request, caller: Admin, limit: Limit = 100) -> All[WorkerView]:
+    return All(data=await services(request).views.workers(limit=limit))
 
 
 @router.get("/v1/operations", responses=documented(), tags=["system"], summary="Operations that jobs can run")
-async def list_operations(request: Request, caller: Reader, limit: Limit = 1000) -> All[OperationInfo]:
-    found = await services(request).views.operations(limit=limit)
-    return All(data=[OperationInfo.model_validate(operation) for operation in found])
+async def list_operations(request: Request, caller: Reader, limit: Limit = 1000) -> All[OperationView]:
+    return All(data=await services(request).views.operations(limit=limit))
 
 
 @router.get("/healthz", tags=["system"], summary="Whether this process answers")
@@ -94,8 +92,8 @@ def _unready(version: str, detail: str) -> Response:
     return JSONResponse(Health(status="unavailable", version=version, detail=detail).model_dump(), status_code=503)
 
 
-async def _queue(request: Request, name: str) -> QueueInfo:
+async def _queue(request: Request, name: str) -> QueueView:
     for queue in await services(request).views.queues(limit=_QUEUES_MAX):
         if queue.name == name:
-            return QueueInfo.model_validate(queue)
+            return queue
     raise NotFound(f"there is no queue {name!r}")

@@ -157,6 +157,7 @@ class WorkerView:
     pid: int
     version: str
     queues: list[str] | None
+    """Those that it serves; None means all."""
     operations: list[str]
     concurrency: int
     running: int
