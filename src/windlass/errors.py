@@ -7,6 +7,9 @@ WindlassError
 │   ├── Deadlock                the database chose this transaction as a victim: repeat it
 │   ├── DataRefused             a value that PostgreSQL cannot store
 │   └── UniqueViolation         a unique index spoke
+├── StorageError                the object store refused, and would refuse again
+│   ├── StorageFull             no room: the same call may succeed when there is some
+│   └── StorageUnavailable      away, or answers with errors: the same call may succeed later
 ├── InvalidInput                the caller's words are off; nothing was written
 │   ├── UnknownOperation        no worker knows this job type
 │   ├── PayloadInvalid          the payload does not have the shape its operation declares
@@ -57,6 +60,18 @@ class DataRefused(DatabaseError):
 
 class UniqueViolation(DatabaseError):
     """A unique index refused the row."""
+
+
+class StorageError(WindlassError):
+    """The object store refused, such as for credentials or a bucket that does not exist."""
+
+
+class StorageFull(StorageError):
+    """There is no room for the object; nothing of it was kept."""
+
+
+class StorageUnavailable(StorageError):
+    """The store could not be reached or answered with an error of its own, as often as it was asked."""
 
 
 class InvalidInput(WindlassError):

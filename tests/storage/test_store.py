@@ -1,0 +1,253 @@
+"""What every store promises, over every implementation."""
+
+import asyncio
+import hashlib
+import os
+
+import pytest
+
+from windlass.errors import Conflict, InvalidInput, NotFound, TooLarge
+from windlass.storage import hashed
+from windlass.storage.settings import MIB
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+async def chunks(data: bytes, size: int = 100_000):
+    for start in range(0, len(data), size):
+        await asyncio.sleep(0)
+        yield data[start : start + size]
+
+
+async def whole(store, key, *args) -> bytes:
+    return b"".join([part async for part in store.get(key, *args)])
+
+
+async def keys(store, *args) -> list[str]:
+    return [found.key async for found in store.list(*args)]
+
+
+LARGE = os.urandom(11 * MIB + 17)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"some bytes\r\n\x00", LARGE], ids=["empty", "one", "few", "parts"])
+async def test_what_was_put_comes_back_whatever_its_form(store, tmp_path, data):
+    file = tmp_path / "upload"
+    file.write_bytes(data)
+    sources = {"bytes": data, "stream": chunks(data), "maker": lambda: chunks(data), "path": file}
+    for form, source in sources.items():
+        key = f"files/{form}"
+        stored = await store.put(key, source)
+        assert (stored.key, stored.size, stored.sha256) == (key, len(data), sha256(data))
+        found = await store.head(key)
+        assert (found.key, found.size, found.etag) == (key, len(data), stored.etag)
+        assert await whole(store, key) == data
+    stored = await store.put_file("files/linked", file)
+    assert (stored.size, stored.sha256) == (len(data), sha256(data))
+    assert await whole(store, "files/linked") == data
+
+
+async def test_ranges_are_read_and_cut_where_the_object_ends(store):
+    data = LARGE[: 6 * MIB]
+    await store.put("a", data)
+    middle = 5 * MIB - 3, 5 * MIB + 3
+    assert await whole(store, "a", *middle) == data[slice(*middle)]
+    assert await whole(store, "a", len(data) - 2) == data[-2:]
+    assert await whole(store, "a", 3, 3) == b""
+    assert await whole(store, "a", len(data) + 5) == b""
+    assert await store.read("a", 10, 4) == data[10:14]
+    assert await store.read("a", len(data) - 2, 100) == data[-2:]
+    assert await store.read("a", len(data), 1) == b""
+
+
+async def test_a_missing_object_is_not_found(store):
+    await store.put("a/b", b"x")
+    for key in ("a/c", "a", "a/b/c", "z"):
+        assert await store.head(key) is None
+        with pytest.raises(NotFound, match=f"there is no object {key}"):
+            await store.read(key, 0, 1)
+    with pytest.raises(NotFound):
+        await store.copy("a/c", "a/d")
+    with pytest.raises(NotFound, match="no file"):
+        await store.put("a/d", missing)
+    assert await keys(store) == ["a/b"]
+
+
+async def missing():
+    raise NotFound("there is no file of that name")
+    yield b""
+
+
+async def test_deleting_twice_is_fine_and_spares_the_others(store):
+    for name in ("a/1", "a/2", "a/3"):
+        await store.put(name, b"x")
+    await store.delete("a/1", "a/9", "b/c/d", "a/2")
+    await store.delete("a/1")
+    await store.delete()
+    assert await keys(store) == ["a/3"]
+    await store.delete("a/3")
+    await store.put("a/4", b"back in a folder that was emptied")
+    assert await keys(store) == ["a/4"]
+
+
+async def test_put_replaces_and_copy_is_a_copy(store):
+    await store.put("a", b"old")
+    await store.copy("a", "b/c")
+    await store.put("a", b"new!")
+    assert await whole(store, "a") == b"new!"
+    assert await whole(store, "b/c") == b"old"
+    await store.copy("a", "b/c")
+    assert await whole(store, "b/c") == b"new!"
+
+
+@pytest.mark.parametrize("size", [1_000, 11 * MIB])
+@pytest.mark.parametrize("form", ["bytes", "stream", "path"])
+async def test_an_object_over_the_limit_is_refused_and_leaves_nothing(store, tmp_path, attempts, size, form):
+    data = LARGE[:size]
+    (tmp_path / "upload").write_bytes(data)
+    source = {"bytes": data, "stream": chunks(data), "path": tmp_path / "upload"}[form]
+    with pytest.raises(TooLarge, match=f"larger than {size - 1} bytes"):
+        await store.put("files/a", source, limit=size - 1)
+    assert await store.head("files/a") is None
+    assert await keys(store) == []
+    assert ("put", "failure") not in attempts()
+    assert (await store.put("files/a", data, limit=size)).size == size
+
+
+async def test_what_the_stream_raises_comes_out_and_leaves_nothing(store):
+    class Gone(Exception):
+        pass
+
+    async def broken(size):
+        async for chunk in chunks(LARGE[:size]):
+            yield chunk
+        raise Gone
+
+    await store.put("a", b"before")
+    for size in (10, 11 * MIB):
+        with pytest.raises(Gone):
+            await store.put("a", broken(size))
+        with pytest.raises(Gone):
+            await store.put("b", lambda size=size: broken(size))
+    assert await keys(store) == ["a"]
+    assert await whole(store, "a") == b"before"
+
+
+async def test_a_cancelled_put_leaves_nothing(store):
+    reached = asyncio.Event()
+
+    async def endless():
+        async for chunk in chunks(LARGE):
+            yield chunk
+        reached.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(store.put("a", endless()))
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await keys(store) == []
+
+
+@pytest.mark.parametrize("size", [10, 11 * MIB])
+async def test_put_if_absent_creates_once_and_knows_its_own(store, size):
+    data = LARGE[:size]
+    first = await store.put_if_absent("a", data)
+    again = await store.put_if_absent("a", lambda: chunks(data))
+    assert (again.key, again.size, again.sha256, again.etag) == (first.key, size, sha256(data), first.etag)
+    for other in (b"other", data[:-1] + bytes([data[-1] ^ 1])):
+        with pytest.raises(Conflict, match="another object a already"):
+            await store.put_if_absent("a", other)
+    assert await whole(store, "a") == data
+
+
+async def test_of_many_creators_one_wins(store):
+    answers = await asyncio.gather(
+        *(store.put_if_absent("a", str(n).encode()) for n in range(8)), return_exceptions=True
+    )
+    won = [stored for stored in answers if not isinstance(stored, BaseException)]
+    assert len(won) == 1
+    assert {type(answer) for answer in answers if answer not in won} == {Conflict}
+    assert won[0].sha256 == sha256(await whole(store, "a"))
+
+
+async def test_concurrent_puts_of_one_key_leave_one_whole_object(store):
+    bodies = [bytes([n]) * 700_000 for n in range(6)]
+    await asyncio.gather(*(store.put("a/b", chunks(body)) for body in bodies))
+    assert await whole(store, "a/b") in bodies
+    assert await keys(store) == ["a/b"]
+
+
+async def test_listing_is_by_folder_in_the_order_of_whole_keys(store):
+    names = ["a-b/1", "a.b", "a/b/1", "a/b-1", "a/b.1", "a/c", "ab/1", "b"]
+    for name in names:
+        await store.put(name, b"xy")
+    assert await keys(store) == sorted(names)
+    assert await keys(store, "a") == await keys(store, "a/") == ["a/b-1", "a/b.1", "a/b/1", "a/c"]
+    assert await keys(store, "a/b") == ["a/b/1"]
+    assert await keys(store, "zzz") == []
+    for after in [*names, "a", "a/b", "a/b/0", "aa", "Z", "zz"]:
+        assert await keys(store, "", after) == [name for name in sorted(names) if name > after]
+        inside = ["a/b-1", "a/b.1", "a/b/1", "a/c"]
+        assert await keys(store, "a", after) == [name for name in inside if name > after]
+    [found] = [found async for found in store.list("a/b")]
+    assert found == await store.head("a/b/1")
+
+
+async def test_an_object_that_is_replaced_under_a_reader_is_a_conflict(store):
+    await store.put("a", LARGE)
+    parts = store.get("a")
+    await anext(parts)
+    await store.put("a", LARGE[::-1])
+    with pytest.raises(Conflict, match="a was replaced while it was read"):
+        await anext(parts)
+
+
+BAD_KEYS = [
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    "../a",
+    "a/..",
+    "a/./b",
+    ".drafts/x",
+    "a\x00b",
+    "a\nb",
+    "a\n",
+    "ä",
+    "a b",
+    "a#1",
+    "a%2f",
+]
+
+
+@pytest.mark.parametrize("key", [*BAD_KEYS, "a" * 201, "a/" * 256 + "a", "C:\\a", "-" * 600])
+async def test_a_key_that_could_leave_its_place_is_refused(folder, tmp_path, key):
+    (tmp_path / "a").write_bytes(b"not yours")
+    calls = [
+        lambda: folder.put(key, b"x"),
+        lambda: folder.put_if_absent(key, b"x"),
+        lambda: folder.put_file(key, tmp_path / "a"),
+        lambda: folder.head(key),
+        lambda: folder.read(key, 0, 1),
+        lambda: folder.delete("b", key),
+        lambda: folder.copy("b", key),
+        lambda: folder.copy(key, "b"),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInput, match="cannot name an object"):
+            await call()
+    with pytest.raises(InvalidInput):
+        folder.local_path(key)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_any_name_becomes_a_key_by_its_hash():
+    names = ["", "a", "../..", "Ärzte", "\x00", "\ud800", "x" * 10_000]
+    assert len({hashed(name) for name in names}) == len(names)
+    assert hashed("a", "bc") != hashed("ab", "c")
+    assert all(len(hashed(name)) == 32 and hashed(name).isalnum() for name in names)
