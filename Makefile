@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench bench-queue chaos clean demo docs lint lock test test-external test-postgres16
+.PHONY: bench bench-plan bench-queue chaos clean demo docs lint lock test test-external test-postgres16
 
 demo: .venv/ready
 	@$(BIN)/windlass demo
@@ -26,7 +26,10 @@ test-external: .venv/ready
 chaos: .venv/ready
 	$(BIN)/python -m tests.chaos.queue $(ARGS)
 
-bench: bench-queue
+bench: bench-plan bench-queue
+
+bench-plan: .venv/ready
+	$(BIN)/python -m benchmarks.plan $(ARGS)
 
 bench-queue: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.queue $(ARGS)

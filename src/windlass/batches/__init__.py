@@ -1,0 +1,1 @@
+"""OpenAI batches on the user's own model servers."""
