@@ -1,0 +1,1 @@
+"""Sending requests to model servers: the one HTTP client, gateways, and limits that adapt."""

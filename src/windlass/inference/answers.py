@@ -1,0 +1,235 @@
+"""What an answer means: whether it is one, whether to send again and when, and what it cost.
+
+Every request passes here, so the values are msgspec's structs: frozen dataclasses take six times as long to make.
+
+Decided by the status and by whether we had connected, never by the name of an exception:
+
+    answer       2xx with a JSON object, 3xx, 4xx, too large,      written down as it is
+                 cut off by the deadline
+    unavailable  no connection, 429, 502, 503, 529                 waited for until the deadline
+    counted      other 5xx, 408, no or half an answer, not JSON,   sent again up to max_retries times
+                 2xx that holds an error and no result
+"""
+
+from __future__ import annotations
+
+import email.utils
+import random
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import orjson
+
+RETRY_AFTER_SECONDS_MAX = 300.0
+_UNAVAILABLE = frozenset({429, 502, 503, 529})
+_OVERLOAD = frozenset({429, 503, 529})
+_LINE_BREAKS = bytes.maketrans(b"\r\n", b"  ")
+_ABSENT = msgspec.Raw(b"")
+
+
+class Verdict(StrEnum):
+    """What becomes of a request after an attempt."""
+
+    ANSWER = "answer"
+    UNAVAILABLE = "unavailable"
+    COUNTED = "counted"
+
+
+class Failure(StrEnum):
+    """Why there is no whole answer; only after CONNECT and EXPIRED is it sure that nothing was sent."""
+
+    CONNECT = "connection_failed"
+    DEADLINE = "request_aborted"
+    EXPIRED = "batch_expired"
+    LOST = "connection_lost"
+    TIMEOUT = "request_timeout"
+    TOO_LARGE = "response_too_large"
+    UNSENDABLE = "invalid_request"
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens as the server counted them; None where it did not say."""
+
+    input: int | None = None
+    output: int | None = None
+    cached: int | None = None
+
+
+UNKNOWN = Usage()
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What came over the wire, before anyone judged it."""
+
+    status: int | None = None
+    body: bytes = b""
+    retry_after: str | None = None
+    request_id: str | None = None
+    failure: Failure | None = None
+    detail: str = ""
+    seconds: float = 0.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt, judged; `body` is one line of JSON that can be spliced into an envelope."""
+
+    verdict: Verdict
+    status: int | None
+    body: bytes
+    code: str | None
+    """None when the server's own words stand for themselves, whatever their status."""
+    message: str
+    retry_after: float | None
+    request_id: str | None
+    usage: Usage
+    is_overload: bool
+    """Whether the server showed that it has too much to do: 429, 503, 529 or no answer in time."""
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        return self.code is None and self.status is not None and 200 <= self.status < 300
+
+
+def classify(reply: Reply, *, now: float) -> Answer:
+    """Judge a reply; `now` is the wall clock, against which a Retry-After date is read."""
+    body, is_object, top = _check(reply.body)
+    code, message = _problem(reply, is_object, top)
+    return Answer(
+        verdict=_verdict(reply, code),
+        status=reply.status,
+        body=body,
+        code=code,
+        message=message,
+        retry_after=retry_after_seconds(reply.retry_after, now=now) if reply.retry_after else None,
+        request_id=reply.request_id,
+        usage=_usage(top.usage),
+        is_overload=reply.failure is Failure.TIMEOUT or (reply.failure is None and reply.status in _OVERLOAD),
+        seconds=reply.seconds,
+    )
+
+
+def retry_after_seconds(text: str | None, *, now: float) -> float | None:
+    """Seconds or an HTTP date, capped; anything else is as if it were absent."""
+    if not text:
+        return None
+    if text.strip().isascii() and text.strip().isdigit():
+        return min(float(text[:12]), RETRY_AFTER_SECONDS_MAX)
+    try:
+        date = email.utils.parsedate_to_datetime(text)
+        return min(max(date.timestamp() - now, 0.0), RETRY_AFTER_SECONDS_MAX)
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def pause_seconds(answer: Answer, attempt: int, *, initial: float, longest: float) -> float:
+    """How long to wait after the given attempt (1 is the first); never less than the server asked for.
+
+    Half of the pause is random, so that requests which failed together do not come back together.
+    """
+    pause = min(initial * 2.0 ** min(attempt - 1, 30), longest) * random.uniform(0.5, 1.0)
+    return max(pause, (answer.retry_after or 0.0) * random.uniform(1.0, 1.1))
+
+
+class _Top(msgspec.Struct):
+    """The few fields that we look at; all others are skipped, yet their syntax is checked."""
+
+    usage: Any = None
+    error: Any = None
+    choices: msgspec.Raw = _ABSENT
+    data: msgspec.Raw = _ABSENT
+    output: msgspec.Raw = _ABSENT
+    results: msgspec.Raw = _ABSENT
+
+    @property
+    def is_error(self) -> bool:
+        results = (self.choices, self.data, self.output, self.results)
+        return self.error is not None and all(bytes(one) in (b"", b"null", b"[]") for one in results)
+
+
+_EMPTY = _Top()
+_decode_top = msgspec.json.Decoder(_Top).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _check(body: bytes) -> tuple[bytes, bool, _Top]:
+    """The body as one line; one that is no JSON object is kept as a JSON string of its text.
+
+    JSON allows no raw line break inside a string, so in a checked body each one stands between tokens.
+    """
+    try:
+        if not body.isascii():
+            body.decode()  # The decoder does not look into strings that it skips.
+        top = _top(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return orjson.dumps(body.decode("utf-8", "replace")), False, _EMPTY
+    if b"\n" in body or b"\r" in body:
+        body = body.translate(_LINE_BREAKS)
+    return body, True, top
+
+
+def _top(body: bytes) -> _Top:
+    try:
+        return _decode_top(body)
+    except msgspec.DecodeError:
+        _decode_object(body)  # A number such as 1e999, which JSON allows and no machine holds, spoils only the usage.
+        return _EMPTY
+
+
+def _problem(reply: Reply, is_object: bool, top: _Top) -> tuple[str | None, str]:
+    if reply.failure is not None:
+        return reply.failure.value, reply.detail
+    status = reply.status or 0
+    if 300 <= status < 400:
+        return (
+            "redirect_refused",
+            f"the server answered {status}; redirects are not followed, correct the gateway's url",
+        )
+    if not is_object:
+        return "invalid_response", f"the server answered {status} with something that is no JSON object"
+    if 200 <= status < 300 and top.is_error:
+        return "error_in_response", f"the server answered {status}, but with an error and no result"
+    return None, ""
+
+
+def _verdict(reply: Reply, code: str | None) -> Verdict:
+    if reply.failure is not None:
+        return _FAILURES[reply.failure]
+    status = reply.status or 0
+    if status in _UNAVAILABLE:
+        return Verdict.UNAVAILABLE
+    if status >= 500 or status < 200 or status == 408 or (status < 300 and code is not None):
+        return Verdict.COUNTED
+    return Verdict.ANSWER
+
+
+_FAILURES = {
+    Failure.CONNECT: Verdict.UNAVAILABLE,
+    Failure.DEADLINE: Verdict.ANSWER,
+    Failure.EXPIRED: Verdict.ANSWER,
+    Failure.LOST: Verdict.COUNTED,
+    Failure.TIMEOUT: Verdict.COUNTED,
+    Failure.TOO_LARGE: Verdict.ANSWER,
+    Failure.UNSENDABLE: Verdict.ANSWER,
+}
+
+
+def _usage(found: Any) -> Usage:
+    """Chat, completions and embeddings say prompt and completion, responses say input and output."""
+    if not isinstance(found, dict):
+        return UNKNOWN
+    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+    return Usage(
+        input=_count(found, "prompt_tokens", "input_tokens"),
+        output=_count(found, "completion_tokens", "output_tokens"),
+        cached=_count(details, "cached_tokens") if isinstance(details, dict) else None,
+    )
+
+
+def _count(found: dict[str, object], *names: str) -> int | None:
+    for name in names:
+        value = found.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+            return value
+    return None

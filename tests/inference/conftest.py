@@ -1,0 +1,11 @@
+"""A raw server per test."""
+
+import pytest
+
+from tests.inference.server import RawServer
+
+
+@pytest.fixture
+async def server():
+    async with RawServer() as server:
+        yield server

@@ -1,0 +1,413 @@
+"""The one `send()`, against a raw server that does what real ones do on bad days."""
+
+import asyncio
+import dataclasses
+import gzip
+import logging
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import skip
+from tests.inference.server import RawServer, answer
+from windlass.errors import ConfigurationError
+from windlass.inference import gateway as gateway_module
+from windlass.inference.answers import Verdict
+from windlass.inference.gateway import Gateway, Gateways, Request
+from windlass.inference.settings import GatewaySettings, InferenceSettings
+
+KEY = "sk-very-secret-0123456789"
+
+
+def request(url="/v1/chat/completions", body=b"{}", **options):
+    return Request(url=url, body=body, id="batch_req_1", **options)
+
+
+def gateway(server, *, limits=None, environment=None, **settings):
+    settings = GatewaySettings(**{"url": server if isinstance(server, str) else server.url, **settings})
+    return Gateway(settings, limits, environment={} if environment is None else environment)
+
+
+async def test_a_request_goes_out_byte_for_byte_with_its_headers(server):
+    body = b'{"model" :"m",\t"n":1.0,  "text":"\xc3\xa9"}'
+    one = gateway(server, api_key_env="KEY", environment={"KEY": KEY}, inference_objective="batch-low")
+    sent = await one.send(request(body=body, traceparent="00-1-2-01", headers={"x-tenant": "a", "authorization": "no"}))
+    assert sent.succeeded
+    assert server.lines == ["POST /v1/chat/completions HTTP/1.1"]
+    assert server.bodies == [body]
+    (head,) = server.heads
+    assert head == {
+        "accept": "application/json",
+        "accept-encoding": "identity",
+        "authorization": f"Bearer {KEY}",
+        "content-length": str(len(body)),
+        "content-type": "application/json",
+        "host": f"127.0.0.1:{server.port}",
+        "traceparent": "00-1-2-01",
+        "user-agent": "windlass",
+        "x-gateway-inference-objective": "batch-low",
+        "x-request-id": "batch_req_1",
+        "x-tenant": "a",
+    }
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
+async def test_the_url_may_end_in_v1_or_not(server, tail):
+    await gateway(server.url + tail).send(request("/v1/embeddings"))
+    assert server.lines == ["POST /v1/embeddings HTTP/1.1"]
+
+
+async def test_an_answer_carries_status_body_and_the_servers_request_id(server):
+    server.replies["/a"] = answer(b'{\n"choices": [1]}', "200 OK", "X-Request-Id: up-7")
+    server.replies["/b"] = answer(b"{}", "429 Too Many", "retry-after: 11")
+    one = gateway(server)
+    good, busy = await one.send(request("/a")), await one.send(request("/b"))
+    assert (good.status, good.body, good.request_id) == (200, b'{ "choices": [1]}', "up-7")
+    assert (busy.verdict, busy.retry_after, busy.is_overload) == (Verdict.UNAVAILABLE, 11.0, True)
+    assert server.connections == 1
+
+
+async def test_chunked_answers_and_ends_by_close_are_read_whole(server):
+    server.replies["/chunked"] = (
+        b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
+    )
+    server.replies["/close"] = b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"a":1}'
+    server.then_close.add("/close")
+    one = gateway(server)
+    assert (await one.send(request("/chunked"))).body == b'{"a":1}'
+    assert (await one.send(request("/close"))).body == b'{"a":1}'
+
+
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [(None, "connection refused"), ("http://nowhere.invalid:1", "its name is unknown")],
+)
+async def test_no_connection_means_unavailable(url, reason):
+    found = await gateway(url or f"http://127.0.0.1:{unused_port()}").send(request())
+    assert (found.verdict, found.code, found.status) == (Verdict.UNAVAILABLE, "connection_failed", None)
+    assert found.message == f"the server could not be reached: {reason}"
+
+
+async def test_a_server_that_does_not_take_the_connection_is_unavailable():
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for one in (first, second):
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        limits = InferenceSettings(connect_timeout=0.2)
+        found = await gateway(f"http://127.0.0.1:{full.getsockname()[1]}", limits=limits).send(request())
+    assert (found.verdict, found.code) == (Verdict.UNAVAILABLE, "connection_failed")
+    assert found.message.endswith("no connection in time")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{}",
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-le",
+    ],
+)
+async def test_a_connection_lost_after_sending_is_counted_and_never_repeated_unasked(server, reply):
+    server.replies["/x"] = reply
+    server.then_close.add("/x")
+    one = gateway(server)
+    assert (await one.send(request("/warm"))).succeeded
+    found = await one.send(request("/x"))
+    assert (found.verdict, found.code) == (Verdict.COUNTED, "connection_lost")
+    assert [line.split()[1] for line in server.lines] == ["/warm", "/x"]
+
+
+async def test_no_answer_in_time_is_counted_and_closes_the_connection(server):
+    server.replies["/silent"] = None
+    found = await gateway(server, request_timeout=0.2).send(request("/silent", seconds_left=60))
+    assert (found.verdict, found.code, found.is_overload) == (Verdict.COUNTED, "request_timeout", True)
+    assert 0.15 <= found.seconds < 2
+    await asyncio.wait_for(server.gone, 2)
+
+
+async def test_half_an_answer_in_time_is_a_timeout_too(server):
+    server.replies["/half"] = b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"
+    found = await gateway(server, request_timeout=0.2).send(request("/half"))
+    assert (found.verdict, found.code) == (Verdict.COUNTED, "request_timeout")
+
+
+async def test_the_deadline_cuts_a_request_short_and_blames_nobody(server):
+    server.replies["/silent"] = None
+    one = gateway(server)
+    cut = await one.send(request("/silent", seconds_left=0.2))
+    assert (cut.code, cut.verdict, cut.is_overload) == ("request_aborted", Verdict.ANSWER, False)
+    late = await one.send(request("/never", seconds_left=0.0))
+    assert (late.code, late.verdict) == ("batch_expired", Verdict.ANSWER)
+    assert len(server.lines) == 1
+
+
+@pytest.mark.parametrize("path", ["/silent", "/half"])
+async def test_cancelling_closes_the_socket_within_100_ms(server, path):
+    server.replies |= {"/silent": None, "/half": b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"}
+    task = asyncio.create_task(gateway(server).send(request(path)))
+    await asyncio.wait_for(server.arrived.wait(), 5)
+    cancelled = time.monotonic()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.wait_for(server.gone, 5) - cancelled < 0.1
+
+
+async def test_an_answer_that_is_too_long_is_cut_off_and_its_connection_closed(server):
+    limits = InferenceSettings(response_bytes_max=100_000)
+    server.replies["/big"] = answer(b'{"a": "' + b"x" * 17_000_000 + b'"}')
+    server.replies["/fits"] = answer(b'{"a": "' + b"x" * 99_991 + b'"}')
+    one = gateway(server, limits=limits)
+    assert len((await one.send(request("/fits"))).body) == 100_000
+    found = await one.send(request("/big"))
+    assert (found.verdict, found.code, found.body) == (Verdict.ANSWER, "response_too_large", b'""')
+    assert "100000 bytes" in found.message
+    await asyncio.wait_for(server.gone, 5)
+
+
+async def test_a_length_that_lies_does_not_lift_the_limit(server):
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+    server.replies["/lies"] = head + chunk * 300 + b"0\r\n\r\n"
+    found = await gateway(server, limits=InferenceSettings(response_bytes_max=100_000)).send(request("/lies"))
+    assert not found.succeeded
+    assert len(found.body) <= 2
+
+
+async def test_a_redirect_is_an_answer_and_the_key_goes_nowhere(server):
+    async with RawServer() as other:
+        for status in (301, 302, 307, 308):
+            server.replies[f"/{status}"] = answer(b"", f"{status} Moved", f"location: {other.url}/v1/stolen")
+            found = await gateway(server, api_key_env="K", environment={"K": KEY}).send(request(f"/{status}"))
+            assert (found.verdict, found.status, found.code) == (Verdict.ANSWER, status, "redirect_refused")
+        assert other.connections == 0
+    assert len(server.lines) == 4
+
+
+async def test_proxies_of_the_environment_are_ignored(server):
+    async with RawServer() as proxy:
+        names = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+        code = f"""
+import asyncio
+from windlass.inference.gateway import Gateway, Request
+from windlass.inference.settings import GatewaySettings
+one = Gateway(GatewaySettings(url={server.url!r}))
+print(asyncio.run(one.send(Request(url="/v1/x", body=b"{{}}", id="r"))).status)
+"""
+        environment = {**os.environ, **dict.fromkeys(names, proxy.url), "no_proxy": "", "NO_PROXY": ""}
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        out, errors = await asyncio.wait_for(child.communicate(), 30)
+        assert out == b"200\n", errors
+        assert proxy.connections == 0
+
+
+async def test_cookies_are_not_kept(server):
+    server.replies["/a"] = answer(b"{}", "200 OK", "set-cookie: who=me; Path=/")
+    one = gateway(server)
+    await one.send(request("/a"))
+    await one.send(request("/a"))
+    assert all("cookie" not in head for head in server.heads)
+
+
+async def test_a_compressed_answer_that_nobody_asked_for_is_not_unpacked(server):
+    server.replies["/z"] = answer(gzip.compress(b"{}" * 1000), "200 OK", "content-encoding: gzip")
+    found = await gateway(server).send(request("/z"))
+    assert (found.verdict, found.code) == (Verdict.COUNTED, "invalid_response")
+
+
+async def test_a_header_that_cannot_be_sent_is_final(server):
+    found = await gateway(server).send(request(headers={"x-odd": "a\nb: c"}))
+    assert (found.verdict, found.code) == (Verdict.ANSWER, "invalid_request")
+    assert server.lines == []
+
+
+async def test_connections_are_reused(server):
+    one = gateway(server)
+    for _ in range(20):
+        await asyncio.gather(*(one.send(request()) for _ in range(5)))
+    assert len(server.lines) == 100
+    assert server.connections <= 10
+
+
+async def test_closing_ends_what_is_in_flight(server):
+    server.replies["/silent"] = None
+    one = gateway(server)
+    task = asyncio.create_task(one.send(request("/silent")))
+    await asyncio.wait_for(server.arrived.wait(), 5)
+    await one.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(server.gone, 5)
+
+
+# Keys
+
+
+async def test_nothing_shows_a_key(server, caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    server.replies["/drop"] = b""
+    settings = GatewaySettings(url=server.url, api_key_file=file)
+    async with Gateways(settings, {}) as gateways:
+        one = gateways.of("any")
+        answers = [await one.send(request(path)) for path in ("/ok", "/drop")]
+        shown = [gateways, one, one._key, settings, request(headers={"authorization": KEY}), *answers, caplog.text]
+        assert server.heads[0]["authorization"] == f"Bearer {KEY}"
+    assert all(KEY not in form(thing) for thing in shown for form in (repr, str))
+    assert KEY not in str(dataclasses.asdict(settings))
+
+
+async def test_a_changed_key_is_used_after_a_minute_and_a_lost_one_does_no_harm(server, tmp_path, monkeypatch):
+    file = tmp_path / "key"
+    file.write_text("first")
+    one = gateway(server, api_key_file=file)
+    await one.send(request())
+    file.write_text("second")
+    await one.send(request())
+    monkeypatch.setattr(gateway_module, "KEY_SECONDS", 0.0)
+    await one.send(request())
+    file.unlink()
+    await one.send(request())
+    assert [head["authorization"] for head in server.heads] == [
+        f"Bearer {key}" for key in ("first", "first", "second", "second")
+    ]
+
+
+async def test_a_key_by_name_is_a_file_among_the_secrets(server, tmp_path):
+    (tmp_path / "gateway-b-api-key").write_text(KEY)
+    settings = GatewaySettings(url=server.url, api_key_name="gateway-b-api-key")
+    await Gateway(settings, secrets=tmp_path).send(request())
+    assert server.heads[0]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "two words", "two\nlines", "caf\u00e9"])
+def test_a_file_without_a_key_is_refused_without_repeating_it(tmp_path, text):
+    file = tmp_path / "key"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match="the gateway's key is the file") as refused:
+        gateway("http://x:1", api_key_file=file)
+    assert not text.strip() or text.strip() not in str(refused.value)
+
+
+def test_a_missing_key_is_refused_at_start(tmp_path):
+    with pytest.raises(ConfigurationError, match="the environment variable NO_SUCH, which does not hold a key"):
+        gateway("http://x:1", api_key_env="NO_SUCH")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        gateway("http://x:1", api_key_file=tmp_path / "absent")
+
+
+# Which gateway
+
+
+def test_one_gateway_serves_every_model():
+    one = Gateways(GatewaySettings(url="http://a:1"), {})
+    assert one.models is None
+    assert one.of("x") is one.of("y") is not None
+
+
+def test_each_model_has_its_gateway_and_equal_settings_share_a_client():
+    a, b = GatewaySettings(url="http://a:1"), GatewaySettings(url="http://b:1", max_retries=1)
+    both = Gateways(GatewaySettings(), {"llama": a, "llama-lora": dataclasses.replace(a), "mistral": b})
+    assert both.models == {"llama", "llama-lora", "mistral"}
+    assert both.of("llama") is both.of("llama-lora")
+    assert both.of("llama") is not both.of("mistral")
+    assert both.of("unknown") is None
+
+
+def test_both_or_neither_is_an_error_that_says_what_to_write():
+    some = GatewaySettings(url="http://a:1")
+    with pytest.raises(ConfigurationError, match="both global_inference_gateway and model_gateways are set; keep"):
+        Gateways(some, {"m": some})
+    with pytest.raises(ConfigurationError, match=r"\[global_inference_gateway\]\n    url = "):
+        Gateways(GatewaySettings(), {})
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    new = "openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1")
+    try:
+        for command in (
+            f"{new} -x509 -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
+            f"{new} -keyout peer.key -out peer.csr -subj /CN=peer",
+            "openssl x509 -req -in peer.csr -CA ca.pem -CAkey ca.key -set_serial 2 -extfile names -out peer.pem",
+            "openssl ec -in peer.key -out old.key",
+        ):
+            subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    except FileNotFoundError:
+        skip("there is no openssl to make certificates with")
+    return folder
+
+
+@pytest.fixture
+async def secure(certificates):
+    """A server that wants a client's certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "peer.pem", certificates / "peer.key")
+    context.load_verify_locations(certificates / "ca.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    server = RawServer()
+    await server.__aenter__(ssl=context)
+    yield f"https://127.0.0.1:{server.port}"
+    await server.__aexit__()
+
+
+async def test_both_sides_show_their_certificates(secure, certificates):
+    pair = {"tls_client_cert_file": certificates / "peer.pem", "tls_client_key_file": certificates / "peer.key"}
+    trusted = await gateway(secure, tls_ca_cert_file=certificates / "ca.pem", **pair).send(request())
+    assert trusted.succeeded
+    unchecked = await gateway(secure, tls_insecure_skip_verify=True, **pair).send(request())
+    assert unchecked.succeeded
+    unknown = await gateway(secure, **pair).send(request())
+    assert (unknown.code, unknown.verdict) == ("connection_failed", Verdict.UNAVAILABLE)
+    assert unknown.message.endswith("its certificate is not trusted")
+    anonymous = await gateway(secure, tls_ca_cert_file=certificates / "ca.pem").send(request())
+    assert not anonymous.succeeded
+
+
+def test_certificates_are_checked_at_start(certificates, tmp_path):
+    (tmp_path / "garbage.pem").write_text("garbage")
+    for file in (tmp_path / "garbage.pem", tmp_path / "absent.pem"):
+        with pytest.raises(ConfigurationError, match=r"tls_ca_cert_file .* holds no readable PEM"):
+            gateway("https://x:1", tls_ca_cert_file=file)
+    for certificate, key, message in [
+        ("peer.pem", "ca.key", "no readable PEM pair"),
+        ("absent.pem", "peer.key", "no readable PEM pair"),
+        ("peer.pem", "old.key", "openssl pkcs8 -topk8"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            gateway(
+                "https://x:1",
+                tls_client_cert_file=certificates / certificate,
+                tls_client_key_file=certificates / key,
+            )
+
+
+def test_the_client_is_imported_here_only():
+    source = Path(gateway_module.__file__).parents[1]
+    users = [file.name for file in source.rglob("*.py") if "import wreq" in file.read_text(encoding="utf-8")]
+    assert users == ["gateway.py"]

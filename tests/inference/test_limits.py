@@ -1,0 +1,329 @@
+"""Slots, the adaptive limit and the breaker."""
+
+import asyncio
+import random
+
+import pytest
+
+from windlass.inference.adaptive import AdaptiveLimit, Phase, Sent
+from windlass.inference.answers import Failure, Reply, classify
+from windlass.inference.limits import CircuitBreaker, Limits, Slots
+from windlass.inference.settings import InferenceSettings
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Holder:
+    """A task inside a slot until it is told to leave."""
+
+    def __init__(self, slot, log=None, name=None):
+        self.inside = asyncio.Event()
+        self.leave = asyncio.Event()
+        self.task = asyncio.create_task(self._hold(slot, log, name))
+
+    async def _hold(self, slot, log, name):
+        async with slot:
+            self.inside.set()
+            if log is not None:
+                log.append(name)
+            await self.leave.wait()
+
+    async def end(self):
+        self.leave.set()
+        await self.task
+
+
+async def test_slots_are_given_in_order_of_arrival():
+    slots, log = Slots("m", 1), []
+    holders = [Holder(slots.slot(), log, n) for n in range(4)]
+    for n, holder in enumerate(holders):
+        await settle()
+        assert log == list(range(n + 1))
+        assert (slots.in_use, slots.waiting, slots.free) == (1, 3 - n, 0)
+        await holder.end()
+    assert (slots.in_use, slots.broken) == (0, None)
+
+
+async def test_a_newcomer_does_not_overtake_those_who_wait():
+    slots, log = Slots("bytes", 10), []
+    small = Holder(slots.slot(6), log, "small")
+    large = Holder(slots.slot(6), log, "large")
+    tiny = Holder(slots.slot(1), log, "tiny")
+    await settle()
+    assert log == ["small"]
+    await small.end()
+    await settle()
+    assert log == ["small", "large", "tiny"]
+    await large.end()
+    await tiny.end()
+
+
+async def test_more_than_the_whole_capacity_passes_alone():
+    slots = Slots("bytes", 10)
+    one, huge = Holder(slots.slot(1)), Holder(slots.slot(50))
+    await settle()
+    assert not huge.inside.is_set()
+    await one.end()
+    await settle()
+    assert huge.inside.is_set()
+    await huge.end()
+    assert slots.in_use == 0
+
+
+async def test_capacity_changes_at_once_upward_and_by_attrition_downward():
+    slots = Slots("m", 1)
+    holders = [Holder(slots.slot()) for _ in range(3)]
+    await settle()
+    slots.capacity = 3
+    await settle()
+    assert slots.in_use == 3
+    slots.capacity = 1
+    late = Holder(slots.slot())
+    await holders[0].end()
+    await holders[1].end()
+    await settle()
+    assert not late.inside.is_set()
+    await holders[2].end()
+    await late.end()
+
+
+async def test_cancelling_at_any_moment_loses_no_slot():
+    random.seed(3)
+    slots = Slots("m", 3)
+    for _ in range(300):
+        holders = [Holder(slots.slot(random.choice([1, 1, 2]))) for _ in range(8)]
+        for holder in random.sample(holders, 8):
+            for _ in range(random.randrange(3)):
+                await asyncio.sleep(0)
+            # Leaving and cancelling in the same tick hits a waiter that was just admitted.
+            holder.leave.set()
+            random.choice(holders).task.cancel()
+        await asyncio.gather(*(holder.task for holder in holders), return_exceptions=True)
+        assert (slots.in_use, slots.waiting, slots.broken) == (0, 0, None)
+
+
+async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on():
+    slots = Slots("m", 1)
+    first, second, third = (Holder(slots.slot()) for _ in range(3))
+    await settle()
+    first.leave.set()
+    await asyncio.sleep(0)
+    second.task.cancel()
+    await settle()
+    assert third.inside.is_set()
+    assert slots.in_use == 1
+    await third.end()
+    await asyncio.gather(second.task, return_exceptions=True)
+
+
+async def test_a_slot_given_back_twice_is_reported_and_not_counted(caplog):
+    slots = Slots("llama at http://a", 2)
+    slot, other = slots.slot(), slots.slot()
+    async with other:
+        await slot.__aenter__()
+        await slot.__aexit__(None, None, None)
+        assert slots.broken is None
+        await slot.__aexit__(None, None, None)
+        assert slots.in_use == 1
+    assert slots.broken == "the slots of llama at http://a do not add up: one slot was given back twice"
+    assert slots.broken in caplog.text
+
+
+def settings(**options):
+    return InferenceSettings(**options)
+
+
+async def test_a_request_holds_the_model_first_then_all_models_then_bytes():
+    limits = Limits(settings(concurrency=10, bytes_in_flight_max=2048, response_bytes_max=1024))
+    lane = limits.lane("http://a", "m", now=0.0)
+    assert limits.lane("http://a", "m", now=9.0) is lane
+    lane.answer_bytes = 500
+    async with limits.slot(lane, 100):
+        assert (lane.slots.in_use, limits.total.in_use, limits.bytes.in_use) == (1, 1, 600)
+        assert lane.sent(3.0) == Sent(3.0, 1)
+    assert (lane.slots.in_use, limits.total.in_use, limits.bytes.in_use) == (0, 0, 0)
+    assert limits.broken is None
+
+
+async def test_a_throttled_model_does_not_hold_slots_of_others():
+    limits = Limits(settings(concurrency=10, model_concurrency_start=2))
+    slow, quick = (limits.lane("http://a", model, now=0.0) for model in ("slow", "quick"))
+    crowd = [Holder(limits.slot(slow, 1)) for _ in range(20)]
+    await settle()
+    assert limits.total.in_use == 2
+    async with limits.slot(quick, 1):
+        assert limits.total.in_use == 3
+    for holder in crowd:
+        holder.leave.set()
+    await asyncio.gather(*(holder.task for holder in crowd))
+    assert limits.total.in_use == limits.bytes.in_use == slow.slots.in_use == 0
+
+
+async def test_cancelled_while_waiting_for_the_second_slot_gives_back_the_first():
+    limits = Limits(settings(concurrency=10))
+    lane = limits.lane("http://a", "m", now=0.0)
+    limits.total.capacity = 1
+    first, second = Holder(limits.slot(lane, 1)), Holder(limits.slot(lane, 1))
+    await settle()
+    assert lane.slots.in_use == 2
+    second.task.cancel()
+    await settle()
+    assert lane.slots.in_use == 1
+    await first.end()
+    await asyncio.gather(second.task, return_exceptions=True)
+    assert limits.broken is None
+
+
+async def test_a_broken_invariant_anywhere_is_seen_on_top():
+    limits = Limits(settings())
+    lane = limits.lane("http://a", "m", now=0.0)
+    slot = lane.slots.slot()
+    await slot.__aexit__(None, None, None)
+    assert "m at http://a" in limits.broken
+
+
+def answer(status=200, failure=None, body=b'{"choices": [1]}'):
+    return classify(Reply(status=status, body=body, failure=failure), now=0.0)
+
+
+def test_answers_move_the_lane_and_connection_failures_only_the_breaker():
+    limits = Limits(settings())
+    lane, twin = limits.lane("http://a", "m", now=0.0), limits.lane("http://a", "n", now=0.0)
+    lane.heard(Sent(0.0, 10), answer(), 1.0)
+    assert lane.slots.capacity == 11
+    assert lane.answer_bytes == 16
+    lane.heard(Sent(1.0, 10), answer(429), 2.0)
+    assert lane.slots.capacity == 5
+    for _ in range(5):
+        lane.heard(Sent(3.0, 5), answer(None, Failure.CONNECT), 3.0)
+    assert lane.slots.capacity == 5
+    assert twin.breaker is lane.breaker
+    assert twin.wait_seconds(3.1) > 0
+    assert limits.lane("http://b", "m", now=3.0).wait_seconds(3.1) == 0
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 502])
+def test_other_failures_say_nothing_about_load(status):
+    lane = Limits(settings()).lane("http://a", "m", now=0.0)
+    lane.heard(Sent(0.0, 10), answer(status), 1.0)
+    assert lane.adaptive.limit == 10
+
+
+# The adaptive limit
+
+
+def limit(**options):
+    return AdaptiveLimit(**{"start": 10, "least": 1, "most": 100, "now": 0.0, **options})
+
+
+def test_it_doubles_in_a_round_trip_while_it_is_full():
+    one = limit()
+    for _ in range(10):
+        one.answered(Sent(0.0, 10), 1.0)
+    assert one.limit == 20
+
+
+def test_it_does_not_grow_while_there_is_little_to_do():
+    one = limit()
+    for n in range(1000):
+        one.answered(Sent(n * 1.0, 3), n + 1.0)
+    assert one.limit == 10
+
+
+def test_it_halves_once_per_round_trip():
+    one = limit(start=64)
+    for _ in range(20):
+        one.overloaded(Sent(1.0, 64), 2.0)
+    assert (one.limit, one.phase) == (32, Phase.RECOVERING)
+    one.overloaded(Sent(2.5, 32), 3.0)
+    assert one.limit == 16
+
+
+def test_it_stays_within_its_bounds():
+    one = limit(start=2, least=2, most=20)
+    for n in range(50):
+        one.overloaded(Sent(n + 0.5, 2), n + 1.0)
+        assert one.limit == 2
+    one = limit(most=20)
+    for n in range(100):
+        one.answered(Sent(n * 0.1, 20), n * 0.1 + 1)
+        assert one.limit <= 20
+    one.most = 7
+    assert one.limit == 7
+
+
+def test_refusals_without_any_answer_between_them_call_for_a_pause():
+    one = limit()
+    pauses = []
+    now = 0.0
+    for _ in range(9):
+        one.overloaded(Sent(now + 0.01, 1), now + 0.02)
+        now += 0.02
+        pauses.append(round(one.wait_seconds(now), 3))
+        now += pauses[-1]
+    assert pauses == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    one.answered(Sent(now, 1), now + 1)
+    one.overloaded(Sent(now + 2, 1), now + 3)
+    assert one.wait_seconds(now + 3) == 0.0
+
+
+# The breaker
+
+
+def breaker():
+    return CircuitBreaker(jitter=lambda: 1.0)
+
+
+def test_the_breaker_opens_after_five_failures_in_a_row():
+    one = breaker()
+    for _ in range(4):
+        one.failed(0.0)
+    assert one.wait_seconds(0.0) == 0.0
+    one.connected()
+    for _ in range(5):
+        one.failed(0.0)
+    assert one.is_open
+    assert one.wait_seconds(0.4) == pytest.approx(0.6)
+
+
+def test_an_open_breaker_admits_one_probe_and_closes_when_it_connects():
+    one = breaker()
+    for _ in range(5):
+        one.failed(0.0)
+    assert one.wait_seconds(1.0) == 0.0
+    assert one.wait_seconds(1.0) == 1.0
+    one.connected()
+    assert one.wait_seconds(1.0) == 0.0
+    assert not one.is_open
+
+
+def test_each_failed_probe_doubles_the_pause_up_to_the_longest():
+    one, now, pauses = breaker(), 0.0, []
+    for _ in range(5):
+        one.failed(now)
+    for _ in range(8):
+        began = now
+        while one.wait_seconds(now) > 0:
+            now += 0.25
+        pauses.append(now - began)
+        one.failed(now)
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_crowd_that_fails_together_does_not_prolong_the_pause():
+    one = breaker()
+    for _ in range(100):
+        one.failed(0.0)
+    assert one.wait_seconds(1.0) == 0.0
+
+
+def test_a_probe_that_never_reports_is_replaced():
+    one = breaker()
+    for _ in range(5):
+        one.failed(0.0)
+    assert one.wait_seconds(1.0) == 0.0
+    assert one.wait_seconds(15.9) > 0.0
+    assert one.wait_seconds(16.0) == 0.0

@@ -1,0 +1,126 @@
+"""Gateways and limits in the configuration, by the source's names."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.errors import ConfigurationError
+from windlass.inference.settings import GatewaySettings, InferenceSettings, seconds
+from windlass.settings import load_settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "gateways.md"
+
+
+def load(tmp_path, text="", environment=None, flags=None):
+    file = tmp_path / "windlass.toml"
+    file.write_text(text)
+    return load_settings(flags, environment=environment or {}, file=file)
+
+
+def test_the_examples_of_the_docs_are_valid(tmp_path):
+    one, many = (load(tmp_path, text) for text in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    # The first example spells out the defaults.
+    assert one.global_inference_gateway == GatewaySettings(url="http://inference-gateway:8000")
+    assert one.model_gateways == {}
+    assert set(many.model_gateways) == {"llama-3", "mistral"}
+    assert many.model_gateways["mistral"].request_timeout == 120.0
+    assert many.model_gateways["mistral"].tls_ca_cert_file == Path("/etc/tls/ca.pem")
+    assert many.model_gateways["llama-3"].request_timeout == 300.0
+    assert many.inference.most_per_model == 150
+
+
+def test_without_gateways_a_queue_without_batches_starts(tmp_path):
+    settings = load(tmp_path)
+    assert not settings.global_inference_gateway.is_set
+    assert settings.inference == InferenceSettings()
+    assert (settings.inference.concurrency, settings.inference.most_per_model) == (100, 100)
+
+
+def test_the_environment_names_gateways_too(tmp_path):
+    one = load(
+        tmp_path,
+        "",
+        {
+            "WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL": "http://a:1",
+            "WINDLASS_INFERENCE_CONCURRENCY": "7",
+            "WINDLASS_INFERENCE_MODEL_CONCURRENCY_START": "7",
+        },
+    )
+    assert one.global_inference_gateway.url == "http://a:1"
+    assert one.inference.concurrency == 7
+    text = '[model_gateways."m"]\nurl = "http://file:1"'
+    many = load(tmp_path, text, {"WINDLASS_MODEL_GATEWAYS": '{"n": {"url": "http://env:1", "request_timeout": "90s"}}'})
+    assert set(many.model_gateways) == {"n"}
+    assert many.model_gateways["n"].request_timeout == 90.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("5m", 300.0),
+        ("1m30s", 90.0),
+        ("250ms", 0.25),
+        ("1.5h", 5400.0),
+        (12, 12),
+        ("12", "12"),
+        ("5 minutes", "5 minutes"),
+    ],
+)
+def test_durations_are_read_as_the_source_writes_them(text, expected):
+    assert seconds(text) == expected
+
+
+GATEWAY = "[global_inference_gateway]\nurl = 'http://a:1'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            GATEWAY + "[model_gateways.m]\nurl = 'http://b:1'",
+            "both global_inference_gateway and model_gateways are set",
+        ),
+        (GATEWAY + "api_key = 'sk-1'", "there is no setting global_inference_gateway.api_key; did you mean"),
+        (GATEWAY + "max_retrys = 1", "did you mean global_inference_gateway.max_retries?"),
+        (
+            "[model_gateways.m]\nurl = 'http://b:1'\nmax_retrys = 1",
+            'model_gateways."m".max_retrys; did you mean max_retries?',
+        ),
+        ("[model_gateways.m]\nmax_retries = 1", 'a gateway has settings but no url; write url = "http://host:8000"'),
+        ("[model_gateways.m]", 'model_gateways."m" has no url'),
+        ("[global_inference_gateway]\nmax_retries = 1", "a gateway has settings but no url"),
+        ("[global_inference_gateway]\nurl = 'gateway:8000'", "write it like http://gateway:8000"),
+        ("[global_inference_gateway]\nurl = 'http://a:99999'", "write it like http://gateway:8000"),
+        ("[global_inference_gateway]\nurl = 'http://a:1/?key=1'", "write it like http://gateway:8000"),
+        (GATEWAY + "request_timeout = 'soon'", "the setting global_inference_gateway.request_timeout is 'soon'"),
+        (GATEWAY + "request_timeout = 0", "must be above 0"),
+        (GATEWAY + "max_backoff = '500ms'", "max_backoff not below initial_backoff"),
+        (GATEWAY + "max_retries = -1", "write 0 to never"),
+        (GATEWAY + "concurrency_total = 0", "at least 1"),
+        (GATEWAY + "api_key_name = 'a'\napi_key_env = 'B'", "has api_key_name and api_key_env; keep one of them"),
+        (GATEWAY + "api_key_name = '../shadow'", "it names a file directly under /etc/.secrets"),
+        (GATEWAY + "tls_client_cert_file = 'c.pem'", "belong together"),
+        ("[inference]\nmodel_concurrency_max = 200", "model_concurrency_max (200) <= concurrency (100) does not hold"),
+        ("[inference]\nmodel_concurrency_min = 0", "does not hold"),
+        ("[inference]\nresponse_bytes_max = 10", "response_bytes_max is 10"),
+        ("[inference]\nconnect_timeout = '0s'", "connect_timeout is 0.0"),
+    ],
+)
+def test_a_slip_is_refused_with_a_hint(tmp_path, text, message):
+    with pytest.raises(ConfigurationError) as refused:
+        load(tmp_path, text)
+    assert message in str(refused.value)
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path):
+    with pytest.raises(ConfigurationError, match="api_key_file instead") as refused:
+        load(tmp_path, "[global_inference_gateway]\nurl = 'http://me:hunter2@a:1'")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_reading_settings_loads_no_http_client():
+    code = "import sys, windlass.settings; print('wreq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
