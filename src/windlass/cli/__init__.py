@@ -19,6 +19,7 @@ from windlass.cli import (
     queues,
     schedules,
     serve,
+    simulate,
     workers,
 )
 from windlass.db.check import explained
@@ -35,6 +36,7 @@ app.command("api")(serve.api)
 app.command("migrate")(migrate.migrate)
 app.command("check")(check.check)
 app.command("demo")(demo.demo)
+app.command("simulate")(simulate.simulate)
 app.command("operations")(workers.operations)
 app.command("workers")(workers.workers)
 app.add_typer(jobs.app, name="job")
