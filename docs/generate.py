@@ -21,7 +21,7 @@ from windlass.api.application import application
 from windlass.api.settings import ApiSettings
 from windlass.app import VERSION
 from windlass.engine.exposition import process_counts
-from windlass.settings import PREFIX, Settings
+from windlass.settings import PREFIX, Settings, is_table
 from windlass.states import LIFECYCLES, Lifecycle
 
 DOCS = Path(__file__).parent
@@ -61,7 +61,7 @@ def configuration() -> str:
         "```\n",
     ]
     for part in dataclasses.fields(Settings):
-        if part.default_factory is dataclasses.MISSING:
+        if not is_table(part):
             lines += [f"## {part.name}\n", *_table(Settings, None, only=part.name)]
         else:
             kind = type(part.default_factory())

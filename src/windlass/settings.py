@@ -35,11 +35,14 @@ from windlass.engine.queue import EngineSettings
 from windlass.engine.retention import RetentionSettings
 from windlass.engine.worker import WorkerSettings
 from windlass.errors import ConfigurationError
+from windlass.inference.settings import GatewaySettings, InferenceSettings, refuse_both
+from windlass.storage.settings import StorageSettings
 
 PREFIX = "WINDLASS_"
 CONFIG = "WINDLASS_CONFIG"
 # What Kubernetes tells every pod about a service that is called windlass, or windlass-something.
 _KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
+_REPLACED_WHOLE = {"model_gateways", "queue_limits"}
 _OTHERS = {CONFIG, "WINDLASS_CHILD", "WINDLASS_REQUIRE_ALL"}
 
 
@@ -64,7 +67,20 @@ class Settings:
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     api: ApiSettings = field(default_factory=ApiSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
+    storage: StorageSettings = field(default_factory=StorageSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    inference: InferenceSettings = field(default_factory=InferenceSettings)
+    global_inference_gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    model_gateways: dict[str, GatewaySettings] = field(default_factory=dict)
+    """A gateway for each model instead of one for all, each with all settings that it needs."""
+
+    def __post_init__(self) -> None:
+        refuse_both(self.global_inference_gateway, self.model_gateways)
+
+
+def is_table(part: dataclasses.Field[Any]) -> bool:
+    """Whether a field of Settings is a part with settings of its own, rather than one setting."""
+    return part.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(part.default_factory())
 
 
 def load_settings(
@@ -139,7 +155,7 @@ def _kinds() -> dict[tuple[str, ...], str]:
     """Every setting, as its path, with the text of its type."""
     kinds: dict[tuple[str, ...], str] = {}
     for part in dataclasses.fields(Settings):
-        if part.default_factory is dataclasses.MISSING:
+        if not is_table(part) or part.default_factory is dataclasses.MISSING:
             kinds[(part.name,)] = str(part.type)
         else:
             settings = dataclasses.fields(type(part.default_factory()))
@@ -154,7 +170,7 @@ def _known() -> dict[str, tuple[str, ...]]:
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
     for name, value in layer.items():
-        if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name != "queue_limits":
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name not in _REPLACED_WHOLE:
             _merge(into[name], value)
         elif isinstance(value, Mapping):
             into[name] = {inner: given for inner, given in value.items() if given is not None}
@@ -173,6 +189,18 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
                 close = difflib.get_close_matches(".".join(path), dotted, n=1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ConfigurationError(f"there is no setting {'.'.join(path)}{hint}")
+    _refuse_unknown_of_gateways(merged.get("model_gateways"))
     operations = merged.get("operations")
     if isinstance(operations, str):
         raise ConfigurationError(f'operations is a list: operations = ["{operations}"]')
+
+
+def _refuse_unknown_of_gateways(gateways: Any) -> None:
+    """The names inside model_gateways are models, so their settings lie one table deeper."""
+    known = [setting.name for setting in dataclasses.fields(GatewaySettings)]
+    for model, settings in gateways.items() if isinstance(gateways, Mapping) else ():
+        for name in settings if isinstance(settings, Mapping) else ():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ConfigurationError(f'there is no setting model_gateways."{model}".{name}{hint}')
