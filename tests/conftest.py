@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
@@ -23,6 +24,11 @@ from windlass.engine.queue import EngineSettings, Queue
 
 EXTERNAL = os.environ.get("WINDLASS_TEST_DATABASE_URL")
 MAJOR = int(os.environ.get("WINDLASS_TEST_POSTGRES_MAJOR", "18"))
+
+
+# A busy machine is slow, and that is no finding.
+hypothesis.settings.register_profile("windlass", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("windlass")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,7 +17,7 @@ from windlass import AsyncWindlass, operation
 from windlass.cli import app
 from windlass.engine.counts import WORKER_METRICS
 from windlass.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
-from windlass.settings import PREFIX, Settings
+from windlass.settings import PREFIX, Settings, is_table
 
 folder = test_docs.folder
 
@@ -146,8 +146,11 @@ def test_a_command_or_an_option_that_does_not_exist_is_found_out():
     ]
 
 
+SINGLE = {PREFIX + part.name.upper() for part in dataclasses.fields(Settings) if not is_table(part)}
+
+
 def settings() -> set[str]:
-    parts = [part for part in dataclasses.fields(Settings) if part.default_factory is not dataclasses.MISSING]
+    parts = [part for part in dataclasses.fields(Settings) if is_table(part)]
     return {f"{part.name}.{one.name}" for part in parts for one in dataclasses.fields(part.default_factory())}
 
 
@@ -158,7 +161,7 @@ def test_settings_that_a_page_names_exist(page):
     named = [code.partition(" ")[0] for code in inline(text) if re.match(rf"({parts})\.[a-z_]+( = .*)?$", code)]
     events = {"job"}
     assert {name for name in named if name.partition(".")[0] not in events} <= known
-    variables = {PREFIX + name.upper().replace(".", "_") for name in known} | {f"{PREFIX}OPERATIONS"} | OUTSIDE
+    variables = {PREFIX + name.upper().replace(".", "_") for name in known} | SINGLE | OUTSIDE
     assert set(re.findall(r"\bWINDLASS_[A-Z_]+\b", text)) <= variables
 
 

@@ -25,6 +25,7 @@ class S3:
         self.endpoint = f"http://127.0.0.1:{port}"
         self.bucket = f"test-{uuid.uuid4().hex[:12]}"
         self._call("PUT", f"/{self.bucket}")
+        self.fail()  # nothing that an earlier test had left over
 
     def fail(self, *faults: int | str) -> None:
         self._call("PUT", "/_faults", json.dumps(faults).encode())

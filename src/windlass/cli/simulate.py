@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from windlass.cli.flags import Json
 from windlass.cli.show import console, print_facts, print_json, print_table
 from windlass.cli.stop import Stop, Tether
 from windlass.simulator import PROFILES, Profile, Simulator, SimulatorSettings, named_model, profile
@@ -80,9 +81,7 @@ def simulate(
     api_key: Annotated[
         str | None, typer.Option(help="The bearer key that requests must show.", show_default=False)
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the URL at start and the counts at the end as JSON.")
-    ] = False,
+    json: Json = False,
     tether: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Simulate a model server: OpenAI's endpoints, with a model of its speed, a prefix cache, and faults on demand.

@@ -102,8 +102,8 @@ class Local:
         """Give the draft its name; folders are made anew when a deletion of their last object took them away."""
         target = self._path(key)
         for _ in range(_RACES_MAX):
-            _make_folders(target.parent)
             with suppress(FileNotFoundError):
+                _make_folders(target.parent)
                 move(draft, target)
                 self._sync_folders(target.parent)
                 return
@@ -240,7 +240,8 @@ def _make_folders(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise NotADirectoryError(folder) from error
+        if folder.is_file():  # else it was there a moment ago, and a deletion has taken it since
+            raise NotADirectoryError(folder) from error
 
 
 def _walk(folder: Path, prefix: str, after: str) -> Iterator[Found]:
