@@ -62,6 +62,16 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
         yield embedded.url
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A run on another server repeats only what touches the server."""
+    if os.environ.get("WINDLASS_TEST_SERVERS") or MAJOR != 18:
+        by_use: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            by_use["server" in getattr(item, "fixturenames", ())].append(item)
+        config.hook.pytest_deselected(items=by_use[False])
+        items[:] = by_use[True]
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The controller, which ends last, removes the server's folder."""
     if not hasattr(session.config, "workerinput"):
