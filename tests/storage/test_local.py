@@ -262,7 +262,7 @@ async def test_2500_objects_are_listed_in_order_page_by_page_and_from_any_place(
 
 
 STREAM_300_MB = """
-    import asyncio, resource, sys
+    import asyncio, os, resource, sys
     from pathlib import Path
     from windlass.storage import StorageSettings, open_store
 
@@ -282,9 +282,10 @@ STREAM_300_MB = """
         await pass_by(1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         await pass_by(int(sys.argv[3]))
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, flush=True)
 
     asyncio.run(main(*sys.argv[1:3]))
+    os._exit(0)  # a thread of obstore's may abort an interpreter that is leaving
 """
 
 
