@@ -1,6 +1,7 @@
 """The table in states.py, the database's trigger, the statements and the methods say the same."""
 
 import itertools
+import uuid
 
 import psycopg
 import pytest
@@ -9,7 +10,7 @@ from tests.engine.steps import claim_one, dead, hand_over, release, retry
 from tests.support import fail, put_one, raw, snooze, succeed, take_one
 from windlass.engine.queue import SQL, Queue
 from windlass.errors import DatabaseError
-from windlass.states import JOB, LIFECYCLES, JobStatus
+from windlass.states import BATCH, JOB, LIFECYCLES, BatchStatus, JobStatus
 
 PAIRS = [pair for pair in itertools.product(JobStatus, JobStatus) if pair[0] != pair[1]]
 LEGAL = [pair for pair in PAIRS if JOB.allows(*pair)]
@@ -230,3 +231,62 @@ async def test_the_database_checks_what_the_machine_promises(queue):
     for change, constraint in PROMISES.items():
         with pytest.raises(DatabaseError, match=constraint):
             await raw(queue, f"UPDATE windlass.job SET {change}")
+
+
+BATCH_PAIRS = [pair for pair in itertools.product(BatchStatus, BatchStatus) if pair[0] != pair[1]]
+STAMPS = {status: f"{status.value}_at" for status in BATCH.terminal}
+
+
+async def move_batch(queue, id, target):
+    stamps = ", ".join(f"{stamp} = {'now()' if status is target else 'NULL'}" for status, stamp in STAMPS.items())
+    sql = f"UPDATE windlass.batch SET status = '{target}', {stamps} WHERE id = %(id)s RETURNING status::text"
+    return await raw(queue, sql, id=id)
+
+
+async def put_batch(queue):
+    id = f"batch_{uuid.uuid4().hex}"
+    await raw(
+        queue,
+        "INSERT INTO windlass.batch (id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, "
+        "family, created_at, expires_at) VALUES (%(id)s, 'default', gen_random_uuid(), 'batches', 5, '/v1/embeddings', "
+        "'file-1', '24h', %(id)s, now(), now() + interval '1 day') RETURNING id",
+        id=id,
+    )
+    return id
+
+
+async def bring_batch(queue, id, target):
+    """By legal moves only, along the shortest way."""
+    ways = {BATCH.initial: ()}
+    while target not in ways:
+        ways |= {move.target: (*ways[move.source], move.target) for move in BATCH.moves if move.source in ways}
+    for step in ways[target]:
+        assert await move_batch(queue, id, step) == [(step.value,)]
+
+
+async def test_the_database_allows_exactly_the_moves_of_a_batch_that_are_listed(queue):
+    for source, target in BATCH_PAIRS:
+        id = await put_batch(queue)
+        await bring_batch(queue, id, source)
+        if BATCH.allows(source, target):
+            assert await move_batch(queue, id, target) == [(target.value,)]
+        else:
+            with pytest.raises(DatabaseError, match=f"illegal move of batch {id}: {source} to {target}"):
+                await move_batch(queue, id, target)
+
+
+def test_the_moves_of_a_batch_are_those_of_the_design():
+    targets = {}
+    for one in BATCH.moves:
+        targets.setdefault(one.source.value, set()).add(one.target.value)
+    assert targets == {
+        "validating": {"in_progress", "failed", "expired", "cancelling"},
+        "in_progress": {"finalizing", "expired", "failed", "cancelling"},
+        "finalizing": {"completed", "failed", "cancelling"},
+        "cancelling": {"cancelled", "failed"},
+    }
+
+
+async def test_the_databases_enum_is_batch_status(queue):
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::windlass.batch_status))::text")
+    assert [status for (status,) in rows] == [status.value for status in BatchStatus]

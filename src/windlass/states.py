@@ -17,6 +17,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class BatchStatus(StrEnum):
+    """Where a batch stands, in OpenAI's words."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
 class JobStatus(StrEnum):
     """Where a job stands."""
 
@@ -94,4 +107,37 @@ JOB = Lifecycle(
     ),
 )
 
-LIFECYCLES: tuple[Lifecycle, ...] = (JOB,)
+_VALIDATING, _IN_PROGRESS, _FINALIZING, _COMPLETED, _FAILED, _EXPIRED, _CANCELLING, _CANCELLED = BatchStatus
+
+BATCH = Lifecycle(
+    name="batch",
+    initial=_VALIDATING,
+    meanings={
+        _VALIDATING: "Waits for a worker that checks its input and plans it. Creating it puts it here.",
+        _IN_PROGRESS: "Its requests are sent, on any number of workers; or it is paused, and the clock runs on.",
+        _FINALIZING: "Every request has its answer; the files are being written. The deadline does not count here.",
+        _COMPLETED: "Every line is in the output or the error file, even if all of them failed.",
+        _FAILED: "The input was refused and nothing was sent; or something broke, and what was answered is kept.",
+        _EXPIRED: "Its window was over; what was answered is in the output file, the rest in the error file.",
+        _CANCELLING: "A user wants it to end; requests in flight have their grace, then the files are written.",
+        _CANCELLED: "Ended by a user; what was answered is in the output file, the rest in the error file.",
+    },
+    terminal=frozenset({_COMPLETED, _FAILED, _EXPIRED, _CANCELLED}),
+    moves=(
+        Move("begin", _VALIDATING, _IN_PROGRESS, "every line is good and planned"),
+        Move("fail", _VALIDATING, _FAILED, "the input is gone or a line of it is bad: `errors` says which"),
+        Move("expire", _VALIDATING, _EXPIRED, "its window was over before a worker came to it"),
+        Move("cancel", _VALIDATING, _CANCELLING, "a user cancels it before anything was sent"),
+        Move("finalize", _IN_PROGRESS, _FINALIZING, "every request has its answer"),
+        Move("expire", _IN_PROGRESS, _EXPIRED, "its window was over; the files hold what was answered"),
+        Move("fail", _IN_PROGRESS, _FAILED, "something broke for good; the files hold what was answered"),
+        Move("cancel", _IN_PROGRESS, _CANCELLING, "a user cancels it"),
+        Move("complete", _FINALIZING, _COMPLETED, "the files are in the store and every line is accounted for"),
+        Move("fail", _FINALIZING, _FAILED, "the store refused the files; only the counts are known"),
+        Move("cancel", _FINALIZING, _CANCELLING, "a user cancels it; the files are written all the same"),
+        Move("end_cancelled", _CANCELLING, _CANCELLED, "what was in flight has ended and the files are written"),
+        Move("fail", _CANCELLING, _FAILED, "the store refused the files; only the counts are known"),
+    ),
+)
+
+LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH)

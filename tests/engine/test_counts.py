@@ -19,7 +19,7 @@ from windlass.engine.exposition import CONTENT_TYPE, STANDING_METRICS, Expositio
 from windlass.engine.queue import Queue
 from windlass.errors import DatabaseError
 from windlass.operations.registry import Registry
-from windlass.telemetry.metrics import Counts, Metric, series
+from windlass.telemetry.metrics import Counts, Metric, Room, series
 
 GONE = counts_module._SILENT_SECONDS + 1
 FORGOTTEN = counts_module._FOLDED_SECONDS + 1
@@ -29,9 +29,9 @@ async def total(queue, name="jobs_rescued_total"):
     return sum(series(await counted(queue)).get(name, {}).values())
 
 
-async def page(queue, own=None):
+async def page(queue, own=None, **options):
     """The page as Prometheus reads it: samples by name and label values."""
-    text = (await Exposition(queue, own or process_counts()).render()).decode()
+    text = (await Exposition(queue, own or process_counts(), **options).render()).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -75,7 +75,7 @@ async def test_a_worker_that_runs_writes_now_and_then_and_at_its_end(pool, queue
     assert await total(queue, "leases_lost_total") == 7
 
 
-@operation("varied", max_attempts=2)
+@operation("varied", max_attempts=2, backoff_seconds=600, backoff_seconds_max=600)
 async def varied(ctx: Context, how: str) -> object:
     match how:
         case "fail":
@@ -296,6 +296,133 @@ async def test_an_idle_worker_writes_nothing_until_its_row_must_be_touched(pool,
     row._touch_at = 0.0
     await row.write()
     assert database.ran[SQL["update_counts"]] == 1
+
+
+# Gauges -------------------------------------------------------------------------------------------------------------
+
+LOAD = Metric("load", "Load.", ("part",), "gauge")
+WORK = Metric("work_total", "Work.", ("part",), prefix="")
+
+
+async def loaded(queue, name, **parts):
+    """A worker that lives, and says how its parts are loaded."""
+    columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": [], "concurrency": 1}
+    await queue.register_worker(id=name, **columns)
+    counts = WorkerCounts([LOAD, WORK])
+    counts.set_all("load", {(part,): n for part, n in parts.items()})
+    row = CountsWriter(queue, name, counts)
+    await row.write()
+    return counts, row
+
+
+async def loads(queue):
+    return {key[1]: n for key, n in (await page(queue, more=[LOAD])).items() if key[0] == "load"}
+
+
+async def test_gauges_are_added_up_over_workers_and_the_dead_do_not_count(queue, clock):
+    await clock.advance(queue, 0)
+    await loaded(queue, "dead", a=100, b=100)
+    await clock.advance(queue, 61)
+    await loaded(queue, "w1", a=1, b=2)
+    await loaded(queue, "w2", b=3, c=0)
+    assert await loads(queue) == {"a": 1, "b": 5, "c": 0}
+    await queue.remove_worker("w1")
+    assert await loads(queue) == {"b": 3, "c": 0}
+    assert await counted(queue) == {}, "they are in no sum that stays"
+
+
+async def test_a_gauge_that_changes_or_goes_is_written_and_one_that_stays_is_not(pool, clock):
+    database = Faulty(pool)
+    queue = Queue(database, clock=clock)
+    counts, row = await loaded(queue, "w1", a=1, b=2)
+    await row.write()
+    assert database.ran[SQL["write_gauges"]] == 1
+    counts.set_all("load", {("b",): 3})
+    await row.write()
+    assert await loads(queue) == {"b": 3}
+    counts.set_all("load", {})
+    await row.write()
+    await row.write()
+    assert await loads(queue) == {}
+    assert database.ran[SQL["write_gauges"]] == 3
+
+
+async def test_gauges_come_back_after_their_row_was_removed(queue):
+    _, row = await loaded(queue, "w1", a=1)
+    await queue.remove_worker("w1")
+    await loaded(queue, "w1")
+    await row.write()
+    assert await loads(queue) == {}
+    row._gauges_touch_at = 0.0
+    await row.write()
+    assert await loads(queue) == {"a": 1}
+
+
+async def test_gauges_of_a_worker_that_is_not_registered_yet_are_written_when_it_is(queue):
+    counts = WorkerCounts([LOAD])
+    counts.set_all("load", {("a",): 1})
+    row = CountsWriter(queue, "w1", counts)
+    await row.write()
+    await loaded(queue, "w1")
+    await row.write()
+    assert await loads(queue) == {"a": 1}
+
+
+async def test_metrics_that_a_part_brings_are_on_the_page_under_their_own_name(queue):
+    counts, row = await loaded(queue, "w1", a=1)
+    counts.add("work_total", 4, ("a",))
+    await row.write()
+    text = (await Exposition(queue, process_counts(), more=[LOAD, WORK]).render()).decode()
+    assert 'work_total{part="a"} 4.0' in text.splitlines()
+    assert 'windlass_load{part="a"} 1.0' in text.splitlines()
+
+
+async def test_workers_name_the_same_values_where_there_is_no_room_for_all(queue):
+    rooms = {"part": Room(frozenset({"named"}), 2)}
+    for name, parts in (("w1", "abc"), ("w2", "cba"), ("w3", "ba")):
+        counts = WorkerCounts([WORK], rooms)
+        row = CountsWriter(queue, name, counts)
+        await row.learn()
+        for part in (*parts, "named"):
+            counts.add("work_total", 1, (part,))
+        await row.write()
+    found = {key[1]: n for key, n in (await page(queue, more=[WORK], rooms=rooms)).items() if key[0] == "work_total"}
+    assert found == {"a": 3, "b": 3, "other": 2, "named": 3}
+
+
+async def test_a_worker_that_runs_learns_the_names_that_others_use(pool, queue):
+    counts, row = writer(queue, "earlier")
+    counts.add("jobs_claimed_total", 1, ("seen before",))
+    await row.write()
+    async with working(pool) as worker:
+        while "seen before" not in worker.counts._values.get("queue", ()):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_has_no_room_left_looks_again_what_others_name(queue, monkeypatch):
+    monkeypatch.setattr(counts_module, "_WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(counts_module, "_TOUCH_SECONDS", 0.0)
+    rooms = {"part": Room(others_max=1)}
+    counts, earlier = WorkerCounts([WORK], rooms), WorkerCounts([WORK], rooms)
+    counts.add("work_total", 1, ("a",))
+    running = asyncio.create_task(CountsWriter(queue, "w1", counts).run())
+    earlier.add("work_total", 1, ("b",))
+    await CountsWriter(queue, "w2", earlier).write()
+    counts.add("work_total", 1, ("b",))
+    while ("b",) not in series(counts.flat())["work_total"]:
+        await asyncio.sleep(0.01)
+        counts.add("work_total", 1, ("b",))
+    running.cancel()
+    assert counts.is_crowded
+
+
+async def test_a_worker_runs_although_it_cannot_learn(pool, clock):
+    database = Faulty(pool)
+    database.plan(Fault(SQL["counted"], "before"))
+    counts, row = writer(Queue(database, clock=clock), "w1")
+    await row.learn()
+    assert database.ran[SQL["counted"]] == 1
+    assert counts.flat() == {}
 
 
 # The page -----------------------------------------------------------------------------------------------------------

@@ -942,6 +942,14 @@ async def test_an_ordinary_job_is_not_a_suspect(queue):
     assert await queue.claim_job("w1", id, BASIC.names(), suspect=True) is None
 
 
+async def test_a_suspect_of_a_private_queue_is_for_those_who_name_that_queue(queue):
+    (id,) = await put(queue, NewJob("noop", queue="~run-1/shard/small"))
+    await raw(queue, "UPDATE windlass.job SET rescues = 2")
+    assert await queue.suspects(BASIC.names(), 10) == []
+    assert await queue.suspects(BASIC.names(), 10, private=["~run-2"]) == []
+    assert await queue.suspects(BASIC.names(), 10, private=["~run-1"]) == [id]
+
+
 @pytest.mark.parametrize(("settle", "left"), [(snooze, 0), (retry, 0), (release, 1)])
 async def test_a_settle_forgets_earlier_deaths_but_a_worker_that_stops_proves_nothing(queue, clock, settle, left):
     id = await put_one(queue)

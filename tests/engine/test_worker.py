@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psutil
 import psycopg
@@ -1067,3 +1068,18 @@ async def test_sigterm_gives_running_jobs_back_at_once(queue, database_url, tmp_
     job = await queue.get(id)
     assert (job.status, job.attempts, job.rescues) == (QUEUED, 0, 0)
     assert await Views(queue).workers() == []
+
+
+@operation("plan_two")
+async def plan_two(ctx: Context) -> Any:
+    if ctx.joined is None:
+        return Wait([NewJob(noop, {"n": n}) for n in (1, 2)], on_join="resume")
+    return ctx.joined.succeeded
+
+
+async def test_a_parent_is_resumed_when_its_last_child_ends_and_not_at_the_next_poll(queue, pool):
+    (id,) = await put(queue, NewJob(plan_two), operations=Registry([plan_two, noop]))
+    async with working(pool, plan_two, noop, poll_seconds_min=10.0, poll_seconds_max=10.0):
+        job = await finished(queue, id)
+        assert job.result == 2
+        assert (job.finished_at - job.started_at).total_seconds() < 5

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import jsonschema
 import orjson
 
 from windlass.db.database import Session
@@ -45,8 +44,10 @@ class _Published:
     defaults: Mapping[str, Any]
 
     def encode(self, payload: Any) -> Any:
+        from jsonschema.exceptions import best_match
+
         plain = orjson.loads(_dump({} if payload is None else payload, self.name))
-        if problem := jsonschema.exceptions.best_match(self.validator.iter_errors(plain)):
+        if problem := best_match(self.validator.iter_errors(plain)):
             where = "".join(f"[{part!r}]" for part in problem.absolute_path) or "the payload"
             raise PayloadInvalid(f"{self.name}: {where}: {problem.message}", param="payload")
         return {**self._left_out(), **plain} if isinstance(plain, dict) else plain
@@ -99,10 +100,11 @@ class Catalog:
 
     async def _find_published(self, name: str, session: Session | None) -> _Published:
         if name not in self._published or time.monotonic() - self._published_at > _PUBLISHED_SECONDS:
+            from jsonschema import Draft202012Validator  # here, because it is slow to load, and most need it never
+
             rows = await self._queue.operations(session)
             self._published = {
-                found: _Published(found, jsonschema.Draft202012Validator(schema), defaults)
-                for found, schema, defaults, _ in rows
+                found: _Published(found, Draft202012Validator(schema), defaults) for found, schema, defaults, _ in rows
             }
             self._published_at = time.monotonic()
         if name in self._published:

@@ -108,6 +108,11 @@ class Context:
         return self._claim.attempts
 
     @property
+    def claim(self) -> int:
+        """How often the job was taken by a worker, this time included; only grows, and fences what is written."""
+        return self._claim.claim
+
+    @property
     def max_attempts(self) -> int:
         return self._claim.max_attempts
 

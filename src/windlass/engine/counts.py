@@ -2,6 +2,8 @@
 
 Each worker writes its own row every few seconds. A row that nobody touches any more is folded into the row '' and
 marked; a worker that was only frozen finds the mark, and from then on writes what came since, in a new row.
+
+Gauges, which say what is true now, are added up over the workers that live: they stand in the row of the heartbeat.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -21,7 +23,7 @@ from windlass.db.statements import statements
 from windlass.engine.jobs import Claim
 from windlass.engine.queue import Queue, Rescued
 from windlass.errors import DatabaseError
-from windlass.telemetry.metrics import VALUES_MAX, Counts, Flat, Metric, difference, together
+from windlass.telemetry.metrics import VALUES_MAX, Counts, Flat, Metric, Rooms, difference, together
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +86,15 @@ WORKER_METRICS = (
 
 
 class WorkerCounts(Counts):
-    """What one worker process has done.
+    """What one worker process has done; parts of Windlass may bring metrics of their own.
 
     What happens to every job is only put down at first, and counted a thousand at a time: that is several times
     cheaper, and a job costs little else.
     """
 
-    def __init__(self) -> None:
-        super().__init__(WORKER_METRICS)
+    def __init__(self, more: Iterable[Metric] = (), rooms: Rooms | None = None) -> None:
+        super().__init__((*WORKER_METRICS, *more), rooms)
+        self.on_read(self._count)
         self.ran: defaultdict[str, list[float]] = defaultdict(list)
         """Seconds that operations ran, by type."""
         self.ended: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -110,14 +113,6 @@ class WorkerCounts(Counts):
         self._put_down += len(claims)
         if self._put_down >= _PUT_DOWN_MAX:
             self._count()
-
-    def flat(self) -> Flat:
-        self._count()
-        return super().flat()
-
-    def total(self, name: str) -> int:
-        self._count()
-        return super().total(name)
 
     def _count(self) -> None:
         for queue, waited in self._waited.items():
@@ -185,12 +180,27 @@ class CountsWriter:
         """What this row holds if our last write has happened."""
         self._answered: Flat = {}
         self._touch_at = 0.0
+        self._gauges: Flat = {}
+        """What the row of the heartbeat holds; a row that is missing holds nothing."""
+        self._gauges_touch_at = 0.0
 
     async def run(self) -> None:
         """Until cancelled."""
+        await self.learn()
+        learn_at = time.monotonic() + _TOUCH_SECONDS
         while True:
             await asyncio.sleep(_WRITE_SECONDS * random.uniform(0.8, 1.2))
             await self.write()
+            if self._counts.is_crowded and time.monotonic() >= learn_at:
+                await self.learn()
+                learn_at = time.monotonic() + _TOUCH_SECONDS
+
+    async def learn(self) -> None:
+        """Look which values of labels others have counted; where there is no room for all, all must name the same."""
+        try:
+            self._counts.know(await counted(self._queue))
+        except DatabaseError as error:
+            log.debug("what others have counted cannot be read: %s", error)
 
     async def write_last(self) -> None:
         try:
@@ -201,7 +211,8 @@ class CountsWriter:
 
     async def write(self) -> None:
         try:
-            await self._write(self._counts.flat())
+            await self._write(self._counts.flat("counter", "histogram"))
+            await self._write_gauges(self._counts.flat("gauge"))
         except DatabaseError as error:
             log.debug("the counts will be written later: %s", error)
 
@@ -214,6 +225,15 @@ class CountsWriter:
             await self._send(counted)
         self._answered = counted
         self._touch_at = time.monotonic() + _TOUCH_SECONDS
+
+    async def _write_gauges(self, gauges: Flat) -> None:
+        """Written again now and then, for a row that was removed while we were frozen comes back without them."""
+        is_touch_due = bool(gauges) and time.monotonic() >= self._gauges_touch_at
+        if gauges != self._gauges or is_touch_due:
+            params = {"worker": self._worker, "gauges": orjson.dumps(gauges).decode()}
+            is_there = bool(await self._queue.ask(SQL["write_gauges"], params))
+            self._gauges = gauges if is_there else {}
+            self._gauges_touch_at = time.monotonic() + _TOUCH_SECONDS
 
     async def _send(self, counted: Flat) -> bool:
         """Whether our row was still ours to write."""
@@ -270,6 +290,8 @@ class Standing(NamedTuple):
     workers: int
     slots: int
     slots_used: int
+    gauges: Flat
+    """What the workers that live said of themselves, added up"""
 
 
 async def counted(queue: Queue) -> Flat:
@@ -282,5 +304,7 @@ async def standing(queue: Queue) -> Standing:
     depths = await queue.ask(SQL["depths"], limits)
     taken = await queue.ask(SQL["taken"], limits)
     failed = await queue.ask(SQL["failed"], limits)
-    (slots,) = await queue.ask(SQL["slots"], {"silent_seconds": _WORKER_SILENT_SECONDS})
-    return Standing([Depth(*row) for row in depths], taken, failed, *slots)
+    alive = {"silent_seconds": _WORKER_SILENT_SECONDS}
+    ((workers, slots, slots_used),) = await queue.ask(SQL["slots"], alive)
+    gauges: Flat = dict(await queue.ask(SQL["gauges"], alive))
+    return Standing([Depth(*row) for row in depths], taken, failed, workers, slots, slots_used, gauges)

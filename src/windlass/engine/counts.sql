@@ -55,6 +55,15 @@ FROM windlass.worker_counts, jsonb_each_text(counts)
 WHERE folded_at IS NULL
 GROUP BY key
 
+-- name: write_gauges
+UPDATE windlass.worker SET gauges = %(gauges)s::jsonb WHERE id = %(worker)s RETURNING id
+
+-- name: gauges
+SELECT key, sum(value::numeric)::double precision
+FROM windlass.worker, jsonb_each_text(gauges)
+WHERE heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+GROUP BY key
+
 -- name: depths
 -- Each queue is counted up to a limit in the index of due jobs; the oldest of each priority is one look into it.
 SELECT CASE WHEN place <= %(queues_max)s THEN queue.name ELSE 'other' END, bool_or(queue.paused),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -17,12 +17,11 @@ from prometheus_client.registry import Collector
 from windlass.engine.counts import WORKER_METRICS, Standing, counted, standing
 from windlass.engine.queue import Queue
 from windlass.errors import DatabaseError
-from windlass.telemetry.metrics import INFINITY, SUM, Counts, Flat, Labels, Metric, bounded, series
+from windlass.telemetry.metrics import INFINITY, SUM, Counts, Flat, Labels, Metric, Room, Rooms, bounded, series
 
 log = logging.getLogger(__name__)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_PREFIX = "windlass_"
 _SHARED = " Read from the database: every process shows the same number, so aggregate with max, not sum."
 _FRESH_SECONDS = 5.0
 _FRESH_SECONDS_MAX = 60.0
@@ -79,11 +78,15 @@ class Exposition:
     """Renders the page. What comes from the database is read at most every five seconds, however many ask.
 
     A reading that was slow is used longer, so that looking never costs more than a twentieth of one connection.
+    `more` are the metrics that parts of Windlass have brought to the workers, `rooms` the values of their labels.
     """
 
-    def __init__(self, queue: Queue, own: Counts) -> None:
+    def __init__(self, queue: Queue, own: Counts, *, more: Sequence[Metric] = (), rooms: Rooms | None = None) -> None:
         self._queue = queue
         self._own = own
+        self._rooms = rooms or {}
+        self._gauges = [metric for metric in more if metric.kind == "gauge"]
+        self._sums = [*WORKER_METRICS, *(metric for metric in more if metric.kind != "gauge")]
         self._reading = asyncio.Lock()
         self._shared = b""
         self._fresh_until = 0.0
@@ -106,11 +109,12 @@ class Exposition:
         sums = await _tried(counted(self._queue))
         if sums is None:
             return [_family(DATABASE_UP, {(): 0.0})]
-        families = [_family(DATABASE_UP, {(): 1.0}), *_families(WORKER_METRICS, sums, _SHARED)]
+        families = [_family(DATABASE_UP, {(): 1.0}), *_families(self._sums, sums, _SHARED, self._rooms)]
         stand = await _tried(standing(self._queue))
         if stand is not None:
             found = _standing_numbers(stand)
             families += [_family(metric, found[metric.name], _SHARED) for metric in STANDING_METRICS]
+            families += _families(self._gauges, stand.gauges, _SHARED, self._rooms)
         return families
 
 
@@ -139,23 +143,22 @@ def _standing_numbers(stand: Standing) -> dict[str, dict[Labels, float]]:
     }
 
 
-def _families(metrics: Iterable[Metric], flat: Flat, note: str = "") -> list[Family]:
+def _families(metrics: Iterable[Metric], flat: Flat, note: str = "", rooms: Rooms | None = None) -> list[Family]:
     """Metrics of the flat form; numbers of a newer version's metrics are left to that version."""
     found = series(flat)
-    return [_family(metric, found.get(metric.name, {}), note) for metric in metrics]
+    return [_family(metric, found.get(metric.name, {}), note, rooms or {}) for metric in metrics]
 
 
-def _family(metric: Metric, numbers: Mapping[Labels, float], note: str = "") -> Family:
-    name, text = _PREFIX + metric.name, metric.help + note
-    width = len(metric.labels)
-    kept = bounded({key: n for key, n in numbers.items() if len(key) == width + (metric.kind == "histogram")}, width)
-    if not width and not kept and metric.kind != "histogram":
-        kept = {(): 0.0}  # a number without labels exists from the start, so that its first step can be seen
+def _family(metric: Metric, numbers: Mapping[Labels, float], note: str = "", rooms: Rooms | None = None) -> Family:
+    name, text = metric.full_name, metric.help + note
+    places = [(rooms or {}).get(label, Room()) for label in metric.labels]
+    kept = bounded({key: n for key, n in numbers.items() if metric.fits(key)}, places)
     if metric.kind == "histogram":
         return _histogram(HistogramMetricFamily(name, text, labels=metric.labels), metric, kept)
     make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = make(name, text, labels=metric.labels)
-    for labels, n in sorted(kept.items()):
+    expected = metric.expected if metric.labels else ((),)
+    for labels, n in sorted({**dict.fromkeys(expected, 0.0), **kept}.items()):
         family.add_metric(labels, n)
     return family
 

@@ -178,6 +178,7 @@ FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
 SELECT id FROM windlass.job
 WHERE status = 'QUEUED' AND rescues >= 2 AND run_after <= :now AND job_type = ANY(%(job_types)s::text[])
     AND queue <> ALL (ARRAY(SELECT name FROM windlass.queue WHERE paused_at IS NOT NULL))
+    AND (left(queue, 1) <> '~' OR split_part(queue, '/', 1) = ANY(%(private)s::text[]))
 ORDER BY run_after
 LIMIT %(limit)s
 
@@ -432,6 +433,33 @@ events AS (
     SELECT id, :now, 'job.cancelled', 'CANCELLED', claims, attempts, locked_by, %(reason)s FROM cancelled
 )
 SELECT id, parent_job_id FROM cancelled
+
+-- name: wake
+UPDATE windlass.job SET run_after = :now
+WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
+RETURNING id
+
+-- name: shift_priority
+UPDATE windlass.job SET priority = least(9, greatest(0, priority + %(by)s))
+WHERE id = ANY(%(ids)s::uuid[]) AND finished_at IS NULL AND %(by)s <> 0
+RETURNING id
+
+-- name: disown
+-- The object that a job and all that came of it belonged to is gone: retention may have them. Their failures were the
+-- object's business and are no news for the inbox.
+WITH RECURSIVE tree AS (
+    (
+        SELECT id FROM windlass.job WHERE id = %(id)s
+        UNION ALL
+        SELECT id FROM windlass.job WHERE pipeline_id = %(id)s AND parent_job_id IS NULL AND pipeline_id <> id
+    )
+    UNION ALL
+    SELECT child.id FROM tree JOIN windlass.job AS child ON child.parent_job_id = tree.id
+)
+UPDATE windlass.job
+SET owner = NULL, dismissed_at = CASE WHEN status = 'FAILED' THEN coalesce(dismissed_at, :now) ELSE dismissed_at END
+WHERE id = ANY(ARRAY(SELECT id FROM tree)) AND owner = %(owner)s
+RETURNING id
 
 -- name: open_children
 SELECT id FROM windlass.job WHERE parent_job_id = ANY(%(ids)s::uuid[]) AND finished_at IS NULL
@@ -717,15 +745,23 @@ SELECT windlass.make_event_partitions(:now)
 SELECT pg_try_advisory_xact_lock(hashtextextended('windlass.upkeep.' || %(round)s, 0))
 
 -- name: register_worker
-INSERT INTO windlass.worker (id, host, pid, version, queues, operations, concurrency, started_at, heartbeat_at)
-VALUES (%(id)s, %(host)s, %(pid)s, %(version)s, %(queues)s::text[], %(operations)s::text[], %(concurrency)s, :now, :now)
+INSERT INTO windlass.worker (
+    id, host, pid, version, queues, operations, concurrency, on_demand_types, on_demand_queues, started_at,
+    heartbeat_at)
+VALUES (
+    %(id)s, %(host)s, %(pid)s, %(version)s, %(queues)s::text[], %(operations)s::text[], %(concurrency)s,
+    %(on_demand_types)s::text[], %(on_demand_queues)s::text[], :now, :now)
 ON CONFLICT (id) DO UPDATE SET heartbeat_at = :now
 
 -- name: heartbeat
-UPDATE windlass.worker SET heartbeat_at = :now, running = %(running)s,
+UPDATE windlass.worker SET heartbeat_at = :now, running = %(running)s, broken = %(broken)s,
     stopping_at = CASE WHEN %(stopping)s::boolean THEN coalesce(stopping_at, :now) END
 WHERE id = %(id)s
 RETURNING id
+
+-- name: broken_workers
+SELECT id, broken FROM windlass.worker
+WHERE broken IS NOT NULL AND host = %(host)s AND heartbeat_at > :now - make_interval(secs => %(silent_seconds)s)
 
 -- name: remove_worker
 DELETE FROM windlass.worker WHERE id = %(id)s

@@ -40,6 +40,7 @@ _DEADLOCKS_MAX = 10
 _ROWS_PER_STATEMENT = 5_000
 _KEYS_PER_CALL_MAX = 1_000
 _CANCEL_DEPTH_MAX = 1000
+_BROKEN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,11 +291,12 @@ class Queue:
         )
         return Claimed(rows[0][-1], [Claim(*row) for row in rows if row[0] is not None])
 
-    async def suspects(self, job_types: Sequence[str], limit: int) -> list[JobId]:
-        """Due jobs whose worker died twice: each must run alone."""
-        return [
-            JobId(id) for (id,) in await self._run(self.database, "suspects", job_types=list(job_types), limit=limit)
-        ]
+    async def suspects(
+        self, job_types: Sequence[str], limit: int, *, private: Sequence[str] | None = None
+    ) -> list[JobId]:
+        """Due jobs whose worker died twice: each must run alone; of private queues only those that are named."""
+        params = {"job_types": list(job_types), "limit": limit, "private": list(private or ())}
+        return [JobId(id) for (id,) in await self._run(self.database, "suspects", **params)]
 
     async def unknown_types(self, job_types: Sequence[str]) -> dict[str, int]:
         """Types of due jobs that are not among these, with how many wait (up to 1000 are counted)."""
@@ -480,6 +482,19 @@ class Queue:
                 break
         return total
 
+    async def wake(self, ids: Sequence[UUID], *, session: Session | None = None) -> int:
+        """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
+        return len(await self._run(session or self.database, "wake", ids=list(ids)))
+
+    async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
+        """Move open jobs up (below 0) or down among their likes; answers how many."""
+        return len(await self._run(session or self.database, "shift_priority", ids=list(ids), by=by))
+
+    @_repeated
+    async def disown(self, id: UUID, owner: str, *, session: Session | None = None) -> int:
+        """Let retention have a job of an object that is gone, with what came of it; answers how many jobs those are."""
+        return len(await self._run(session or self.database, "disown", id=id, owner=owner))
+
     @_repeated
     async def recover(self, id: JobId, *, tenant: str | None = None) -> None:
         """Free a job whose lease is over or whose lock is older than `stale_job_timeout_seconds`."""
@@ -578,10 +593,17 @@ class Queue:
     # Workers and operations -------------------------------------------------------------------------------------
 
     async def register_worker(self, **columns: Any) -> None:
-        await self._run(self.database, "register_worker", **columns)
+        on_demand = {"on_demand_types": None, "on_demand_queues": None}
+        await self._run(self.database, "register_worker", **{**on_demand, **columns})
 
-    async def heartbeat(self, worker: str, *, running: int, stopping: bool) -> bool:
-        return bool(await self._run(self.database, "heartbeat", id=worker, running=running, stopping=stopping))
+    async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> bool:
+        return bool(
+            await self._run(self.database, "heartbeat", id=worker, running=running, stopping=stopping, broken=broken)
+        )
+
+    async def broken_workers(self, host: str) -> dict[str, str]:
+        """Workers of a host that live and have found themselves broken, with the reason."""
+        return dict(await self._run(self.database, "broken_workers", host=host, silent_seconds=_BROKEN_SECONDS))
 
     async def remove_worker(self, worker: str) -> None:
         await self._run(self.database, "remove_worker", id=worker)

@@ -83,6 +83,10 @@ class Runner:
     ) -> None:
         self.held: dict[Key, Running] = {}
         self.per_queue: Counter[str] = Counter()
+        self.per_parent: Counter[UUID] = Counter()
+        """Children in our hands, by their parent."""
+        self.parents_left: bool = False
+        """We hold no child of some parent any more: it may have been joined, and wait to be resumed."""
         self.freed_keys: set[tuple[str, str]] = set()
         """Exclusive keys whose job we have just settled: the next claim looks for their next jobs."""
         self.counts = counts
@@ -132,6 +136,8 @@ class Runner:
         running = Running(claim, operation)
         self.held[(claim.id, claim.claim)] = running
         self.per_queue[claim.queue] += 1
+        if claim.parent_job_id is not None:
+            self.per_parent[claim.parent_job_id] += 1
         loop = asyncio.get_running_loop()
         running.task = loop.create_task(self._run(running))
         if operation.timeout_seconds is not None:
@@ -341,11 +347,19 @@ class Runner:
         running = self.held.pop((claim.id, claim.claim), None)
         if running is not None:
             self.per_queue[claim.queue] -= 1
+            self._leave_parent(claim)
             if running.timer is not None:
                 running.timer.cancel()
         self._on_slot_free()
         if not self.held:
             self._emptied.set()
+
+    def _leave_parent(self, claim: Claim) -> None:
+        if claim.parent_job_id is not None:
+            self.per_parent[claim.parent_job_id] -= 1
+            if self.per_parent[claim.parent_job_id] == 0:
+                del self.per_parent[claim.parent_job_id]
+                self.parents_left = True
 
     async def _flush(self, running: Running) -> None:
         if self._outbox.has(running.claim):

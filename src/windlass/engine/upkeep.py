@@ -17,6 +17,7 @@ from windlass.engine.operation import Operations
 from windlass.engine.processes import Processes
 from windlass.engine.queue import Queue, Rescued
 from windlass.errors import DatabaseError, DatabaseUnavailable
+from windlass.states import JobStatus
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,12 @@ class Upkeep:
         operations: Operations,
         counts: RescueCounts,
         rounds: Sequence[Round] = (),
+        *,
+        queues: Sequence[str] | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        self._queues = queues
+        self._wake = wake
         self._queue = queue
         self._processes = processes
         self._operations = operations
@@ -118,6 +124,9 @@ class Upkeep:
             return
         for rescued in await self._queue.rescue(session=session):
             self._counts.note(rescued)
+            if rescued.status is JobStatus.QUEUED:
+                # They come back spread over this time, and whoever rescued them is idle as likely as not.
+                asyncio.get_running_loop().call_later(self._queue.settings.rescue_jitter_seconds, self._wake)
             if rescued.was_running:
                 extra = {"job_id": str(rescued.id)}
                 log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status, extra=extra)
@@ -128,7 +137,8 @@ class Upkeep:
         Which one is left to chance: workers that all took the first would start processes for the same job.
         """
         try:
-            if suspects := await self._queue.suspects(self._operations.names(), limit=_SUSPECTS_MAX):
+            known = self._operations.names()
+            if suspects := await self._queue.suspects(known, limit=_SUSPECTS_MAX, private=self._queues):
                 id = random.choice(suspects)
                 claim = await self._processes.isolate(id)
                 if claim is not None:

@@ -44,11 +44,12 @@ member AS (
 
 -- name: list_jobs
 -- The walk looks at `scan_max` rows of each tenant and stops as soon as the page is full. Where it had to stop within
--- a tenant comes as one more row, the newest such place: older jobs of that tenant were not looked at. It is the same
--- statement, so that nothing which is removed between the two can move the place.
+-- a tenant that did not fill the page comes as one more row, the newest such place: older jobs of that tenant were not
+-- looked at. It is the same statement, so that nothing which is removed between the two can move the place. No walk has
+-- a lower bound: before PostgreSQL 17 such a bound does not end a walk among jobs that were created in one moment.
 WITH RECURSIVE :tenants,
 found AS MATERIALIZED (
-    SELECT one.id, one.created_at
+    SELECT tenants.tenant, one.id, one.created_at
     FROM tenants
     CROSS JOIN LATERAL (
         SELECT job.id, job.created_at
@@ -62,21 +63,17 @@ found AS MATERIALIZED (
         ORDER BY job.created_at DESC, job.id DESC
         LIMIT %(limit)s
     ) AS one
-    ORDER BY one.created_at DESC, one.id DESC
-    LIMIT %(limit)s
 ),
--- Behind the last job of a full page the walk does not matter any more.
-last AS MATERIALIZED (
-    SELECT created_at, id FROM found ORDER BY created_at DESC, id DESC OFFSET %(limit)s - 1 LIMIT 1
+unfilled AS MATERIALIZED (
+    SELECT tenant FROM tenants
+    WHERE (SELECT count(*) FROM found WHERE found.tenant = tenants.tenant) < %(limit)s
 ),
 stopped AS (
     SELECT stop.id, stop.created_at
-    FROM tenants
+    FROM unfilled
     CROSS JOIN LATERAL (
         SELECT job.id, job.created_at FROM windlass.job
-        WHERE job.tenant = tenants.tenant AND :before
-            AND (job.created_at, job.id) > (coalesce((SELECT created_at FROM last), '-infinity'),
-                                            coalesce((SELECT id FROM last), '00000000-0000-0000-0000-000000000000'))
+        WHERE job.tenant = unfilled.tenant AND :before
         ORDER BY job.created_at DESC, job.id DESC
         OFFSET %(scan_max)s - 1
         LIMIT 1
@@ -84,7 +81,7 @@ stopped AS (
     ORDER BY stop.created_at DESC, stop.id DESC
     LIMIT 1
 )
-SELECT id, created_at, false FROM found
+(SELECT id, created_at, false FROM found ORDER BY created_at DESC, id DESC LIMIT %(limit)s)
 UNION ALL
 SELECT id, created_at, true FROM stopped
 
@@ -134,7 +131,8 @@ SELECT id FROM meant
 -- The facts about queued jobs. A worker counts while it beats; how many slots it uses is as old as its last beat.
 -- Another job of the key goes first unless a worker that could run this one cannot run that one: so says `claim`.
 WITH crew AS MATERIALIZED (
-    SELECT id, queues, operations, running < concurrency AS is_free FROM windlass.worker
+    SELECT id, queues, operations, running < concurrency AS is_free, on_demand_types, on_demand_queues
+    FROM windlass.worker
     WHERE heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s) AND stopping_at IS NULL
 )
 SELECT job.id, job.run_after > :now, queue.paused_at IS NOT NULL, holder.id, holder.status::text, rival.id,
@@ -161,9 +159,15 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) AS rival ON job.exclusive_key IS NOT NULL AND NOT job.is_current
 CROSS JOIN LATERAL (
-    SELECT count(*) AS workers, coalesce(bool_or(crew.is_free), false) AS is_free
+    SELECT count(*) AS workers,
+        coalesce(bool_or(crew.is_free OR job.job_type = ANY(crew.on_demand_types)), false) AS is_free
     FROM crew
-    WHERE job.job_type = ANY(crew.operations) AND (crew.queues IS NULL OR job.queue = ANY(crew.queues))
+    WHERE job.job_type = ANY(crew.operations) AND CASE
+        WHEN job.job_type = ANY(crew.on_demand_types) THEN EXISTS (
+            SELECT FROM unnest(crew.on_demand_queues) AS served (queue)
+            WHERE job.queue = served.queue OR (right(served.queue, 1) = '/' AND starts_with(job.queue, served.queue)))
+        ELSE crew.queues IS NULL OR job.queue = ANY(crew.queues)
+    END
 ) AS able
 WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED'
 

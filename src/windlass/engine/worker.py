@@ -16,7 +16,7 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,7 @@ from windlass.db.database import Blocking, Pool, complete
 from windlass.db.doorbell import Doorbell, listen
 from windlass.engine.counts import CountsWriter, WorkerCounts
 from windlass.engine.jobs import Claim, JobId
-from windlass.engine.lanes import Lanes
+from windlass.engine.lanes import Demand, Lanes, LanesOnDemand
 from windlass.engine.lease import Lease
 from windlass.engine.operation import Operations
 from windlass.engine.processes import ChildProgram, Processes
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _WRITE_SECONDS_MAX = 5.0
 _GIVE_BACK_SECONDS_MAX = 600.0
+_ON_DEMAND_MAX = 64
 _REPEATABLE = frozenset({"40001", "40P01"})
 
 Reason = Literal["cancelled", "lost", "timeout", "stop"]
@@ -72,10 +73,14 @@ class WorkerSettings:
             raise ConfigurationError("poll_seconds_min and poll_seconds_max must rise from above 0 to at most 10")
 
 
+def host_name() -> str:
+    """The pod's name in Kubernetes, else the machine's."""
+    return os.environ.get("HOSTNAME") or socket.gethostname()
+
+
 def worker_id() -> str:
     """Pod or host, process, and a boot id, because names and pids are reused."""
-    host = os.environ.get("HOSTNAME") or socket.gethostname()
-    return f"{host}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
+    return f"{host_name()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
 
 
 class Worker:
@@ -93,6 +98,8 @@ class Worker:
         revive: Callable[[], object] | None = None,
         rounds: Sequence[Round] = (),
         services: Callable[[type[Any]], Any] | None = None,
+        demand: Demand | None = None,
+        close_services: Callable[[], Awaitable[None]] | None = None,
         counts: WorkerCounts | None = None,
         version: str = "0",
     ) -> None:
@@ -109,7 +116,10 @@ class Worker:
         self._claims_under_way = 0
         self._claim_generation = 0
         self._has_backlog = False
-        self._lanes = Lanes(self.settings.queues, self.settings.queue_limits)
+        self._demand = demand
+        self._close_services = close_services
+        self._lanes = Lanes(self.settings.queues, self.settings.queue_limits, besides=demand)
+        self._lanes_on_demand = None if demand is None else LanesOnDemand(demand)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._processes = Processes(child, self.settings.processes_max or os.cpu_count() or 1)
@@ -125,7 +135,9 @@ class Worker:
             counts=self.counts,
         )
         self._counts_writer = CountsWriter(self.queue, self.id, self.counts)
-        self._upkeep = Upkeep(self.queue, self._processes, operations, self.counts, rounds)
+        self._upkeep = Upkeep(self.queue, self._processes, operations, self.counts, rounds, queues=self.settings.queues)
+        if demand is not None:
+            demand.listen(self._wake.set)
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -178,6 +190,8 @@ class Worker:
             "queues": queues,
             "operations": self._operations.names(),
             "concurrency": self.settings.concurrency,
+            "on_demand_types": None if self._demand is None else list(self._demand.operations),
+            "on_demand_queues": None if self._demand is None else self._demand.queues(),
         }
 
     def stop(self) -> None:
@@ -189,8 +203,9 @@ class Worker:
     async def run_once(self, *, limit: int | None = None) -> int:
         """Claim one round, run it to its end and settle it; answers how many jobs that were."""
         self._runner.open()
-        self._lanes.scan_soon()
+        self._scan_soon()
         claimed = await self._claim(min(limit or self.settings.concurrency, self._free()))
+        claimed += await self._claim_on_demand()
         await self._runner.emptied()
         return claimed
 
@@ -228,8 +243,7 @@ class Worker:
     async def close(self) -> None:
         """End the helpers of a worker that was used by `run_once` and `run_job`."""
         await self._runner.emptied()
-        await self._counts_writer.write_last()
-        await self._runner.close()
+        await self._end_helpers()
 
     async def _wind_down(self, lease: Lease) -> bool:
         """Let jobs end within the grace, interrupt the rest, and release what is left as the last act."""
@@ -243,16 +257,23 @@ class Worker:
         with contextlib.suppress(DatabaseError):
             await self.queue.release(left, self.id, "the worker stopped")
             await self.queue.remove_worker(self.id)
+        await self._end_helpers()
+        return not left
+
+    async def _end_helpers(self) -> None:
         await self._counts_writer.write_last()
         await self._runner.close()
-        return not left
+        if self._close_services is not None:
+            await self._close_services()
 
     def _start_lease(self) -> Lease:
         loop = asyncio.get_running_loop()
         database = Blocking(self._pool.settings, self._pool.url)
 
         def beat(queue: Queue) -> None:
-            alive = queue.heartbeat(self.id, running=len(self._runner.held), stopping=self._stopping.is_set())
+            alive = queue.heartbeat(
+                self.id, running=self._slots_used(), stopping=self._stopping.is_set(), broken=self.broken
+            )
             if not complete(alive):
                 complete(queue.register_worker(**self._columns()))
 
@@ -279,6 +300,7 @@ class Worker:
             try:
                 if wanted:
                     claimed = await self._claim(wanted)
+                await self._claim_on_demand()
             except DatabaseUnavailable as error:
                 self._outage(error)
             except DatabaseError:
@@ -298,20 +320,49 @@ class Worker:
     def _outage(self, error: DatabaseUnavailable) -> None:
         log.warning("the database is away: %s", error)
         self._upkeep.reconnected()
+        self._scan_soon()
+
+    def _scan_soon(self) -> None:
         self._lanes.scan_soon()
+        if self._lanes_on_demand is not None:
+            self._lanes_on_demand.scan_soon()
+
+    @property
+    def broken(self) -> str | None:
+        """Why this worker takes no more jobs; those that it has go on."""
+        return None if self._demand is None else self._demand.broken
 
     def _free(self) -> int:
-        return self.settings.concurrency - len(self._runner.held)
+        return 0 if self.broken is not None else self.settings.concurrency - self._slots_used()
+
+    def _slots_used(self) -> int:
+        """Jobs that were claimed on demand take no slot."""
+        if self._demand is None:
+            return len(self._runner.held)
+        return sum(n for queue, n in self._runner.per_queue.items() if not self._demand.serves(queue))
 
     async def _claim(self, slots: int) -> int:
-        """One round: with the full scan also look which queues exist and which are paused."""
+        """One round of the worker's own slots."""
+        claimed = await self._claim_from(self._lanes, slots)
+        self._has_backlog = claimed == slots
+        return claimed
+
+    async def _claim_on_demand(self) -> int:
+        """One round for the part that takes jobs by what it can do with them."""
+        lanes = self._lanes_on_demand
+        return 0 if lanes is None else await self._claim_from(lanes, _ON_DEMAND_MAX)
+
+    async def _claim_from(self, known: Lanes, slots: int) -> int:
+        """With the full scan also look which queues exist and which are paused."""
         began = time.monotonic()
-        if self._lanes.scan_is_due:
-            self._lanes.know(await self.queue.queues())
-        lanes = self._lanes.open(slots, self._runner.per_queue)
+        if known.scan_is_due:
+            known.know(await self.queue.queues())
+        lanes = known.open(slots, self._runner.per_queue)
         if not lanes:
             return 0
-        freed, self._runner.freed_keys = self._runner.freed_keys, set()
+        freed: set[tuple[str, str]] = set()
+        if known is self._lanes:
+            freed, self._runner.freed_keys = self._runner.freed_keys, freed
         try:
             with self._claim_under_way():
                 claimed = await self.queue.claim(self.id, lanes, self._types(), slots, freed_keys=freed)
@@ -322,8 +373,7 @@ class Worker:
             raise
         if claimed.without_keys:
             self._runner.freed_keys |= freed
-        self._lanes.move_on(lanes, claimed, slots, time.monotonic() - began)
-        self._has_backlog = len(claimed.jobs) == slots
+        known.move_on(lanes, claimed, slots, time.monotonic() - began)
         self.counts.took(claimed.jobs)
         return len(claimed.jobs)
 
@@ -356,12 +406,14 @@ class Worker:
         return [name for name in names if (known := self._operations.get(name)) and known.kind != "process"]
 
     def _slot_free(self) -> None:
-        """A claim is worth while now if the last one left jobs behind, or if a key came free."""
-        if self._has_backlog or self._runner.freed_keys:
+        """A claim is worth while now if the last one left jobs behind, a key came free, or a parent may be due."""
+        if self._has_backlog or self._runner.freed_keys or self._runner.parents_left:
+            self._runner.parents_left = False
             self._wake.set()
 
     def _rung(self, queue: str) -> None:
-        if self._lanes.serves(queue):
+        on_demand = self._lanes_on_demand
+        if self._lanes.serves(queue) or (on_demand is not None and on_demand.serves(queue)):
             self._wake.set()
 
 
