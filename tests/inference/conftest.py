@@ -6,6 +6,6 @@ from tests.inference.server import RawServer
 
 
 @pytest.fixture
-async def server():
+async def model_server():
     async with RawServer() as server:
         yield server

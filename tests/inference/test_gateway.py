@@ -34,21 +34,21 @@ def gateway(server, *, limits=None, environment=None, **settings):
     return Gateway(settings, limits, environment={} if environment is None else environment)
 
 
-async def test_a_request_goes_out_byte_for_byte_with_its_headers(server):
+async def test_a_request_goes_out_byte_for_byte_with_its_headers(model_server):
     body = b'{"model" :"m",\t"n":1.0,  "text":"\xc3\xa9"}'
-    one = gateway(server, api_key_env="KEY", environment={"KEY": KEY}, inference_objective="batch-low")
+    one = gateway(model_server, api_key_env="KEY", environment={"KEY": KEY}, inference_objective="batch-low")
     sent = await one.send(request(body=body, traceparent="00-1-2-01", headers={"x-tenant": "a", "authorization": "no"}))
     assert sent.succeeded
-    assert server.lines == ["POST /v1/chat/completions HTTP/1.1"]
-    assert server.bodies == [body]
-    (head,) = server.heads
+    assert model_server.lines == ["POST /v1/chat/completions HTTP/1.1"]
+    assert model_server.bodies == [body]
+    (head,) = model_server.heads
     assert head == {
         "accept": "application/json",
         "accept-encoding": "identity",
         "authorization": f"Bearer {KEY}",
         "content-length": str(len(body)),
         "content-type": "application/json",
-        "host": f"127.0.0.1:{server.port}",
+        "host": f"127.0.0.1:{model_server.port}",
         "traceparent": "00-1-2-01",
         "user-agent": "windlass",
         "x-gateway-inference-objective": "batch-low",
@@ -58,28 +58,28 @@ async def test_a_request_goes_out_byte_for_byte_with_its_headers(server):
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
-async def test_the_url_may_end_in_v1_or_not(server, tail):
-    await gateway(server.url + tail).send(request("/v1/embeddings"))
-    assert server.lines == ["POST /v1/embeddings HTTP/1.1"]
+async def test_the_url_may_end_in_v1_or_not(model_server, tail):
+    await gateway(model_server.url + tail).send(request("/v1/embeddings"))
+    assert model_server.lines == ["POST /v1/embeddings HTTP/1.1"]
 
 
-async def test_an_answer_carries_status_body_and_the_servers_request_id(server):
-    server.replies["/a"] = answer(b'{\n"choices": [1]}', "200 OK", "X-Request-Id: up-7")
-    server.replies["/b"] = answer(b"{}", "429 Too Many", "retry-after: 11")
-    one = gateway(server)
+async def test_an_answer_carries_status_body_and_the_servers_request_id(model_server):
+    model_server.replies["/a"] = answer(b'{\n"choices": [1]}', "200 OK", "X-Request-Id: up-7")
+    model_server.replies["/b"] = answer(b"{}", "429 Too Many", "retry-after: 11")
+    one = gateway(model_server)
     good, busy = await one.send(request("/a")), await one.send(request("/b"))
     assert (good.status, good.body, good.request_id) == (200, b'{ "choices": [1]}', "up-7")
     assert (busy.verdict, busy.retry_after, busy.is_overload) == (Verdict.UNAVAILABLE, 11.0, True)
-    assert server.connections == 1
+    assert model_server.connections == 1
 
 
-async def test_chunked_answers_and_ends_by_close_are_read_whole(server):
-    server.replies["/chunked"] = (
+async def test_chunked_answers_and_ends_by_close_are_read_whole(model_server):
+    model_server.replies["/chunked"] = (
         b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
     )
-    server.replies["/close"] = b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"a":1}'
-    server.then_close.add("/close")
-    one = gateway(server)
+    model_server.replies["/close"] = b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{"a":1}'
+    model_server.then_close.add("/close")
+    one = gateway(model_server)
     assert (await one.send(request("/chunked"))).body == b'{"a":1}'
     assert (await one.send(request("/close"))).body == b'{"a":1}'
 
@@ -123,91 +123,91 @@ async def test_a_server_that_does_not_take_the_connection_is_unavailable():
         b"HTTP/1.1 200 OK\r\ncontent-le",
     ],
 )
-async def test_a_connection_lost_after_sending_is_counted_and_never_repeated_unasked(server, reply):
-    server.replies["/x"] = reply
-    server.then_close.add("/x")
-    one = gateway(server)
+async def test_a_connection_lost_after_sending_is_counted_and_never_repeated_unasked(model_server, reply):
+    model_server.replies["/x"] = reply
+    model_server.then_close.add("/x")
+    one = gateway(model_server)
     assert (await one.send(request("/warm"))).succeeded
     found = await one.send(request("/x"))
     assert (found.verdict, found.code) == (Verdict.COUNTED, "connection_lost")
-    assert [line.split()[1] for line in server.lines] == ["/warm", "/x"]
+    assert [line.split()[1] for line in model_server.lines] == ["/warm", "/x"]
 
 
-async def test_no_answer_in_time_is_counted_and_closes_the_connection(server):
-    server.replies["/silent"] = None
-    found = await gateway(server, request_timeout=0.2).send(request("/silent", seconds_left=60))
+async def test_no_answer_in_time_is_counted_and_closes_the_connection(model_server):
+    model_server.replies["/silent"] = None
+    found = await gateway(model_server, request_timeout=0.2).send(request("/silent", seconds_left=60))
     assert (found.verdict, found.code, found.is_overload) == (Verdict.COUNTED, "request_timeout", True)
     assert 0.15 <= found.seconds < 2
-    await asyncio.wait_for(server.gone, 2)
+    await asyncio.wait_for(model_server.gone, 2)
 
 
-async def test_half_an_answer_in_time_is_a_timeout_too(server):
-    server.replies["/half"] = b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"
-    found = await gateway(server, request_timeout=0.2).send(request("/half"))
+async def test_half_an_answer_in_time_is_a_timeout_too(model_server):
+    model_server.replies["/half"] = b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"
+    found = await gateway(model_server, request_timeout=0.2).send(request("/half"))
     assert (found.verdict, found.code) == (Verdict.COUNTED, "request_timeout")
 
 
-async def test_the_deadline_cuts_a_request_short_and_blames_nobody(server):
-    server.replies["/silent"] = None
-    one = gateway(server)
+async def test_the_deadline_cuts_a_request_short_and_blames_nobody(model_server):
+    model_server.replies["/silent"] = None
+    one = gateway(model_server)
     cut = await one.send(request("/silent", seconds_left=0.2))
     assert (cut.code, cut.verdict, cut.is_overload) == ("request_aborted", Verdict.ANSWER, False)
     late = await one.send(request("/never", seconds_left=0.0))
     assert (late.code, late.verdict) == ("batch_expired", Verdict.ANSWER)
-    assert len(server.lines) == 1
+    assert len(model_server.lines) == 1
 
 
 @pytest.mark.parametrize("path", ["/silent", "/half"])
-async def test_cancelling_closes_the_socket_within_100_ms(server, path):
-    server.replies |= {"/silent": None, "/half": b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"}
-    task = asyncio.create_task(gateway(server).send(request(path)))
-    await asyncio.wait_for(server.arrived.wait(), 5)
+async def test_cancelling_closes_the_socket_within_100_ms(model_server, path):
+    model_server.replies |= {"/silent": None, "/half": b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{"}
+    task = asyncio.create_task(gateway(model_server).send(request(path)))
+    await asyncio.wait_for(model_server.arrived.wait(), 5)
     cancelled = time.monotonic()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.wait_for(server.gone, 5) - cancelled < 0.1
+    assert await asyncio.wait_for(model_server.gone, 5) - cancelled < 0.1
 
 
-async def test_an_answer_that_is_too_long_is_cut_off_and_its_connection_closed(server):
+async def test_an_answer_that_is_too_long_is_cut_off_and_its_connection_closed(model_server):
     limits = InferenceSettings(response_bytes_max=100_000)
-    server.replies["/big"] = answer(b'{"a": "' + b"x" * 17_000_000 + b'"}')
-    server.replies["/fits"] = answer(b'{"a": "' + b"x" * 99_991 + b'"}')
-    one = gateway(server, limits=limits)
+    model_server.replies["/big"] = answer(b'{"a": "' + b"x" * 17_000_000 + b'"}')
+    model_server.replies["/fits"] = answer(b'{"a": "' + b"x" * 99_991 + b'"}')
+    one = gateway(model_server, limits=limits)
     assert len((await one.send(request("/fits"))).body) == 100_000
     found = await one.send(request("/big"))
     assert (found.verdict, found.code, found.body) == (Verdict.ANSWER, "response_too_large", b'""')
     assert "100000 bytes" in found.message
-    await asyncio.wait_for(server.gone, 5)
+    await asyncio.wait_for(model_server.gone, 5)
 
 
-async def test_a_length_that_lies_does_not_lift_the_limit(server):
+async def test_a_length_that_lies_does_not_lift_the_limit(model_server):
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
-    server.replies["/lies"] = head + chunk * 300 + b"0\r\n\r\n"
-    found = await gateway(server, limits=InferenceSettings(response_bytes_max=100_000)).send(request("/lies"))
+    model_server.replies["/lies"] = head + chunk * 300 + b"0\r\n\r\n"
+    found = await gateway(model_server, limits=InferenceSettings(response_bytes_max=100_000)).send(request("/lies"))
     assert not found.succeeded
     assert len(found.body) <= 2
 
 
-async def test_a_redirect_is_an_answer_and_the_key_goes_nowhere(server):
+async def test_a_redirect_is_an_answer_and_the_key_goes_nowhere(model_server):
     async with RawServer() as other:
         for status in (301, 302, 307, 308):
-            server.replies[f"/{status}"] = answer(b"", f"{status} Moved", f"location: {other.url}/v1/stolen")
-            found = await gateway(server, api_key_env="K", environment={"K": KEY}).send(request(f"/{status}"))
+            model_server.replies[f"/{status}"] = answer(b"", f"{status} Moved", f"location: {other.url}/v1/stolen")
+            found = await gateway(model_server, api_key_env="K", environment={"K": KEY}).send(request(f"/{status}"))
             assert (found.verdict, found.status, found.code) == (Verdict.ANSWER, status, "redirect_refused")
         assert other.connections == 0
-    assert len(server.lines) == 4
+    assert len(model_server.lines) == 4
 
 
-async def test_proxies_of_the_environment_are_ignored(server):
+async def test_proxies_of_the_environment_are_ignored(model_server):
     async with RawServer() as proxy:
         names = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
         code = f"""
 import asyncio
 from windlass.inference.gateway import Gateway, Request
 from windlass.inference.settings import GatewaySettings
-one = Gateway(GatewaySettings(url={server.url!r}))
+one = Gateway(GatewaySettings(url={model_server.url!r}))
 print(asyncio.run(one.send(Request(url="/v1/x", body=b"{{}}", id="r"))).status)
 """
         environment = {**os.environ, **dict.fromkeys(names, proxy.url), "no_proxy": "", "NO_PROXY": ""}
@@ -219,67 +219,67 @@ print(asyncio.run(one.send(Request(url="/v1/x", body=b"{{}}", id="r"))).status)
         assert proxy.connections == 0
 
 
-async def test_cookies_are_not_kept(server):
-    server.replies["/a"] = answer(b"{}", "200 OK", "set-cookie: who=me; Path=/")
-    one = gateway(server)
+async def test_cookies_are_not_kept(model_server):
+    model_server.replies["/a"] = answer(b"{}", "200 OK", "set-cookie: who=me; Path=/")
+    one = gateway(model_server)
     await one.send(request("/a"))
     await one.send(request("/a"))
-    assert all("cookie" not in head for head in server.heads)
+    assert all("cookie" not in head for head in model_server.heads)
 
 
-async def test_a_compressed_answer_that_nobody_asked_for_is_not_unpacked(server):
-    server.replies["/z"] = answer(gzip.compress(b"{}" * 1000), "200 OK", "content-encoding: gzip")
-    found = await gateway(server).send(request("/z"))
+async def test_a_compressed_answer_that_nobody_asked_for_is_not_unpacked(model_server):
+    model_server.replies["/z"] = answer(gzip.compress(b"{}" * 1000), "200 OK", "content-encoding: gzip")
+    found = await gateway(model_server).send(request("/z"))
     assert (found.verdict, found.code) == (Verdict.COUNTED, "invalid_response")
 
 
-async def test_a_header_that_cannot_be_sent_is_final(server):
-    found = await gateway(server).send(request(headers={"x-odd": "a\nb: c"}))
+async def test_a_header_that_cannot_be_sent_is_final(model_server):
+    found = await gateway(model_server).send(request(headers={"x-odd": "a\nb: c"}))
     assert (found.verdict, found.code) == (Verdict.ANSWER, "invalid_request")
-    assert server.lines == []
+    assert model_server.lines == []
 
 
-async def test_connections_are_reused(server):
-    one = gateway(server)
+async def test_connections_are_reused(model_server):
+    one = gateway(model_server)
     for _ in range(20):
         await asyncio.gather(*(one.send(request()) for _ in range(5)))
-    assert len(server.lines) == 100
-    assert server.connections <= 10
+    assert len(model_server.lines) == 100
+    assert model_server.connections <= 10
 
 
-async def test_closing_ends_what_is_in_flight(server):
-    server.replies["/silent"] = None
-    one = gateway(server)
+async def test_closing_ends_what_is_in_flight(model_server):
+    model_server.replies["/silent"] = None
+    one = gateway(model_server)
     task = asyncio.create_task(one.send(request("/silent")))
-    await asyncio.wait_for(server.arrived.wait(), 5)
+    await asyncio.wait_for(model_server.arrived.wait(), 5)
     await one.close()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
-    await asyncio.wait_for(server.gone, 5)
+    await asyncio.wait_for(model_server.gone, 5)
 
 
 # Keys
 
 
-async def test_nothing_shows_a_key(server, caplog, tmp_path):
+async def test_nothing_shows_a_key(model_server, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     file = tmp_path / "key"
     file.write_text(KEY + "\n")
-    server.replies["/drop"] = b""
-    settings = GatewaySettings(url=server.url, api_key_file=file)
+    model_server.replies["/drop"] = b""
+    settings = GatewaySettings(url=model_server.url, api_key_file=file)
     async with Gateways(settings, {}) as gateways:
         one = gateways.of("any")
         answers = [await one.send(request(path)) for path in ("/ok", "/drop")]
         shown = [gateways, one, one._key, settings, request(headers={"authorization": KEY}), *answers, caplog.text]
-        assert server.heads[0]["authorization"] == f"Bearer {KEY}"
+        assert model_server.heads[0]["authorization"] == f"Bearer {KEY}"
     assert all(KEY not in form(thing) for thing in shown for form in (repr, str))
     assert KEY not in str(dataclasses.asdict(settings))
 
 
-async def test_a_changed_key_is_used_after_a_minute_and_a_lost_one_does_no_harm(server, tmp_path, monkeypatch):
+async def test_a_changed_key_is_used_after_a_minute_and_a_lost_one_does_no_harm(model_server, tmp_path, monkeypatch):
     file = tmp_path / "key"
     file.write_text("first")
-    one = gateway(server, api_key_file=file)
+    one = gateway(model_server, api_key_file=file)
     await one.send(request())
     file.write_text("second")
     await one.send(request())
@@ -287,16 +287,16 @@ async def test_a_changed_key_is_used_after_a_minute_and_a_lost_one_does_no_harm(
     await one.send(request())
     file.unlink()
     await one.send(request())
-    assert [head["authorization"] for head in server.heads] == [
+    assert [head["authorization"] for head in model_server.heads] == [
         f"Bearer {key}" for key in ("first", "first", "second", "second")
     ]
 
 
-async def test_a_key_by_name_is_a_file_among_the_secrets(server, tmp_path):
+async def test_a_key_by_name_is_a_file_among_the_secrets(model_server, tmp_path):
     (tmp_path / "gateway-b-api-key").write_text(KEY)
-    settings = GatewaySettings(url=server.url, api_key_name="gateway-b-api-key")
+    settings = GatewaySettings(url=model_server.url, api_key_name="gateway-b-api-key")
     await Gateway(settings, secrets=tmp_path).send(request())
-    assert server.heads[0]["authorization"] == f"Bearer {KEY}"
+    assert model_server.heads[0]["authorization"] == f"Bearer {KEY}"
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "two words", "two\nlines", "caf\u00e9"])

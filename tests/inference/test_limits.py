@@ -148,6 +148,22 @@ async def test_a_request_holds_the_model_first_then_all_models_then_bytes():
     assert limits.broken is None
 
 
+@pytest.mark.parametrize("scarce", ["total", "bytes"])
+async def test_without_waiting_a_request_takes_all_that_it_needs_or_nothing(scarce):
+    limits = Limits(settings(concurrency=10, bytes_in_flight_max=2048, response_bytes_max=1024))
+    lane = limits.lane("http://a", "m", now=0.0)
+    first, second = limits.rest(lane, 1500), limits.rest(lane, 100)
+    assert first.enter_now()
+    getattr(limits, scarce).capacity = 1
+    assert not second.enter_now()
+    assert (limits.total.in_use, limits.bytes.in_use) == (1, 1500)
+    first.leave()
+    async with second:
+        assert (limits.total.in_use, limits.bytes.in_use) == (1, 100)
+    assert (limits.total.in_use, limits.bytes.in_use) == (0, 0)
+    assert limits.broken is None
+
+
 async def test_a_throttled_model_does_not_hold_slots_of_others():
     limits = Limits(settings(concurrency=10, model_concurrency_start=2))
     slow, quick = (limits.lane("http://a", model, now=0.0) for model in ("slow", "quick"))

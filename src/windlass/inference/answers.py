@@ -22,6 +22,8 @@ import msgspec
 import orjson
 
 RETRY_AFTER_SECONDS_MAX = 300.0
+TOKENS_MAX = 2**31 - 1
+"""A request that is said to have cost more is not believed: sums over a batch must stay within a bigint."""
 _UNAVAILABLE = frozenset({429, 502, 503, 529})
 _OVERLOAD = frozenset({429, 503, 529})
 _LINE_BREAKS = bytes.maketrans(b"\r\n", b"  ")
@@ -54,6 +56,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     input: int | None = None
     output: int | None = None
     cached: int | None = None
+    reasoning: int | None = None
+
+    @property
+    def total(self) -> int | None:
+        return None if self.input is None else self.input + (self.output or 0)
 
 
 UNKNOWN = Usage()
@@ -219,17 +226,21 @@ def _usage(found: Any) -> Usage:
     """Chat, completions and embeddings say prompt and completion, responses say input and output."""
     if not isinstance(found, dict):
         return UNKNOWN
-    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
     return Usage(
         input=_count(found, "prompt_tokens", "input_tokens"),
         output=_count(found, "completion_tokens", "output_tokens"),
-        cached=_count(details, "cached_tokens") if isinstance(details, dict) else None,
+        cached=_count(found.get("prompt_tokens_details") or found.get("input_tokens_details"), "cached_tokens"),
+        reasoning=_count(
+            found.get("completion_tokens_details") or found.get("output_tokens_details"), "reasoning_tokens"
+        ),
     )
 
 
-def _count(found: dict[str, object], *names: str) -> int | None:
+def _count(found: Any, *names: str) -> int | None:
+    if not isinstance(found, dict):
+        return None
     for name in names:
         value = found.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= TOKENS_MAX:
             return value
     return None

@@ -17,7 +17,7 @@ from wreq import dns, exceptions, redirect, tls
 
 from windlass.errors import ConfigurationError
 from windlass.inference.answers import Answer, Failure, Reply, classify
-from windlass.inference.settings import SECRETS, GatewaySettings, InferenceSettings, refuse_both
+from windlass.inference.settings import NO_GATEWAY, SECRETS, GatewaySettings, InferenceSettings, refuse_both
 
 KEY_SECONDS = 60.0
 _IDLE_SECONDS = 4.0
@@ -44,14 +44,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Key:
-    """A reference to an API key: read when needed, again after a minute, and shown by nothing."""
+    """A reference to a key: read when needed, again after a minute, and shown by nothing."""
 
-    def __init__(self, settings: GatewaySettings, environment: Mapping[str, str], secrets: Path) -> None:
-        name = settings.api_key_name
-        self._file = secrets / name if name is not None else settings.api_key_file
-        self._variable = settings.api_key_env
+    def __init__(self, what: str, file: Path | None, variable: str | None, environment: Mapping[str, str]) -> None:
+        self._what = what
+        self._file = file
+        self._variable = variable
         self._environment = environment
-        self._header: str | None = None
+        self._kept: str | None = None
         self._read_at: float | None = None
 
     def __repr__(self) -> str:
@@ -63,29 +63,31 @@ class Key:
             return f"the file {self._file}"
         return f"the environment variable {self._variable}" if self._variable is not None else "none"
 
-    def header(self, now: float) -> str | None:
-        """The authorization header. A key that cannot be read just now is used as it was."""
+    def text(self, now: float) -> str | None:
+        """The key, or None if there is none. One that cannot be read just now is used as it was."""
         if self._read_at is None or now - self._read_at >= KEY_SECONDS:
             try:
-                self._header = self._read()
+                self._kept = self._read()
             except ConfigurationError:
                 if self._read_at is None:
                     raise
             self._read_at = now
-        return self._header
+        return self._kept
 
     def _read(self) -> str | None:
         if self._file is None and self._variable is None:
             return None
         try:
-            text = self._text().strip()
+            text = self._content().strip()
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"the gateway's key is {self.origin}, which cannot be read: {error!r}") from None
+            raise ConfigurationError(
+                f"{self._what} is {self.origin}, which cannot be read: {type(error).__name__}"
+            ) from None
         if not text or not text.isascii() or not text.isprintable() or " " in text or len(text) > _KEY_BYTES_MAX:
-            raise ConfigurationError(f"the gateway's key is {self.origin}, which does not hold a key in one line")
-        return f"Bearer {text}"
+            raise ConfigurationError(f"{self._what} is {self.origin}, which does not hold a key in one line")
+        return text
 
-    def _text(self) -> str:
+    def _content(self) -> str:
         if self._file is not None:
             with self._file.open(encoding="ascii") as file:
                 return file.read(_KEY_BYTES_MAX + 1)
@@ -107,10 +109,14 @@ class Gateway:
         self.settings = settings
         self.endpoint = settings.endpoint
         self._limits = limits or InferenceSettings()
-        self._key = Key(settings, os.environ if environment is None else environment, secrets)
-        self._key.header(time.monotonic())
+        name = settings.api_key_name
+        file = secrets / name if name is not None else settings.api_key_file
+        variables = os.environ if environment is None else environment
+        self._key = Key("the gateway's key", file, settings.api_key_env, variables)
+        self._key.text(time.monotonic())
         self._client = wreq.Client(runtime=runtime or network_thread(), **_options(settings, self._limits))
         objective = settings.inference_objective
+        self._usual_timeout = timedelta(seconds=settings.request_timeout)
         self._headers = dict(_OWN_HEADERS)
         if objective:
             self._headers["x-gateway-inference-objective"] = objective
@@ -137,7 +143,7 @@ class Gateway:
                 self.endpoint + request.url,
                 body=request.body,
                 headers=self._headers_of(request, started),
-                timeout=timedelta(seconds=timeout),
+                timeout=self._usual_timeout if late is Failure.TIMEOUT else timedelta(seconds=timeout),
             )
         except Exception as error:
             failure = _before_an_answer(error, late)
@@ -153,8 +159,8 @@ class Gateway:
         headers = {**request.headers, **self._headers, "x-request-id": request.id}
         if request.traceparent is not None:
             headers["traceparent"] = request.traceparent
-        if (key := self._key.header(now)) is not None:
-            headers["authorization"] = key
+        if (key := self._key.text(now)) is not None:
+            headers["authorization"] = f"Bearer {key}"
         return headers
 
     async def _read(self, response: wreq.Response, started: float, late: Failure) -> Reply:
@@ -210,7 +216,7 @@ class Gateways:
     ) -> None:
         refuse_both(gateway, model_gateways)
         if not gateway.is_set and not model_gateways:
-            raise ConfigurationError(_NEITHER)
+            raise ConfigurationError(NO_GATEWAY)
         wanted = {gateway, *model_gateways.values()} - {GatewaySettings()}
         thread = network_thread()
         self._made = {
@@ -227,6 +233,9 @@ class Gateways:
         """The models that have a gateway; None means every model."""
         return None if self._of_all is not None else frozenset(self._of_model)
 
+    def all(self) -> list[Gateway]:
+        return list(self._made.values())
+
     def of(self, model: str) -> Gateway | None:
         """Where a model's requests go; None is for a model_not_found line."""
         return self._of_all or self._of_model.get(model)
@@ -240,13 +249,6 @@ class Gateways:
         for gateway in self._made.values():
             await gateway.close()
 
-
-_NEITHER = (
-    "no model server is configured. For one that serves every model write\n"
-    '    [global_inference_gateway]\n    url = "http://gateway:8000"\n'
-    "or name one for each model:\n"
-    '    [model_gateways."llama-3"]\n    url = "http://gateway-a:8000"'
-)
 
 _SAYS = {
     Failure.CONNECT: "the server could not be reached",

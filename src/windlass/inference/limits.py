@@ -52,13 +52,13 @@ class Slots:
         """`async with slots.slot():` holds one inside the block."""
         return Slot(self, weight)
 
-    def _take_now(self, weight: int) -> bool:
+    def take_now(self, weight: int) -> bool:
         if self._waiting or not self._fits(weight):
             return False
         self.in_use += weight
         return True
 
-    async def _take_turn(self, weight: int) -> None:
+    async def take_turn(self, weight: int) -> None:
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((weight, turn))
         try:
@@ -66,20 +66,20 @@ class Slots:
         except asyncio.CancelledError:
             # Admitted and cancelled in the same moment: the room goes to the next.
             if turn.done() and not turn.cancelled():
-                self._give(weight)
+                self.give(weight)
             else:
                 self._waiting.remove((weight, turn))
                 self._admit()
             raise
 
-    def _give(self, weight: int) -> None:
+    def give(self, weight: int) -> None:
         self.in_use -= weight
         if self.in_use < 0:
-            self._break(f"{-self.in_use} more given back than taken")
+            self.note_broken(f"{-self.in_use} more given back than taken")
             self.in_use = 0
         self._admit()
 
-    def _break(self, what: str) -> None:
+    def note_broken(self, what: str) -> None:
         self.broken = f"the slots of {self.name} do not add up: {what}"
         logger.error(self.broken)
 
@@ -107,19 +107,19 @@ class Slot:
     def enter_now(self) -> bool:
         """Without waiting, which costs less than a coroutine; False means that `async with` would have to wait."""
         assert not self._held, "a slot is entered once"
-        self._held = self._slots._take_now(self._weight)  # noqa: SLF001 a slot is a part of its slots
+        self._held = self._slots.take_now(self._weight)
         return self._held
 
     def leave(self) -> None:
         if self._held:
             self._held = False
-            self._slots._give(self._weight)  # noqa: SLF001
+            self._slots.give(self._weight)
         else:
-            self._slots._break("one slot was given back twice")  # noqa: SLF001
+            self._slots.note_broken("one slot was given back twice")
 
     async def __aenter__(self) -> None:
         if not self.enter_now():
-            await self._slots._take_turn(self._weight)  # noqa: SLF001
+            await self._slots.take_turn(self._weight)
             self._held = True
 
     async def __aexit__(
@@ -180,6 +180,8 @@ class Lane:
         self.adaptive = adaptive
         self.breaker = breaker
         self.slots = Slots(name, adaptive.limit)
+        self.endpoint_slots: Slots | None = None
+        """This worker's share of what the endpoint takes from all workers together."""
         self.answer_bytes = 0
         """The largest answer seen."""
 
@@ -193,7 +195,8 @@ class Lane:
 
     def heard(self, sent: Sent, answer: Answer, now: float) -> None:
         """What the answer says about the server's load and reachability."""
-        self.answer_bytes = max(self.answer_bytes, len(answer.body))
+        if (size := len(answer.body)) > self.answer_bytes:
+            self.answer_bytes = size
         if answer.code == Failure.CONNECT:
             self.breaker.failed(now)
             return
@@ -213,13 +216,14 @@ class Limits:
         self._settings = settings
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
+        self._shares: dict[str, Slots] = {}
         self.total = Slots("all models", settings.concurrency)
         self.bytes = Slots("bytes in flight", settings.bytes_in_flight_max)
 
     @property
     def broken(self) -> str | None:
         """The first invariant that does not hold; from then on this process should take no more work."""
-        every = (self.total, self.bytes, *(lane.slots for lane in self._lanes.values()))
+        every = (self.total, self.bytes, *self._shares.values(), *(lane.slots for lane in self._lanes.values()))
         return next((slots.broken for slots in every if slots.broken), None)
 
     def lane(self, endpoint: str, model: str, *, now: float) -> Lane:
@@ -234,12 +238,30 @@ class Limits:
             )
             breaker = self._breakers.setdefault(endpoint, CircuitBreaker())
             found = self._lanes[endpoint, model] = Lane(f"{model} at {endpoint}", adaptive, breaker)
+            found.endpoint_slots = self._shares.get(endpoint)
         return found
+
+    def share(self, endpoint: str, capacity: int) -> None:
+        """At most so many requests in flight to an endpoint, over all its models."""
+        if (slots := self._shares.get(endpoint)) is not None:
+            slots.capacity = capacity
+            return
+        slots = self._shares[endpoint] = Slots(f"this worker at {endpoint}", capacity)
+        for (where, _), lane in self._lanes.items():
+            if where == endpoint:
+                lane.endpoint_slots = slots
 
     def slot(self, lane: Lane, request_bytes: int) -> Hold:
         """`async with limits.slot(lane, len(body)):` holds room of the model first, then of all models, then bytes."""
-        weight = request_bytes + lane.answer_bytes
-        return Hold(lane.slots.slot(), self.total.slot(), self.bytes.slot(weight))
+        return Hold(lane.slots.slot(), *self._rest(lane, request_bytes))
+
+    def rest(self, lane: Lane, request_bytes: int) -> Hold:
+        """What a request needs when it has the slot of its model already."""
+        return Hold(*self._rest(lane, request_bytes))
+
+    def _rest(self, lane: Lane, request_bytes: int) -> tuple[Slot, ...]:
+        rest = self.total.slot(), self.bytes.slot(request_bytes + lane.answer_bytes)
+        return rest if lane.endpoint_slots is None else (lane.endpoint_slots.slot(), *rest)
 
 
 class Hold:
@@ -249,6 +271,15 @@ class Hold:
 
     def __init__(self, *slots: Slot) -> None:
         self._slots = slots
+
+    def enter_now(self) -> bool:
+        """All of them without waiting, or none; False means that `async with` would have to wait."""
+        for place, slot in enumerate(self._slots):
+            if not slot.enter_now():
+                for taken in reversed(self._slots[:place]):
+                    taken.leave()
+                return False
+        return True
 
     async def __aenter__(self) -> None:
         taken: list[Slot] = []
@@ -265,5 +296,8 @@ class Hold:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
         for slot in reversed(self._slots):
             slot.leave()

@@ -14,6 +14,12 @@ from pydantic import BeforeValidator
 from windlass.errors import ConfigurationError
 
 SECRETS = Path("/etc/.secrets")
+NO_GATEWAY = (
+    "no model server is configured. For one that serves every model write\n"
+    '    [global_inference_gateway]\n    url = "http://gateway:8000"\n'
+    "or name one for each model:\n"
+    '    [model_gateways."llama-3"]\n    url = "http://gateway-a:8000"'
+)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 
@@ -50,6 +56,10 @@ class GatewaySettings:
     """The longest pause before a repetition."""
     concurrency_total: int | None = None
     """Requests in flight to this gateway from all worker processes together, which share it evenly."""
+    requests_per_minute: float | None = None
+    """Requests that all worker processes together send to this gateway in a minute."""
+    tokens_per_minute: float | None = None
+    """Tokens, of prompts and answers, that they spend there in a minute."""
     inference_objective: str | None = None
     """Sent as x-gateway-inference-objective, by which an inference gateway may rank requests."""
     tls_insecure_skip_verify: bool = False
@@ -94,8 +104,10 @@ class GatewaySettings:
             )
         if self.max_retries < 0:
             raise ConfigurationError(f"max_retries is {self.max_retries}; write 0 to never send a request again")
-        if self.concurrency_total is not None and self.concurrency_total < 1:
-            raise ConfigurationError(f"concurrency_total is {self.concurrency_total}; it must be at least 1")
+        for name in ("concurrency_total", "requests_per_minute", "tokens_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} is {value}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def running_process(*arguments: str, api_key: str | None = None) -> Iterator[Rem
     """
     ours, theirs = socket.socketpair()
     key = ["--api-key", api_key] if api_key else []
-    command = [sys.executable, "-m", "windlass", "simulate", "--port", "0", "--json", *key, *arguments]
+    command = [sys.executable, "-P", "-m", "windlass", "simulate", "--port", "0", "--json", *key, *arguments]
     tether = ["--tether", str(theirs.fileno())]
     with (
         ours,

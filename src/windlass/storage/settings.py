@@ -14,7 +14,8 @@ class StorageSettings:
     """Where files live. Keys, region and endpoint of a store come from its provider's own environment variables."""
 
     url: str | None = None
-    """`s3://bucket/path`, `gs://bucket/path`, `az://account/container/path` or `file:///folder`; unset, a folder `files` beside the embedded database."""  # noqa: E501
+    """`s3://bucket/path`, `gs://bucket/path`, `az://account/container/path` or `file:///folder`; unset, a folder
+    `files` beside the embedded database."""
     attempts: int = 6
     """How often one operation is tried while the store is away or answers with errors of its own."""
     retry_seconds_max: float = 60.0

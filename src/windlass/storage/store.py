@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,7 @@ from windlass.storage.local import Local
 from windlass.storage.remote import SCHEMES, Remote, redacted
 from windlass.storage.retry import Counter, Retry
 from windlass.storage.settings import StorageSettings
+from windlass.telemetry.tracing import span
 
 FOLDER = "files"
 
@@ -61,8 +63,9 @@ class Store:
         """
         checked(key)
         contents = Contents(source, limit)
-        await contents.hold(self._backend.part_bytes)
-        return await self._write(key, contents, create=False)
+        with _storing(key, contents):
+            await contents.hold(self._backend.part_bytes)
+            return await self._write(key, contents, create=False)
 
     async def put_if_absent(self, key: str, source: Repeatable, *, limit: int | None = None) -> Stored:
         """Create the object, or answer the one that is there if it is the same; another one is a Conflict.
@@ -70,32 +73,37 @@ class Store:
         In a folder, and for objects of less than a part, exactly one of two creators wins.
         """
         contents = Contents(source, limit)
-        try:
-            return await self._write(checked(key), contents, create=True)
-        except Exists:
-            return await self._same(key, contents)
+        with _storing(checked(key), contents):
+            try:
+                return await self._write(key, contents, create=True)
+            except Exists:
+                return await self._same(key, contents)
 
     async def put_file(self, key: str, path: Path) -> Stored:
         """Write a finished file, which must never change again: a folder links it instead of copying it."""
         contents = Contents(path)
         if not await asyncio.to_thread(path.is_file):
             raise NotFound(f"there is no file {path} to upload")
-        etag = await self._retry("put", lambda: self._backend.adopt(checked(key), path))
-        if etag is None:
-            return await self._write(key, contents, create=False)
-        await contents.measure()
+        with _storing(checked(key), contents):
+            etag = await self._retry("put", lambda: self._backend.adopt(key, path))
+            if etag is None:
+                return await self._write(key, contents, create=False)
+            await contents.measure()
         return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         """The bytes from `start` to before `end`, a part at a time; each part is asked for when it is wanted."""
-        found = await self.head(key)
-        if found is None:
-            raise NotFound(f"there is no object {key}")
-        stop = found.size if end is None else min(end, found.size)
-        while start < stop:
-            part = await self._part(key, start, min(stop, start + self._backend.part_bytes), found.etag)
-            yield part
-            start += len(part)
+        with span("storage.Retrieve", attributes={"storage.key": key, "storage.bytes": 0}, current=False) as retrieving:
+            found = await self.head(key)
+            if found is None:
+                raise NotFound(f"there is no object {key}")
+            stop = found.size if end is None else min(end, found.size)
+            first = start
+            while start < stop:
+                part = await self._part(key, start, min(stop, start + self._backend.part_bytes), found.etag)
+                start += len(part)
+                retrieving.set({"storage.bytes": start - first})
+                yield part
 
     async def read(self, key: str, start: int, length: int) -> bytes:
         """At most `length` bytes from `start`; fewer where the object ends."""
@@ -110,12 +118,14 @@ class Store:
         if keys:
             for key in keys:
                 checked(key)
-            await self._retry("delete", lambda: self._backend.delete(keys))
+            with span("storage.Delete", attributes={"storage.key": keys[0], "storage.keys": len(keys)}):
+                await self._retry("delete", lambda: self._backend.delete(keys))
 
     async def copy(self, source: str, target: str) -> None:
         checked(source)
         checked(target)
-        await self._retry("copy", lambda: self._backend.copy(source, target))
+        with span("storage.Store", attributes={"storage.key": target, "storage.source": source}):
+            await self._retry("copy", lambda: self._backend.copy(source, target))
 
     async def list(self, prefix: str = "", after: str | None = None) -> AsyncIterator[Found]:
         """Objects in a folder and below it, in the order of their keys, those after `after` only."""
@@ -166,6 +176,13 @@ class Store:
         if len(part) != end - start:
             raise StorageUnavailable(f"{key} in {self}: asked for {end - start} bytes and got {len(part)}")
         return part
+
+
+@contextlib.contextmanager
+def _storing(key: str, contents: Contents) -> Iterator[None]:
+    with span("storage.Store", attributes={"storage.key": key}) as storing:
+        yield
+        storing.set({"storage.bytes": contents.size})
 
 
 class _Page:

@@ -1,0 +1,79 @@
+"""Requests and tokens per minute: workers share a bucket, none takes more than its rate, and debts are paid."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.support import raw
+from windlass.inference.budgets import Budget, Rate, live_workers
+from windlass.inference.settings import GatewaySettings
+
+
+async def test_two_workers_together_keep_to_the_rate(queue, clock):
+    rate = Rate(requests=10.0, tokens=1e9)
+    await clock.advance(queue, 0)
+    waited = 0.0
+
+    async def pause(seconds):
+        nonlocal waited
+        waited += seconds
+        await clock.advance(queue, seconds)
+
+    budgets = [Budget(queue, "gateway", rate, pause) for _ in range(2)]
+    for n in range(60):
+        await budgets[n % 2].take(1)
+    # A second's worth is there from the start, and each worker may have taken one more for later.
+    assert 60 / 10 - 2 <= waited + 1 <= 60 / 10 + 3
+
+
+async def test_a_rate_below_one_a_second_still_lets_single_requests_pass(queue, clock):
+    await clock.advance(queue, 0)
+    pauses = 0
+
+    async def pause(seconds):
+        nonlocal pauses
+        pauses += 1
+        await clock.advance(queue, 30)
+
+    settings = GatewaySettings(url="http://h:1", requests_per_minute=2)
+    budget = Budget(queue, "slow", Rate.of(settings), pause)
+    for _ in range(3):
+        assert await budget.take(1)
+    assert pauses == 2
+
+
+async def test_tokens_that_were_not_foreseen_are_a_debt(queue, clock):
+    await clock.advance(queue, 0)
+    moments = []
+
+    async def pause(seconds):
+        moments.append(seconds)
+        await clock.advance(queue, 1)
+
+    settings = GatewaySettings(url="http://h:1", tokens_per_minute=6000)
+    budget = Budget(queue, "tokens", Rate.of(settings), pause)
+    await budget.take(10)
+    budget.settle(10, 510)
+    await budget.take(10)
+    assert 4 <= len(moments) <= 6
+
+
+async def test_a_request_that_is_not_wanted_any_more_waits_no_longer(queue, clock):
+    await clock.advance(queue, 0)
+    budget = Budget(queue, "gateway", Rate(requests=0.01, tokens=1e9), lambda _: asyncio.sleep(0))
+    assert await budget.take(1)
+    answers = iter([True, True, False])
+    assert not await budget.take(1, lambda: next(answers))
+
+
+async def test_a_gateway_without_rates_has_no_budget():
+    assert Rate.of(GatewaySettings(url="http://h:1")) is None
+
+
+async def test_only_workers_that_live_and_run_the_operation_share_a_gateway(queue):
+    assert await live_workers(queue, "batch.shard") == 1
+    columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "concurrency": 1}
+    for id, operations in (("a", ["batch.shard"]), ("b", ["batch.shard"]), ("c", ["noop"]), ("d", ["batch.shard"])):
+        await queue.register_worker(id=id, operations=operations, **columns)
+    await raw(queue, "UPDATE windlass.worker SET heartbeat_at = now() - interval '2 minutes' WHERE id = 'd'")
+    assert await live_workers(queue, "batch.shard") == 2
