@@ -20,7 +20,7 @@ from msgspec.json import Decoder, encode
 from windlass.errors import InvalidInput
 
 CUSTOM_ID_BYTES_MAX = 512
-MODEL_CHARACTERS_MAX = 190  # a queue is named after the model, and its name has 200
+MODEL_CHARACTERS_MAX = 176  # a queue is named after the model, below a private one of 17; its name has 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,6 +72,8 @@ class Rules:
     endpoint: str
     limits: Limits = field(default_factory=Limits)
     models: frozenset[str] | None = None
+    only: frozenset[bytes] | None = None
+    """Plan only the lines with these digests of their custom_ids; all of them are checked."""
 
 
 class Problems:
@@ -137,6 +139,11 @@ class Draft:
     models: dict[str, ModelDraft] = field(default_factory=dict)
     rejected: list[Entry] = field(default_factory=list)
 
+    @property
+    def total(self) -> int:
+        """Lines that the batch answers for."""
+        return len(self.rejected) + sum(len(model.offsets) for model in self.models.values())
+
     def plan(self, model: str) -> ModelPlan:
         """Deterministic: the same file gives the same entries."""
         return arrange(self.models[model])
@@ -147,6 +154,10 @@ class _Line(NamedTuple):
     offset: int
     length: int
     data: bytes | None  # empty: a blank line; None: too long to look at
+
+
+def digest_of(custom_id: str) -> bytes:
+    return xxh3_128_digest(custom_id.encode())
 
 
 def read(file: Path, rules: Rules) -> Draft:
@@ -244,12 +255,15 @@ class _Pass:
                 self.problems.add(problem)
             if found.custom_id is not None:
                 self._remember(found.custom_id, line.number)
-        elif self._remember(found.custom_id, line.number):
+        elif self._remember(found.custom_id, line.number) and self._is_wanted(found.custom_id):
             self._place(line, found)
+
+    def _is_wanted(self, custom_id: str) -> bool:
+        return self.rules.only is None or digest_of(custom_id) in self.rules.only
 
     def _remember(self, custom_id: str, number: int) -> bool:
         """Digests, because 50,000 ids of 512 bytes would be the largest thing in memory."""
-        digest = xxh3_128_digest(custom_id.encode())
+        digest = digest_of(custom_id)
         if digest in self.seen:
             self.problems.add(_duplicate(custom_id, number))
             return False

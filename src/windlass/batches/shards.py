@@ -1,11 +1,14 @@
-"""Cuts one model's plan into shards, each the work of one child job."""
+"""Cuts the plan of a batch into shards, each the work of one child job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from windlass.batches.planfile import Entry
+import orjson
+
+from windlass.batches.planfile import MODEL_MAP, Entry, plan_path, read_entries
 
 SHARD_BYTES_MAX = 16 * 1024 * 1024
 SHARD_REQUESTS_MAX = 1000
@@ -18,6 +21,27 @@ class Shard:
     start: int
     count: int
     bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """The payload of a shard: its number in the batch, and the entries `start` to `start + count` of a model's plan."""
+
+    batch_id: str
+    model: str
+    number: int
+    start: int
+    count: int
+
+
+def slices(batch_id: str, folder: Path) -> Iterator[Slice]:
+    """The shards of a planned batch; the same plan gives the same shards."""
+    names = orjson.loads((folder / MODEL_MAP).read_bytes())["model_to_safe"]
+    number = 0
+    for model, safe in sorted(names.items()):
+        for shard in cut(read_entries(plan_path(folder, safe))):
+            yield Slice(batch_id=batch_id, model=model, number=number, start=shard.start, count=shard.count)
+            number += 1
 
 
 def cut(

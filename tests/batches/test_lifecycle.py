@@ -1,0 +1,250 @@
+"""How batches end: every transition of design §5, with the partial files that each of them keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from tests.batches.stage import request, staged
+from tests.support import raw
+from windlass.errors import Conflict
+from windlass.simulator import Profile, SimulatorSettings
+from windlass.states import BatchStatus
+
+SLOW = SimulatorSettings(any_model=Profile(decode_rate=20.0, output_sigma=0.0, max_running=1000))
+"""Four tokens take a fifth of a second."""
+
+
+def codes(errors):
+    return Counter(line["error"]["code"] if line["error"] else line["response"]["status_code"] for line in errors)
+
+
+async def test_a_bad_line_fails_the_batch_before_anything_is_sent(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a"), {"custom_id": "b"}, request("a")]))
+        assert batch.status is BatchStatus.FAILED
+        assert [one["code"] for one in batch.errors["data"]] == [
+            "missing_required_parameter",
+            "missing_required_parameter",
+            "missing_required_parameter",
+            "duplicate_custom_id",
+        ]
+        assert (batch.output_file_id, batch.error_file_id, batch.total) == (None, None, 0)
+        assert stage.simulator.stats()["received"] == 0
+
+
+async def test_requests_that_fail_are_in_the_error_file_and_the_batch_is_completed(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        lines = [request("good"), request("bad", prompt="[[fault:400]]"), request("gone", prompt="[[fault:500]]")]
+        batch = await stage.ended(await stage.submit(lines))
+        assert batch.status is BatchStatus.COMPLETED
+        output, errors = await stage.results(batch)
+        assert [line["custom_id"] for line in output] == ["good"]
+        assert [(line["custom_id"], line["response"]["status_code"]) for line in errors] == [
+            ("bad", 400),
+            ("gone", 500),
+        ]
+        assert (batch.total, batch.completed, batch.failed) == (3, 1, 2)
+        assert sum(n for n, _ in batch.error_summary.values()) == 2
+
+
+async def test_a_batch_without_any_success_is_completed_and_has_no_output_file(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("bad", prompt="[[fault:404]]")]))
+        assert (batch.status, batch.output_file_id, batch.failed) == (BatchStatus.COMPLETED, None, 1)
+        assert batch.error_file_id is not None
+
+
+async def test_a_busy_server_is_waited_for_and_costs_no_retry(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        lines = [request(f"r{n}", prompt=f"{n} [[fault:429:times=2:retry_after=0]]") for n in range(3)]
+        batch = await stage.ended(await stage.submit(lines))
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3)
+
+
+async def test_at_the_deadline_what_is_answered_stays_and_the_rest_expires(database_url, tmp_path):
+    slow = SimulatorSettings(any_model=Profile(decode_rate=8.0, output_sigma=0.0, max_running=10))
+    async with staged(database_url, tmp_path, simulator=slow) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(200)])
+        await raw(stage.windlass.queue, "UPDATE windlass.batch SET expires_at = now() + interval '3 seconds'")
+        stage.work()
+        batch = await stage.ended(id)
+        late = (batch.expired_at - batch.expires_at).total_seconds()
+        assert batch.status is BatchStatus.EXPIRED
+        assert 0 <= late < 2.5
+        output, errors = await stage.results(batch)
+        assert len(output) == batch.completed > 0
+        assert set(codes(errors)) == {"batch_expired", "request_aborted"}
+        assert len({line["custom_id"] for line in output + errors}) == batch.total == 200
+        assert batch.completed + batch.failed + batch.expired == 200
+        assert codes(errors)["request_aborted"] == batch.failed
+
+
+async def test_a_batch_whose_window_was_over_before_its_start_expires_without_a_request(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        await raw(stage.windlass.queue, "UPDATE windlass.batch SET expires_at = now() - interval '1 second'")
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.total, batch.output_file_id) == (BatchStatus.EXPIRED, 0, None)
+        assert stage.simulator.stats()["received"] == 0
+
+
+async def test_a_cancelled_batch_lets_requests_in_flight_end_and_keeps_their_answers(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(500)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        cancelling = await stage.windlass.batches.cancel(id, tenant="default")
+        assert cancelling.status is BatchStatus.CANCELLING
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert batch.status is BatchStatus.CANCELLED
+        assert set(codes(errors)) == {"batch_cancelled"}
+        assert len(output) == batch.completed == stage.simulator.stats()["received"]
+        assert batch.cancelled == 500 - batch.completed > 0
+        assert (await stage.windlass.batches.cancel(id, tenant="default")).status is BatchStatus.CANCELLED
+
+
+async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_path):
+    hanging = SimulatorSettings(any_model=Profile(), faults=("hang",))
+    async with staged(
+        database_url, tmp_path, simulator=hanging, batches={"cancel_grace_seconds": 0.5, "checkpoint_seconds": 0.1}
+    ) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(5)])
+        async with asyncio.timeout(20):
+            while stage.simulator.stats()["in_flight"] < 5:
+                await asyncio.sleep(0.02)
+        await stage.windlass.batches.cancel(id, tenant="default")
+        batch = await stage.ended(id)
+        assert (batch.status, batch.cancelled) == (BatchStatus.CANCELLED, 5)
+        async with asyncio.timeout(5):
+            while stage.simulator.stats()["in_flight"]:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_batch_found_in_cancelling_before_its_plan_ends_cancelled(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        await stage.windlass.batches.cancel(id, tenant="default")
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.total) == (BatchStatus.CANCELLED, 0)
+
+
+async def test_an_ended_batch_cannot_be_cancelled_or_paused(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        id = await stage.submit([request("a")])
+        await stage.ended(id)
+        with pytest.raises(Conflict, match="Cannot cancel a batch with status 'completed'"):
+            await stage.windlass.batches.cancel(id, tenant="default")
+        with pytest.raises(Conflict, match="Cannot pause a batch with status 'completed'"):
+            await stage.windlass.batches.pause(id, tenant="default")
+
+
+async def test_a_paused_batch_sends_nothing_until_it_is_resumed(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(300)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        await stage.windlass.batches.pause(id, tenant="default")
+        sql = "SELECT status::text FROM windlass.job WHERE parent_job_id IS NOT NULL"
+        async with asyncio.timeout(10):
+            while await raw(stage.windlass.queue, sql) != [("QUEUED",)]:
+                await asyncio.sleep(0.02)
+        before = stage.simulator.stats()["received"]
+        paused = await stage.get(id)
+        assert (paused.status, paused.completed) == (BatchStatus.IN_PROGRESS, before)
+        assert paused.paused_at is not None
+        await stage.windlass.batches.resume(id, tenant="default")
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 300)
+        assert stage.simulator.asked(over=1)["requests"] == {}
+
+
+async def test_unlisted_models_become_error_lines_where_each_model_has_its_gateway(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as first:
+        url = first.simulator.url
+        async with staged(database_url, tmp_path, model_gateways={"small": {"url": url}}) as stage:
+            stage.work()
+            lines = [request("a"), request("b", model="unknown"), request("c")]
+            batch = await stage.ended(await stage.submit(lines))
+            output, errors = await stage.results(batch)
+            assert [line["custom_id"] for line in output] == ["a", "c"]
+            assert codes(errors) == {"model_not_found": 1}
+            assert (batch.status, batch.total, batch.failed) == (BatchStatus.COMPLETED, 3, 1)
+
+
+async def test_two_workers_share_one_batch(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW) as stage:
+        first, second = stage.work(), stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(3500)])
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3500)
+        sql = (
+            "SELECT DISTINCT worker FROM windlass.job_event AS event JOIN windlass.job ON job.id = event.job_id "
+            "WHERE event.event = 'job.started' AND job.job_type = 'batch.shard'"
+        )
+        assert {worker for (worker,) in await raw(stage.windlass.queue, sql)} == {first.id, second.id}
+        assert stage.simulator.asked(over=1)["requests"] == {}
+
+
+async def test_a_graceful_stop_hands_the_rest_to_the_next_worker_and_asks_nothing_twice(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW) as stage:
+        first = stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(400)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        first.stop()
+        _, task = stage.workers.pop()
+        await task
+        assert (await stage.get(id)).status is BatchStatus.IN_PROGRESS
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 400)
+        assert stage.simulator.asked(over=1)["requests"] == {}
+
+
+async def test_a_retry_repeats_only_what_failed(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        lines = [request(f"r{n}", prompt=f"{n} [[fault:400:times=1]]" if n % 4 == 0 else f"{n}") for n in range(20)]
+        first = await stage.ended(await stage.submit(lines))
+        assert (first.completed, first.failed) == (15, 5)
+        again = await stage.repeat(first)
+        batch = await stage.ended(again)
+        output, _ = await stage.results(batch)
+        assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(0, 20, 4)]
+        assert (batch.status, batch.total, batch.retry_of, batch.family) == (
+            BatchStatus.COMPLETED,
+            5,
+            first.id,
+            first.id,
+        )
+
+
+async def test_a_batch_whose_job_is_gone_fails_and_says_so(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        await raw(stage.windlass.queue, "DELETE FROM windlass.job")
+        stage.work()
+        batch = await stage.ended(id)
+        assert batch.status is BatchStatus.FAILED
+        assert batch.errors["data"][0]["code"] == "system_error"
+
+
+async def test_an_input_that_is_deleted_while_the_batch_runs_is_read_to_the_end(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(50)])
+        stage.work()
+        batch = await stage.until(id, lambda batch: batch.completed > 0)
+        await stage.windlass.files.delete(batch.input_file_id, tenant="default")
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 50)

@@ -1,0 +1,433 @@
+"""The metrics of batches: the source's names, labels and values; exact sums; gauges of those who live."""
+
+import inspect
+import re
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from windlass.batches import metrics
+from windlass.batches.dispatch import Dispatcher
+from windlass.batches.metrics import (
+    BATCH_METRICS,
+    MODELS_MAX,
+    OWN_METRICS,
+    STORAGE_METRIC,
+    BatchCounts,
+    Load,
+    StorageCounts,
+    load_of,
+    rooms,
+    size_bucket,
+)
+from windlass.engine.counts import CountsWriter, WorkerCounts
+from windlass.engine.exposition import Exposition, process_counts
+from windlass.errors import StorageUnavailable
+from windlass.inference.answers import Failure, Reply, classify
+from windlass.inference.gateway import Gateways
+from windlass.inference.limits import Limits
+from windlass.inference.settings import GatewaySettings, InferenceSettings
+from windlass.storage import StorageSettings, Store
+from windlass.storage import store as store_module
+from windlass.storage.local import Local
+from windlass.telemetry.metrics import Counts, series
+
+SOURCE = {
+    "jobs_processed_total": ("counter", "result", "reason"),
+    "job_processing_duration_seconds": ("histogram", "size_bucket"),
+    "job_queue_wait_duration_seconds": ("histogram",),
+    "total_workers": ("gauge",),
+    "active_workers": ("gauge",),
+    "processor_inflight_requests": ("gauge",),
+    "processor_max_inflight_concurrency": ("gauge",),
+    "model_inflight_requests": ("gauge", "model"),
+    "plan_build_duration_seconds": ("histogram", "size_bucket"),
+    "model_request_execution_duration_seconds": ("histogram", "model"),
+    "request_errors_by_model_total": ("counter", "model"),
+    "file_storage_operations_total": ("counter", "operation", "component", "status"),
+    "batch_request_prompt_tokens_total": ("counter", "model"),
+    "batch_request_generation_tokens_total": ("counter", "model"),
+    "batch_job_e2e_latency_seconds": ("histogram", "status"),
+    "batch_cancellation_total": ("counter", "phase"),
+    "batch_startup_recovery_total": ("counter", "status", "action"),
+}
+
+
+def answer(status=200, body=b'{"choices": [1]}', seconds=1.0, failure=None):
+    return classify(Reply(status=None if failure else status, body=body, seconds=seconds, failure=failure), now=0.0)
+
+
+def usage(prompt, generated):
+    return b'{"choices": [1], "usage": {"prompt_tokens": %d, "completion_tokens": %d}}' % (prompt, generated)
+
+
+def load(**given):
+    return Load(
+        **{"shards": 0, "shards_max": 0, "requests": 0, "requests_max": 0, "in_flight": {}, "limits": {}, **given}
+    )
+
+
+@pytest.fixture
+def counts():
+    return WorkerCounts(BATCH_METRICS)
+
+
+@pytest.fixture
+def batches(counts):
+    return BatchCounts(counts)
+
+
+def numbers(counts, name):
+    return series(counts.flat()).get(name, {})
+
+
+def spread(counts, name):
+    """The values of a histogram by labels: how many, and their sum."""
+    found = {}
+    for (*labels, place), n in numbers(counts, name).items():
+        many, total = found.get(tuple(labels), (0, 0.0))
+        found[tuple(labels)] = (many, total + n) if place == "sum" else (many + n, total)
+    return found
+
+
+async def page(queue, models=()):
+    """Samples by name and the values of their labels, whose names are in order; and the families."""
+    exposition = Exposition(queue, process_counts(), more=BATCH_METRICS, rooms=rooms(models))
+    families = {one.name: one for one in text_string_to_metric_families((await exposition.render()).decode())}
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value for one in families.values() for sample in one.samples
+    }
+    return samples, families
+
+
+async def living(queue, name, models=()):
+    """A worker's counts, whose row is written by `write()`."""
+    columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": [], "concurrency": 1}
+    await queue.register_worker(id=name, **columns)
+    counts = WorkerCounts(BATCH_METRICS, rooms(models))
+    return BatchCounts(counts), CountsWriter(queue, name, counts)
+
+
+# Names --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_of_the_source_is_there_by_its_name_and_labels():
+    named = {one.full_name: (one.kind, *one.labels) for one in BATCH_METRICS if one not in OWN_METRICS}
+    assert named == SOURCE
+    assert all(one.full_name.startswith("windlass_") for one in OWN_METRICS)
+
+
+async def test_the_page_shows_them_all(queue):
+    _, families = await page(queue)
+    for metric in BATCH_METRICS:
+        family = families[metric.full_name.removesuffix("_total")]
+        assert family.type == metric.kind
+        assert family.documentation.startswith(metric.help)
+
+
+@pytest.mark.parametrize(
+    ("requests", "bucket"),
+    [
+        (0, "100"),
+        (99, "100"),
+        (100, "1000"),
+        (999, "1000"),
+        (1_000, "10000"),
+        (9_999, "10000"),
+        (10_000, "30000"),
+        (29_999, "30000"),
+        (30_000, "large"),
+        (50_000, "large"),
+    ],
+)
+def test_sizes_fall_into_the_buckets_of_the_source(requests, bucket):
+    assert size_bucket(requests) == bucket
+
+
+async def test_what_one_may_wait_for_is_on_the_page_before_it_happens(queue):
+    samples, _ = await page(queue)
+    assert samples["jobs_processed_total", "system_error", "failed"] == 0
+    assert samples["batch_cancellation_total", "finalizing"] == 0
+    assert samples["file_storage_operations_total", "apiserver", "store", "exhausted"] == 0
+    batches, row = await living(queue, "w1")
+    batches.ended("failed", "system_error", total=10, seconds=5.0, since_created=9.0)
+    await row.write()
+    samples, _ = await page(queue)
+    assert samples["jobs_processed_total", "system_error", "failed"] == 1
+    assert samples["jobs_processed_total", "none", "success"] == 0
+
+
+# Requests -----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_counted_with_their_time_and_tokens(counts, batches):
+    batches.answered("a", answer(body=usage(10, 3), seconds=0.5))
+    batches.answered("a", answer(body=usage(20, 4), seconds=1.5))
+    batches.answered("b", answer(seconds=2.0))
+    assert spread(counts, "model_request_execution_duration_seconds") == {("a",): (2, 2.0), ("b",): (1, 2.0)}
+    assert numbers(counts, "batch_request_prompt_tokens_total") == {("a",): 30, ("b",): 0}
+    assert numbers(counts, "batch_request_generation_tokens_total") == {("a",): 7, ("b",): 0}
+    assert numbers(counts, "request_errors_by_model_total") == {("a",): 0, ("b",): 0}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        answer(404, b'{"error": {}}'),
+        answer(500, b'{"error": {}}'),
+        answer(200, b"no JSON"),
+        answer(200, b'{"error": {}}'),
+        answer(failure=Failure.DEADLINE),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_of_its_model(counts, batches, bad):
+    batches.answered("a", bad)
+    batches.answered("a", answer())
+    assert numbers(counts, "request_errors_by_model_total") == {("a",): 1}
+    assert spread(counts, "model_request_execution_duration_seconds")[("a",)][0] == 2
+
+
+def test_nothing_of_an_answer_is_kept(batches):
+    held = answer(body=usage(1, 1))
+    before = sys.getrefcount(held), sys.getrefcount(held.body)
+    batches.answered("a", held)
+    batches.retried("a", held)
+    assert (sys.getrefcount(held), sys.getrefcount(held.body)) == before
+
+
+def test_what_is_put_down_is_counted_before_it_grows(counts, batches, monkeypatch):
+    monkeypatch.setattr(metrics, "_PUT_DOWN_MAX", 10)
+    for _ in range(25):
+        batches.answered("a", answer(seconds=2.0))
+        assert len(batches._tallies.get("a", metrics._Tally()).seconds) < 10
+    assert spread(counts, "model_request_execution_duration_seconds") == {("a",): (25, 50.0)}
+
+
+@pytest.mark.parametrize(
+    ("repeated", "reason"),
+    [
+        (answer(429, b'{"error": {}}'), "429"),
+        (answer(503, b"<html>busy</html>"), "503"),
+        (answer(500, b'{"error": {}}'), "500"),
+        (answer(200, b"no JSON"), "invalid_response"),
+        (answer(200, b'{"error": {}}'), "error_in_response"),
+        (answer(failure=Failure.CONNECT), "connection_failed"),
+        (answer(failure=Failure.TIMEOUT), "request_timeout"),
+    ],
+)
+def test_repetitions_are_counted_by_status_or_by_what_went_wrong(counts, batches, repeated, reason):
+    batches.retried("a", repeated)
+    batches.retried("a", repeated)
+    assert numbers(counts, "batch_retries_total") == {("a", reason): 2}
+    assert numbers(counts, "request_errors_by_model_total") == {}, "its final answer is still to come"
+    assert numbers(counts, "batch_retries_total") == {("a", reason): 2}, "reading again counts nothing again"
+
+
+def test_answers_that_are_registered_add_up(counts, batches):
+    batches.registered(256)
+    batches.registered(4)
+    assert numbers(counts, "batch_answers_registered_total") == {(): 260}
+
+
+# Batches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "result"),
+    [
+        ("completed", "none", "success"),
+        ("cancelled", "none", "success"),
+        ("failed", "system_error", "failed"),
+        ("failed", "none", "failed"),
+        ("expired", "expired_execution", "expired"),
+    ],
+)
+def test_an_ending_is_counted_with_its_result_and_its_times(counts, batches, status, reason, result):
+    batches.ended(status, reason, total=5_000, seconds=60.0, since_created=90.0)
+    assert numbers(counts, "jobs_processed_total") == {(result, reason): 1}
+    assert spread(counts, "job_processing_duration_seconds") == {("10000",): (1, 60.0)}
+    assert spread(counts, "batch_job_e2e_latency_seconds") == {(status,): (1, 90.0)}
+
+
+def test_a_batch_that_no_worker_came_to_has_no_processing_time(counts, batches):
+    batches.ended("expired", "expired_dequeue", total=0, seconds=0.0, since_created=90.0)
+    assert numbers(counts, "jobs_processed_total") == {("expired", "expired_dequeue"): 1}
+    assert spread(counts, "job_processing_duration_seconds") == {}
+    assert spread(counts, "batch_job_e2e_latency_seconds") == {("expired",): (1, 90.0)}
+
+
+def test_a_batch_that_has_not_ended_cannot_be_counted_as_ended(batches):
+    with pytest.raises(KeyError):
+        batches.ended("in_progress", "none", total=1, seconds=1.0, since_created=1.0)
+
+
+def test_what_happens_to_batches_is_counted_by_its_labels(counts, batches):
+    batches.waited(3.0)
+    batches.planned(99, 0.25)
+    batches.recovered("in_progress", "resumed")
+    batches.recovered("in_progress", "resumed")
+    batches.given_back("guard_shutdown")
+    batches.skipped("not_runnable_state")
+    batches.cancelled("queued")
+    assert spread(counts, "job_queue_wait_duration_seconds") == {(): (1, 3.0)}
+    assert spread(counts, "plan_build_duration_seconds") == {("100",): (1, 0.25)}
+    assert numbers(counts, "batch_startup_recovery_total") == {("in_progress", "resumed"): 2}
+    assert numbers(counts, "jobs_processed_total") == {
+        ("re_enqueued", "guard_shutdown"): 1,
+        ("skipped", "not_runnable_state"): 1,
+    }
+    assert numbers(counts, "batch_cancellation_total") == {("queued",): 1}
+
+
+async def test_counts_add_up_over_workers_and_outlive_them(queue, clock):
+    await clock.advance(queue, 0)
+    for name in ("w1", "w2"):
+        batches, row = await living(queue, name)
+        batches.ended("completed", "none", total=10, seconds=5.0, since_created=9.0)
+        batches.answered("a", answer(body=usage(10, 1), seconds=0.3))
+        await row.write()
+    await clock.advance(queue, 61)
+    samples, _ = await page(queue)
+    assert samples["windlass_workers",] == 0
+    assert samples["jobs_processed_total", "none", "success"] == 2
+    assert samples["batch_request_prompt_tokens_total", "a"] == 20
+    assert samples["model_request_execution_duration_seconds_count", "a"] == 2
+    assert samples["job_processing_duration_seconds_bucket", "5.0", "100"] == 2
+
+
+# Load ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_load_adds_up_over_processes_and_a_dead_one_does_not_count(queue, clock):
+    await clock.advance(queue, 0)
+    given = {
+        "dead": load(shards=9, shards_max=99, requests=9, requests_max=99, in_flight={"a": 9}, limits={"a": 9}),
+        "w1": load(shards=2, shards_max=256, requests=7, requests_max=100, in_flight={"a": 5, "b": 2}, limits={"a": 8}),
+        "w2": load(shards=1, shards_max=256, requests=4, requests_max=50, in_flight={"a": 4}, limits={"a": 4, "b": 10}),
+    }
+    for name, one in given.items():
+        batches, row = await living(queue, name)
+        batches.watch(lambda one=one: one)
+        await row.write()
+        await clock.advance(queue, 61 if name == "dead" else 0)
+    samples, _ = await page(queue)
+    assert (samples["total_workers",], samples["active_workers",]) == (512, 3)
+    assert (samples["processor_inflight_requests",], samples["processor_max_inflight_concurrency",]) == (11, 150)
+    assert (samples["model_inflight_requests", "a"], samples["model_inflight_requests", "b"]) == (9, 2)
+    assert (samples["windlass_model_limit", "a"], samples["windlass_model_limit", "b"]) == (12, 10)
+
+
+async def test_the_load_is_asked_for_at_each_writing(queue):
+    batches, row = await living(queue, "w1")
+    requests = iter([3, 3, 0, 0])
+    batches.watch(lambda: load(requests=next(requests)))
+    for expected in (3, 0):
+        await row.write()
+        samples, _ = await page(queue)
+        assert samples["processor_inflight_requests",] == expected
+
+
+async def test_a_process_without_batches_has_no_gauges(queue):
+    _, row = await living(queue, "w1")
+    await row.write()
+    assert await queue.database.rows("SELECT gauges FROM windlass.worker") == [(None,)]
+    samples, _ = await page(queue)
+    assert samples["total_workers",] == 0
+
+
+async def test_the_load_of_a_dispatcher_is_what_its_limits_say():
+    gateways = Gateways(GatewaySettings(url="http://127.0.0.1:9"), {})
+    dispatcher = Dispatcher(gateways, Limits(InferenceSettings(concurrency=40)), BatchCounts())
+    lane = dispatcher._lane("a")
+    assert dispatcher.limits.total.take_now(3)
+    found = load_of(dispatcher, shards=2, shards_max=256)
+    assert found == load(
+        shards=2,
+        shards_max=256,
+        requests=3,
+        requests_max=40,
+        in_flight={"a": 0},
+        limits={"a": lane.room.adaptive.limit},
+    )
+    assert found.limits["a"] == 10
+    dispatcher.limits.total.note_broken("given back twice")
+    assert load_of(dispatcher, shards=2, shards_max=256).shards_max == 0, "it takes no more shards"
+    await dispatcher.close()
+
+
+# Models -------------------------------------------------------------------------------------------------------------
+
+
+async def test_models_that_are_configured_have_series_of_their_own_and_the_first_others_too(queue):
+    configured = [f"configured {n}" for n in range(150)]
+    batches, row = await living(queue, "w1", configured)
+    others = [f"other {n:03}" for n in range(MODELS_MAX + 20)]
+    for model in (*others, *configured):
+        batches.answered(model, answer(body=usage(1, 1)))
+    batches.watch(lambda: load(in_flight=dict.fromkeys((*others, *configured), 1)))
+    await row.write()
+    samples, _ = await page(queue, configured)
+    for name in ("batch_request_prompt_tokens_total", "model_inflight_requests"):
+        found = {key[1]: n for key, n in samples.items() if key[0] == name}
+        assert found == dict.fromkeys((*configured, *others[:MODELS_MAX]), 1) | {"other": 20}
+
+
+async def test_processes_count_a_model_under_the_same_name(queue):
+    models = [f"m{n:03}" for n in range(MODELS_MAX + 50)]
+    for name, asked in (("w1", models), ("w2", models[::-1])):
+        batches, row = await living(queue, name)
+        await row.learn()
+        for model in asked:
+            batches.answered(model, answer(body=usage(1, 1)))
+        await row.write()
+    samples, _ = await page(queue)
+    found = {key[1]: n for key, n in samples.items() if key[0] == "batch_request_prompt_tokens_total"}
+    assert found == dict.fromkeys(models[:MODELS_MAX], 2) | {"other": 100}
+
+
+# The object store ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def storage():
+    return Counts([STORAGE_METRIC])
+
+
+async def test_calls_to_the_store_are_counted_in_the_words_of_the_source(storage, tmp_path):
+    store = Store(Local(tmp_path), counts=StorageCounts(storage), component="apiserver")
+    await store.put("a", b"x")
+    await store.copy("a", "b")
+    assert await store.read("a", 0, 1) == b"x"
+    await store.delete("a")
+    found = numbers(storage, "file_storage_operations_total")
+    assert found[("store", "apiserver", "success")] == 2
+    assert found[("retrieve", "apiserver", "success")] == 2, "its size, and its one part"
+    assert found[("delete", "apiserver", "success")] == 1
+    assert sum(found.values()) == 5
+
+
+async def test_a_store_that_does_not_answer_is_tried_again_until_it_is_exhausted(storage, tmp_path, monkeypatch):
+    async def away(*_):
+        raise StorageUnavailable("away")
+
+    async def no_pause(_):
+        pass
+
+    backend = Local(tmp_path)
+    monkeypatch.setattr(backend, "delete", away)
+    settings = StorageSettings(attempts=3)
+    store = Store(backend, settings, counts=StorageCounts(storage), component="garbage-collector", pause=no_pause)
+    with pytest.raises(StorageUnavailable):
+        await store.delete("a")
+    assert numbers(storage, "file_storage_operations_total") == {
+        ("delete", "garbage-collector", "retry"): 2,
+        ("delete", "garbage-collector", "exhausted"): 1,
+    }
+
+
+def test_every_call_of_the_store_has_a_word_in_the_source():
+    calls = set(re.findall(r'_retry\(\s*"(\w+)"', inspect.getsource(store_module)))
+    assert len(calls) >= 7
+    assert calls == metrics._OPERATIONS.keys()
+    assert {*metrics._OPERATIONS.values()} == {"store", "retrieve", "delete"}

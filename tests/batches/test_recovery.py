@@ -1,0 +1,131 @@
+"""Workers die at every step of a batch; another one goes on, nothing is lost, and little is asked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.batches.stage import request, stage_settings, staged
+from tests.support import raw
+from windlass.settings import settings_document
+from windlass.simulator import Profile, SimulatorSettings
+from windlass.states import BatchStatus
+
+LEASE = {"engine": {"lease_seconds": 1.0, "rescue_jitter_seconds": 0.0}}
+QUICK = SimulatorSettings(any_model=Profile(decode_rate=200.0, output_sigma=0.0, max_running=1000))
+REQUESTS = 60
+IN_FLIGHT = 16
+
+POINTS = [
+    ("windlass.batches.plan:read", "before", 1),
+    ("windlass.batches.plan:write", "after", 1),
+    ("windlass.batches.workspace:Workspace.keep_plan", "after", 1),
+    ("windlass.batches.store:Batches.begin", "before", 1),
+    ("windlass.batches.store:Batches.begin", "after", 1),
+    ("windlass.engine.queue:Queue.wait", "before", 1),
+    ("windlass.engine.queue:Queue.wait", "after", 1),
+    ("windlass.batches.dispatch:Dispatcher.begin", "after", 1),
+    ("windlass.batches.journal:Journal.append", "before", 20),
+    ("windlass.batches.journal:Journal.append", "after", 20),
+    ("windlass.batches.store:Batches.register", "before", 2),
+    ("windlass.batches.store:Batches.register", "after", 2),
+    ("windlass.batches.store:Batches.finalize", "before", 1),
+    ("windlass.batches.store:Batches.finalize", "after", 1),
+    ("windlass.batches.finalize:Finalizer.write", "after", 1),
+    ("windlass.batches.store:Batches.end", "after", 1),
+    ("windlass.batches.finalize:Finalizer.add_files", "after", 1),
+    ("windlass.engine.queue:Queue.succeed_with", "after", 1),
+]
+
+
+@asynccontextmanager
+async def doomed(stage, folder, **fate):
+    settings = settings_document(stage.windlass.settings)
+    brief = json.dumps({"settings": settings, **fate})
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.batches.doomed", brief)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize(("at", "when", "call"), POINTS)
+async def test_a_worker_that_dies_here_loses_nothing(database_url, tmp_path, at, when, call):
+    async with staged(database_url, tmp_path, simulator=QUICK, inference={"concurrency": IN_FLIGHT}, **LEASE) as stage:
+        lines = [request(f"r{n}", model="one" if n % 2 else "two") for n in range(REQUESTS)]
+        id = await stage.submit(lines)
+        async with doomed(stage, tmp_path, at=at, when=when, call=call) as process, asyncio.timeout(30):
+            assert await process.wait() == -signal.SIGKILL
+        stage.work()
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert batch.status is BatchStatus.COMPLETED
+        assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(REQUESTS)]
+        assert errors == []
+        assert (batch.total, batch.completed, batch.failed) == (REQUESTS, REQUESTS, 0)
+        again = stage.simulator.asked(over=1)["requests"]
+        assert sum(again.values()) - len(again) <= IN_FLIGHT
+
+
+async def test_a_shard_that_killed_two_workers_runs_alone_and_the_batch_completes(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=QUICK, **LEASE) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
+        await raw(stage.windlass.queue, "UPDATE windlass.job SET rescues = 2")
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, REQUESTS)
+        sql = "SELECT DISTINCT worker FROM windlass.job_event WHERE event = 'job.started'"
+        assert len(await raw(stage.windlass.queue, sql)) == 2
+
+
+async def test_answers_that_were_never_registered_are_adopted_on_the_same_machine(database_url, tmp_path):
+    """The worker dies with a journal that no checkpoint has seen."""
+    async with staged(database_url, tmp_path, simulator=QUICK, batches={"checkpoint_seconds": 60.0}, **LEASE) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
+        point = {"at": "windlass.batches.journal:Journal.append", "when": "after", "call": 30}
+        async with doomed(stage, tmp_path, **point) as process, asyncio.timeout(30):
+            await process.wait()
+        assert (await stage.get(id)).completed == 0
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, REQUESTS)
+        again = stage.simulator.asked(over=1)["requests"]
+        assert len(again) <= REQUESTS - 30
+        ((adopted,),) = await raw(
+            stage.windlass.queue,
+            "SELECT fields->>'answers' FROM windlass.job_event WHERE event = 'batch.answers_adopted'",
+        )
+        assert int(adopted) == 30
+
+
+async def test_a_zombie_that_still_writes_changes_nothing(database_url, tmp_path):
+    """A worker is stopped in the middle, loses its shard, and wakes up when another one has finished the batch."""
+    slow = SimulatorSettings(any_model=Profile(decode_rate=20.0, output_sigma=0.0, max_running=1000))
+    async with staged(database_url, tmp_path, simulator=slow, **LEASE) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(200)])
+        async with doomed(stage, tmp_path) as process:
+            await stage.until(id, lambda batch: batch.completed > 0)
+            process.send_signal(signal.SIGSTOP)
+            stage.work()
+            batch = await stage.ended(id)
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(20):
+                await process.wait()
+        after = await stage.get(id)
+        assert after == batch
+        output, errors = await stage.results(batch)
+        assert sorted(line["custom_id"] for line in output) == sorted(f"r{n}" for n in range(200))
+        assert (errors, batch.status, batch.completed) == ([], BatchStatus.COMPLETED, 200)
+
+
+def test_the_settings_travel_to_another_process_unchanged(tmp_path):
+    settings = stage_settings("postgresql://h/d", tmp_path, "http://127.0.0.1:1")
+    assert json.loads(json.dumps(settings_document(settings)))["database"]["url"] == "postgresql://h/d"

@@ -1,0 +1,111 @@
+"""A batch that ended without its files gets them, as long as its answers are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.batches.stage import Stage, request, staged
+from windlass.batches.finalize import Finalizer
+from windlass.batches.repair import repair
+from windlass.batches.store import Batch
+from windlass.batches.verify import verify
+from windlass.db.check import Level
+from windlass.errors import Conflict, StorageUnavailable
+from windlass.states import BatchStatus
+
+LINES = [request("a"), request("b", prompt="[[fault:400:code=odd]]"), request("c")]
+
+
+async def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    async def away(*_: object) -> None:
+        raise StorageUnavailable("the store is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Finalizer, "write", away)
+        stage.work()
+        batch = await stage.ended(await stage.submit(LINES))
+    assert (batch.status, batch.manifest, batch.output_file_id) == (BatchStatus.FAILED, None, None)
+    return batch
+
+
+async def mend(stage: Stage, batch: Batch, **options: Any) -> Batch:
+    windlass = stage.windlass
+    return await repair(windlass.batches, windlass.files, windlass.workspace, batch.id, **options)
+
+
+async def test_answers_become_files_and_the_batch_stays_failed(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await mend(stage, await broken(stage, monkeypatch))
+        assert batch.status is BatchStatus.FAILED
+        output, errors = await stage.results(batch)
+        assert [line["custom_id"] for line in output] == ["a", "c"]
+        assert [line["custom_id"] for line in errors] == ["b"]
+        assert (batch.completed, batch.failed, batch.error_summary) == (2, 1, {"odd": [1, "b"]})
+        assert {one.level for one in await verify(stage.windlass.files, batch)} == {Level.OK}
+        assert stage.simulator.asked(over=1)["count"] == 0
+
+
+async def test_lines_without_an_answer_are_said_to_have_failed(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        await stage.windlass.pool.rows("DELETE FROM windlass.batch_segment WHERE batch_id = %(id)s", {"id": batch.id})
+        batch = await mend(stage, batch)
+        output, errors = await stage.results(batch)
+        assert output == []
+        assert {line["error"]["code"] for line in errors} == {"batch_failed"}
+        assert (batch.completed, batch.failed) == (0, 3)
+
+
+async def test_a_repair_that_is_broken_off_changes_nothing_and_can_be_done_again(database_url, tmp_path, monkeypatch):
+    async def dies(*_: object) -> None:
+        raise RuntimeError("the process died")
+
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        with monkeypatch.context() as patched:
+            patched.setattr(Finalizer, "add_files", dies)
+            with pytest.raises(RuntimeError):
+                await mend(stage, batch)
+        assert (await stage.get(batch.id)).manifest is None
+        assert (await mend(stage, batch)).manifest is not None
+
+
+async def test_only_one_of_two_repairs_counts(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        write = Finalizer.write
+
+        async def overtaken(finalizer: Finalizer, *arguments: Any) -> Any:
+            with monkeypatch.context() as patched:
+                patched.setattr(Finalizer, "write", write)
+                await mend(stage, batch)
+            return await write(finalizer, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Finalizer, "write", overtaken)
+            with pytest.raises(Conflict, match="somebody else has just done that"):
+                await mend(stage, batch)
+        assert len(await stage.windlass.files.list("default", purpose="batch_output")) == 2
+
+
+async def test_what_cannot_be_repaired_says_why(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        rows = stage.windlass.pool.rows
+        await rows(
+            "UPDATE windlass.batch SET segments_gone_at = now() WHERE id = %(id)s RETURNING id", {"id": batch.id}
+        )
+        with pytest.raises(Conflict, match="its answers were removed on "):
+            await mend(stage, batch)
+        await rows("UPDATE windlass.batch SET segments_gone_at = NULL WHERE id = %(id)s RETURNING id", {"id": batch.id})
+        await rows("DELETE FROM windlass.file WHERE id = %(id)s RETURNING id", {"id": batch.input_file_id})
+        with pytest.raises(Conflict, match="what it needs was removed"):
+            await mend(stage, batch)
+        done = await stage.ended(await stage.submit(LINES))
+        with pytest.raises(Conflict, match="Cannot repair a batch with status 'completed'"):
+            await mend(stage, done)
+        refused = await stage.ended(await stage.submit([LINES[0], LINES[0]]))
+        with pytest.raises(Conflict, match="its input was refused"):
+            await mend(stage, refused)

@@ -1,0 +1,946 @@
+"""What a lane sends next: order, turns, groups, retries, pauses and caps."""
+
+import heapq
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from itertools import count, groupby
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.batches import schedule as module
+from windlass.batches.planfile import Entry
+from windlass.batches.schedule import Schedule
+from windlass.errors import Conflict
+
+
+def plan(*groups):
+    """Entries with these groups, at offsets 0, 1, 2 and so on."""
+    return [Entry(at, 1, group) for at, group in enumerate(groups)]
+
+
+def lines(number):
+    return plan(*[0] * number)
+
+
+def take(schedule, number, now=0.0):
+    """So many hand-outs, or as many as there are."""
+    items = []
+    while len(items) < number and (item := schedule.next(now)) is not None:
+        items.append(item)
+    return items
+
+
+def offsets(items):
+    return [item.entry.offset for item in items]
+
+
+def batches(items):
+    return [item.share.batch for item in items]
+
+
+def drain(schedule, number, now=0.0):
+    """So many hand-outs, each answered before the next."""
+    taken = []
+    for _ in range(number):
+        taken += take(schedule, 1, now)
+        schedule.finished(taken[-1])
+    return taken
+
+
+class TestOneBatch:
+    def test_entries_are_handed_out_in_plan_order(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(5))
+        assert offsets(take(schedule, 9)) == [0, 1, 2, 3, 4]
+
+    def test_shards_are_worked_off_by_number_whatever_their_order_of_arrival(self):
+        schedule = Schedule()
+        for shard in (2, 0, 1):
+            schedule.add("b", "t", shard, lines(2))
+        assert [item.share.shard for item in take(schedule, 9)] == [0, 0, 1, 1, 2, 2]
+
+    def test_an_item_knows_its_entry_its_share_and_when_it_was_sent(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 3, [Entry(70, 9, 0)])
+        (item,) = take(schedule, 1, now=12.5)
+        assert (item.entry, item.share, item.sent_at, item.tries) == (Entry(70, 9, 0), share, 12.5, 0)
+        assert (share.batch, share.shard) == ("b", 3)
+
+    def test_a_share_counts_what_is_unsent_in_flight_and_retrying_until_it_is_empty(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, lines(2))
+        first, second = take(schedule, 2)
+        schedule.again(first, due=5.0)
+        assert (share.unsent, share.in_flight, share.retrying, share.is_empty) == (0, 1, 1, False)
+        schedule.finished(second)
+        assert not share.is_empty
+        schedule.finished(schedule.next(5.0))
+        assert share.is_empty
+
+    def test_a_share_without_entries_is_empty_at_once(self):
+        schedule = Schedule()
+        assert schedule.add("b", "t", 0, []).is_empty
+        assert schedule.next(0.0) is None
+        assert schedule.most_urgent is None
+
+    def test_a_shard_cannot_be_in_the_lane_twice(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 4, lines(2))
+        with pytest.raises(Conflict, match="shard 4 of batch b is in the lane already; withdraw that share first"):
+            schedule.add("b", "t", 4, lines(1))
+        item = schedule.next(0.0)
+        schedule.withdraw(share)
+        again = schedule.add("b", "t", 4, lines(1))
+        schedule.finished(item)
+        assert (share.is_empty, again.is_empty) == (True, False)
+
+    def test_a_request_cannot_be_answered_twice(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, [*lines(1), Entry(30, 1, 0)])
+        _, item = take(schedule, 2)
+        schedule.finished(item)
+        with pytest.raises(AssertionError, match="the request at 30 of batch b is not in flight"):
+            schedule.finished(item)
+        with pytest.raises(AssertionError, match="not in flight"):
+            schedule.again(item, due=0.0)
+        assert schedule.in_flight == 1
+
+
+class TestRetries:
+    def test_a_retry_is_not_sent_before_it_is_due_and_then_before_new_entries(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(4))
+        first = schedule.next(0.0)
+        assert schedule.again(first, due=2.0)
+        assert offsets(take(schedule, 1, now=1.9)) == [1]
+        assert schedule.next(2.0) is first
+        assert first.sent_at == 2.0
+        assert offsets(take(schedule, 9, now=2.0)) == [2, 3]
+
+    def test_a_retry_of_a_later_shard_goes_before_new_entries_of_an_earlier_one(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 7, lines(1))
+        item = schedule.next(0.0)
+        schedule.add("b", "t", 1, lines(1))
+        schedule.again(item, due=0.0)
+        assert [item.share.shard for item in take(schedule, 2)] == [7, 1]
+
+    def test_retries_go_in_the_order_in_which_they_are_due(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(3))
+        for item, due in zip(take(schedule, 3), (3.0, 1.0, 2.0), strict=True):
+            schedule.again(item, due)
+        assert offsets(take(schedule, 3, now=9.0)) == [1, 2, 0]
+
+    def test_retries_do_not_use_up_express(self):
+        schedule = Schedule(express_requests=2)
+        schedule.add("b", "t", 0, lines(3))
+        item = schedule.next(0.0)
+        for _ in range(5):
+            schedule.again(item, due=0.0)
+            schedule.next(0.0)
+        schedule.add("other", "t", 0, lines(2))
+        assert batches(take(schedule, 9)) == ["b", "other", "other", "b"]
+
+
+class TestGroups:
+    def test_followers_wait_until_their_leader_is_answered(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1, 1))
+        leader = schedule.next(0.0)
+        assert schedule.next(29.9) is None
+        schedule.finished(leader)
+        assert offsets(take(schedule, 9)) == [1, 2]
+
+    def test_followers_go_when_their_leader_must_be_sent_again(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1, 1))
+        schedule.again(schedule.next(0.0), due=100.0)
+        assert offsets(take(schedule, 9, now=1.0)) == [1, 2]
+        assert offsets(take(schedule, 9, now=100.0)) == [0]
+
+    def test_followers_go_when_their_leader_is_30_seconds_old(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1, 1))
+        leader = schedule.next(10.0)
+        assert schedule.next(39.9) is None
+        assert offsets(take(schedule, 1, now=40.0)) == [1]
+        schedule.finished(leader)
+        assert offsets(take(schedule, 9, now=40.0)) == [2]
+
+    def test_while_a_group_waits_later_entries_go(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1, 0, 2, 2, 0))
+        schedule.add("b", "t", 1, plan(0))
+        assert [(item.share.shard, item.entry.offset) for item in take(schedule, 9)] == [
+            (0, 0),
+            (0, 2),
+            (0, 3),
+            (0, 5),
+            (1, 0),
+        ]
+
+    def test_released_followers_go_to_the_front_in_plan_order(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2, 2, 0, 0))
+        first, second = take(schedule, 2)
+        schedule.finished(second)
+        assert offsets(take(schedule, 1)) == [4]
+        schedule.finished(first)
+        assert offsets(take(schedule, 9)) == [1, 2, 5, 6, 7]
+
+    def test_a_released_share_goes_before_later_shards_again(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1))
+        schedule.add("b", "t", 1, lines(3))
+        leader, other = take(schedule, 2)
+        schedule.finished(leader)
+        assert [item.share.shard for item in take(schedule, 9)] == [0, 1, 1]
+        assert other.share.shard == 1
+
+    def test_each_shard_has_its_own_leader(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 1))
+        schedule.add("b", "t", 1, plan(1, 1))
+        leaders = take(schedule, 9)
+        assert [(item.share.shard, item.entry.offset) for item in leaders] == [(0, 0), (1, 0)]
+        schedule.finished(leaders[1])
+        assert [(item.share.shard, item.entry.offset) for item in take(schedule, 9)] == [(1, 1)]
+
+    def test_a_group_of_which_one_entry_is_left_waits_for_nobody(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, plan(1, 2, 3))
+        assert offsets(take(schedule, 9)) == [0, 1, 2]
+        assert schedule.next_due(0.0) is None
+
+
+class TestClasses:
+    def test_bulk_is_one_of_twenty_while_both_have_work(self):
+        schedule = Schedule()
+        schedule.add("large", "t", 0, lines(1000))
+        drain(schedule, 256)
+        for number in range(4):
+            schedule.add(f"small {number}", "t", 0, lines(100))
+        order = batches(drain(schedule, 400))
+        assert all("large" in order[at : at + 20] for at in range(380))
+        assert order.count("large") == 20
+
+    def test_express_ends_after_256_requests(self):
+        schedule = Schedule()
+        schedule.add("large", "t", 0, lines(1000))
+        drain(schedule, 255)
+        schedule.add("small", "t", 0, lines(100))
+        assert batches(drain(schedule, 21)) == ["large"] + ["small"] * 19 + ["large"]
+
+    def test_a_batch_at_risk_is_express_until_it_is_safe_again(self):
+        schedule = Schedule()
+        schedule.add("large", "t", 0, lines(1000))
+        drain(schedule, 300)
+        schedule.add("small", "t", 0, lines(100))
+        schedule.change("large", at_risk=True)
+        assert Counter(batches(drain(schedule, 20))) == {"large": 10, "small": 10}
+        schedule.change("large", at_risk=False)
+        assert Counter(batches(drain(schedule, 19))) == {"small": 19}
+
+    def test_the_next_shard_of_a_batch_does_not_make_it_express_again(self):
+        schedule = Schedule()
+        schedule.add("large", "t", 0, lines(300))
+        drain(schedule, 300)
+        schedule.add("large", "t", 1, lines(300))
+        schedule.add("small", "t", 0, lines(19))
+        assert batches(drain(schedule, 20)) == ["small"] * 19 + ["large"]
+
+    def test_express_goes_before_more_urgent_bulk(self):
+        schedule = Schedule(express_requests=1)
+        schedule.add("urgent", "t", 0, lines(9), priority=0)
+        drain(schedule, 1)
+        schedule.add("relaxed", "t", 0, lines(9), priority=9)
+        assert batches(take(schedule, 2)) == ["relaxed", "urgent"]
+
+
+class TestTurns:
+    def test_inside_a_class_the_most_urgent_priority_goes_first(self):
+        schedule = Schedule()
+        for priority in (5, 9, 0):
+            schedule.add(f"priority {priority}", "t", 0, lines(2), priority=priority)
+        assert [name for name, _ in groupby(batches(take(schedule, 9)))] == ["priority 0", "priority 5", "priority 9"]
+
+    def test_tenants_take_turns_by_weight(self):
+        schedule = Schedule()
+        schedule.add("a", "heavy", 0, lines(50), weight=3)
+        schedule.add("b", "light", 0, lines(50))
+        assert batches(take(schedule, 8)) == ["a", "a", "a", "b", "a", "a", "a", "b"]
+        schedule.add("c", "heavy", 0, lines(1), weight=1)
+        assert batches(take(schedule, 6)) == ["a", "b", "c", "b", "a", "b"]
+
+    def test_who_leaves_does_not_lengthen_the_turn_of_another(self):
+        schedule = Schedule()
+        for name, weight in (("a", 3), ("b", 1), ("c", 1)):
+            schedule.add(name, name, 0, lines(9), weight=weight)
+        assert batches(take(schedule, 2)) == ["a", "a"]
+        schedule.pause("c")
+        assert batches(take(schedule, 3)) == ["a", "b", "a"]
+
+    def test_a_tenant_that_leaves_during_its_turn_takes_the_rest_of_it_from_nobody(self):
+        schedule = Schedule()
+        for name, weight in (("a", 5), ("b", 2)):
+            schedule.add(name, name, 0, lines(9), weight=weight)
+        assert batches(take(schedule, 1)) == ["a"]
+        schedule.pause("a")
+        schedule.add("c", "c", 0, lines(9))
+        assert batches(take(schedule, 4)) == ["b", "b", "c", "b"]
+
+    def test_a_tenant_gains_nothing_by_many_batches(self):
+        schedule = Schedule()
+        for number in range(10):
+            schedule.add(f"many {number}", "many", 0, lines(20))
+        schedule.add("one", "one", 0, lines(20))
+        assert batches(take(schedule, 40)).count("one") == 20
+
+    def test_the_batches_of_a_tenant_take_turns(self):
+        schedule = Schedule()
+        for name in "abc":
+            schedule.add(name, "t", 0, lines(3))
+        assert "".join(batches(take(schedule, 9))) == "abcabcabc"
+
+    def test_fifty_lines_beside_another_tenants_fifty_thousand_are_out_after_a_hundred(self):
+        schedule = Schedule()
+        schedule.add("large", "a", 0, lines(50_000))
+        schedule.add("small", "b", 0, lines(50))
+        assert batches(take(schedule, 100)).count("small") == 50
+
+    def test_a_tenant_that_comes_and_goes_gets_no_more_than_its_turn(self):
+        schedule = Schedule()
+        for name in ("a", "b"):
+            schedule.add(name, name, 0, lines(50))
+        schedule.add("capped", "c", 0, lines(50))
+        schedule.change("capped", in_flight_max=1)
+        assert batches(drain(schedule, 30)).count("capped") == 10
+
+
+class TestControl:
+    def test_nothing_of_a_paused_batch_is_handed_out_until_it_is_resumed(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(3))
+        item = schedule.next(0.0)
+        schedule.pause("b")
+        schedule.again(item, due=1.0)
+        assert (schedule.next(5.0), schedule.unsent, schedule.next_due(5.0)) == (None, 0, None)
+        schedule.resume("b")
+        assert (schedule.unsent, schedule.most_urgent) == (2, 5)
+        assert offsets(take(schedule, 9, now=5.0)) == [0, 1, 2]
+
+    def test_to_pause_or_resume_twice_counts_once(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(3))
+        schedule.pause("b")
+        schedule.pause("b")
+        schedule.add("b", "t", 1, lines(2))
+        assert schedule.unsent == 0
+        schedule.resume("b")
+        schedule.resume("b")
+        assert schedule.unsent == 5
+
+    def test_a_batch_may_be_told_before_its_first_share_comes(self):
+        schedule = Schedule()
+        schedule.pause("b")
+        schedule.change("b", priority=2, in_flight_max=1)
+        schedule.add("b", "t", 0, lines(3))
+        assert schedule.next(0.0) is None
+        schedule.resume("b")
+        assert (schedule.most_urgent, len(take(schedule, 9))) == (2, 1)
+
+    def test_a_cap_limits_what_is_in_flight_and_none_lifts_it(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(9))
+        schedule.change("b", in_flight_max=2)
+        items = take(schedule, 9)
+        assert len(items) == 2
+        schedule.change("b", at_risk=True)
+        assert schedule.next(0.0) is None
+        schedule.finished(items[0])
+        assert len(take(schedule, 9)) == 1
+        schedule.change("b", in_flight_max=None)
+        assert len(take(schedule, 9)) == 6
+
+    def test_a_new_priority_counts_from_the_next_hand_out(self):
+        schedule = Schedule()
+        schedule.add("a", "t", 0, lines(9))
+        schedule.add("b", "t", 0, lines(9))
+        schedule.change("b", priority=1)
+        assert batches(take(schedule, 3)) == ["b", "b", "b"]
+        schedule.add("b", "t", 1, lines(9), priority=7)
+        assert batches(take(schedule, 3)) == ["a", "a", "a"]
+
+    def test_the_most_urgent_is_the_lowest_number_that_has_work_and_is_not_paused(self):
+        schedule = Schedule()
+        schedule.add("a", "t", 0, lines(1), priority=1)
+        schedule.add("b", "t", 0, lines(1), priority=4)
+        assert schedule.most_urgent == 1
+        schedule.pause("a")
+        assert schedule.most_urgent == 4
+        schedule.resume("a")
+        schedule.finished(schedule.next(0.0))
+        assert schedule.most_urgent == 4
+
+    def test_only_so_many_batches_without_work_are_remembered(self, monkeypatch):
+        monkeypatch.setattr(module, "IDLE_BATCHES_MAX", 3)
+        schedule = Schedule(express_requests=1)
+        schedule.add("held", "t", 0, lines(1))
+        for number in range(10):
+            schedule.add(f"b{number}", "t", 0, lines(1), priority=0)
+            drain(schedule, 1)
+        assert list(schedule._idle) == ["b7", "b8", "b9"]
+        assert list(schedule._active) == ["held"]
+        schedule.change("b7", at_risk=True)
+        schedule.pause("new")
+        assert list(schedule._idle) == ["b9", "b7", "new"]
+
+
+class TestWithdraw:
+    def test_it_takes_back_retries_then_the_unsent_in_plan_order(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, plan(1, 1, 1, 0, 2, 2, 0, 0))
+        first, alone, second = take(schedule, 3)
+        schedule.finished(first)
+        schedule.again(alone, due=50.0)
+        alone.tries = 1
+        taken = schedule.withdraw(share)
+        assert offsets(taken) == [3, 1, 2, 5, 6, 7]
+        assert [item.tries for item in taken] == [1, 0, 0, 0, 0, 0]
+        assert (schedule.unsent, schedule.retrying, schedule.in_flight) == (0, 0, 1)
+        assert schedule.next(100.0) is None
+        assert not share.is_empty
+        schedule.finished(second)
+        assert share.is_empty
+
+    def test_a_request_of_a_withdrawn_share_cannot_be_sent_again(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, plan(1, 1, 1))
+        leader = schedule.next(0.0)
+        schedule.withdraw(share)
+        assert schedule.again(leader, due=1.0) is False
+        assert (share.is_empty, schedule.next(9.0), schedule.next_due(0.0)) == (True, None, None)
+
+    def test_other_shares_of_the_batch_go_on(self):
+        schedule = Schedule()
+        shares = [schedule.add("b", "t", shard, plan(1, 1, 0)) for shard in range(2)]
+        first, alone, *_ = take(schedule, 4)
+        schedule.again(alone, due=1.0)
+        schedule.again(first, due=1.0)
+        schedule.withdraw(shares[0])
+        assert schedule.next(29.0) is None
+        assert [(item.share, item.entry.offset) for item in take(schedule, 9, now=30.0)] == [(shares[1], 1)]
+
+    def test_a_retry_that_is_due_is_taken_back_too(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, lines(2))
+        for item in take(schedule, 2):
+            schedule.again(item, due=1.0)
+        first = schedule.next(1.0)
+        assert offsets(schedule.withdraw(share)) == [1]
+        assert schedule.next(1.0) is None
+        schedule.finished(first)
+        assert share.is_empty
+
+    def test_it_leaves_the_order_of_the_others_as_it_was(self):
+        schedule = Schedule()
+        shares = {shard: schedule.add("b", "t", shard, lines(2)) for shard in (0, 5, 1)}
+        for item, due in zip(take(schedule, 6), (0.0, 0.0, 5.0, 1.0, 9.0, 2.0), strict=True):
+            schedule.again(item, due)
+        schedule.withdraw(shares[0])
+        assert [item.share.shard for item in take(schedule, 9, now=9.0)] == [1, 5, 1, 5]
+        shares = {shard: schedule.add("new", "t", shard, lines(1)) for shard in (0, 5, 1)}
+        schedule.withdraw(shares[0])
+        assert [item.share.shard for item in take(schedule, 9, now=9.0)] == [1, 5]
+
+    def test_it_answers_nothing_the_second_time(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, lines(3))
+        assert len(schedule.withdraw(share)) == 3
+        assert schedule.withdraw(share) == []
+
+    def test_an_empty_share_is_withdrawn_without_a_trace(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, lines(1))
+        drain(schedule, 1)
+        assert schedule.withdraw(share) == []
+
+    def test_a_paused_batch_may_be_withdrawn(self):
+        schedule = Schedule()
+        share = schedule.add("b", "t", 0, lines(3))
+        schedule.add("other", "t", 0, lines(4))
+        schedule.pause("b")
+        assert len(schedule.withdraw(share)) == 3
+        assert schedule.unsent == 4
+
+
+class TestNextDue:
+    def test_it_is_the_earliest_of_retries_and_old_leaders(self):
+        schedule = Schedule()
+        schedule.add("a", "t", 0, plan(1, 1))
+        schedule.add("b", "t", 0, lines(1))
+        _, item = take(schedule, 2, now=1.0)
+        assert schedule.next_due(1.0) == 31.0
+        schedule.again(item, due=7.0)
+        assert schedule.next_due(1.0) == 7.0
+        assert schedule.next(6.9) is None
+        assert batches(take(schedule, 9, now=7.0)) == ["b"]
+        assert batches(take(schedule, 9, now=31.0)) == ["a"]
+        assert schedule.next_due(31.0) is None
+
+    def test_it_passes_over_what_time_alone_does_not_make_ready(self):
+        schedule = Schedule()
+        for name in ("answered", "capped", "paused"):
+            schedule.add(name, "t", 0, plan(1, 1))
+        answered, *_ = take(schedule, 3)
+        schedule.finished(answered)
+        schedule.pause("paused")
+        schedule.change("capped", in_flight_max=1)
+        assert schedule.next_due(0.0) is None
+        schedule.change("capped", in_flight_max=2)
+        assert schedule.next_due(0.0) == 30.0
+
+    def test_what_is_ready_already_does_not_count(self):
+        schedule = Schedule()
+        schedule.add("b", "t", 0, lines(2))
+        for item, due in zip(take(schedule, 2), (1.0, 2.0), strict=True):
+            schedule.again(item, due)
+        assert schedule.next_due(1.5) == 2.0
+        assert schedule.next_due(2.0) is None
+
+
+class Request:
+    """One request of the reference, with everything that ever happened to it."""
+
+    def __init__(self, share, entry, leader):
+        self.share = share
+        self.entry = entry
+        self.leader = leader  # None: it leads, or has no group
+        self.state = "unsent"
+        self.due = None
+        self.item = None
+        self.first_sent_at = None
+        self.lets_go = False  # its followers wait no more
+
+    @property
+    def is_free(self):
+        return self.leader is None or self.leader.lets_go
+
+    @property
+    def too_old_at(self):
+        return inf if self.first_sent_at is None else self.first_sent_at + Reference.LEADER_SECONDS
+
+
+class Reference:
+    """The rules, written down without regard to cost: every question looks at every request.
+
+    It does not say which request comes next but which ones may: what becomes ready at one moment has no order.
+    """
+
+    EXPRESS = 6
+    EVERY = 4
+    LEADER_SECONDS = 5.0
+
+    def __init__(self):
+        self.requests = []
+        self.batches = {}
+        self.weights = {}
+        self.places = {}  # batch -> (is bulk, priority), while it may send
+        self.batch_since = {}  # batch -> when it came or had its last turn
+        self.tenant_since = {}  # (place, tenant) -> the same
+        self.bursts = {}  # place -> (tenant, turns left)
+        self.passed_over = 0
+        self.steps = count()
+
+    def batch(self, name):
+        new = {"tenant": None, "priority": 5, "at_risk": False, "paused": False, "cap": None, "handed_out": 0}
+        return self.batches.setdefault(name, new)
+
+    def of(self, *states, share=None, batch=None):
+        return [
+            request
+            for request in self.requests
+            if request.state in states
+            and (share is None or request.share is share)
+            and (batch is None or request.share.batch == batch)
+        ]
+
+    def add(self, share, entries):
+        before = leader = None
+        for entry in entries:
+            if before is None or entry.group == 0 or entry.group != before.group:
+                leader = None
+            request = Request(share, entry, leader)
+            self.requests.append(request)
+            leader, before = leader or request, entry
+
+    def hear(self, now):
+        """The schedule learns the time only when it is asked for something."""
+        for request in self.requests:
+            if request.state == "waiting" and request.due <= now:
+                request.state = "due"
+            for each in filter(None, (request, request.leader)):
+                each.lets_go = each.lets_go or each.too_old_at <= now
+        self.look()
+
+    def may_send(self, name):
+        batch = self.batches[name]
+        return not batch["paused"] and (batch["cap"] is None or len(self.of("in flight", batch=name)) < batch["cap"])
+
+    def may_be_next(self, name):
+        """Of one batch: any retry that is due, else the first entry that waits for nobody."""
+        if not self.may_send(name):
+            return []
+        free = [request for request in self.of("unsent", batch=name) if request.is_free]
+        free.sort(key=lambda request: (request.share.shard, request.entry.offset))
+        return self.of("due", batch=name) or free[:1]
+
+    def look(self):
+        """Notes which batches may send now, and since when they, and their tenants, have been there."""
+        self.requests = [request for request in self.requests if request.state != "gone"]
+        step, before, self.places = next(self.steps), self.places, {}
+        for name, batch in self.batches.items():
+            if self.may_be_next(name):
+                is_bulk = not batch["at_risk"] and batch["handed_out"] >= self.EXPRESS
+                self.places[name] = (is_bulk, batch["priority"])
+                if before.get(name) != self.places[name]:
+                    self.batch_since[name] = step
+        there = {(place, self.batches[name]["tenant"]) for name, place in self.places.items()}
+        self.tenant_since = {key: self.tenant_since.get(key, step) for key in there}
+        self.bursts = {place: burst for place, burst in self.bursts.items() if (place, burst[0]) in there}
+
+    @property
+    def both_have_work(self):
+        return len({is_bulk for is_bulk, _ in self.places.values()}) == 2
+
+    def acceptable(self):
+        """All requests that may be the next one."""
+        if not self.places:
+            return []
+        choose = max if self.both_have_work and self.passed_over >= self.EVERY - 1 else min
+        is_bulk = choose(is_bulk for is_bulk, _ in self.places.values())
+        place = min(place for place in self.places.values() if place[0] == is_bulk)
+        inside = [name for name, where in self.places.items() if where == place]
+        tenants = first((self.batches[name]["tenant"] for name in inside), lambda each: self.tenant_since[place, each])
+        if place in self.bursts:
+            tenants = {self.bursts[place][0]}
+        return [
+            request
+            for tenant in tenants
+            for name in first((each for each in inside if self.batches[each]["tenant"] == tenant), self.batch_since.get)
+            for request in self.may_be_next(name)
+        ]
+
+    def hand_out(self, request, item, now):
+        name = request.share.batch
+        batch, place = self.batches[name], self.places[name]
+        self.passed_over = 0 if place[0] else self.passed_over + self.both_have_work
+        self.batch_since[name] = next(self.steps)
+        tenant, left = self.bursts.pop(place, (batch["tenant"], self.weights[batch["tenant"]]))
+        if left > 1:
+            self.bursts[place] = (tenant, left - 1)
+        else:
+            self.tenant_since[place, tenant] = next(self.steps)
+        if request.state == "unsent":
+            batch["handed_out"] += 1
+            request.first_sent_at = now
+        request.state, request.item = "in flight", item
+        self.look()
+
+    def next_due(self):
+        retries = [each.due for each in self.of("waiting") if self.may_send(each.share.batch)]
+        followers = [each for each in self.of("unsent") if not each.is_free and self.may_send(each.share.batch)]
+        due = min([*retries, *(each.leader.too_old_at for each in followers)], default=inf)
+        return None if due == inf else due
+
+
+def first(candidates, since):
+    """Those who have waited longest."""
+    candidates = set(candidates)
+    earliest = min(map(since, candidates))
+    return {each for each in candidates if since(each) == earliest}
+
+
+class Duel:
+    """Does the same to the schedule and to the reference, and compares them after each step."""
+
+    MOVES = {
+        "add": 6,
+        "cap": 2,
+        "change": 2,
+        "finish": 14,
+        "hand_out": 16,
+        "pass_time": 6,
+        "pause": 1,
+        "resume": 2,
+        "send_again": 9,
+        "sleep_until_due": 2,
+        "withdraw": 2,
+    }
+    NAMES = ("a1", "a2", "a3", "b1", "b2", "c1")  # the letter is the tenant
+    OPEN = ("unsent", "in flight", "waiting", "due")
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.offset = count()
+        self.reference = Reference()
+        self.schedule = Schedule(Reference.EXPRESS, Reference.EVERY, Reference.LEADER_SECONDS)
+        self.shares = []
+
+    def play(self, steps):
+        for move in self.random.choices(list(self.MOVES), list(self.MOVES.values()), k=steps):
+            getattr(self, move)()
+            self.reference.look()
+            self.compare()
+        self.play_to_the_end()
+
+    def some_batch(self):
+        name = self.random.choice(self.NAMES)
+        return name, self.reference.batch(name)
+
+    def add(self):
+        name, batch = self.some_batch()
+        shard = self.random.randrange(4)
+        groups = [group for number in (1, 0, 2, 3) for group in [number] * self.random.choice([0, 1, 2, 5])]
+        entries = [Entry(next(self.offset), 1, group) for group in groups]
+        held = [share for share in self.shares if (share.batch, share.shard) == (name, shard)]
+        if any(not share.is_withdrawn and not share.is_empty for share in held):
+            with pytest.raises(Conflict):
+                self.schedule.add(name, name[0], shard, entries)
+            return
+        priority, weight = self.random.choice([None, None, 1, 5]), self.random.choice([None, 1, 2, 3])
+        share = self.schedule.add(name, name[0], shard, entries, priority=priority, weight=weight)
+        self.shares.append(share)
+        batch |= {"tenant": name[0], "priority": batch["priority"] if priority is None else priority}
+        self.reference.weights[name[0]] = weight or self.reference.weights.get(name[0], 1)
+        self.reference.add(share, entries)
+
+    def hand_out(self, times=None):
+        for _ in range(times or self.random.randint(1, 8)):
+            self.reference.hear(self.now)
+            acceptable = self.reference.acceptable()
+            item = self.schedule.next(self.now)
+            if item is None:
+                assert acceptable == []
+                return
+            assert item.entry in [request.entry for request in acceptable]
+            (request,) = [request for request in acceptable if request.entry == item.entry]
+            assert (request.share, request.item or item, item.sent_at) == (item.share, item, self.now)
+            self.reference.hand_out(request, item, self.now)
+
+    def land(self, state):
+        request = self.random.choice(self.reference.of("in flight"))
+        request.state = "gone" if request.share.is_withdrawn else state
+        request.lets_go = True
+        return request
+
+    def finish(self):
+        for _ in range(min(self.random.randint(1, 6), self.schedule.in_flight)):
+            self.schedule.finished(self.land("gone").item)
+            self.reference.look()
+
+    def send_again(self):
+        for _ in range(min(self.random.randint(1, 4), self.schedule.in_flight)):
+            request = self.land("waiting")
+            request.due = self.now + self.random.choice([-1.0, 0.0, 1.0, 2.0, 7.0])
+            assert self.schedule.again(request.item, request.due) is not request.share.is_withdrawn
+            self.reference.look()
+
+    def pause(self):
+        name, batch = self.some_batch()
+        self.schedule.pause(name)
+        batch["paused"] = True
+
+    def resume(self):
+        for name in self.NAMES:
+            self.schedule.resume(name)
+            self.reference.batch(name)["paused"] = False
+            self.reference.look()
+
+    def change(self):
+        name, batch = self.some_batch()
+        changes = {"priority": self.random.choice([None, 1, 5]), "at_risk": self.random.choice([None, False, True])}
+        self.schedule.change(name, **changes)
+        batch |= {key: value for key, value in changes.items() if value is not None}
+
+    def cap(self):
+        name, batch = self.some_batch()
+        batch["cap"] = self.random.choice([None, 0, 1, 3])
+        self.schedule.change(name, in_flight_max=batch["cap"])
+
+    def withdraw(self):
+        share = self.random.choice(self.shares[-6:] or [self.schedule.add("a1", "a", 9, [])])
+        waiting = self.reference.of("waiting", "due", share=share)
+        unsent = self.reference.of("unsent", share=share)
+        taken = self.schedule.withdraw(share)
+        assert {id(item) for item in taken[: len(waiting)]} == {id(request.item) for request in waiting}
+        assert [item.entry for item in taken[len(waiting) :]] == [request.entry for request in unsent]
+        for request in [*waiting, *unsent]:
+            request.state = "gone"
+
+    def pass_time(self):
+        self.now += self.random.choice([0.5, 1.0, 3.0])
+
+    def sleep_until_due(self):
+        """As the pump does: send what can be sent, then sleep exactly as long as there is nothing to do."""
+        self.hand_out(1000)
+        due = self.schedule.next_due(self.now)
+        assert due == self.reference.next_due()
+        if due is not None:
+            before, self.now = self.now, due
+            assert before < due
+            self.reference.hear(self.now)
+            assert self.reference.acceptable()
+            self.hand_out(1)
+
+    def compare(self):
+        reference, schedule = self.reference, self.schedule
+        paused = {name for name, batch in reference.batches.items() if batch["paused"]}
+        assert schedule.in_flight == len(reference.of("in flight"))
+        assert schedule.retrying == len(reference.of("waiting", "due"))
+        assert schedule.unsent == sum(request.share.batch not in paused for request in reference.of("unsent"))
+        active = {request.share.batch for request in reference.of(*self.OPEN)} - paused
+        assert schedule.most_urgent == min((reference.batches[name]["priority"] for name in active), default=None)
+        counted = Counter((request.share, request.state) for request in reference.requests)
+        for share in self.shares:
+            unsent, in_flight, waiting, due = (counted[share, state] for state in self.OPEN)
+            assert (share.unsent, share.in_flight, share.retrying) == (unsent, in_flight, waiting + due)
+            assert share.is_empty == (unsent + in_flight + waiting + due == 0)
+
+    def play_to_the_end(self):
+        """Whatever happened, all of it gets out once it may."""
+        self.resume()
+        for name in self.NAMES:
+            self.schedule.change(name, in_flight_max=None)
+            self.reference.batch(name)["cap"] = None
+            self.reference.look()
+        self.now += 10.0
+        for _ in range(3):  # leaders and retries, then followers, then nothing
+            self.hand_out(10_000)
+            for request in self.reference.of("in flight"):
+                request.state, request.lets_go = "gone", True
+                self.schedule.finished(request.item)
+                self.reference.look()
+        self.compare()
+        assert all(share.is_empty for share in self.shares)
+        assert (self.schedule.next(self.now), self.schedule.next_due(self.now)) == (None, None)
+
+
+@settings(max_examples=int(os.environ.get("WINDLASS_TEST_MODEL_EXAMPLES", "20")), deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 150))
+def test_whatever_happens_only_what_the_rules_allow_is_handed_out(seed, steps):
+    Duel(seed).play(steps)
+
+
+class TestSpeed:
+    def test_a_hand_out_costs_the_same_however_much_is_queued(self):
+        few, many = (min(self.seconds(entries) for _ in range(5)) for entries in (100, 2_500))
+        assert many < 3 * few
+        assert many / 1000 < 25e-6
+
+    @staticmethod
+    def seconds(entries):
+        """For 1,000 hand-outs and answers, with 20 batches of so many entries, in groups of five."""
+        schedule = Schedule()
+        for number in range(20):
+            schedule.add(f"b{number}", f"t{number % 5}", 0, plan(*(1 + at // 5 for at in range(entries))))
+        flying = take(schedule, 100)
+        start = time.process_time()
+        for _ in range(1000):
+            schedule.finished(flying.pop(0))
+            flying += take(schedule, 1)
+        return time.process_time() - start
+
+
+class SimulatedLane:
+    """Ten in flight, and answers after times that are spread like the simulator's; each line has its own, always."""
+
+    LIMIT = 10
+    SIGMA = 0.6
+
+    def __init__(self, seed):
+        self.seed = seed
+        self.schedule = Schedule()
+        self.now = 0.0
+        self.answers = []
+        self.number = count()
+
+    def answer_one(self):
+        while self.schedule.in_flight < self.LIMIT and (item := self.schedule.next(self.now)) is not None:
+            line = random.Random(f"{self.seed} {item.share.batch} {item.entry.offset}")
+            answer = (self.now + line.lognormvariate(0, self.SIGMA), next(self.number), item)
+            heapq.heappush(self.answers, answer)
+        self.now, _, item = heapq.heappop(self.answers)
+        self.schedule.finished(item)
+
+
+class TestBesideALargeBatch:
+    def test_fifty_lines_of_the_same_tenant_take_at_most_a_fifth_longer_than_alone(self):
+        large = lines(50_000)
+        alone = statistics.median(self.seconds(seed) for seed in range(20))
+        beside = statistics.median(self.seconds(seed, large) for seed in range(20))
+        assert beside <= 1.2 * alone
+
+    @staticmethod
+    def seconds(seed, large=()):
+        """From the arrival of the small batch to its last answer; of the large one 300 lines are answered by then."""
+        lane = SimulatedLane(seed)
+        if large:
+            lane.schedule.add("large", "t", 0, large)
+            for _ in range(300):
+                lane.answer_one()
+        arrival = lane.now
+        small = lane.schedule.add("small", "t", 0, lines(50))
+        while not small.is_empty:
+            lane.answer_one()
+        return lane.now - arrival
+
+
+class TestHoldingLeadersBack:
+    def test_no_group_begins_while_enough_entries_wait_for_their_leaders(self):
+        schedule = Schedule()
+        schedule.followers_max = 4
+        schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2, 2, 3, 3, 3))
+        first, second = schedule.next(0), schedule.next(0)
+        assert [item.entry.offset for item in (first, second)] == [0, 3]
+        assert schedule.next(0) is None
+        schedule.finished(first)
+        assert [schedule.next(0).entry.offset for _ in range(2)] == [1, 2]
+        assert schedule.next(0).entry.offset == 6
+
+    def test_entries_without_a_group_and_retries_are_not_held_back(self):
+        schedule = Schedule()
+        schedule.followers_max = 1
+        schedule.add("b", "t", 0, plan(1, 1, 1, 0, 2, 2))
+        leader, single = schedule.next(0), schedule.next(0)
+        assert [leader.entry.offset, single.entry.offset] == [0, 3]
+        assert schedule.next(0) is None
+        assert schedule.again(single, 5.0)
+        assert schedule.next(4) is None
+        assert schedule.next(6) is single
+
+    def test_followers_of_a_withdrawn_share_hold_nobody_back(self):
+        schedule = Schedule()
+        schedule.followers_max = 2
+        share = schedule.add("b", "t", 0, plan(1, 1, 1))
+        schedule.add("c", "t", 0, plan(1, 1, 1))
+        assert schedule.next(0) is not None
+        assert schedule.next(0) is None
+        schedule.withdraw(share)
+        assert schedule.next(0).share.batch == "c"
+
+    def test_a_leader_that_is_too_old_holds_nobody_back(self):
+        schedule = Schedule(leader_seconds=30.0)
+        schedule.followers_max = 2
+        schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2))
+        schedule.next(0)
+        assert schedule.next(29) is None
+        assert [schedule.next(31).entry.offset for _ in range(3)] == [1, 2, 3]

@@ -1,0 +1,66 @@
+"""Machines that share only the database and an S3 store: journals travel through the store."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+from tests.batches.stage import request, staged
+from tests.batches.test_lifecycle import SLOW
+from tests.batches.test_recovery import LEASE, QUICK, doomed
+from tests.storage.conftest import s3, s3_port
+from tests.support import raw
+from windlass.states import BatchStatus
+from windlass.storage import Store
+
+__all__ = ["s3", "s3_port"]
+REQUESTS = 200
+SHARED = {"checkpoint_seconds": 0.1, "shared_checkpoint_seconds": 0.2}
+
+
+async def test_a_lost_machine_costs_what_it_had_not_uploaded_and_nothing_else(database_url, tmp_path, s3):
+    url = {"url": f"s3://{s3.bucket}/windlass"}
+    lost, heir = tmp_path / "lost", tmp_path / "heir"
+    async with staged(database_url, lost, simulator=SLOW, storage=url, batches=SHARED, **LEASE) as first:
+        id = await first.submit([request(f"r{n}") for n in range(REQUESTS)])
+        point = {"at": "windlass.batches.store:Batches.register", "when": "after", "call": 2}
+        async with doomed(first, lost, **point) as process, asyncio.timeout(40):
+            await process.wait()
+        registered = (await first.get(id)).completed
+        assert 0 < registered < REQUESTS
+        shutil.rmtree(lost)
+        asked = first.simulator.stats()["received"]
+        parts = {"storage": url, "batches": SHARED, "global_inference_gateway": {"url": first.simulator.url}, **LEASE}
+        async with staged(database_url, heir, **parts) as second:
+            second.work()
+            batch = await second.ended(id)
+            output, errors = await second.results(batch)
+        assert batch.status is BatchStatus.COMPLETED
+        assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(REQUESTS)]
+        assert errors == []
+        assert first.simulator.stats()["received"] - asked == REQUESTS - registered
+        hosts = await raw(first.windlass.queue, "SELECT DISTINCT host FROM windlass.batch_segment")
+        assert len(hosts) == 2
+
+
+async def test_an_upload_that_fails_for_good_ends_the_batch_with_counts_and_the_answers_wait_for_repair(
+    database_url, tmp_path, s3, monkeypatch
+):
+    storage = {"url": f"s3://{s3.bucket}/windlass", "attempts": 2, "retry_seconds_max": 1.0}
+    async with staged(database_url, tmp_path, simulator=QUICK, storage=storage, batches=SHARED, **LEASE) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
+        put = Store.put
+
+        async def refuse(self, key, source, **options):
+            if key.startswith("files/"):
+                s3.fail(503, 503)
+            return await put(self, key, source, **options)
+
+        monkeypatch.setattr(Store, "put", refuse)
+        stage.work()
+        batch = await stage.ended(id)
+        assert batch.status is BatchStatus.FAILED
+        assert (batch.completed, batch.total, batch.output_file_id) == (REQUESTS, REQUESTS, None)
+        assert batch.errors["data"][0]["code"] == "files_not_written"
+        ((segments,),) = await raw(stage.windlass.queue, "SELECT count(*) FROM windlass.batch_segment")
+        assert segments > 0
