@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import AsyncIterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,11 +23,17 @@ from windlass.api.application import application
 from windlass.api.keys import Scope
 from windlass.api.services import Services
 from windlass.api.settings import ApiSettings
+from windlass.batches.files import File, NewFile, new_file_id, object_key
+from windlass.batches.settings import BatchSettings
 from windlass.errors import Fatal, Transient
+from windlass.inference.settings import GatewaySettings
 from windlass.settings import Settings
+from windlass.storage import StorageSettings
 from windlass.testing import drain
 
 HOST = "http://localhost:8765"
+GATEWAY = GatewaySettings(url="http://127.0.0.1:9")
+"""Where nobody answers: batches are taken in, and nothing is sent."""
 
 
 @operation("greet")
@@ -114,17 +122,41 @@ class Api:
         await self._stack.aclose()
 
 
+def configured(url: str, folder: Path, batches: BatchSettings | None = None, **settings: Any) -> Settings:
+    """Settings of a server that keeps its files in this folder."""
+    settings.setdefault("api", ApiSettings(port=0))
+    return Settings(
+        database=dataclasses.replace(DATABASE, url=url, folder=str(folder)),
+        storage=StorageSettings(url=(folder / "files").as_uri()),
+        batches=dataclasses.replace(batches or BatchSettings(), work_dir=folder / "work"),
+        **settings,
+    )
+
+
 @contextlib.asynccontextmanager
-async def serving(url: str, **settings: Any) -> AsyncIterator[Api]:
-    configured = Settings(database=dataclasses.replace(DATABASE, url=url), api=ApiSettings(port=0, **settings))
-    async with AsyncWindlass(settings=configured, operations=OPERATIONS) as windlass:
-        server = await windlass.server()
-        api = Api(windlass, server._services)
-        try:
-            yield api
-        finally:
-            await api.close()
-            await server.close()
+async def serving(url: str, *, parts: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Api]:
+    """An API with these settings of its own, and with these other parts of the whole."""
+    with tempfile.TemporaryDirectory(prefix="windlass-api-") as folder:
+        given = configured(url, Path(folder), api=ApiSettings(port=0, **settings), **(parts or {}))
+        async with AsyncWindlass(settings=given, operations=OPERATIONS) as windlass:
+            server = await windlass.server()
+            api = Api(windlass, server._services)
+            try:
+                yield api
+            finally:
+                await api.close()
+                await server.close()
+
+
+async def stored_file(
+    windlass: AsyncWindlass, data: bytes = b"{}\n", *, tenant: str = "default", purpose: str = "batch", **more: Any
+) -> File:
+    """A file as an upload leaves it."""
+    id = new_file_id()
+    stored = await windlass.store.put(object_key(id), data)
+    new = NewFile(id=id, tenant=tenant, purpose=purpose, filename="some.jsonl", stored=stored, **more)
+    file, _ = await windlass.files.add(new)
+    return file
 
 
 @pytest.fixture

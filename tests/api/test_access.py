@@ -12,13 +12,15 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from tests.api.conftest import HOST, OPERATIONS, Api, fails, needed_scope, routes, serving
+from tests.api.conftest import HOST, OPERATIONS, Api, fails, needed_scope, routes, serving, stored_file
 from tests.support import DATABASE
 from windlass import AsyncWindlass, NewJob
 from windlass.api import application as application_module
 from windlass.api.access import require_key
 from windlass.api.keys import Scope
 from windlass.api.settings import ApiSettings
+from windlass.batches.operations import process_job
+from windlass.batches.store import NewBatch
 from windlass.errors import ConfigurationError, Deadlock, InvalidInput, NotFound
 from windlass.settings import Settings
 from windlass.testing import drain
@@ -169,7 +171,14 @@ async def test_which_scope_a_route_needs(api: Api) -> None:
     for route in routes(api.app):
         if scope := needed_scope(route):
             found[scope].add(f"{next(iter(route.methods))} {route.path_format}")
-    assert found[Scope.SUBMIT] == {"POST /v1/jobs"}
+    verbs = ("cancel", "limits", "pause", "priority", "resume", "retry")
+    assert found[Scope.SUBMIT] == {
+        "DELETE /v1/files/{id}",
+        "POST /v1/batches",
+        "POST /v1/files",
+        "POST /v1/jobs",
+        *(f"POST /v1/batches/{{id}}/{verb}" for verb in verbs),
+    }
     assert found[Scope.ADMIN] == {
         "GET /metrics",
         "GET /v1/workers",
@@ -186,10 +195,13 @@ async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Ap
     for path in ("/v1/jobs", "/v1/workers", "/metrics", "/v1/jobs?tenant=*"):
         assert (await http.get(path)).status_code == 200
     fails(await http.get("/v1/jobs", headers={"Authorization": "Bearer wl_x"}), 401, "unauthorized")
+    placeholder = {"Authorization": "Bearer sk-none"}
+    assert (await http.get("/v1/jobs", headers=placeholder)).status_code == 200
     elsewhere = await api.client(api.with_settings(host="192.0.2.1"), url="http://192.0.2.1")
     fails(await elsewhere.get("/v1/jobs"), 401, "unauthorized")
     key = await api.windlass.keys.create("desk")
     fails(await http.get("/v1/jobs"), 401, "unauthorized")
+    fails(await http.get("/v1/jobs", headers=placeholder), 401, "unauthorized")
     await api.windlass.keys.revoke(key.key.id)
     fails(await http.get("/v1/jobs"), 401, "unauthorized")
 
@@ -221,6 +233,8 @@ class Theirs:
     failed: str
     pipeline: str
     parent: str
+    file: str
+    batch: str
     key: str = "theirs"
     schedule: str = "nightly"
 
@@ -237,14 +251,18 @@ async def theirs(api: Api) -> Theirs:
     theirs = await api.holder("submit", tenant="b")
     body = {"job_type": "echo", "queue": "theirs"}
     assert (await theirs.post("/v1/jobs", json=body, headers={"Idempotency-Key": "theirs"})).status_code == 201
-    return Theirs(str(waiting), str(failed), str(pipeline), str(parent))
+    file = await stored_file(windlass, tenant="b")
+    new = NewBatch(tenant="b", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="1h")
+    (job,) = await windlass.catalog.prepare([process_job(new)])
+    await windlass.batches.create(new, job)
+    return Theirs(str(waiting), str(failed), str(pipeline), str(parent), file.id, new.id)
 
 
 async def everything_of(api: Api, tenant: str) -> list[Any]:
     """The tenant's rows as they stand."""
     rows = [
         await api.sql(f"SELECT to_jsonb(one) FROM windlass.{table} AS one WHERE tenant = %(t)s ORDER BY 1", t=tenant)
-        for table in ("job", "schedule", "api_request")
+        for table in ("api_request", "batch", "file", "job", "schedule")
     ]
     events = (
         "SELECT event.id FROM windlass.job_event AS event JOIN windlass.job ON job.id = job_id WHERE tenant = %(t)s"
@@ -263,16 +281,18 @@ async def test_every_route_with_another_tenants_object_finds_nothing_and_changes
     for route in routes(api.app):
         if "{" not in route.path or needed_scope(route) is Scope.ADMIN:
             continue
-        ids = [theirs.waiting, theirs.failed, theirs.pipeline, theirs.parent]
+        ids = [theirs.waiting, theirs.failed, theirs.pipeline, theirs.parent, theirs.file, theirs.batch]
+        ids = ids[4:] if route.path.startswith(("/v1/files", "/v1/batches")) else ids[:4]
         names = ids if "{id}" in route.path else [theirs.schedule, schedule_id]
         (method,) = route.methods
         if method == "PUT":
             continue  # makes a schedule of our own: see below
         for name in names:
             path = route.path_format.format(id=name, name=name)
-            fails(await mine.request(method, path, json=plan if method == "PUT" else None), 404, "not_found")
+            body = {"priority": 1} if path.endswith("/priority") else {} if path.endswith("/limits") else None
+            fails(await mine.request(method, path, json=body), 404, "not_found")
             tried += 1
-    assert tried >= 4 * 8 + 2 * 5
+    assert tried >= 4 * 8 + 2 * 5 + 2 * 12
     assert await everything_of(api, "b") == before
     own = await mine.put("/v1/schedules/nightly", json=plan)
     assert (own.status_code, own.json()["tenant"]) == (200, "a")
@@ -340,7 +360,7 @@ async def test_only_an_admin_acts_in_another_tenant(api: Api, theirs: Theirs) ->
     fails(await admin.get(f"/v1/jobs/{theirs.waiting}"), 404, "not_found")
     for tenant in ("b", "*"):
         assert (await admin.get(f"/v1/jobs/{theirs.waiting}", params={"tenant": tenant})).status_code == 200
-        assert len((await admin.get("/v1/jobs", params={"tenant": tenant})).json()["data"]) == 8
+        assert len((await admin.get("/v1/jobs", params={"tenant": tenant})).json()["data"]) == 9
         assert (await admin.get("/v1/jobs/failed", params={"tenant": tenant})).json()["data"][0]["count"] == 1
     assert (await admin.get("/v1/schedules", params={"tenant": "b"})).json()["data"][0]["name"] == "nightly"
     made = await admin.post("/v1/jobs", params={"tenant": "b"}, json={"job_type": "echo"})
@@ -551,7 +571,7 @@ async def test_requests_are_counted_by_route_and_status(api: Api) -> None:
     counted = [line for line in text.splitlines() if "http_requests_total{" in line]
     assert any('route="/v1/jobs/{id}"' in line and 'status="404"' in line for line in counted), counted
     assert any('route="other"' in line and 'status="404"' in line for line in counted), counted
-    assert application_module._STREAM in {route.path for route in routes(api.app)}
+    assert {route.path for route in routes(api.app)} > application_module._STREAMS
 
 
 async def test_queues_are_paused_and_resumed_by_admins(api: Api) -> None:

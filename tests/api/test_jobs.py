@@ -16,6 +16,7 @@ from windlass.api import jobs, submit
 from windlass.errors import DatabaseUnavailable, Deadlock
 
 JSON = {"Content-Type": "application/json"}
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 ADA = {"job_type": "greet", "payload": {"name": "Ada"}}
 
 
@@ -45,12 +46,12 @@ async def status(http: httpx.AsyncClient, id: str) -> str:
 
 async def test_a_job_is_submitted_run_and_shown(api: Api, http: httpx.AsyncClient) -> None:
     sent = {**ADA, "priority": 2, "queue": "slow/eu", "exclusive_key": ["ada", 7, True, None], "max_attempts": 5}
-    answer = await http.post("/v1/jobs", json=sent, headers={"traceparent": "00-aa-bb-01"})
+    answer = await http.post("/v1/jobs", json=sent, headers={"traceparent": TRACE})
     assert answer.status_code == 201
     job = answer.json()
     assert {name: job[name] for name in sent} == sent
     assert (job["object"], job["status"], job["tenant"]) == ("job", "QUEUED", "default")
-    assert (job["pipeline_id"], job["traceparent"]) == (job["id"], "00-aa-bb-01")
+    assert (job["pipeline_id"], job["traceparent"]) == (job["id"], TRACE)
     assert "Idempotent-Replayed" not in answer.headers
     await api.drain()
     shown = (await http.get(f"/v1/jobs/{job['id']}")).json()
@@ -72,6 +73,14 @@ async def test_an_unknown_operation_and_a_wrong_payload_are_named(api: Api, http
     message = fails(await post(http, {"job_type": "gret"}), 400, "unknown_operation", "job_type")
     assert "did you mean 'greet'" in message
     fails(await post(http, {"job_type": "greet", "payload": {"name": 7}}), 400, "payload_invalid", "payload")
+    assert await api.jobs() == 0
+
+
+async def test_operations_of_batches_cannot_be_enqueued_by_hand(api: Api, http: httpx.AsyncClient) -> None:
+    message = fails(await post(http, {"job_type": "batch.webhook"}), 400, "invalid_request", "job_type")
+    assert "POST /v1/batches" in message
+    plan = {"name": "n", "cron": "0 6 * * *", "job": {"job_type": "batch.process"}}
+    fails(await http.post("/v1/schedules", json=plan), 400, "invalid_request", "job.job_type")
     assert await api.jobs() == 0
 
 
@@ -580,7 +589,8 @@ async def test_a_nul_character_is_refused_wherever_text_is_taken(api: Api, http:
 async def test_headers_have_limits(http: httpx.AsyncClient) -> None:
     fails(await post(http, ADA, ""), 400, param="idempotency-key")
     fails(await post(http, ADA, "k" * 256), 400, param="idempotency-key")
-    fails(await http.post("/v1/jobs", json=ADA, headers={"traceparent": "t" * 201}), 400, param="traceparent")
+    long = await http.post("/v1/jobs", json=ADA, headers={"traceparent": "t" * 201})
+    assert (long.status_code, long.json()["traceparent"]) == (201, None), "one that is no good is as good as none"
     odd = {"Idempotency-Key": b"\xff\xe9"}
     assert (await http.post("/v1/jobs", json=ADA, headers=odd)).status_code == 201
 

@@ -12,6 +12,7 @@ import pytest
 from tests.api.streaming import Stream, serving
 from tests.support import emit, noop, other, put, succeed, take_one
 from windlass import NewJob
+from windlass.api import access
 from windlass.api import jobs as routes
 from windlass.api import server as server_module
 from windlass.engine import feeds as module
@@ -176,6 +177,46 @@ async def test_a_silent_stream_is_kept_alive_by_pings(queue, url, monkeypatch):
         while (await stream.next()).get("id") != str((await known(queue, id))[-1]):
             pass
         assert [await stream.next() for _ in range(3)] == [{"": "ping"}] * 3
+
+
+@pytest.mark.parametrize("begins_with_key", [True, False], ids=["revoked", "from the first key on"])
+async def test_a_stream_ends_when_its_key_opens_nothing_any_more(served, queue, url, monkeypatch, begins_with_key):
+    monkeypatch.setattr(routes, "_PING_SECONDS", 0.01)
+    monkeypatch.setattr(access, "LIVE_SECONDS", 0.0)
+    windlass, _ = served
+    id, _ = await running(queue)
+    key, headers = None, {}
+    if begins_with_key:
+        key, secret = await windlass.keys.create("reader", scopes=["read"])
+        headers = {"Authorization": f"Bearer {secret}"}
+    async with await Stream.open(url, id, **headers) as stream:
+        while await stream.next() != {"": "ping"}:
+            pass
+        await (windlass.keys.revoke(key.id) if key else windlass.keys.create("first"))
+        _, last = await stream.events()
+        assert last is None, "the job has not ended, so nobody says so"
+    async with await Stream.open(url, id, **headers) as stream:
+        assert stream.status == 401
+
+
+async def test_many_streams_of_a_key_ask_for_it_once_in_a_while(served, queue, url, monkeypatch):
+    monkeypatch.setattr(routes, "_PING_SECONDS", 0.01)
+    asked = []
+    gate = served[1]._services.gate
+    ask = gate._is_open_to_all
+
+    async def counted():
+        asked.append(True)
+        return await ask()
+
+    id, _ = await running(queue)
+    streams = [await Stream.open(url, id) for _ in range(10)]
+    monkeypatch.setattr(gate, "_is_open_to_all", counted)
+    for stream in streams:
+        while await stream.next() != {"": "ping"}:
+            pass
+        await stream.close()
+    assert len(asked) <= 1
 
 
 async def test_a_client_that_leaves_frees_its_feed_at_once(served, queue, url, feeds):

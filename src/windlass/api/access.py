@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import math
 import socket
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
+from uuid import UUID
 
 from fastapi import Depends, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -15,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.api.errors import error_answer
-from windlass.api.keys import Keys
+from windlass.api.keys import PREFIX, Keys
 from windlass.api.keys import Scope as KeyScope
 from windlass.api.schemas import NO_NUL
 from windlass.api.settings import ApiSettings
@@ -25,6 +29,10 @@ from windlass.errors import ConfigurationError
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, never bound
 ALL_TENANTS = "*"
+UPLOADS = "/v1/files"
+FILE_TOO_LARGE = "File is too large."
+LIVE_SECONDS = 10.0
+"""How old the answer may be whether a key with open streams still lives."""
 
 
 async def require_key(settings: ApiSettings, keys: Keys) -> None:
@@ -43,6 +51,8 @@ class Caller:
     tenant: str | None
     """The tenant whose objects are seen; None sees all of them."""
     scopes: frozenset[KeyScope]
+    key: UUID | None
+    """The key that opened; None where none is needed yet."""
 
     @property
     def own_tenant(self) -> str:
@@ -58,28 +68,40 @@ class Gate:
     def __init__(self, settings: ApiSettings, keys: Keys) -> None:
         self._settings = settings
         self._keys = keys
+        self._looking = asyncio.Lock()
+        self._live: dict[UUID | None, tuple[float, bool]] = {}
 
     async def enter(self, secret: str | None, needed: KeyScope, tenant: str | None) -> Caller:
-        if secret is None:
-            home, scopes = await self._without_key()
+        key = None
+        holder = None if secret is None else await self._keys.find(secret)
+        if holder is not None:
+            key, home, scopes = holder
+        elif not (secret or "").startswith(PREFIX) and await self._is_open_to_all():  # clients that must send a key
+            home, scopes = DEFAULT_TENANT, frozenset(KeyScope)
+        elif secret is None:
+            raise _unauthorized("this needs a key: send the header Authorization: Bearer wl_…")
         else:
-            holder = await self._keys.find(secret)
-            if holder is None:
-                raise _unauthorized("this key is unknown, revoked or too old; windlass key create makes a new one")
-            home, scopes = holder.tenant, holder.scopes
+            raise _unauthorized("this key is unknown, revoked or too old; windlass key create makes a new one")
         if needed not in scopes:
             raise HTTPException(403, f"this needs the scope {needed.value!r}, which the key does not have")
         if tenant is None or tenant == home:
-            return Caller(home, scopes)
+            return Caller(home, scopes, key)
         if KeyScope.ADMIN not in scopes:
             raise HTTPException(403, "acting in another tenant needs the scope 'admin'")
-        return Caller(None if tenant == ALL_TENANTS else tenant, scopes)
+        return Caller(None if tenant == ALL_TENANTS else tenant, scopes, key)
 
-    async def _without_key(self) -> tuple[str, frozenset[KeyScope]]:
+    async def is_still_open(self, caller: Caller) -> bool:
+        """Whether who came in could come in again; asked once in a while for each key, however many streams it has."""
+        async with self._looking:
+            looked_at, live = self._live.get(caller.key, (-math.inf, True))
+            if time.monotonic() - looked_at >= LIVE_SECONDS:
+                live = await (self._keys.is_live(caller.key) if caller.key else self._is_open_to_all())
+                self._live[caller.key] = (time.monotonic(), live)
+            return live
+
+    async def _is_open_to_all(self) -> bool:
         """On a loopback address, and as long as no key was ever made, the machine's user may do everything."""
-        if not self._settings.is_loopback or await self._keys.any():
-            raise _unauthorized("this needs a key: send the header Authorization: Bearer wl_…")
-        return DEFAULT_TENANT, frozenset(KeyScope)
+        return self._settings.is_loopback and not await self._keys.any()
 
 
 def _unauthorized(message: str) -> HTTPException:
@@ -125,15 +147,18 @@ Admin = Annotated[Caller, Depends(Needs(KeyScope.ADMIN))]
 class Guard:
     """Looks at every request before anything else: the host it names, the page it comes from, the size it has."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, upload_bytes_max: int) -> None:
         self._app = app
         self._settings = settings
+        self._upload_bytes_max = upload_bytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        is_upload = scope["method"] == "POST" and scope["path"] == UPLOADS
+        limit = self._upload_bytes_max if is_upload else self._settings.body_bytes_max
         host = headers.get("host", "")
         if not self._knows(host):
             name = _name(host)
@@ -142,10 +167,12 @@ class Guard:
         elif not self._trusts(headers.get("origin"), f"{scope['scheme']}://{host}"):
             message = "pages of another origin may not call this server; see the setting api.allowed_origins"
             await error_answer(403, message, code="wrong_origin", param="origin")(scope, receive, send)
-        elif _announced(headers) > self._settings.body_bytes_max:
-            await error_answer(413, self._too_large(), param="body")(scope, receive, send)
+        elif _announced(headers) > limit and is_upload:
+            await error_answer(400, FILE_TOO_LARGE, code=None, param="file")(scope, receive, send)
+        elif _announced(headers) > limit:
+            await error_answer(413, _too_large(limit), param="body")(scope, receive, send)
         else:
-            await self._app(scope, self._counted(receive), send)
+            await self._app(scope, _counted(receive, limit), send)
 
     def _knows(self, host: str) -> bool:
         name = _name(host)
@@ -164,21 +191,23 @@ class Guard:
             or ("*" in self._settings.allowed_origins)
         )
 
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._settings.body_bytes_max} bytes, the limit of this server"
 
-    def _counted(self, receive: Receive) -> Receive:
-        total = 0
+def _counted(receive: Receive, limit: int) -> Receive:
+    total = 0
 
-        async def count() -> Message:
-            nonlocal total
-            message = await receive()
-            total += len(message.get("body", b""))
-            if total > self._settings.body_bytes_max:
-                raise HTTPException(413, self._too_large())
-            return message
+    async def count() -> Message:
+        nonlocal total
+        message = await receive()
+        total += len(message.get("body", b""))
+        if total > limit:
+            raise HTTPException(413, _too_large(limit))
+        return message
 
-        return count
+    return count
+
+
+def _too_large(limit: int) -> str:
+    return f"the body is larger than {limit} bytes, the limit of this server"
 
 
 def _name(host: str) -> str:

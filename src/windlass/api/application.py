@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.api import jobs, schedules, system
+from windlass.api import batches, files, jobs, schedules, system
 from windlass.api.access import Guard
-from windlass.api.errors import answer_errors
+from windlass.api.errors import REQUEST_ID, answer_errors
 from windlass.api.services import Services
 from windlass.telemetry.metrics import Counts
 
@@ -19,7 +20,8 @@ _DESCRIPTION = """\
 Durable jobs on PostgreSQL. Every list is paged, every error has the same shape, and objects of other tenants are 404.
 Send an API key as `Authorization: Bearer wl_…`; on a loopback address none is needed until the first one is made.
 """
-_STREAM = "/v1/jobs/{id}/events/stream"
+_STREAMS = {"/v1/jobs/{id}/events/stream", "/v1/batches/{id}/results"}
+ROUTERS = (files.router, batches.router, jobs.router, schedules.router, system.router)
 
 
 class _Api(FastAPI):
@@ -46,7 +48,7 @@ def application(services: Services) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.services = services
-    for part in (jobs.router, schedules.router, system.router):
+    for part in ROUTERS:
         app.include_router(part)
     answer_errors(app)
     if services.settings.allowed_origins:
@@ -54,10 +56,11 @@ def application(services: Services) -> FastAPI:
             CORSMiddleware,
             allow_origins=services.settings.allowed_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID"],
-            expose_headers=["Idempotent-Replayed", "Retry-After"],
+            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID", "Range"],
+            expose_headers=["Idempotent-Replayed", "Retry-After", "X-Next-Cursor", "X-Request-Id"],
         )
-    app.add_middleware(Guard, settings=services.settings)
+    upload_bytes_max = services.batch_settings.file_bytes_max + files.FORM_BYTES_MAX
+    app.add_middleware(Guard, settings=services.settings, upload_bytes_max=upload_bytes_max)
     app.add_middleware(Measured, counts=services.counts)
     return app
 
@@ -74,13 +77,15 @@ class Measured:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
+        id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
         status = 500
 
         async def note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+                more = ((b"x-content-type-options", b"nosniff"), (b"x-request-id", id.encode()))
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         try:
@@ -88,5 +93,5 @@ class Measured:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._counts.add("http_requests_total", 1, (route, scope["method"], str(status)))
-            if route != _STREAM:
+            if route not in _STREAMS:
                 self._counts.observe("http_request_seconds", time.monotonic() - began, (route,))

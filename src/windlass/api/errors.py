@@ -23,6 +23,8 @@ from windlass.errors import (
     InvalidInput,
     NotFound,
     PayloadInvalid,
+    StorageFull,
+    StorageUnavailable,
     TooLarge,
     UnknownOperation,
     WindlassError,
@@ -30,13 +32,7 @@ from windlass.errors import (
 
 log = logging.getLogger(__name__)
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-}
+_TYPES = {401: "authentication_error", 403: "permission_error"}
 _CODES = {
     400: "invalid_request",
     401: "unauthorized",
@@ -44,8 +40,10 @@ _CODES = {
     404: "not_found",
     405: "method_not_allowed",
     409: "conflict",
+    410: "gone",
     413: "too_large",
     415: "wrong_content_type",
+    416: "range_not_satisfiable",
     421: "wrong_host",
     503: "unavailable",
 }
@@ -59,16 +57,45 @@ _ANSWERS: tuple[tuple[type[WindlassError], int, str], ...] = (
     (Conflict, 409, "conflict"),
     (Deadlock, 503, "unavailable"),
     (DatabaseUnavailable, 503, "unavailable"),
+    (StorageFull, 503, "storage_full"),
+    (StorageUnavailable, 503, "storage_unavailable"),
 )
+_PATIENCE = {
+    "unavailable": "the database is away; try again soon",
+    "storage_full": "there is no room left for files; the server's log says where",
+    "storage_unavailable": "the store of files is away; try again soon",
+}
+_BY_STATUS = "by status"
+REQUEST_ID = "windlass.request_id"
+"""Where a request's scope has the id that its answer bears as x-request-id."""
+# OpenAI's client repeats a 409 by itself, which would only be refused again.
+_REACTIONS = {409: {"x-should-retry": "false"}, 503: {"Retry-After": "1"}}
 _METHODS = ("DELETE", "GET", "POST", "PUT")
 _UNION_PARTS = {"one", "many", "constrained-str", "constrained-int", "bool"}
 _WORDS_MAX = 1_000
 
 
+class Refusal(HTTPException):
+    """An error in OpenAI's words, with the code and the parameter that its clients know."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.code = code
+        self.param = param
+
+
 class ErrorDetail(BaseModel):
     """What was wrong."""
 
-    code: str = Field(description="For programs: a word that does not change.")
+    code: str | None = Field(description="For programs: a word that does not change; null where OpenAI has none.")
     message: str = Field(description="For people: what was found, and what to do.")
     param: str | None = Field(description="The field or parameter that it is about.")
     type: str = Field(description="The family of the error.")
@@ -96,18 +123,18 @@ def error_answer(
     status: int,
     message: str,
     *,
-    code: str | None = None,
+    code: str | None = _BY_STATUS,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    detail = {"code": code or _CODES.get(status, "error"), "message": _brief(message), "param": param, "type": kind}
-    more = {"Retry-After": "1"} if status == 503 else {}
+    code = _CODES.get(status, "error") if code == _BY_STATUS else code
+    detail = {"code": code, "message": _brief(message), "param": param, "type": kind}
     return Response(
         orjson.dumps({"error": detail}),
         status_code=status,
         media_type="application/json",
-        headers={**more, **(headers or {})},
+        headers={**_REACTIONS.get(status, {}), **(headers or {})},
     )
 
 
@@ -127,7 +154,7 @@ def answer_errors(app: FastAPI) -> None:
 async def _ours(request: Request, error: Exception) -> Response:
     for kind, status, code in _ANSWERS:
         if isinstance(error, kind):
-            message = "the database is away; try again soon" if status == 503 else str(error)
+            message = _PATIENCE[code] if status == 503 else str(error)
             if status == 503:
                 log.warning("%s %s: %s", request.method, request.url.path, error)
             return error_answer(status, message, code=code, param=getattr(error, "param", None))
@@ -159,6 +186,8 @@ def _param(problem: Mapping[str, Any]) -> str:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error, Refusal):
+        return error_answer(error.status_code, error.detail, code=error.code, param=error.param, headers=error.headers)
     message = str(error.detail)
     headers = dict(error.headers or {})
     if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
@@ -180,5 +209,6 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    id = request.scope.get(REQUEST_ID, "")
+    log.error("%s %s failed (%s)", request.method, request.url.path, id, exc_info=error)
     return error_answer(500, "something went wrong here; the server's log says what", code="internal_error")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated
 from uuid import UUID
 
@@ -11,11 +11,10 @@ import orjson
 from fastapi import APIRouter, Body, Header, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
 
 from windlass.api.access import Caller, Operator, Reader, Submitter
 from windlass.api.errors import Responses, documented
-from windlass.api.routes import OrjsonRoute
+from windlass.api.routes import OrjsonRoute, Streamed
 from windlass.api.schemas import (
     LIMIT_MAX,
     All,
@@ -44,8 +43,9 @@ from windlass.engine import views
 from windlass.engine.bulk import Changed, Verb
 from windlass.engine.jobs import Job, JobEvent, JobId
 from windlass.engine.views import JobFilter
-from windlass.errors import Conflict, InvalidInput
+from windlass.errors import Conflict, DatabaseError, InvalidInput
 from windlass.states import JOB, JobStatus
+from windlass.telemetry.tracing import incoming
 
 router = APIRouter(prefix="/v1", route_class=OrjsonRoute)
 
@@ -99,12 +99,13 @@ async def submit_jobs(
     caller: Submitter,
     body: Annotated[OneOrMany, Body()],
     idempotency_key: IdempotencyKey = None,
-    traceparent: Annotated[Text | None, Header(max_length=200)] = None,
+    traceparent: Annotated[Text | None, Header(description="W3C trace context, carried on to workers.")] = None,
 ) -> JobView | Page[JobView]:
     app = services(request)
     tenant = caller.own_tenant
     bodies = body.jobs if isinstance(body, JobsToBe) else [body]
-    jobs = [one.new_job(tenant, traceparent) for one in bodies]
+    origin = incoming(request.headers)
+    jobs = [one.new_job(tenant, origin) for one in bodies]
     meant = body.model_dump(mode="json", exclude_unset=True)
     submitted = await submit(app, jobs, tenant=tenant, key=idempotency_key, body=meant)
     shown = await _views(app, await app.queue.get_many(submitted.ids, tenant=tenant))
@@ -219,10 +220,7 @@ async def list_events(
 ) -> Page[EventView]:
     app = services(request)
     await app.queue.get(JobId(id), tenant=caller.tenant)
-    events = await app.queue.events(JobId(id), after=after, limit=limit + 1)
-    shown = [EventView.model_validate(event) for event in events[:limit]]
-    has_more = len(events) > limit
-    return Page(data=shown, has_more=has_more, next_cursor=str(shown[-1].id) if has_more else None)
+    return await event_page(app, JobId(id), after, limit)
 
 
 @router.get(
@@ -252,17 +250,14 @@ async def stream_events(
         text = f"{app.settings.streams_max} event streams are open already, the limit of this server"
         raise HTTPException(503, text, headers={"Retry-After": "5"})
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return EventStream(_frames(app, job, start), media_type="text/event-stream", headers=headers)
+    return Streamed(_frames(app, caller, job, start), media_type="text/event-stream", headers=headers)
 
 
-class EventStream(StreamingResponse):
-    """Lets go of its feed as soon as the client has left, also in the midst of sending."""
-
-    body_iterator: AsyncGenerator[bytes, None]
-
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(self.body_iterator):
-            await super().stream_response(send)
+async def event_page(app: Services, id: JobId, after: int, limit: int) -> Page[EventView]:
+    events = await app.queue.events(id, after=after, limit=limit + 1)
+    shown = [EventView.model_validate(event) for event in events[:limit]]
+    has_more = len(events) > limit
+    return Page(data=shown, has_more=has_more, next_cursor=str(shown[-1].id) if has_more else None)
 
 
 def render_event(event: JobEvent) -> bytes:
@@ -270,12 +265,16 @@ def render_event(event: JobEvent) -> bytes:
     return b"id: %d\ndata: %b\n\n" % (event.id, EventView.model_validate(event).model_dump_json().encode())
 
 
-async def _frames(app: Services, job: Job, after: int) -> AsyncGenerator[bytes, None]:
+async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncGenerator[bytes, None]:
+    """A stream whose key was revoked just ends: who comes back is refused."""
     app.counts.add("event_streams", 1)
     try:
         yield b"retry: 1000\n\n"
         async with aclosing(app.feeds.follow(job, after, idle_seconds=_PING_SECONDS)) as news:
             async for frames in news:
+                with suppress(DatabaseError):
+                    if not await app.gate.is_still_open(caller):
+                        return
                 yield b"".join(frames) if frames else b": ping\n\n"
         if not app.feeds.is_closed:  # else the client comes back, to another server
             yield b"event: end\ndata: %b\n\n" % orjson.dumps({"job_id": job.id})

@@ -30,9 +30,9 @@ class Scope(StrEnum):
     """What a key allows; each says nothing about the others."""
 
     READ = "read"
-    """Look at the tenant's jobs, pipelines, schedules and queues."""
+    """Look at the tenant's jobs, pipelines, schedules, queues, files and batches."""
     SUBMIT = "submit"
-    """Enqueue jobs."""
+    """Enqueue jobs; upload and delete files; create, cancel, pause, limit and retry batches."""
     OPERATE = "operate"
     """Cancel, recover, rerun and dismiss jobs; make and change schedules."""
     ADMIN = "admin"
@@ -124,6 +124,11 @@ class Keys:
             return None
         rows = await self._queue.ask(SQL["find"], {"digest": _digest(secret)})
         return Holder(rows[0][0], rows[0][1], frozenset(map(Scope, rows[0][2]))) if rows else None
+
+    async def is_live(self, id: UUID) -> bool:
+        """Whether the key still opens what it opened."""
+        ((live,),) = await self._queue.ask(SQL["live"], {"id": id})
+        return bool(live)
 
     async def any(self) -> bool:
         """Whether a key was ever made; a revoked one counts, so that revoking the last one opens no door."""

@@ -31,5 +31,10 @@ used AS (
 )
 SELECT id, tenant, scopes FROM found
 
+-- name: live
+SELECT EXISTS (
+    SELECT FROM windlass.api_key
+    WHERE id = %(id)s AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > :now))
+
 -- name: any
 SELECT EXISTS (SELECT FROM windlass.api_key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable
+from contextlib import aclosing
 from email.message import Message
 from typing import Any
 
@@ -12,7 +13,8 @@ from fastapi import Request
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from windlass.errors import InvalidInput
 
@@ -37,6 +39,16 @@ class OrjsonRoute(APIRoute):
             return await handle(request)
 
         return strictly
+
+
+class Streamed(StreamingResponse):
+    """Lets go of what it reads from as soon as the client has left, also in the midst of sending."""
+
+    body_iterator: AsyncGenerator[bytes, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
 
 
 def _query_names(dependant: Dependant) -> set[str]:

@@ -18,6 +18,7 @@ from windlass.api.schemas import (
     Answer,
     Attempts,
     Body,
+    JobType,
     KeyPart,
     Name,
     Page,
@@ -44,7 +45,7 @@ Which = Annotated[ScheduleName, Path(description="The schedule's name or id.")]
 class ScheduledJob(Body):
     """What each tick's job is made from."""
 
-    job_type: Name
+    job_type: JobType
     payload: Payload = None
     queue: QueueName | None = None
     priority: Priority | None = None

@@ -51,10 +51,18 @@ def _shallow(payload: Any) -> Any:
     return payload
 
 
+def _free_for_all(job_type: str) -> str:
+    """Operations of batches are driven by their batch; enqueued by hand they would act for one that nobody made."""
+    if job_type.startswith("batch."):
+        raise ValueError(f"{job_type!r} belongs to batches, which POST /v1/batches makes")
+    return job_type
+
+
 Payload = Annotated[Any, AfterValidator(_shallow)]
 Moment = Annotated[AwareDatetime, BeforeValidator(_written_out), AfterValidator(_storable_moment)]
 Text = Annotated[str, Field(pattern=NO_NUL)]
 Name = Annotated[Text, Field(min_length=1, max_length=100)]
+JobType = Annotated[Name, AfterValidator(_free_for_all)]
 QueueName = Annotated[Text, Field(min_length=1, max_length=200)]
 Cursor = Annotated[Text, Field(max_length=200)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
@@ -110,7 +118,7 @@ class JobToBe(Body):
         }
     )
 
-    job_type: Name = Field(description="The operation's name; `GET /v1/operations` lists them.")
+    job_type: JobType = Field(description="The operation's name; `GET /v1/operations` lists them.")
     payload: Payload = Field(None, description="What the operation is called with; checked against its schema.")
     queue: QueueName | None = Field(None, description="Instead of the operation's own.")
     priority: Priority | None = Field(None, description="0 is first.")

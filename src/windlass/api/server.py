@@ -12,6 +12,7 @@ import uvicorn
 from windlass.api.application import application
 from windlass.api.services import Services
 from windlass.api.settings import ApiSettings
+from windlass.engine.counts import CountsWriter
 from windlass.errors import ConfigurationError
 
 _END_SECONDS_MAX = 5
@@ -33,8 +34,10 @@ class _Quiet(uvicorn.Server):
 class ApiServer:
     """Serves until `close()`."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, counts: CountsWriter, services: Services) -> None:
+        self._counts = counts
         self._services = services
+        self._counting: asyncio.Task[None] | None = None
         self._socket = listening(services.settings)
         config = uvicorn.Config(
             application(services),
@@ -57,7 +60,8 @@ class ApiServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def start(self) -> asyncio.Task[None]:
-        self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        self._counting = asyncio.create_task(self._counts.run())
         return self._task
 
     async def close(self) -> None:
@@ -70,6 +74,9 @@ class ApiServer:
                 connection.transport.abort()
             await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
+        if self._counting is not None:
+            self._counting.cancel()
+            await self._counts.write_last()
 
 
 def listening(settings: ApiSettings) -> socket.socket:

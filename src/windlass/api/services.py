@@ -8,6 +8,10 @@ from fastapi import Request
 
 from windlass.api.access import Gate
 from windlass.api.settings import ApiSettings
+from windlass.batches.files import Files
+from windlass.batches.results import Results
+from windlass.batches.settings import BatchSettings
+from windlass.batches.store import Batches
 from windlass.db.doorbell import Doorbell
 from windlass.engine.bulk import Bulk
 from windlass.engine.catalog import Catalog
@@ -24,6 +28,9 @@ class Services:
     """Everything that a route may use."""
 
     settings: ApiSettings
+    batch_settings: BatchSettings
+    has_gateways: bool
+    """Whether this process knows a model server to send batches to, as workers of its configuration will."""
     version: str
     queue: Queue
     catalog: Catalog
@@ -35,6 +42,9 @@ class Services:
     gate: Gate
     counts: Counts
     exposition: Exposition
+    files: Files
+    batches: Batches
+    results: Results
 
 
 def services(request: Request) -> Services:

@@ -15,6 +15,7 @@ from windlass.api.services import services
 from windlass.db.migrate import require_current
 from windlass.engine.exposition import CONTENT_TYPE
 from windlass.engine.views import OperationView, QueueView, WorkerView
+from windlass.engine.worker import host_name
 from windlass.errors import ConfigurationError, DatabaseError, NotFound
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -64,16 +65,19 @@ async def healthz(request: Request) -> Health:
     "/readyz",
     responses={503: {"model": Health, "description": "It cannot work now"}},
     tags=["system"],
-    summary="Whether this process can do its work: the database answers, and its schema fits",
+    summary="Whether work can be done: the database answers, its schema fits, and no worker of this host is broken",
 )
 async def readyz(request: Request) -> Response:
     app = services(request)
     try:
         await require_current(app.queue.database, app.version)
+        broken = await app.queue.broken_workers(host_name())
     except ConfigurationError as error:
         return _unready(app.version, str(error))
     except DatabaseError:
         return _unready(app.version, "the database is away")
+    for worker, reason in broken.items():
+        return _unready(app.version, f"the worker {worker} is broken and must be started anew: {reason}")
     return JSONResponse(Health(status="ok", version=app.version).model_dump())
 
 

@@ -1,0 +1,918 @@
+"""Batches over HTTP: what may be asked for, in which words it is refused, what a batch shows, and the extra verbs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.api.conftest import GATEWAY, Api, fails, serving, stored_file
+from windlass.batches.envelopes import request_id
+from windlass.batches.journal import Journal, Outcome
+from windlass.batches.settings import BatchSettings, Price
+from windlass.batches.store import Ending
+from windlass.batches.workspace import segment_key
+from windlass.errors import DatabaseUnavailable
+from windlass.states import BatchStatus
+
+PRICES = {"small": Price(input=1.0, output=2.0, cached=0.5), "large": Price(input=10.0, output=20.0)}
+PARTS = {"global_inference_gateway": GATEWAY, "batches": BatchSettings(prices=PRICES)}
+TERMINAL = ("completed", "failed", "expired", "cancelled")
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+async def api(database_url: str) -> AsyncIterator[Api]:
+    async with serving(database_url, parts=PARTS) as api:
+        yield api
+
+
+@pytest.fixture
+async def http(api: Api) -> httpx.AsyncClient:
+    return await api.client()
+
+
+async def asked(api: Api, **changes: Any) -> dict[str, Any]:
+    """The body of a request for a batch of a new file."""
+    file = await stored_file(api.windlass)
+    body = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **changes}
+    return {name: value for name, value in body.items() if value is not ...}
+
+
+async def made(api: Api, http: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
+    answer = await http.post("/v1/batches", json=await asked(api, **changes))
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+async def begun(api: Api, http: httpx.AsyncClient, models: Sequence[str] = ("small",), total: int = 10) -> str:
+    """A batch that a worker has planned."""
+    id: str = (await made(api, http))["id"]
+    assert await api.windlass.batches.begin(id, total=total, models=models, input_sha256="0" * 64)
+    return id
+
+
+async def ended(api: Api, http: httpx.AsyncClient, **ending: Any) -> str:
+    """A batch that has ended with some lines in its error file."""
+    id = await begun(api, http)
+    error_file = await stored_file(api.windlass, purpose="batch_output")
+    given: dict[str, Any] = {
+        "target": BatchStatus.EXPIRED,
+        "sources": [BatchStatus.IN_PROGRESS],
+        "counts": {"completed": 7, "failed": 2, "expired": 1, "cancelled": 0},
+        "error_summary": {"rate_limit": (2, "r1"), "batch_expired": (1, "r9")},
+        "error_file_id": error_file.id,
+    }
+    assert await api.windlass.batches.end(id, Ending(**{**given, **ending}))
+    return id
+
+
+async def shown(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
+    body: dict[str, Any] = (await http.get(f"/v1/batches/{id}")).json()
+    return body
+
+
+async def batches(api: Api) -> int:
+    ((n,),) = await api.sql("SELECT count(*) FROM windlass.batch")
+    return int(n)
+
+
+# Create -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_new_batch_is_shown_with_every_field(api: Api, http: httpx.AsyncClient) -> None:
+    body = await asked(api, metadata={"team": "a"})
+    answer = await http.post("/v1/batches", json=body)
+    assert answer.status_code == 200
+    batch = answer.json()
+    stamps = [f"{name}_at" for name in ("in_progress", "finalizing", "cancelling", "paused", *TERMINAL)]
+    others = ["model", "errors", "output_file_id", "error_file_id", "usage", "eta", "deadline_risk", "retry_of"]
+    nothing_yet = dict.fromkeys([*stamps, *others])
+    assert batch == {
+        **body,
+        **nothing_yet,
+        "id": batch["id"],
+        "object": "batch",
+        "status": "validating",
+        "created_at": batch["created_at"],
+        "expires_at": batch["created_at"] + 86_400,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "counts_by_outcome": {"completed": 0, "failed": 0, "expired": 0, "cancelled": 0},
+        "error_summary": [],
+        "cost": 0.0,
+        "prefix_saved_tokens": 0,
+        "priority": 5,
+        "limits": {"max_in_flight": None},
+    }
+    assert batch["id"].startswith("batch_")
+    assert await shown(http, batch["id"]) == batch
+    ((job,),) = await api.sql("SELECT to_jsonb(job) FROM windlass.job")
+    assert (job["job_type"], job["owner"], job["payload"]) == ("batch.process", batch["id"], {"batch_id": batch["id"]})
+
+
+@pytest.mark.parametrize(("window", "seconds"), [("1m", 60), ("90m", 5400), ("24h", 86_400), ("30d", 2_592_000)])
+async def test_any_window_from_a_minute_to_thirty_days_is_taken(
+    api: Api, http: httpx.AsyncClient, window: str, seconds: int
+) -> None:
+    batch = await made(api, http, completion_window=window)
+    assert (batch["completion_window"], batch["expires_at"] - batch["created_at"]) == (window, seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param", "message"),
+    [
+        ({"completion_window": "59s"}, "invalid_value", "completion_window", "Supported values are: '24h'"),
+        ({"completion_window": "31d"}, "invalid_value", "completion_window", "Supported values are: '24h'"),
+        ({"completion_window": "a day"}, "invalid_value", "completion_window", "Invalid value: 'a day'."),
+        ({"completion_window": "h" * 41}, "string_above_max_length", "completion_window", "maximum length 40"),
+        ({"completion_window": ...}, "missing_required_parameter", "completion_window", "Missing required parameter"),
+        ({"endpoint": "/v1/images/edits"}, "invalid_value", "endpoint", "'/v1/embeddings', '/v1/moderations'"),
+        ({"endpoint": "v1/embeddings"}, "invalid_value", "endpoint", "Supported values are: '/v1/chat/completions'"),
+        ({"endpoint": ...}, "missing_required_parameter", "endpoint", "Missing required parameter: 'endpoint'."),
+        ({"endpoint": 7}, "invalid_type", "endpoint", "expected a string, but got an integer instead."),
+        ({"input_file_id": ...}, "missing_required_parameter", "input_file_id", "'input_file_id'"),
+        ({"input_file_id": None}, "invalid_type", "input_file_id", "expected a string, but got null instead."),
+        (
+            {"metadata": {"tags": ["a"]}},
+            "invalid_type",
+            "metadata.tags",
+            "Invalid type for 'metadata.tags': expected a string, but got an array instead.",
+        ),
+        ({"metadata": {"n": 1}}, "invalid_type", "metadata.n", "but got an integer instead."),
+        ({"metadata": {"n": True}}, "invalid_type", "metadata.n", "but got a boolean instead."),
+        ({"metadata": "words"}, "invalid_type", "metadata", "expected an object, but got a string instead."),
+        ({"metadata": {"v": "x" * 513}}, "string_above_max_length", "metadata.v", "with maximum length 512"),
+        ({"metadata": {"k" * 65: "v"}}, "string_above_max_length", None, "with maximum length 64"),
+        (
+            {"metadata": {str(n): "" for n in range(17)}},
+            "object_above_max_properties",
+            "metadata",
+            "at most 16 properties, but got an object with 17 properties",
+        ),
+        ({"metadata": {"v": "a\0b"}}, "invalid_value", "metadata.v", "NUL"),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, "invalid_value", None, "'created_at'"),
+        ({"output_expires_after": {"seconds": 3600}}, "missing_required_parameter", "output_expires_after.anchor", ""),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 3599}},
+            "integer_below_min_value",
+            "output_expires_after.seconds",
+            ">= 3600, but got 3599",
+        ),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 2_592_001}},
+            "integer_above_max_value",
+            "output_expires_after.seconds",
+            "<= 2592000, but got 2592001",
+        ),
+        ({"priority": 10}, "integer_above_max_value", "priority", "<= 9"),
+        ({"priority": "1"}, "invalid_type", "priority", "expected an integer"),
+        ({"limits": {"max_in_flight": 0}}, "integer_below_min_value", "limits.max_in_flight", ">= 1"),
+        ({"limits": {"max_tokens": 1}}, "unknown_parameter", "limits.max_tokens", "Unknown parameter"),
+        ({"colour": "red"}, "unknown_parameter", "colour", "Unknown parameter: 'colour'."),
+    ],
+)
+async def test_a_body_that_makes_no_sense_is_refused_in_openais_words(
+    api: Api, http: httpx.AsyncClient, change: dict[str, Any], code: str, param: str | None, message: str
+) -> None:
+    said = fails(await http.post("/v1/batches", json=await asked(api, **change)), 400, code, param)
+    assert message in said
+    assert await batches(api) == 0
+
+
+async def test_what_is_no_body_is_refused(http: httpx.AsyncClient) -> None:
+    fails(await http.post("/v1/batches"), 400, "missing_required_parameter", "body")
+    fails(await http.post("/v1/batches", json=[]), 400, "invalid_type", "body")
+    json = {"Content-Type": "application/json"}
+    fails(await http.post("/v1/batches", content=b"{", headers=json), 400, "invalid_request", "body")
+    fails(await http.post("/v1/batches", content=b"{}"), 415, "wrong_content_type")
+
+
+async def test_metadata_up_to_its_limits_is_shown_again(api: Api, http: httpx.AsyncClient) -> None:
+    metadata = {f"{n:064}": "\u20ac" * 512 for n in range(16)}
+    batch = await made(api, http, metadata=metadata)
+    assert batch["metadata"] == metadata
+    assert (await made(api, http, metadata=None))["metadata"] is None
+    assert (await made(api, http, metadata={}))["metadata"] == {}
+
+
+async def test_the_input_must_be_a_file_of_this_tenant_with_the_purpose_batch(
+    api: Api, http: httpx.AsyncClient
+) -> None:
+    theirs = await stored_file(api.windlass, tenant="b")
+    gone = await stored_file(api.windlass)
+    await api.windlass.files.delete(gone.id, tenant="default")
+    old = await stored_file(api.windlass, expires_seconds=0)
+    for id in (theirs.id, gone.id, old.id, "file-unknown"):
+        answer = await http.post("/v1/batches", json=await asked(api, input_file_id=id))
+        said = fails(answer, 400, param="file_id")
+        assert said == f"Cannot find file {id}, or project default does not have access to it."
+        assert answer.json()["error"]["code"] is None
+    for purpose in ("evals", "batch_output"):
+        other = await stored_file(api.windlass, purpose=purpose)
+        answer = await http.post("/v1/batches", json=await asked(api, input_file_id=other.id))
+        assert f"'{purpose}'" in fails(answer, 400, "invalid_value", "input_file_id")
+    assert await batches(api) == 0
+
+
+async def test_what_a_batch_may_use_and_how_long_its_files_stay_is_kept(api: Api, http: httpx.AsyncClient) -> None:
+    batch = await made(
+        api,
+        http,
+        priority=0,
+        limits={"max_in_flight": 3},
+        output_expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    assert (batch["priority"], batch["limits"]) == (0, {"max_in_flight": 3})
+    ((priority, kept),) = await api.sql(
+        "SELECT job.priority, output_expires_seconds FROM windlass.batch JOIN windlass.job ON job.id = job_id"
+    )
+    assert (priority, kept) == (0, 3600)
+
+
+@pytest.mark.parametrize(("sent", "kept"), [(TRACE, TRACE), ("nonsense" * 100, None), (None, None)])
+async def test_the_trace_of_the_call_goes_with_the_job(
+    api: Api, http: httpx.AsyncClient, sent: str | None, kept: str | None
+) -> None:
+    headers = {} if sent is None else {"traceparent": sent}
+    assert (await http.post("/v1/batches", json=await asked(api), headers=headers)).status_code == 200
+    assert await api.sql("SELECT job.traceparent FROM windlass.job") == [(kept,)]
+    assert await api.sql("SELECT traceparent FROM windlass.batch") == [(kept,)]
+
+
+async def test_without_a_gateway_a_batch_is_taken_only_if_some_worker_runs_batches(database_url: str) -> None:
+    async with serving(database_url) as api:
+        http = await api.client()
+        body = await asked(api)
+        answer = await http.post("/v1/batches", json=body)
+        said = fails(answer, 503, "no_worker")
+        assert "[global_inference_gateway]" in said
+        assert '[model_gateways."llama-3"]' in said
+        assert answer.headers["retry-after"] == "5"
+        schema = {"name": "batch.process", "payload_schema": {}, "defaults": {}, "description": ""}
+        await api.queue.publish_operations([schema], "elsewhere")
+        assert (await http.post("/v1/batches", json=body)).status_code == 200
+
+
+# Repeating --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_key_gives_the_same_batch_and_another_body_is_a_conflict(
+    api: Api, http: httpx.AsyncClient
+) -> None:
+    key = {"Idempotency-Key": "k" * 255}
+    body = await asked(api)
+    first = await http.post("/v1/batches", json=body, headers=key)
+    again = await http.post("/v1/batches", json=dict(reversed(body.items())), headers=key)
+    assert again.json() == first.json()
+    assert (again.headers["idempotent-replayed"], first.headers.get("idempotent-replayed")) == ("true", None)
+    other = await http.post("/v1/batches", json={**body, "completion_window": "1h"}, headers=key)
+    fails(other, 409, "conflict")
+    assert other.headers["x-should-retry"] == "false"
+    # A replay is answered also when a new batch could not be made any more.
+    await api.windlass.files.delete(body["input_file_id"], tenant="default")
+    late = await http.post("/v1/batches", json=body, headers=key)
+    assert (late.status_code, late.json()["id"]) == (200, first.json()["id"])
+    fails(await http.post("/v1/batches", json=body, headers={"Idempotency-Key": "other"}), 400, param="file_id")
+    assert (await batches(api), await api.jobs()) == (1, 1)
+
+
+async def test_keys_are_the_tenants_and_the_routes_own(api: Api) -> None:
+    key = {"Idempotency-Key": "k"}
+    mine, theirs = await api.holder(tenant="default"), await api.holder(tenant="b")
+    body = await asked(api)
+    assert (await mine.post("/v1/batches", json=body, headers=key)).status_code == 200
+    their_file = await stored_file(api.windlass, tenant="b")
+    their_body = {**body, "input_file_id": their_file.id}
+    assert (await theirs.post("/v1/batches", json=their_body, headers=key)).status_code == 200
+    sent = await mine.post("/v1/jobs", json={"job_type": "echo"}, headers=key)
+    assert sent.status_code == 201
+    id = await ended(api, mine)
+    retried = await mine.post(f"/v1/batches/{id}/retry", headers=key)
+    assert retried.status_code == 200
+    assert "idempotent-replayed" not in retried.headers
+
+
+async def test_of_requests_with_one_key_at_the_same_time_one_batch_comes(api: Api, http: httpx.AsyncClient) -> None:
+    body = await asked(api)
+    answers = await asyncio.gather(
+        *(http.post("/v1/batches", json=body, headers={"Idempotency-Key": "k"}) for _ in range(8))
+    )
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert sum("idempotent-replayed" in answer.headers for answer in answers) == 7
+    assert (await batches(api), await api.jobs()) == (1, 1)
+
+
+async def test_a_commit_whose_answer_was_lost_is_no_second_batch(
+    api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, calls = api.windlass.batches.create, 0
+
+    async def forgetful(self: Any, *given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        answer = await create(*given, **options)
+        if calls <= 2:
+            raise DatabaseUnavailable("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(type(api.services.batches), "create", forgetful)
+    answer = await http.post("/v1/batches", json=await asked(api))
+    assert (answer.status_code, calls) == (200, 3)
+    assert "idempotent-replayed" not in answer.headers
+    assert (await batches(api), await api.jobs()) == (1, 1)
+
+
+# Look -------------------------------------------------------------------------------------------------------------
+
+
+async def test_batches_are_listed_page_by_page_the_newest_first(api: Api, http: httpx.AsyncClient) -> None:
+    ids = [(await made(api, http))["id"] for _ in range(5)][::-1]
+    found: list[str] = []
+    after: dict[str, str] = {}
+    for size in (2, 2, 1):
+        page = (await http.get("/v1/batches", params={"limit": 2, **after})).json()
+        assert len(page["data"]) == size
+        found += [one["id"] for one in page["data"]]
+        assert (page["object"], page["first_id"], page["last_id"]) == ("list", found[-size], found[-1])
+        assert page["has_more"] == (len(found) < 5)
+        after = {"after": page["last_id"]}
+    assert found == ids
+    end = (await http.get("/v1/batches", params=after)).json()
+    assert end == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    for limit, code in ((0, "integer_below_min_value"), (101, "integer_above_max_value"), ("x", "invalid_type")):
+        fails(await http.get("/v1/batches", params={"limit": limit}), 400, code, "limit")
+
+
+async def test_a_batch_that_nobody_knows_is_404(api: Api, http: httpx.AsyncClient) -> None:
+    answer = await http.get("/v1/batches/batch_unknown")
+    assert "batch_unknown" in fails(answer, 404, "not_found")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_tenants_see_only_their_own_batches(api: Api) -> None:
+    mine, theirs = await api.holder(tenant="default"), await api.holder("read", "submit", "operate", tenant="b")
+    id = (await made(api, mine))["id"]
+    assert (await theirs.get("/v1/batches")).json()["data"] == []
+    for verb in ("cancel", "pause", "resume", "retry"):
+        fails(await theirs.post(f"/v1/batches/{id}/{verb}"), 404, "not_found")
+    fails(await theirs.post(f"/v1/batches/{id}/priority", json={"priority": 1}), 404, "not_found")
+    fails(await theirs.post(f"/v1/batches/{id}/limits", json={}), 404, "not_found")
+    for part in ("", "/results", "/manifest", "/events"):
+        fails(await theirs.get(f"/v1/batches/{id}{part}"), 404, "not_found")
+    admin = await api.holder(tenant="b")
+    for tenant in ("default", "*"):
+        assert len((await admin.get("/v1/batches", params={"tenant": tenant})).json()["data"]) == 1
+        assert (await admin.get(f"/v1/batches/{id}", params={"tenant": tenant})).json()["id"] == id
+    fails(await admin.post("/v1/batches", params={"tenant": "*"}, json=await asked(api)), 400)
+
+
+async def test_counts_usage_model_and_times_are_those_of_the_row(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    await api.sql(
+        """UPDATE windlass.batch SET completed = 4, failed = 2, expired = 1, cancelled = 1, input_tokens = 1000,
+        cached_tokens = 400, output_tokens = 50, reasoning_tokens = 20, usage_by_model = %(usage)s,
+        error_summary = %(errors)s""",
+        usage='{"small": {"input": 1000, "cached": 400, "output": 50, "reasoning": 20}}',
+        errors='{"http_500": [1, "b"], "rate_limit": [2, "a"]}',
+    )
+    batch = await shown(http, id)
+    assert batch["request_counts"] == {"total": 10, "completed": 4, "failed": 4}
+    assert batch["counts_by_outcome"] == {"completed": 4, "failed": 2, "expired": 1, "cancelled": 1}
+    assert batch["usage"] == {
+        "input_tokens": 1000,
+        "input_tokens_details": {"cached_tokens": 400},
+        "output_tokens": 50,
+        "output_tokens_details": {"reasoning_tokens": 20},
+        "total_tokens": 1050,
+    }
+    assert batch["error_summary"] == [
+        {"code": "rate_limit", "count": 2, "sample_custom_id": "a"},
+        {"code": "http_500", "count": 1, "sample_custom_id": "b"},
+    ]
+    assert batch["cost"] == pytest.approx((600 * 1.0 + 400 * 0.5 + 50 * 2.0) / 1_000_000)
+    assert (batch["model"], batch["prefix_saved_tokens"], batch["status"]) == ("small", 400, "in_progress")
+    assert batch["in_progress_at"] >= batch["created_at"]
+    await api.sql("UPDATE windlass.batch SET usage_by_model = %(usage)s", usage='{"unknown": {"input": 1}}')
+    assert (await shown(http, id))["cost"] is None
+
+
+async def test_a_batch_of_many_models_names_none(api: Api, http: httpx.AsyncClient) -> None:
+    assert (await shown(http, await begun(api, http, ["small", "large"])))["model"] is None
+    assert (await shown(http, await begun(api, http, ["large"])))["model"] == "large"
+
+
+async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncClient) -> None:
+    id = (await made(api, http))["id"]
+    problem = {"code": "invalid_json_line", "line": 3, "message": "This line is …", "param": None}
+    ending = Ending(
+        target=BatchStatus.FAILED, sources=[BatchStatus.VALIDATING], errors={"data": [problem], "total": 2_000}
+    )
+    await api.windlass.batches.end(id, ending)
+    batch = await shown(http, id)
+    assert batch["errors"] == {"object": "list", "data": [problem], "total": 2_000}
+    assert batch["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
+    assert (batch["status"], batch["output_file_id"]) == ("failed", None)
+    assert batch["failed_at"] is not None
+
+
+async def test_what_broke_a_batch_is_told_where_its_input_was_good(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    await api.windlass.batches.stop(id, "error", {"code": "input_gone", "message": "The input is gone."})
+    assert (await shown(http, id))["errors"] is None
+    await api.windlass.batches.end(id, Ending(target=BatchStatus.FAILED, sources=[BatchStatus.IN_PROGRESS]))
+    (problem,) = (await shown(http, id))["errors"]["data"]
+    assert problem == {"code": "input_gone", "line": None, "message": "The input is gone.", "param": None}
+
+
+@pytest.mark.parametrize(("done", "seconds", "risk"), [(5, 3600, "none"), (5, 35, "low"), (5, 20, "high")])
+async def test_the_end_is_foretold_from_the_pace_of_the_last_minute(
+    api: Api, http: httpx.AsyncClient, done: int, seconds: int, risk: str
+) -> None:
+    """Five of ten lines in thirty seconds: thirty more for the rest."""
+    id = await begun(api, http)
+    await api.sql(
+        """UPDATE windlass.batch SET completed = %(done)s, in_progress_at = now() - interval '30 seconds',
+        expires_at = now() + %(window)s""",
+        done=done,
+        window=timedelta(seconds=seconds),
+    )
+    batch = await shown(http, id)
+    assert (batch["eta"], batch["deadline_risk"]) == (None, None)
+    await registered(api, id, lines=done)
+    batch = await shown(http, id)
+    ((now,),) = await api.sql("SELECT extract(epoch FROM now())::float8")
+    assert batch["deadline_risk"] == risk
+    assert now + 20 <= batch["eta"] <= now + 40
+    assert (await http.get("/v1/batches")).json()["data"][0]["deadline_risk"] == risk
+    await http.post(f"/v1/batches/{id}/pause")
+    assert ((await shown(http, id))["eta"], (await shown(http, id))["deadline_risk"]) == (None, None)
+
+
+async def registered(api: Api, id: str, *, lines: int, ago: float = 1.0, seq: int = 0) -> None:
+    await api.sql(
+        """INSERT INTO windlass.batch_segment
+            (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, registered_at)
+        VALUES (%(id)s, 0, 1, %(seq)s, 'h', 0, 1, %(lines)s, '{}', now() - make_interval(secs => %(ago)s))""",
+        id=id,
+        seq=seq,
+        lines=lines,
+        ago=ago,
+    )
+
+
+async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
+    api: Api, http: httpx.AsyncClient
+) -> None:
+    id = await begun(api, http, total=1_000_000)
+    await api.sql("UPDATE windlass.batch SET in_progress_at = now() - interval '1 hour'")
+    await registered(api, id, lines=6_000, ago=120.0)
+    assert await api.windlass.batches.rate(id) is None
+    await registered(api, id, lines=600, ago=30.0, seq=1)
+    assert await api.windlass.batches.rate(id) == pytest.approx(10, rel=0.05)
+    await api.sql(
+        """INSERT INTO windlass.batch_segment
+            (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, registered_at)
+        SELECT %(id)s, 1, 1, n, 'h', 0, 1, 7, '{}', now() - make_interval(secs => 10 - n / 60.0)
+        FROM generate_series(1, 500) AS n""",
+        id=id,
+    )
+    assert await api.windlass.batches.rate(id) == pytest.approx(499 * 7 / 9.98, rel=0.05)
+
+
+# Cancel, pause and the rest ---------------------------------------------------------------------------------------
+
+
+async def test_a_batch_is_cancelled_as_often_as_one_likes(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    first = (await http.post(f"/v1/batches/{id}/cancel")).json()
+    assert first["status"] == "cancelling"
+    assert first["cancelling_at"] is not None
+    assert (await http.post(f"/v1/batches/{id}/cancel")).json() == first
+    ending = Ending(target=BatchStatus.CANCELLED, sources=[BatchStatus.CANCELLING])
+    await api.windlass.batches.end(id, ending)
+    assert (await http.post(f"/v1/batches/{id}/cancel")).json()["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("status", [BatchStatus.EXPIRED, BatchStatus.FAILED])
+async def test_a_batch_that_has_ended_cannot_be_cancelled(
+    api: Api, http: httpx.AsyncClient, status: BatchStatus
+) -> None:
+    id = await ended(api, http, target=status)
+    answer = await http.post(f"/v1/batches/{id}/cancel")
+    assert fails(answer, 409) == f"Cannot cancel a batch with status '{status.value}'."
+    error = answer.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == (None, None, "invalid_request_error")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_every_conflict_of_the_server_tells_clients_not_to_repeat_it(api: Api, http: httpx.AsyncClient) -> None:
+    job = (await http.post("/v1/jobs", json={"job_type": "echo"})).json()
+    answer = await http.post(f"/v1/jobs/{job['id']}/recover")
+    fails(answer, 409, "conflict")
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_batch_is_paused_and_resumed(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    paused = (await http.post(f"/v1/batches/{id}/pause")).json()
+    assert (paused["status"], paused["paused_at"] is None) == ("in_progress", False)
+    assert (await http.post(f"/v1/batches/{id}/pause")).json()["paused_at"] == paused["paused_at"]
+    assert (await http.post(f"/v1/batches/{id}/resume")).json()["paused_at"] is None
+    assert await api.windlass.batches.finalize(id)
+    for verb in ("pause", "resume"):
+        assert "'finalizing'" in fails(await http.post(f"/v1/batches/{id}/{verb}"), 409, "conflict")
+
+
+async def test_priority_and_limits_are_changed_while_it_is_open(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    assert (await http.post(f"/v1/batches/{id}/priority", json={"priority": 0})).json()["priority"] == 0
+    assert await api.sql("SELECT priority FROM windlass.job") == [(0,)]
+    limits = {"max_in_flight": 4}
+    assert (await http.post(f"/v1/batches/{id}/limits", json=limits)).json()["limits"] == limits
+    assert (await api.windlass.batches.orders([id]))[id].limits == limits
+    lifted = await http.post(f"/v1/batches/{id}/limits", json={"max_in_flight": None})
+    assert lifted.json()["limits"] == {"max_in_flight": None}
+    fails(await http.post(f"/v1/batches/{id}/priority", json={"priority": 10}), 400, param="priority")
+    fails(await http.post(f"/v1/batches/{id}/priority", json={}), 400, "missing_required_parameter", "priority")
+    fails(await http.post(f"/v1/batches/{id}/limits", json={"max_in_flight": -1}), 400, param="max_in_flight")
+    fails(await http.post(f"/v1/batches/{id}/limits", json={"a": 1}), 400, "unknown_parameter", "a")
+    old = await ended(api, http)
+    fails(await http.post(f"/v1/batches/{old}/priority", json={"priority": 1}), 409, "conflict")
+    fails(await http.post(f"/v1/batches/{old}/limits", json=limits), 409, "conflict")
+
+
+# Retry ------------------------------------------------------------------------------------------------------------
+
+
+async def test_failed_lines_are_asked_again_in_a_batch_of_their_own(api: Api, http: httpx.AsyncClient) -> None:
+    id = await ended(api, http)
+    before = await shown(http, id)
+    answer = await http.post(f"/v1/batches/{id}/retry", json={"codes": ["rate_limit"]}, headers={"traceparent": TRACE})
+    again = answer.json()
+    assert (again["retry_of"], again["status"], again["input_file_id"]) == (id, "validating", before["input_file_id"])
+    assert again["id"] != id
+    for name in ("endpoint", "completion_window", "metadata", "priority", "limits"):
+        assert again[name] == before[name]
+    rows = await api.sql(
+        "SELECT retry_codes, family, traceparent FROM windlass.batch WHERE id = %(id)s", id=again["id"]
+    )
+    assert rows == [(["rate_limit"], id, TRACE)]
+    assert await shown(http, id) == before
+    everything = (await http.post(f"/v1/batches/{id}/retry")).json()
+    assert await api.sql("SELECT retry_codes FROM windlass.batch WHERE id = %(id)s", id=everything["id"]) == [(None,)]
+
+
+async def test_a_retry_is_repeated_by_its_key(api: Api, http: httpx.AsyncClient) -> None:
+    id, key = await ended(api, http), {"Idempotency-Key": "k"}
+    first = await http.post(f"/v1/batches/{id}/retry", headers=key)
+    again = await http.post(f"/v1/batches/{id}/retry", headers=key, json={})
+    assert (again.json()["id"], again.headers["idempotent-replayed"]) == (first.json()["id"], "true")
+    fails(await http.post(f"/v1/batches/{id}/retry", json={"codes": ["batch_expired"]}, headers=key), 409)
+    other = await ended(api, http)
+    fails(await http.post(f"/v1/batches/{other}/retry", headers=key), 409, "conflict")
+
+
+@pytest.mark.parametrize("which", ["open", "input", "error", "none", "nothing", "codes"])
+async def test_a_batch_that_cannot_be_retried_says_why(api: Api, http: httpx.AsyncClient, which: str) -> None:
+    counts = {"completed": 10, "failed": 0, "expired": 0, "cancelled": 0}
+    endings: Mapping[str, dict[str, Any]] = {"none": {"error_file_id": None}, "nothing": {"counts": counts}}
+    id = await begun(api, http) if which == "open" else await ended(api, http, **endings.get(which, {}))
+    batch = await shown(http, id)
+    if which in ("input", "error"):
+        await api.windlass.files.delete(batch[f"{which}_file_id"], tenant="default")
+    body = {"codes": ["unheard_of"]} if which == "codes" else None
+    answer = await http.post(f"/v1/batches/{id}/retry", json=body)
+    said = fails(answer, 409, "conflict")
+    words = {
+        "open": "status 'in_progress'",
+        "input": batch["input_file_id"],
+        "error": f"{batch['error_file_id']} is gone",
+        "none": "no error file",
+        "nothing": "no error file",
+        "codes": "there are: batch_expired, rate_limit",
+    }
+    assert words[which] in said
+    assert answer.headers["x-should-retry"] == "false"
+    assert await batches(api) == 1
+
+
+async def test_the_codes_of_a_retry_are_checked(api: Api, http: httpx.AsyncClient) -> None:
+    id = await ended(api, http)
+    for body, param in (
+        ({"codes": []}, "codes"),
+        ({"codes": ["x" * 101]}, "codes.0"),
+        ({"codes": ["x"] * 51}, "codes"),
+        ({"codes": "rate_limit"}, "codes"),
+        ({"code": ["x"]}, "code"),
+    ):
+        fails(await http.post(f"/v1/batches/{id}/retry", json=body), 400, param=param)
+    assert await batches(api) == 1
+
+
+# Manifest and events ----------------------------------------------------------------------------------------------
+
+
+async def test_the_manifest_is_there_when_the_batch_has_ended(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    assert "in_progress" in fails(await http.get(f"/v1/batches/{id}/manifest"), 404, "not_found")
+    manifest = {"counts": {"total": 10}, "input": {"sha256": "0" * 64}}
+    id = await ended(api, http, manifest=manifest)
+    assert (await http.get(f"/v1/batches/{id}/manifest")).json() == manifest
+
+
+async def test_the_events_of_a_batch_are_those_of_its_job(api: Api, http: httpx.AsyncClient) -> None:
+    id = (await made(api, http))["id"]
+    page = (await http.get(f"/v1/batches/{id}/events")).json()
+    assert [event["event"] for event in page["data"]] == ["job.enqueued"]
+    last = page["data"][0]["id"]
+    assert (await http.get(f"/v1/batches/{id}/events", params={"after": last})).json()["data"] == []
+    job = page["data"][0]["job_id"]
+    assert id in fails(await http.post(f"/v1/jobs/{job}/cancel"), 409, "conflict")
+
+
+# Results ----------------------------------------------------------------------------------------------------------
+
+
+class Shard:
+    """A shard of a batch, whose answers are written and registered by hand."""
+
+    def __init__(self, api: Api, id: str, number: int = 0, *, host: str | None = None, stored: bool = False) -> None:
+        self.api = api
+        self.id = id
+        self.number = number
+        self.host = host or api.windlass.workspace.id
+        self.stored = stored
+        self.path = api.windlass.workspace.journal(id, number, 1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._seq = 0
+        self._lines = 0
+        self._journal = Journal(self.path)
+
+    async def answer(self, n: int, size: int = 10) -> list[str]:
+        """Finish so many requests and register them in one piece; answers their custom_ids."""
+        names = []
+        for _ in range(n):
+            offset = self.number * 1_000_000 + self._lines
+            names.append(f"s{self.number}-{self._lines}")
+            response = {"status_code": 200, "request_id": "r", "body": {"text": "x" * size}}
+            line = {"id": request_id(self.id, offset), "custom_id": names[-1], "response": response, "error": None}
+            self._journal.append(offset, Outcome.OK, orjson.dumps(line) + b"\n")
+            self._lines += 1
+        part = self._journal.take()
+        key = None
+        if self.stored:
+            key = segment_key(self.id, self.number, 1, self._seq)
+            await self.api.windlass.store.put(key, self.path.read_bytes()[part.start : part.end])
+        await self.api.sql(
+            """INSERT INTO windlass.batch_segment
+                (batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tally, registered_at)
+            VALUES (%(id)s, %(shard)s, 1, %(seq)s, %(host)s, %(key)s, %(start)s, %(end)s, %(lines)s, '{}', now())""",
+            id=self.id,
+            shard=self.number,
+            seq=self._seq,
+            host=self.host,
+            key=key,
+            start=part.start,
+            end=part.end,
+            lines=n,
+        )
+        self._seq += 1
+        return names
+
+
+def custom_ids(data: bytes) -> list[str]:
+    assert data == b"" or data.endswith(b"\n")
+    lines = [orjson.loads(line) for line in data.splitlines()]
+    assert all(line["response"]["status_code"] == 200 for line in lines)
+    return [line["custom_id"] for line in lines]
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch, api: Api) -> None:
+    """Pages of a few hundred bytes, so that a batch has many."""
+    page = type(api.services.results).page
+
+    async def small(self: Any, id: str, cursor: Any) -> Any:
+        return await page(self, id, cursor, 300)
+
+    monkeypatch.setattr(type(api.services.results), "page", small)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.usefixtures("small_pages")
+async def test_finished_lines_are_read_page_by_page_in_the_order_of_their_registration(
+    api: Api, http: httpx.AsyncClient, stored: bool
+) -> None:
+    id = await begun(api, http)
+    first, second = (
+        Shard(api, id, 0, stored=stored),
+        Shard(api, id, 1, host="elsewhere" if stored else None, stored=stored),
+    )
+    wanted = [*await first.answer(5), *await second.answer(3), *await first.answer(2)]
+    if stored:
+        first.path.unlink()
+    found: list[str] = []
+    cursor: dict[str, str] = {}
+    for _ in range(len(wanted) + 1):
+        answer = await http.get(f"/v1/batches/{id}/results", params=cursor)
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        new = custom_ids(answer.content)
+        assert len(new) <= 3
+        found += new
+        cursor = {"after": answer.headers["x-next-cursor"]}
+        if not new:
+            break
+    assert found == wanted
+    more = await second.answer(1)
+    assert custom_ids((await http.get(f"/v1/batches/{id}/results", params=cursor)).content) == more
+
+
+async def test_the_last_page_of_an_ended_batch_has_no_cursor(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    names = await Shard(api, id).answer(3)
+    running = await http.get(f"/v1/batches/{id}/results")
+    assert (custom_ids(running.content), "x-next-cursor" in running.headers) == (names, True)
+    ending = Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS], output_file_id="file-out")
+    await api.windlass.batches.end(id, ending)
+    over = await http.get(f"/v1/batches/{id}/results")
+    assert (custom_ids(over.content), "x-next-cursor" in over.headers) == (names, False)
+    await api.sql("UPDATE windlass.batch SET segments_gone_at = now()")
+    assert "its output file is file-out" in fails(await http.get(f"/v1/batches/{id}/results"), 410, "gone")
+
+
+async def test_a_batch_without_answers_has_an_empty_page_and_a_cursor(api: Api, http: httpx.AsyncClient) -> None:
+    id = (await made(api, http))["id"]
+    answer = await http.get(f"/v1/batches/{id}/results")
+    assert (answer.content, answer.headers["x-next-cursor"]) == (b"", "0:0")
+    again = await http.get(f"/v1/batches/{id}/results", params={"after": "0:0"})
+    assert again.headers["x-next-cursor"] == "0:0"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_a_cursor_that_was_made_up_is_refused(api: Api, http: httpx.AsyncClient, stored: bool) -> None:
+    id = await begun(api, http)
+    shard = Shard(api, id, stored=stored)
+    await shard.answer(2)
+    if stored:
+        shard.path.unlink()
+    ((segment, end),) = await api.sql("SELECT id, end_byte FROM windlass.batch_segment")
+    for cursor in (
+        "x",
+        "1",
+        ":",
+        "-1:0",
+        f"{segment}:1",
+        f"{segment}:{end - 5}",
+        f"{segment}:{end + 1}",
+        "9" * 30 + ":0",
+    ):
+        answer = await http.get(f"/v1/batches/{id}/results", params={"after": cursor})
+        assert "no cursor of this batch" in fails(answer, 400, param="after"), cursor
+    beyond = await http.get(f"/v1/batches/{id}/results", params={"after": f"{segment + 5}:0"})
+    assert beyond.content == b""
+    assert (await http.get(f"/v1/batches/{id}/results", params={"after": f"{segment}:{end}"})).content == b""
+
+
+async def test_what_was_never_registered_is_not_shown(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    shard = Shard(api, id)
+    names = await shard.answer(2)
+    with shard.path.open("ab") as file:
+        file.write(b"what a zombie wrote")
+    assert custom_ids((await http.get(f"/v1/batches/{id}/results")).content) == names
+
+
+async def test_answers_on_another_machine_without_a_shared_store_are_a_conflict(
+    api: Api, http: httpx.AsyncClient
+) -> None:
+    id = await begun(api, http)
+    await Shard(api, id, host="elsewhere").answer(1)
+    assert "storage.url" in fails(await http.get(f"/v1/batches/{id}/results"), 409, "conflict")
+
+
+async def test_journals_that_were_removed_meanwhile_are_gone(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    shard = Shard(api, id)
+    await shard.answer(1)
+    shard.path.unlink()
+    fails(await http.get(f"/v1/batches/{id}/results"), 410, "gone")
+
+
+@pytest.fixture
+async def live(api: Api) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server on a socket."""
+    server = await api.windlass.server()
+    server.start()
+    async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        yield client
+    await server.close()
+
+
+async def test_results_are_followed_until_the_batch_has_ended(
+    api: Api, http: httpx.AsyncClient, live: httpx.AsyncClient
+) -> None:
+    id = await begun(api, http)
+    shard = Shard(api, id)
+    wanted = await shard.answer(2)
+    async with live.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
+        assert "x-next-cursor" not in answer.headers
+        lines = answer.aiter_lines()
+        found = [await anext(lines) for _ in range(2)]
+        wanted += await shard.answer(1)
+        found.append(await anext(lines))
+        wanted += await shard.answer(2)
+        await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+        found += [line async for line in lines]
+    assert [orjson.loads(line)["custom_id"] for line in found] == wanted
+    assert streams(api) == 0
+
+
+async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
+    api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = await begun(api, http)
+    await Shard(api, id).answer(1)
+    key = await api.windlass.keys.create("follower")
+    monkeypatch.setattr("windlass.api.access.LIVE_SECONDS", 0.0)
+    server = await api.windlass.server()
+    server.start()
+    headers = {"Authorization": f"Bearer {key.secret}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=20) as client:
+        async with client.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+        async with client.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            await api.windlass.keys.revoke(key.key.id)
+            assert [line async for line in lines] == []
+    counts = server._services.counts
+    for _ in range(1000):
+        if counts.total("event_streams") == 0:
+            break
+        await asyncio.sleep(0.005)
+    assert counts.total("event_streams") == 0
+    await server.close()
+
+
+async def test_a_server_that_ends_lets_its_followers_go(api: Api, http: httpx.AsyncClient) -> None:
+    id = await begun(api, http)
+    await Shard(api, id).answer(1)
+    server = await api.windlass.server()
+    server.start()
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+        client.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        began = asyncio.get_running_loop().time()
+        await server.close()
+        assert [line async for line in lines] == []
+        assert asyncio.get_running_loop().time() - began < 4
+
+
+async def test_streams_of_results_are_limited_and_errors_come_before_they_begin(api: Api) -> None:
+    http = await api.client(api.with_settings(streams_max=0))
+    id = await begun(api, http)
+    answer = await http.get(f"/v1/batches/{id}/results", params={"follow": "true"})
+    fails(answer, 503, "unavailable")
+    fails(await http.get(f"/v1/batches/{id}/results", params={"follow": "true", "after": "x"}), 400, param="after")
+    fails(await http.get(f"/v1/batches/{id}/results", params={"follow": "perhaps"}), 400, "invalid_type", "follow")
+
+
+async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
+    api: Api, http: httpx.AsyncClient, live: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = await begun(api, http)
+    shard = Shard(api, id)
+    names = await shard.answer(1)
+    page, calls = type(api.services.results).page, 0
+
+    async def faltering(self: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+        if calls in (2, 3):
+            raise DatabaseUnavailable("away")
+        return await page(self, *given)
+
+    monkeypatch.setattr(type(api.services.results), "page", faltering)
+    async with live.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
+        lines = answer.aiter_lines()
+        found = [orjson.loads(await anext(lines))["custom_id"]]
+        names += await shard.answer(1)
+        found += [orjson.loads(line)["custom_id"] async for line in lines]
+    assert (found, calls) == (names, 4)
+
+
+def streams(api: Api) -> int:
+    return api.services.counts.total("event_streams")
