@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -10,7 +11,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import hypothesis
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
@@ -23,19 +23,22 @@ from windlass.db.migrate import migrate
 from windlass.engine.queue import EngineSettings, Queue
 
 EXTERNAL = os.environ.get("WINDLASS_TEST_DATABASE_URL")
+MEMORY_BYTES_MIN = 4 * 1024**3
 MAJOR = int(os.environ.get("WINDLASS_TEST_POSTGRES_MAJOR", "18"))
-
-
-# A busy machine is slow, and that is no finding.
-hypothesis.settings.register_profile("windlass", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("windlass")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """xdist's workers inherit the name of the run, and so share one server."""
     os.environ.setdefault("WINDLASS_TEST_RUN", uuid.uuid4().hex[:12])
     global SERVER_ROOT
-    SERVER_ROOT = Path(tempfile.gettempdir()) / f"windlass-tests-{os.environ['WINDLASS_TEST_RUN']}"
+    SERVER_ROOT = _roomy_folder() / f"windlass-tests-{os.environ['WINDLASS_TEST_RUN']}"
+
+
+def _roomy_folder() -> Path:
+    """In memory where there is room: a test's database is 300 files, which take a disk ten times as long to copy."""
+    memory = Path("/dev/shm")
+    is_roomy = memory.is_dir() and shutil.disk_usage(memory).free >= MEMORY_BYTES_MIN
+    return memory if is_roomy else Path(tempfile.gettempdir())
 
 
 def skip(reason: str) -> None:
@@ -113,6 +116,15 @@ def database(server: str, name: str, template: str = "template1") -> Iterator[st
             yield make_conninfo(server, dbname=name)
         finally:
             admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_it_was() -> Iterator[None]:
+    """Commands that are called in this process set it, and the next test may look for a warning."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import random
 import sys
 import threading
@@ -17,12 +18,19 @@ from uuid import UUID
 import orjson
 
 from windlass.api.keys import Keys
+from windlass.batches.care import Care
+from windlass.batches.collector import Collector
+from windlass.batches.files import Files
+from windlass.batches.metrics import BATCH_METRICS, STORAGE_METRIC, BatchCounts, StorageCounts, rooms
+from windlass.batches.store import Batches
+from windlass.batches.workspace import Workspace
 from windlass.db.database import Pool, adopt, complete, is_blocking
 from windlass.db.doorbell import Doorbell
-from windlass.db.embedded import EmbeddedPostgres
+from windlass.db.embedded import EmbeddedPostgres, default_root
 from windlass.db.migrate import Migration, migrate, require_current
 from windlass.engine.bulk import Bulk
 from windlass.engine.catalog import Catalog
+from windlass.engine.counts import CountsWriter, WorkerCounts
 from windlass.engine.jobs import Job, JobEvent, JobId, NewJob
 from windlass.engine.processes import CHILD_BRIEF, ChildProgram
 from windlass.engine.queue import Queue
@@ -30,15 +38,18 @@ from windlass.engine.retention import Retention
 from windlass.engine.schedules import Schedules
 from windlass.engine.upkeep import Round
 from windlass.engine.views import Views
-from windlass.engine.worker import Worker
+from windlass.engine.worker import Worker, worker_id
 from windlass.errors import DatabaseUnavailable, InvalidInput, JobCancelled, JobFailed, WaitTimeout
 from windlass.operations.registry import Registry
-from windlass.settings import Settings, load_settings
+from windlass.settings import Settings, load_settings, settings_document, settings_of
 from windlass.states import JobStatus
+from windlass.storage import Store, open_store
 from windlass.telemetry.logs import configured_logs
+from windlass.telemetry.metrics import Counts
 
 if TYPE_CHECKING:
     from windlass.api.server import ApiServer
+    from windlass.batches.runtime import Runtime
 
 T = TypeVar("T")
 VERSION = version("windlass")
@@ -72,6 +83,9 @@ class AsyncWindlass:
         self._queue: Queue | None = None
         self._catalog: Catalog | None = None
         self._doorbell: Doorbell | None = None
+        self._store: Store | None = None
+        self.runtime: Runtime | None = None
+        """The batch side of the worker that was made last, where a gateway is configured."""
 
     @property
     def pool(self) -> Pool:
@@ -105,6 +119,36 @@ class AsyncWindlass:
     def doorbell(self) -> Doorbell:
         return _opened(self._doorbell)
 
+    # Files and batches ------------------------------------------------------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine keeps what is not in the database: files without a store, and the work folder."""
+        return Path(self.settings.database.folder or default_root())
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            self._store = open_store(self.settings.storage, beside=self.folder)
+        return self._store
+
+    def open_store(self, component: str, counts: Counts) -> Store:
+        """The same store for a part that counts what it asks of it."""
+        return open_store(self.settings.storage, beside=self.folder, counts=StorageCounts(counts), component=component)
+
+    @property
+    def files(self) -> Files:
+        return Files(self.queue, self.store)
+
+    @property
+    def batches(self) -> Batches:
+        return Batches(self.queue)
+
+    @property
+    def workspace(self) -> Workspace:
+        settings = self.settings.batches
+        return Workspace(settings.work_dir or self.folder / "work", settings.work_dir_limit)
+
     # Life -------------------------------------------------------------------------------------------------------
 
     async def open(self, *, migrated: bool = True) -> Self:
@@ -122,10 +166,15 @@ class AsyncWindlass:
         except BaseException:
             await self.close()
             raise
-        self._queue = Queue(self._pool, self.settings.engine)
-        self._catalog = Catalog(self._queue, self.operations)
-        self._doorbell = Doorbell(self._pool)
+        self.adopt(self._pool)
         return self
+
+    def adopt(self, pool: Pool) -> None:
+        """Use a pool that somebody else opened, and closes."""
+        self._pool = pool
+        self._queue = Queue(pool, self.settings.engine)
+        self._catalog = Catalog(self._queue, self.operations)
+        self._doorbell = Doorbell(pool)
 
     async def close(self) -> None:
         if self._doorbell is not None:
@@ -249,15 +298,21 @@ class AsyncWindlass:
         from windlass.api.jobs import render_event
         from windlass.api.server import ApiServer
         from windlass.api.services import Services
+        from windlass.batches.results import Results
         from windlass.engine.exposition import Exposition, process_counts
         from windlass.engine.feeds import Feeds
 
         settings = self.settings.api
         await require_key(settings, self.keys)
         counts = process_counts()
+        stored = Counts([STORAGE_METRIC])
+        store = self.open_store("apiserver", stored)
         return ApiServer(
+            CountsWriter(self.queue, f"api:{worker_id()}", stored),
             Services(
                 settings=settings,
+                batch_settings=self.settings.batches,
+                has_gateways=self.settings.has_gateways,
                 version=VERSION,
                 queue=self.queue,
                 catalog=self.catalog,
@@ -268,29 +323,78 @@ class AsyncWindlass:
                 feeds=Feeds(self.queue, render_event),
                 gate=Gate(settings, self.keys),
                 counts=counts,
-                exposition=Exposition(self.queue, counts),
-            )
+                exposition=Exposition(self.queue, counts, more=BATCH_METRICS, rooms=rooms(self._models())),
+                files=Files(self.queue, store),
+                batches=self.batches,
+                results=Results(self.batches, self.workspace, store),
+            ),
         )
 
     # Workers ----------------------------------------------------------------------------------------------------
 
     def worker(self, queue: Queue | None = None) -> Worker:
-        """A worker for this client's operations; `await worker.run()` until `worker.stop()`."""
+        """A worker for this client's operations; `await worker.run()` until `worker.stop()`.
+
+        Where a gateway is configured it also runs batches.
+        """
+        counts = WorkerCounts(BATCH_METRICS, rooms(self._models()))
+        self.runtime = runtime = self.batch_runtime(queue, counts) if self.settings.has_gateways else None
         return Worker(
             self.pool,
             self.operations,
             queue=queue,
+            services=None if runtime is None else functools.partial(_offer, self.pool, runtime),
+            demand=runtime,
+            close_services=None if runtime is None else runtime.close,
             settings=self.settings.worker,
             engine=self.settings.engine,
             child=self._child_program(),
             revive=self.embedded.ensure_running if self.embedded is not None else None,
-            rounds=self._rounds(),
+            rounds=self._rounds(counts),
+            counts=counts,
             version=VERSION,
         )
 
-    def _rounds(self) -> list[Round]:
+    def _models(self) -> set[str]:
+        """The models that the configuration names."""
+        return {*self.settings.model_gateways, *self.settings.batches.prices} - {"*"}
+
+    def _rounds(self, counts: WorkerCounts) -> list[Round]:
         """What upkeep does beside the engine's own rounds."""
-        return [*self.schedules.rounds(), *Retention(self.settings.retention).rounds()]
+        settings = self.settings
+        care = Care(self.batches, BatchCounts(counts), settings.batches.cancel_grace_seconds)
+        store = self.open_store("garbage-collector", counts)
+        garbage = Collector(self.queue, store, self.workspace, settings.batches, settings.retention)
+        return [
+            *self.schedules.rounds(),
+            *Retention(settings.retention).rounds(),
+            *care.rounds(),
+            *garbage.rounds(),
+        ]
+
+    def batch_runtime(self, queue: Queue | None = None, counts: WorkerCounts | None = None) -> Runtime:
+        """What a worker process needs for batches."""
+        from windlass.batches.runtime import OPERATIONS, Runtime  # here: most processes need no HTTP client
+        from windlass.batches.webhooks import Webhooks
+        from windlass.inference.gateway import Gateways
+
+        for function in OPERATIONS:
+            self.operations.add(function)
+        settings = self.settings
+        counts = counts or WorkerCounts(BATCH_METRICS)
+        return Runtime(
+            batches=Batches(queue or self.queue),
+            files=Files(queue or self.queue, self.open_store("processor", counts)),
+            workspace=self.workspace,
+            catalog=self.catalog,
+            gateways=Gateways(settings.global_inference_gateway, settings.model_gateways, settings.inference),
+            webhooks=Webhooks(settings.webhooks),
+            counts=BatchCounts(counts),
+            inference=settings.inference,
+            settings=settings.batches,
+            is_shared=settings.storage.url is not None,
+            queues=settings.worker.queues,
+        )
 
     def _child_program(self) -> ChildProgram:
         brief = {
@@ -302,9 +406,21 @@ class AsyncWindlass:
             "logs": configured_logs(),
             "path": sys.path,
             "version": VERSION,
+            "services": self._child_services() if self.settings.has_gateways else None,
         }
         command = (sys.executable, "-m", "windlass.operations.child")
         return ChildProgram(command, {CHILD_BRIEF: orjson.dumps(brief).decode()})
+
+    def _child_services(self) -> dict[str, Any]:
+        return {"factory": f"{__name__}:child_services", "settings": settings_document(self.settings)}
+
+
+def child_services(document: dict[str, Any], pool: Pool, operations: Registry) -> tuple[Any, Any]:
+    """The services of batches in a child process that runs one job alone."""
+    windlass = AsyncWindlass(settings=settings_of(document), operations=operations)
+    windlass.adopt(pool)
+    runtime = windlass.batch_runtime()
+    return functools.partial(_offer, pool, runtime), runtime.close
 
 
 class Windlass:
@@ -389,6 +505,14 @@ class Windlass:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(timeout=5)
             loop.close()
+
+
+def _offer(pool: Pool, runtime: Runtime, kind: type[T]) -> T:
+    """What operations may ask of their worker."""
+    found = pool if isinstance(pool, kind) else runtime.service(kind)
+    if found is None:
+        raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
+    return found
 
 
 def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[NewJob]:

@@ -30,6 +30,8 @@ import orjson
 import pydantic
 
 from windlass.api.settings import ApiSettings
+from windlass.batches.settings import BatchSettings
+from windlass.batches.webhook_settings import WebhookSettings, refuse_doubles
 from windlass.db.database import DatabaseSettings
 from windlass.engine.queue import EngineSettings
 from windlass.engine.retention import RetentionSettings
@@ -42,7 +44,7 @@ PREFIX = "WINDLASS_"
 CONFIG = "WINDLASS_CONFIG"
 # What Kubernetes tells every pod about a service that is called windlass, or windlass-something.
 _KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
-_REPLACED_WHOLE = {"model_gateways", "queue_limits"}
+_REPLACED_WHOLE = {"model_gateways", "queue_limits", "webhooks"}
 _OTHERS = {CONFIG, "WINDLASS_CHILD", "WINDLASS_REQUIRE_ALL"}
 
 
@@ -69,13 +71,22 @@ class Settings:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     storage: StorageSettings = field(default_factory=StorageSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    batches: BatchSettings = field(default_factory=BatchSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
     global_inference_gateway: GatewaySettings = field(default_factory=GatewaySettings)
     model_gateways: dict[str, GatewaySettings] = field(default_factory=dict)
     """A gateway for each model instead of one for all, each with all settings that it needs."""
+    webhooks: dict[str, tuple[WebhookSettings, ...]] = field(default_factory=dict)
+    """Who is told when a batch ends: a list of endpoints for each tenant."""
+
+    @property
+    def has_gateways(self) -> bool:
+        """Whether there is a model server to send batches to."""
+        return self.global_inference_gateway.is_set or bool(self.model_gateways)
 
     def __post_init__(self) -> None:
         refuse_both(self.global_inference_gateway, self.model_gateways)
+        refuse_doubles(self.webhooks)
 
 
 def is_table(part: dataclasses.Field[Any]) -> bool:
@@ -101,6 +112,16 @@ def load_settings(
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigurationError(f"the setting {where} is {first['input']!r}: {first['msg']}") from error
+
+
+def settings_document(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON, for another process of ours."""
+    document: dict[str, Any] = pydantic.TypeAdapter(Settings).dump_python(settings, mode="json")
+    return document
+
+
+def settings_of(document: Mapping[str, Any]) -> Settings:
+    return pydantic.TypeAdapter(Settings).validate_python(document)
 
 
 def _from_file(environment: Mapping[str, str], file: Path | None) -> dict[str, Any]:
@@ -190,6 +211,7 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ConfigurationError(f"there is no setting {'.'.join(path)}{hint}")
     _refuse_unknown_of_gateways(merged.get("model_gateways"))
+    _refuse_unknown_of_webhooks(merged.get("webhooks", {}))
     operations = merged.get("operations")
     if isinstance(operations, str):
         raise ConfigurationError(f'operations is a list: operations = ["{operations}"]')
@@ -197,10 +219,23 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
 
 def _refuse_unknown_of_gateways(gateways: Any) -> None:
     """The names inside model_gateways are models, so their settings lie one table deeper."""
-    known = [setting.name for setting in dataclasses.fields(GatewaySettings)]
     for model, settings in gateways.items() if isinstance(gateways, Mapping) else ():
-        for name in settings if isinstance(settings, Mapping) else ():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise ConfigurationError(f'there is no setting model_gateways."{model}".{name}{hint}')
+        _refuse_unknown_inside(f'model_gateways."{model}"', settings, GatewaySettings)
+
+
+def _refuse_unknown_of_webhooks(webhooks: Any) -> None:
+    """The names inside webhooks are tenants, and each has a list of endpoints."""
+    for tenant, endpoints in webhooks.items() if isinstance(webhooks, Mapping) else (("default", None),):
+        if not isinstance(endpoints, list | tuple):
+            raise ConfigurationError(f"webhooks has a list of endpoints for each tenant; write [[webhooks.{tenant}]]")
+        for endpoint in endpoints:
+            _refuse_unknown_inside(f"webhooks.{tenant}", endpoint, WebhookSettings)
+
+
+def _refuse_unknown_inside(where: str, settings: Any, kind: type[GatewaySettings | WebhookSettings]) -> None:
+    known = [setting.name for setting in dataclasses.fields(kind)]
+    for name in settings if isinstance(settings, Mapping) else ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigurationError(f"there is no setting {where}.{name}{hint}")

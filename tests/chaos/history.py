@@ -14,7 +14,7 @@ from psycopg.rows import namedtuple_row
 _JOBS = """
 SELECT id, job_type, status::text, payload, result, error ->> 'code' AS code, error ->> 'message' AS reason,
        attempts, max_attempts, claims, locked_by, exclusive_key, parent_job_id, round, waits,
-       children_open, children_failed, progress_total, idempotency_key, deadline, priority
+       children_open, children_failed, progress_total, idempotency_key, deadline, priority, queue
 FROM windlass.job ORDER BY id
 """
 _EVENTS = """
@@ -68,9 +68,11 @@ class History:
             job = self.jobs.get(job.parent_job_id)
 
 
-def read_history(url: str) -> History:
+def read_history(url: str, *, has_effects: bool = True) -> History:
     with psycopg.connect(url) as connection:
         jobs = {job.id: job for job in connection.cursor(row_factory=namedtuple_row).execute(_JOBS)}
         events = [Event(*row) for row in connection.execute(_EVENTS)]
-        effects = Counter(id for (id,) in connection.execute("SELECT job_id FROM chaos.effect"))
+        effects: Counter[UUID] = Counter()
+        if has_effects:
+            effects.update(id for (id,) in connection.execute("SELECT job_id FROM chaos.effect"))
     return History(jobs, events, effects)

@@ -124,7 +124,7 @@ class Fleet:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,
             )
         victim = Victim(process)
@@ -256,7 +256,7 @@ class Monkey:
         return self._postgres.ensure_running()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, without settings that would point the workers elsewhere."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
     root = str(Path(__file__).parents[2])

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,14 +243,8 @@ def as_json(result: Run) -> dict[str, Any]:
         "seconds": result.seconds,
         "counts": result.counts,
         "recovery": {name: dict(zip(("n", "p50", "p99", "max"), row, strict=True)) for name, *row in _times(result)},
-        "breaches": {
-            name: [f"{who}: {what}" for who, what in found[:_BREACHES_SHOWN]]
-            for name, found in result.breaches.items()
-            if found
-        },
-        "goals": [
-            {"name": goal.name, "goal": goal.goal, "value": goal.value, "met": goal.met} for goal in result.goals
-        ],
+        "breaches": breaches_as_json(result.breaches),
+        "goals": goals_as_json(result.goals),
     }
 
 
@@ -261,14 +255,31 @@ def as_text(result: Run) -> str:
     lines += ["", f"  {'seconds after SIGKILL until jobs are':<52}{'n':>6}{'p50':>7}{'p99':>7}{'max':>7}"]
     for name, n, *times in _times(result):
         lines.append(f"  {name:<52}{n:>6}" + "".join(f"{time:>7.2f}" if n else f"{'-':>7}" for time in times))
-    lines += ["", f"  {'goal':<58}{'wanted':>8}{'found':>9}"]
-    for goal in result.goals:
+    return "\n".join([*lines, "", *goals_as_text(result.goals), *breaches_as_text(result.breaches)])
+
+
+def goals_as_json(goals: Sequence[Goal]) -> list[dict[str, Any]]:
+    return [{"name": goal.name, "goal": goal.goal, "value": goal.value, "met": goal.met} for goal in goals]
+
+
+def breaches_as_json(breaches: Mapping[str, Sequence[Breach]]) -> dict[str, list[str]]:
+    return {
+        name: [f"{who}: {what}" for who, what in found[:_BREACHES_SHOWN]] for name, found in breaches.items() if found
+    }
+
+
+def goals_as_text(goals: Sequence[Goal]) -> Iterator[str]:
+    yield f"  {'goal':<58}{'wanted':>8}{'found':>9}"
+    for goal in goals:
         value = "-" if goal.value is None else f"{goal.value:,.4g}"
-        lines.append(f"  {goal.name:<58}{f'≤ {goal.goal:g}':>8}{value:>9}  {'✓' if goal.met else '✗ MISSED'}")
-    for name, found in result.breaches.items():
-        lines += [f"\n  {name}: {len(found)}"] if found else []
-        lines += [f"    {who}: {what}" for who, what in found[:_BREACHES_SHOWN]]
-    return "\n".join(lines)
+        yield f"  {goal.name:<58}{f'≤ {goal.goal:g}':>8}{value:>9}  {'✓' if goal.met else '✗ MISSED'}"
+
+
+def breaches_as_text(breaches: Mapping[str, Sequence[Breach]]) -> Iterator[str]:
+    for name, found in breaches.items():
+        if found:
+            yield f"\n  {name}: {len(found)}"
+            yield from (f"    {who}: {what}" for who, what in found[:_BREACHES_SHOWN])
 
 
 def _times(result: Run) -> list[tuple[str, int, float | None, float | None, float | None]]:

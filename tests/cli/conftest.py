@@ -77,7 +77,9 @@ class Cli:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
         self.environment = {**kept, **SETTINGS, "WINDLASS_DATABASE_URL": url}
 
-    def __call__(self, *arguments: str, input: str = "", code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *arguments: str, input: str = "", code: int | None = 0, seconds: float = SECONDS_MAX
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; None as `code` accepts any."""
         done = subprocess.run(
             self._command(arguments),
@@ -86,7 +88,7 @@ class Cli:
             env=self.environment,
             input=input,
             text=True,
-            timeout=SECONDS_MAX,
+            timeout=seconds,
             check=False,
         )
         assert code is None or done.returncode == code, done

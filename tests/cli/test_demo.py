@@ -1,21 +1,272 @@
-"""`windlass demo` as `make demo` runs it, only smaller."""
+"""`windlass demo` as `make demo` runs it, only smaller; and what it says when the numbers do not add up."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import re
+import subprocess
+import sys
 import tempfile
+from collections import Counter
+from io import StringIO
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from tests.cli.conftest import Cli
+import orjson
+import pytest
+from rich.console import Console
+
+from tests.cli.conftest import Cli, Inside
+from windlass.app import AsyncWindlass
+from windlass.cli import demo_requests
+from windlass.cli.demo_batch import Server, Stage
+from windlass.cli.demo_report import Report, print_report
+from windlass.cli.demo_requests import MODELS, input_order_share, write_requests
+from windlass.cli.demo_stage import Tethered, own_environment
+from windlass.db.check import Finding, Level
+from windlass.errors import WindlassError
+from windlass.settings import load_settings
+from windlass.simulator import Remote
+from windlass.states import BatchStatus
+
+SLOW = 120.0
+IN_FLIGHT_MAX = 48
+SHA = {"input": "aa" * 32, "output": "bb" * 32, "errors": None}
+RIGHT = Report(
+    requests=300,
+    batch_id="batch_1",
+    status=BatchStatus.COMPLETED,
+    completed=300,
+    failed=0,
+    asked=340,
+    asked_distinct=300,
+    asked_again=40,
+    answered_again=2,
+    in_flight_max=IN_FLIGHT_MAX,
+    killed_pid=4711,
+    killed_shards=3,
+    killed_in_flight=38,
+    answers_adopted=5,
+    lease_seconds=3,
+    takeover_seconds=3.25,
+    prompt_tokens=200_000,
+    cached_tokens=180_000,
+    completion_tokens=6_000,
+    input_order_share=0.5,
+    seconds=10.0,
+    input_sha256=SHA["input"] or "",
+    manifest={"lines": 300, "counts": {"total": 300, "completed": 300, "failed": 0}, "sha256": SHA, "files": {}},
+    findings=[Finding(name, Level.OK, "as it should be") for name in ("input", "output", "errors", "custom_ids")],
+    samples=['{"custom_id":"letter-00000"}'],
+)
 
 
-def test_the_demo_loses_nothing_and_touches_no_database_of_the_users(cli: Cli) -> None:
-    said = cli("demo", "--children", "30").stdout
+def changed(**values: Any) -> Report:
+    return dataclasses.replace(RIGHT, **values)
+
+
+def printed(report: Report) -> str:
+    out = Console(file=StringIO(), width=100)
+    print_report(report, out)
+    assert isinstance(out.file, StringIO)
+    return out.file.getvalue()
+
+
+def numbers(pattern: str, text: str) -> tuple[int, ...]:
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern!r} is not in:\n{text}"
+    return tuple(int(one.replace(",", "")) for one in found.groups())
+
+
+# The whole of it --------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_loses_no_answer_and_touches_no_database_of_the_users(cli: Cli) -> None:
+    said = cli("demo", "--requests", "300", seconds=SLOW).stdout
+    assert "a simulated model server is up" in said
+    assert "no model runs" in said
+    assert re.search(r"\d+/300 · .* requests/s · .* tokens/s · \d+ in flight · done in", said)
+    _, shards, in_flight = numbers(
+        r"killed worker (\d+) with SIGKILL: it held (\d+) shards?, and (\d+) of its requests", said
+    )
+    assert 1 <= shards <= 3
+    assert "the other worker has taken over, and its first answer for them came" in said
+    assert "300 of 300" in said
+    (asked,) = numbers(r"requests that the simulated server got +│ +(\d+)", said)
+    (again,) = numbers(r"in flight when the worker died +│ +(\d+)", said)
+    assert asked == 300 + again
+    assert 1 <= in_flight <= again <= IN_FLIGHT_MAX
+    assert re.search(r"✓  output +300 lines, sha256 [0-9a-f]{12}…", said)
+    assert "all 300 of the input exactly once" in said
+    samples = [line for line in said.splitlines() if line.startswith('{"id":"batch_req_')]
+    assert re.findall(r'"custom_id":"(letter-\d+)"', "".join(samples)) == ["letter-00000", "letter-00001"]
+    assert "no answer was lost or is there twice" in said
+    assert cli.rows("SELECT count(*) FROM windlass.job") == [(0,)]
+    assert_gone(said)
+
+
+def test_the_pipeline_loses_nothing_and_touches_no_database_of_the_users(cli: Cli) -> None:
+    said = cli("demo", "--pipeline", "--children", "20", seconds=SLOW).stdout
     assert "with SIGKILL while it held" in said
     assert "its lease ran out: its jobs were taken back" in said
-    assert "30 of 30" in said
-    assert "30, 30 distinct" in said
+    assert "20 of 20" in said
+    assert "20, 20 distinct" in said
     assert "nothing was lost or done twice" in said
     assert cli.rows("SELECT count(*) FROM windlass.job") == [(0,)]
+    assert_gone(said)
+
+
+def assert_gone(said: str) -> None:
     (folder,) = [line.rsplit(" ", 1)[-1] for line in said.splitlines() if "starting a PostgreSQL" in line]
     assert Path(folder).parent == Path(tempfile.gettempdir())
     assert not Path(folder).exists()
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_help_shows_both_forms(inside: Inside) -> None:
+    code, said, _ = inside("demo", "--help")
+    assert code == 0
+    for word in ("--requests", "--pipeline", "--children", "--json", "simulated", "exit code is 1"):
+        assert word in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--children", "30"], "--children is for the pipeline"),
+        (["--pipeline", "--requests", "300"], "--requests is for the batch"),
+        (["--requests", "299"], "greater than or equal to 300"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(inside: Inside, arguments: list[str], reason: str) -> None:
+    code, said, complained = inside("demo", *arguments)
+    assert code != 0
+    assert said == ""
+    assert reason in complained
+
+
+@pytest.mark.parametrize(("report", "code"), [(RIGHT, 0), (changed(completed=299, failed=1), 1)])
+def test_the_exit_code_says_whether_it_adds_up(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, report: Report, code: int
+) -> None:
+    async def run_batch(requests: int, out: Console) -> Report:
+        assert out.quiet
+        return report
+
+    monkeypatch.setattr("windlass.cli.demo.run_batch", run_batch)
+    ended, said, _ = inside("demo", "--json")
+    assert ended == code
+    told = orjson.loads(said)
+    assert told["requests"] == 300
+    assert told["status"] == "completed"
+    assert told["saved_share"] == 0.9
+    assert told["problems"] == list(report.problems)
+
+
+# The report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_that_adds_up_has_no_problems() -> None:
+    assert RIGHT.problems == []
+    said = printed(RIGHT)
+    for words in ("3.2 s after the kill", "180,000, 90%", "50%", "sha256 aaaaaaaaaaaa…", "letter-00000", "✓ A worker"):
+        assert words in said
+    assert "✗" not in said
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"status": BatchStatus.FAILED}, "the batch is failed"),
+        ({"completed": 299}, "299 of 300 requests answered"),
+        ({"failed": 1}, "the batch is completed"),
+        ({"asked_distinct": 299}, "asked 340 times for 299 different requests"),
+        ({"asked": 341}, "asked 341 times"),
+        ({"asked": 349, "asked_again": 49}, "49 requests were asked again; a worker has at most 48 in flight"),
+        ({"manifest": None}, "there is no manifest"),
+        ({"manifest": {**(RIGHT.manifest or {}), "counts": {"total": 300, "completed": 299}}}, "the manifest counts"),
+        ({"input_sha256": "cc" * 32}, "the input had the SHA-256 cccc"),
+        ({"findings": [Finding("output", Level.ERROR, "it has the SHA-256 dddd")]}, "output: it has the SHA-256 dddd"),
+        ({"findings": [Finding("output", Level.WARNING, "it was deleted")]}, "output: it was deleted"),
+    ],
+)
+def test_whatever_does_not_add_up_is_said(values: dict[str, Any], problem: str) -> None:
+    report = changed(**values)
+    assert not report.is_right
+    assert any(problem in one for one in report.problems), report.problems
+    said = printed(report)
+    assert "this is a bug in Windlass" in said
+    assert "✓ A worker died" not in said
+
+
+# The input --------------------------------------------------------------------------------------------------------
+
+
+def requests_of(path: Path) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_the_requests_are_all_different_and_the_same_each_time(tmp_path: Path) -> None:
+    path, other = tmp_path / "one", tmp_path / "two"
+    assert write_requests(path, 1_000) == write_requests(other, 1_000)
+    assert path.read_bytes() == other.read_bytes()
+    lines = requests_of(path)
+    assert len({line["custom_id"] for line in lines}) == 1_000
+    assert len({orjson.dumps(line["body"]) for line in lines}) == 1_000
+    assert Counter(line["body"]["model"] for line in lines) == {one.name: 10 * one.percent for one in MODELS}
+
+
+def test_the_requests_share_long_system_prompts_and_are_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    prompts = write_requests(path, 1_000)
+    pairs = [(line["body"]["model"], line["body"]["messages"][0]["content"]) for line in requests_of(path)]
+    assert len(set(pairs)) == prompts
+    assert min(len(prompt) for _, prompt in pairs) > 2_048
+    assert min(Counter(pairs).values()) > demo_requests.REQUESTS_PER_PROMPT // 2
+    assert sum(one == following for one, following in pairwise(pairs)) < 100
+    assert {model for model, _ in pairs[:100]} == {model.name for model in MODELS}
+
+
+def test_the_order_of_the_file_saves_less_than_the_order_of_the_prompts(tmp_path: Path) -> None:
+    path, ordered = tmp_path / "mixed", tmp_path / "ordered"
+    write_requests(path, 1_500)
+    lines = sorted(requests_of(path), key=lambda line: line["body"]["messages"][0]["content"])
+    ordered.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    assert 0.3 < input_order_share(path) < 0.8 < 0.9 < input_order_share(ordered) < 0.95
+
+
+# What it stands on ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_users_settings_reaches_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WINDLASS_DATABASE_URL", "WINDLASS_CONFIG", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.setenv(name, "the user's")
+    environment = own_environment(tmp_path, "[log]\n")
+    assert "the user's" not in environment.values()
+    assert Path(environment["WINDLASS_CONFIG"]).read_text() == "[log]\n"
+    assert environment["PATH"]
+
+
+async def test_a_worker_that_ends_by_itself_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("once\nthe disk is on fire\n")
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    with subprocess.Popen([sys.executable, "-c", "input(); exit(3)"], stdin=subprocess.PIPE) as simulator:
+        stage = Stage(
+            windlass=AsyncWindlass(settings=load_settings(environment={})),
+            server=Server(Remote("http://127.0.0.1:1", simulator, None)),
+            crew=[Tethered(process=worker, log=log)],
+            folder=tmp_path,
+        )
+        await worker.wait()
+        with pytest.raises(WindlassError, match="ended by itself: once; the disk is on fire"):
+            stage.check()
+        stage.killed.add(worker.pid)
+        stage.check()
+        simulator.communicate(b"\n")
+        with pytest.raises(WindlassError, match="the simulated model server has ended with 3"):
+            stage.check()

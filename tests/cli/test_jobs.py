@@ -222,7 +222,7 @@ def test_on_a_terminal_one_is_asked(
 ) -> None:
     (id,) = stage.put()
     terminal = io.StringIO(answer)
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
     code, out, err = inside("job", "cancel", "--type", "sample.greet")
     assert "cancel 1 job? [y/N]" in err + out

@@ -154,7 +154,7 @@ def test_up_without_a_worker_only_keeps_the_database(empty_cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        ([], 1, "there are no operations to run; name their source: windlass worker hello.py"),
+        ([], 1, "there is nothing to run: name the source of operations (windlass worker hello.py)"),
         (["broken.py"], 1, "the operations cannot be loaded: ZeroDivisionError: division by zero"),
         (["--queue-limit", "gpu"], 2, "--queue-limit 'gpu' is not NAME=N, such as gpu=1."),
         (["--processes", "0"], 2, "--processes"),

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -14,16 +15,20 @@ from typer.testing import CliRunner
 from tests.examples import test_docs
 from tests.examples.test_docs import PAGES, ROOT, example, shell
 from windlass import AsyncWindlass, operation
+from windlass.batches.metrics import BATCH_METRICS
 from windlass.cli import app
 from windlass.engine.counts import WORKER_METRICS
 from windlass.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
 from windlass.settings import PREFIX, Settings, is_table
+from windlass.storage import store
 
 folder = test_docs.folder
 
 OPERATING = ROOT / "docs" / "operating.md"
 GUIDES = [page for page in PAGES if page.name not in ("configuration.md", "http-reference.md")]
-METRICS = {f"windlass_{one.name}": one for one in (*WORKER_METRICS, *STANDING_METRICS, *PROCESS_METRICS, DATABASE_UP)}
+METRICS = {
+    one.full_name: one for one in (*WORKER_METRICS, *STANDING_METRICS, *PROCESS_METRICS, *BATCH_METRICS, DATABASE_UP)
+}
 OUTSIDE = {"WINDLASS_CONFIG", "WINDLASS_REQUIRE_ALL", "WINDLASS_TEST_DATABASE_URL"}
 
 
@@ -49,8 +54,9 @@ def inline(text: str) -> list[str]:
 
 
 def rows() -> dict[str, str]:
-    """The table of metrics: names, and what stands in the column of their labels."""
-    return dict(re.findall(r"^\| `(windlass_\w+)` \|([^|]*)\|", text_of(OPERATING), re.MULTILINE))
+    """The tables of metrics: names, and what stands in the column of their labels."""
+    tables = re.findall(r"^\| metric \|.*?\n\n", text_of(OPERATING), re.MULTILINE | re.DOTALL)
+    return dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", "".join(tables), re.MULTILINE))
 
 
 def test_every_metric_is_explained_and_no_other():
@@ -64,15 +70,28 @@ def test_a_metric_is_explained_with_its_labels(name):
 
 
 def test_metrics_of_this_process_alone_are_marked_as_such():
-    own = {f"windlass_{one.name}" for one in (*PROCESS_METRICS, DATABASE_UP)}
+    own = {one.full_name for one in (*PROCESS_METRICS, DATABASE_UP)}
     assert {name for name, labels in rows().items() if "*this process*" in labels} == own
+
+
+def test_results_of_batches_are_explained_and_no_others():
+    explained = re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \|", text_of(OPERATING).partition("| result | reason |")[2], re.MULTILINE
+    )
+    expected = METRICS["jobs_processed_total"].expected
+    assert tuple(explained[: len(expected)]) == expected
 
 
 def test_rules_and_prose_name_metrics_that_exist():
     for page in GUIDES:
         for name in re.findall(r"\bwindlass_[a-z_]+\b(?!/)", text_of(page)):
-            plain = re.sub(r"_(bucket|count|sum)$", "", name)
-            assert name in METRICS or METRICS[plain].kind == "histogram", f"{page.name}: {name}"
+            assert known(name), f"{page.name}: {name}"
+
+
+def known(name: str) -> bool:
+    """Whether a word is a metric, or a series of a histogram."""
+    plain = METRICS.get(re.sub(r"_(bucket|count|sum)$", "", name))
+    return name in METRICS or (plain is not None and plain.kind == "histogram")
 
 
 def test_what_is_written_as_yaml_can_be_read_and_rules_are_complete():
@@ -80,7 +99,9 @@ def test_what_is_written_as_yaml_can_be_read_and_rules_are_complete():
     (groups,) = [one["groups"] for one in documents if "groups" in one]
     rules = groups[0]["rules"]
     assert len(rules) == len({rule["alert"] for rule in rules}) >= 10
-    assert all("windlass_" in rule["expr"] for rule in rules)
+    for rule in rules:
+        assert any(known(word) for word in re.findall(r"\w+", rule["expr"])), rule
+        assert all(known(word) for word in re.findall(r"(\w+)(?=[{[])", rule["expr"])), rule
     assert sum(one.get("kind") == "Deployment" for one in documents) == 2
 
 
@@ -154,13 +175,18 @@ def settings() -> set[str]:
     return {f"{part.name}.{one.name}" for part in parts for one in dataclasses.fields(part.default_factory())}
 
 
+def span_attributes() -> set[str]:
+    """What spans say of the object store looks like a setting of it."""
+    return set(re.findall(r'"(storage\.[a-z]+)"', Path(store.__file__).read_text()))
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_settings_that_a_page_names_exist(page):
     known, text = settings(), text_of(page)
     parts = "|".join(sorted({name.partition(".")[0] for name in known}))
     named = [code.partition(" ")[0] for code in inline(text) if re.match(rf"({parts})\.[a-z_]+( = .*)?$", code)]
     events = {"job"}
-    assert {name for name in named if name.partition(".")[0] not in events} <= known
+    assert {name for name in named if name.partition(".")[0] not in events} <= known | span_attributes()
     variables = {PREFIX + name.upper().replace(".", "_") for name in known} | SINGLE | OUTSIDE
     assert set(re.findall(r"\bWINDLASS_[A-Z_]+\b", text)) <= variables
 

@@ -9,6 +9,7 @@ import typer
 
 from windlass.app import VERSION
 from windlass.cli import (
+    batch,
     check,
     demo,
     inbox,
@@ -39,6 +40,7 @@ app.command("demo")(demo.demo)
 app.command("simulate")(simulate.simulate)
 app.command("operations")(workers.operations)
 app.command("workers")(workers.workers)
+app.add_typer(batch.app, name="batch")
 app.add_typer(jobs.app, name="job")
 app.add_typer(pipelines.app, name="pipeline")
 app.add_typer(queues.app, name="queue")

@@ -38,7 +38,7 @@ def check(
     if json:
         print_json(findings)
     else:
-        _print(findings)
+        print_findings(findings)
     if any(finding.level is Level.ERROR for finding in findings):
         raise typer.Exit(1)
 
@@ -104,7 +104,7 @@ def _types(unknown: dict[str, int]) -> Finding:
     return Finding("due jobs", Level.WARNING, f"no live worker knows {listed}", "start a worker with these operations")
 
 
-def _print(findings: list[Finding]) -> None:
+def print_findings(findings: list[Finding]) -> None:
     """Plain lines, which wrap as the terminal likes: remedies hold commands to be copied."""
     out = console()
     for finding in findings:

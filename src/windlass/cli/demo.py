@@ -1,277 +1,56 @@
-"""`windlass demo`: a pipeline, a murdered worker, and the proof that nothing was lost."""
+"""`windlass demo`: a real batch, a murdered worker, and the proof that nothing was lost."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import shutil
-import signal
-import socket
-import sys
-import tempfile
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from windlass.app import AsyncWindlass
+from windlass.cli.demo_batch import run_batch
+from windlass.cli.demo_pipeline import Tally, run_pipeline
+from windlass.cli.demo_report import Report
 from windlass.cli.flags import Json, run
 from windlass.cli.show import console, print_json
-from windlass.cli.watch import Lines, follow, watch_live
-from windlass.db.statements import statements
-from windlass.engine.jobs import Job, JobId
-from windlass.engine.views import JobFilter
-from windlass.errors import WindlassError
-from windlass.settings import CONFIG, PREFIX, load_settings
-from windlass.states import JOB, JobStatus
+from windlass.errors import InvalidInput
 from windlass.telemetry.logs import configure_logs
 
-SQL = statements(__package__, "demo.sql")
-
-_OPERATIONS = "windlass.cli.demo_operations"
-_WORKERS = 2
-_LEASE_SECONDS = 3
-_KILL_AT = 0.3
-_LOOK_SECONDS = 0.05
-_START_SECONDS = 30.0
-_SETTINGS = """\
-[database]
-folder = "{folder}"
-
-[engine]
-lease_seconds = {lease}
-rescue_jitter_seconds = 0.5
-
-[worker]
-concurrency = 6
-stop_grace_seconds = 5
-"""
-
-Say = Callable[[str, str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """What the database says when all is over."""
-
-    children: int
-    succeeded: int
-    effects: int
-    distinct_effects: int
-    starts: int
-    rescued: int
-    rescue_seconds: float | None
-    seconds: float
-
-    @property
-    def is_right(self) -> bool:
-        return self.succeeded == self.effects == self.distinct_effects == self.children
+_REQUESTS = 3_000
+_CHILDREN = 200
 
 
 def demo(
-    children: Annotated[int, typer.Option(min=20, max=10_000, help="Children of the pipeline.")] = 200,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=300, max=50_000, help=f"Requests of the batch; by default {_REQUESTS:,}.", show_default=False),
+    ] = None,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Run a pipeline of jobs instead of a batch.")] = False,
+    children: Annotated[
+        int | None,
+        typer.Option(min=20, max=10_000, help=f"Children of the pipeline; by default {_CHILDREN}.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Run a small pipeline, kill one of its workers on the way, and show that nothing is lost.
+    """Run a batch of requests to three models, kill one of its workers on the way, and show that nothing is lost.
 
-    It has a database of its own in a temporary folder, which is removed afterwards.
+    The model server is simulated: no model runs, and nothing is paid. The exit code is 1 if anything does not add up.
+
+    Database and files are the demo's own, in a temporary folder that is removed afterwards.
     """
+    if children is not None and not pipeline:
+        raise InvalidInput("--children is for the pipeline; write --pipeline too, or --requests for a larger batch")
+    if requests is not None and pipeline:
+        raise InvalidInput("--requests is for the batch; leave --pipeline out, or write --children for more jobs")
     configure_logs("ERROR", "text")
-    tally = run(_demo(children, Console(quiet=True) if json else console()))
+    out = Console(quiet=True) if json else console()
+    ended = run(_run(requests, pipeline, children, out))
     if json:
-        print_json(tally)
-    if not tally.is_right:
+        print_json(ended)
+    if not ended.is_right:
         raise typer.Exit(1)
 
 
-async def _demo(children: int, out: Console) -> Tally:
-    def say(text: str, style: str = "") -> None:
-        out.print(Text(text, style), soft_wrap=True)
-
-    say("Windlass demo", "bold")
-    with _folder() as folder:
-        environment = _environment(folder)
-        windlass = AsyncWindlass(settings=load_settings(environment=environment))
-        say(f"starting a PostgreSQL of its own in {folder}")
-        async with windlass:
-            await windlass.pool.rows(SQL["make_effects"])
-            async with _workers(environment, folder) as workers:
-                await _until_ready(windlass, workers, folder)
-                say(f"{_WORKERS} worker processes are ready, with leases of {_LEASE_SECONDS} s")
-                tally = await _haul(windlass, children, out, say)
-        _conclude(tally, out)
-    return tally
-
-
-async def _haul(windlass: AsyncWindlass, children: int, out: Console, say: Say) -> Tally:
-    """The pipeline itself, from the submission of its first job to the end of its last."""
-    began = time.monotonic()
-    id = await windlass.enqueue("demo.plan", {"children": children})
-    say(f"submitted a pipeline: one parent, {children} children, and a report when they are done", "")
-    killer = asyncio.create_task(_kill_and_see(windlass, id, children, say))
-    try:
-        await _show(windlass, id, out)
-        killed_at = await asyncio.wait_for(killer, _START_SECONDS)
-    except TimeoutError as error:
-        raise WindlassError("the pipeline was over before a worker could be killed; give it more --children") from error
-    finally:
-        killer.cancel()
-    for job in await _jobs(windlass, JobFilter(pipeline_id=id, job_type="demo.report")):
-        await windlass.wait(job.id, timeout=_START_SECONDS)
-    return await _count(windlass, id, children, killed_at, time.monotonic() - began)
-
-
-async def _show(windlass: AsyncWindlass, id: JobId, out: Console) -> None:
-    if out.quiet:
-        await follow(windlass, id, lambda *_: None)
-    elif out.is_terminal:
-        await watch_live(windlass, id, out)
-    else:
-        await follow(windlass, id, Lines())
-
-
-async def _kill_and_see(windlass: AsyncWindlass, id: JobId, children: int, say: Say) -> datetime:
-    """Answers when the worker was killed."""
-    worker = await _choose(windlass, id, children)
-    pid = int(worker.split(":")[-2])
-    os.kill(pid, signal.SIGKILL)
-    at = await _clock(windlass)
-    held = (await _holders(windlass, id))[worker]
-    say(f"✗ killed worker {pid} with SIGKILL while it held {held} jobs; a new worker takes its place", "bold red")
-    held_still = held
-    while held_still:
-        await asyncio.sleep(_LOOK_SECONDS)
-        held_still = (await _holders(windlass, id))[worker]
-    say("✓ its lease ran out: its jobs were taken back, and none of their tries is used up", "bold green")
-    return at
-
-
-async def _choose(windlass: AsyncWindlass, id: JobId, children: int) -> str:
-    """When a good part of the children has ended, the worker that holds the most of the others."""
-    while True:
-        counts = await windlass.queue.count_children(id)
-        if sum(n for status, n in counts.items() if status in JOB.terminal) >= children * _KILL_AT:
-            holders = await _holders(windlass, id)
-            if holders:
-                return holders.most_common(1)[0][0]
-        await asyncio.sleep(_LOOK_SECONDS)
-
-
-async def _clock(windlass: AsyncWindlass) -> datetime:
-    now: datetime
-    ((now,),) = await windlass.pool.rows(SQL["clock"])
-    return now
-
-
-async def _jobs(windlass: AsyncWindlass, wanted: JobFilter) -> list[Job]:
-    return (await windlass.views.page(wanted, limit=1000)).jobs
-
-
-async def _holders(windlass: AsyncWindlass, id: JobId) -> Counter[str]:
-    running = await _jobs(windlass, JobFilter(statuses=(JobStatus.RUNNING,), parent_job_id=id))
-    return Counter(job.locked_by for job in running if job.locked_by is not None)
-
-
-async def _count(windlass: AsyncWindlass, id: JobId, children: int, killed_at: datetime, took: float) -> Tally:
-    counts = await windlass.queue.count_children(id)
-    ((effects, distinct),) = await windlass.pool.rows(SQL["effects"])
-    ((starts, rescued),) = await windlass.pool.rows(SQL["events"], {"id": id})
-    ((rescued_at,),) = await windlass.pool.rows(SQL["rescued_at"])
-    return Tally(
-        children=children,
-        succeeded=counts.get(JobStatus.SUCCEEDED, 0),
-        effects=effects,
-        distinct_effects=distinct,
-        starts=starts,
-        rescued=rescued,
-        rescue_seconds=None if rescued_at is None else (rescued_at - killed_at).total_seconds(),
-        seconds=took,
-    )
-
-
-def _conclude(tally: Tally, out: Console) -> None:
-    table = Table(show_header=False, title="What the database says", title_justify="left", title_style="bold")
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    table.add_row("children that succeeded", f"{tally.succeeded} of {tally.children}")
-    table.add_row(
-        "rows they wrote, each in the commit of its success", f"{tally.effects}, {tally.distinct_effects} distinct"
-    )
-    table.add_row("starts of children", f"{tally.starts}")
-    table.add_row("rescued from the killed worker", f"{tally.rescued}")
-    if tally.rescue_seconds is not None:
-        table.add_row(
-            f"all of them in the queue again (lease {_LEASE_SECONDS} s)", f"after {tally.rescue_seconds:.1f} s"
-        )
-    table.add_row("time of the pipeline", f"{tally.seconds:.1f} s")
-    table.add_row("throughput", f"{tally.children / tally.seconds:.1f} children/s")
-    out.print(table)
-    if tally.is_right:
-        out.print(Text("✓ A worker died, and nothing was lost or done twice.", "bold green"))
-    else:
-        out.print(Text("✗ The numbers do not add up: this is a bug in Windlass.", "bold red"))
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder of the demo's own, whose inside the system user of a root's PostgreSQL can reach."""
-    folder = Path(tempfile.mkdtemp(prefix="windlass-demo-"))
-    folder.chmod(0o711)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """Nothing of the user's settings: the demo must never touch a database that is not its own."""
-    file = folder / "windlass.toml"
-    file.write_text(_SETTINGS.format(folder=folder / "postgres", lease=_LEASE_SECONDS), encoding="utf-8")
-    others = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    return {**others, CONFIG: str(file)}
-
-
-@contextlib.asynccontextmanager
-async def _workers(environment: dict[str, str], folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`windlass worker --processes 2`, tied to us: it ends when we do, however that happens."""
-    ours, theirs = socket.socketpair()
-    with _log(folder).open("wb") as log, ours, theirs:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "windlass", "worker", "--processes", str(_WORKERS)),
-            *("--tether", str(theirs.fileno()), _OPERATIONS),
-            cwd=folder,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await process.wait()
-
-
-def _log(folder: Path) -> Path:
-    return folder / "workers.log"
-
-
-async def _until_ready(windlass: AsyncWindlass, workers: asyncio.subprocess.Process, folder: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while len(await windlass.views.workers()) < _WORKERS:
-        if time.monotonic() > deadline or workers.returncode is not None:
-            said = _log(folder).read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
-            raise WindlassError(f"the demo's workers did not start: {'; '.join(said)}")
-        await asyncio.sleep(_LOOK_SECONDS)
+async def _run(requests: int | None, pipeline: bool, children: int | None, out: Console) -> Report | Tally:
+    if pipeline:
+        return await run_pipeline(children or _CHILDREN, out)
+    return await run_batch(requests or _REQUESTS, out)

@@ -17,3 +17,15 @@ WHERE job_id IN (SELECT id FROM windlass.job WHERE parent_job_id = %(id)s)
 -- name: rescued_at
 -- When the last of the dead worker's jobs was taken back.
 SELECT max(ts) FROM windlass.job_event WHERE event = 'job.rescued'
+
+-- name: taken_over
+-- Seconds until the first answer that a later claim of one of these shards brought was registered.
+SELECT extract(epoch FROM min(segment.registered_at) - %(since)s)::float8
+FROM windlass.batch_segment AS segment
+JOIN unnest(%(shards)s::integer[], %(claims)s::bigint[]) AS lost (shard, claim)
+    ON segment.shard = lost.shard AND segment.claim > lost.claim
+WHERE segment.batch_id = %(batch_id)s
+
+-- name: adopted
+-- Answers of a dead worker that were on the disk and not registered, and that its heirs kept.
+SELECT coalesce(sum((fields ->> 'answers')::integer), 0) FROM windlass.job_event WHERE event = 'batch.answers_adopted'

@@ -32,7 +32,9 @@ Config = Annotated[
     typer.Option("--config", metavar="FILE", help="The settings; by default windlass.toml.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TetherDescriptor = Annotated[int | None, typer.Option(hidden=True)]
 JobIdText = Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
+BatchId = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.", show_default=False)]
 OfTenant = Annotated[
     str | None, typer.Option("--tenant", metavar="NAME", help="Only of this tenant; by default of all.")
 ]
@@ -49,7 +51,7 @@ CreatedAfter = Annotated[
     str | None, typer.Option(metavar="TIME", help="Only jobs made at or after: 2026-12-24T18:00:00+00:00.")
 ]
 CreatedBefore = Annotated[str | None, typer.Option(metavar="TIME", help="Only jobs made before this time.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count the jobs; change nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; without a terminal this is needed.")]
 Reason = Annotated[str, typer.Option(help="Kept in the history of the jobs.")]
 

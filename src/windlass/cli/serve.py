@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +16,8 @@ import typer
 
 from windlass.app import VERSION, AsyncWindlass
 from windlass.cli.banner import banner, print_banner
-from windlass.cli.flags import Config, DatabaseUrl, settings_from
+from windlass.cli.flags import Config, DatabaseUrl, TetherDescriptor, settings_from
+from windlass.cli.loop import loop_factory, spare_the_collector
 from windlass.cli.stop import Stop, Tether, leave
 from windlass.cli.supervisor import Supervisor
 from windlass.db.check import require_sessions
@@ -27,6 +26,7 @@ from windlass.engine.worker import Worker
 from windlass.errors import ConfigurationError, WindlassError
 from windlass.operations.registry import Registry
 from windlass.settings import PREFIX, Settings
+from windlass.telemetry import tracing
 from windlass.telemetry.logs import configure_logs
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GUARD_SECONDS = 2.0
-_GC_THRESHOLDS = (50_000, 20, 100)
 
 Sources = Annotated[
     list[str] | None,
@@ -64,7 +63,6 @@ Host = Annotated[
     typer.Option(metavar="ADDRESS", help="Where the HTTP server listens; any but a loopback one needs a key."),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")]
-TetherDescriptor = Annotated[int | None, typer.Option(hidden=True)]
 OrNone = Annotated[bool, typer.Option("--or-none", hidden=True)]
 
 
@@ -150,7 +148,7 @@ def up(
     settings = plan.settings()
     configure_logs(settings.log.level, settings.log.form)
     has_worker = settings.worker.run_background_poller and not no_worker
-    _run(_serve(plan, settings, is_up=True, has_worker=has_worker, has_api=not no_api))
+    _run(_serve(plan, settings, is_up=True, has_worker=has_worker, has_api=not no_api), settings)
 
 
 def worker(
@@ -182,9 +180,9 @@ def worker(
     settings = plan.settings()
     configure_logs(settings.log.level, settings.log.form)
     if processes > 1:
-        _run(_serve(plan, settings, is_up=False, has_worker=True, has_api=False))
+        _run(_serve(plan, settings, is_up=False, has_worker=True, has_api=False), settings)
     else:
-        _run(_work(plan, settings))
+        _run(_work(plan, settings), settings)
 
 
 def api(host: Host = None, port: Port = None, database_url: DatabaseUrl = None, config: Config = None) -> None:
@@ -205,7 +203,7 @@ def api(host: Host = None, port: Port = None, database_url: DatabaseUrl = None, 
     )
     settings = plan.settings()
     configure_logs(settings.log.level, settings.log.form)
-    _run(_serve(plan, settings, is_up=False, has_worker=False, has_api=True))
+    _run(_serve(plan, settings, is_up=False, has_worker=False, has_api=True), settings)
 
 
 def load_operations(settings: Settings, sources: Sequence[str]) -> Registry:
@@ -221,25 +219,21 @@ def load_operations(settings: Settings, sources: Sequence[str]) -> Registry:
         raise ConfigurationError(f"the operations cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _run(main: Coroutine[Any, Any, int]) -> None:
-    """On uvloop if it is there; threads of operations that would not end do not keep the process."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+def _run(main: Coroutine[Any, Any, int], settings: Settings) -> None:
+    """On uvloop if it is there; threads of operations that would not end do not keep the process.
+
+    Those of a remote store might abort an interpreter that leaves in the ordinary way.
+    """
+    tracing.start(version=VERSION)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         code = runner.run(main)
-        if code < 0:
-            leave(0)
+        tracing.stop()
+        if code < 0 or settings.storage.url is not None:
+            leave(max(code, 0))
     raise typer.Exit(code)
 
 
 _THREADS_LEFT = -1
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        uvloop = importlib.import_module("uvloop")
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 async def _work(plan: Plan, settings: Settings) -> int:
@@ -248,8 +242,11 @@ async def _work(plan: Plan, settings: Settings) -> int:
     stop.listen()
     tether = None if plan.tether is None else Tether(plan.tether, stop, settings.worker.stop_grace_seconds)
     operations = load_operations(settings, plan.sources)
-    if not operations.names() and not plan.or_none:
-        raise ConfigurationError("there are no operations to run; name their source: windlass worker hello.py")
+    if not operations.names() and not plan.or_none and not settings.has_gateways:
+        raise ConfigurationError(
+            "there is nothing to run: name the source of operations (windlass worker hello.py), or configure a model "
+            "server for batches ([global_inference_gateway] in windlass.toml)"
+        )
     windlass = await _open(settings, operations, is_up=False)
     try:
         if stop.asked.is_set():
@@ -268,7 +265,7 @@ async def _work_until(stop: Stop, windlass: AsyncWindlass, tether: Tether | None
     await asyncio.wait([running, started], return_when=asyncio.FIRST_COMPLETED)
     started.cancel()
     if worker.started.is_set():
-        _spare_the_collector()
+        spare_the_collector()
         if tether is not None:
             tether.ready()
     return await running
@@ -280,13 +277,6 @@ def _stop(worker: Worker, settings: Settings) -> None:
         "stopping: running jobs may end within %g s, then they are given back; a second signal leaves at once", grace
     )
     worker.stop()
-
-
-def _spare_the_collector() -> None:
-    """What is loaded by now stays; the collector need not look at it again, nor at every few hundred rows."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 async def _serve(plan: Plan, settings: Settings, *, is_up: bool, has_worker: bool, has_api: bool) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -12,77 +10,87 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from windlass.cli.flags import Json
+from windlass.cli.flags import Json, TetherDescriptor
+from windlass.cli.loop import loop_factory, spare_the_collector
 from windlass.cli.show import console, print_facts, print_json, print_table
 from windlass.cli.stop import Stop, Tether
 from windlass.simulator import PROFILES, Profile, Simulator, SimulatorSettings, named_model, profile
 
-_GC_THRESHOLDS = (50_000, 20, 100)
 _EXAMPLE = '{"model": "%s", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}'
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME[:PROFILE]", help="A model that it knows; repeat it.", show_default=False),
+]
+AnyModel = Annotated[bool, typer.Option("--any-model", help="Know every other model too; so it is when none is named.")]
+ProfileName = Annotated[
+    str, typer.Option("--profile", help=f"Capacity of models without one of their own: {', '.join(PROFILES)}.")
+]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where it listens.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")]
+Prefill = Annotated[
+    float | None,
+    typer.Option(
+        min=0, metavar="TOKENS/S", help="Prompt tokens per second that are read; 0 is at once.", show_default=False
+    ),
+]
+Decode = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="TOKENS/S",
+        help="Tokens per second of a request that is alone; 0 is at once.",
+        show_default=False,
+    ),
+]
+DecodeTotal = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="TOKENS/S", help="The ceiling of all together; 0 sets none.", show_default=False),
+]
+MaxRunning = Annotated[int | None, typer.Option(min=1, help="Requests that run at the same time.", show_default=False)]
+MaxWaiting = Annotated[
+    int | None, typer.Option(min=0, help="Requests that may wait; unset, all may.", show_default=False)
+]
+RefuseStatus = Annotated[int | None, typer.Option(help="With what others are refused: 429 or 503.", show_default=False)]
+CacheBlocks = Annotated[
+    int | None, typer.Option(min=0, help="Blocks of 16 tokens in the prefix cache.", show_default=False)
+]
+OutputTokens = Annotated[
+    float | None, typer.Option(min=1, help="Median length of answers without a maximum.", show_default=False)
+]
+OutputSigma = Annotated[float | None, typer.Option(min=0, help="Spread of that length; 0 is none.", show_default=False)]
+TimeScale = Annotated[float, typer.Option(help="Run this many times faster than real.")]
+Seed = Annotated[int, typer.Option(min=0, help="Equal seeds, equal answers.")]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KIND[:SHARE][:NAME=VALUE]", help="Let requests fail; repeat it.", show_default=False),
+]
+PromptFaults = Annotated[bool, typer.Option(help="Whether [[fault:500]] in a prompt is an order.")]
+ApiKey = Annotated[str | None, typer.Option(help="The bearer key that requests must show.", show_default=False)]
 
 
 def simulate(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME[:PROFILE]", help="A model that it knows; repeat it.", show_default=False),
-    ] = None,
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Know every other model too; so it is when none is named.")
-    ] = False,
-    profile_name: Annotated[
-        str, typer.Option("--profile", help=f"Capacity of models without one of their own: {', '.join(PROFILES)}.")
-    ] = "fast",
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where it listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")] = 9000,
-    prefill: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="TOKENS/S", help="Prompt tokens per second that are read; 0 is at once.", show_default=False
-        ),
-    ] = None,
-    decode: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="TOKENS/S",
-            help="Tokens per second of a request that is alone; 0 is at once.",
-            show_default=False,
-        ),
-    ] = None,
-    decode_total: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="TOKENS/S", help="The ceiling of all together; 0 sets none.", show_default=False),
-    ] = None,
-    max_running: Annotated[
-        int | None, typer.Option(min=1, help="Requests that run at the same time.", show_default=False)
-    ] = None,
-    max_waiting: Annotated[
-        int | None, typer.Option(min=0, help="Requests that may wait; unset, all may.", show_default=False)
-    ] = None,
-    refuse_status: Annotated[
-        int | None, typer.Option(help="With what others are refused: 429 or 503.", show_default=False)
-    ] = None,
-    cache_blocks: Annotated[
-        int | None, typer.Option(min=0, help="Blocks of 16 tokens in the prefix cache.", show_default=False)
-    ] = None,
-    output_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Median length of answers without a maximum.", show_default=False)
-    ] = None,
-    output_sigma: Annotated[
-        float | None, typer.Option(min=0, help="Spread of that length; 0 is none.", show_default=False)
-    ] = None,
-    time_scale: Annotated[float, typer.Option(help="Run this many times faster than real.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Equal seeds, equal answers.")] = 0,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KIND[:SHARE][:NAME=VALUE]", help="Let requests fail; repeat it.", show_default=False),
-    ] = None,
-    prompt_faults: Annotated[bool, typer.Option(help="Whether [[fault:500]] in a prompt is an order.")] = True,
-    api_key: Annotated[
-        str | None, typer.Option(help="The bearer key that requests must show.", show_default=False)
-    ] = None,
+    model: Models = None,
+    any_model: AnyModel = False,
+    profile_name: ProfileName = "fast",
+    host: Host = "127.0.0.1",
+    port: Port = 9000,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    decode_total: DecodeTotal = None,
+    max_running: MaxRunning = None,
+    max_waiting: MaxWaiting = None,
+    refuse_status: RefuseStatus = None,
+    cache_blocks: CacheBlocks = None,
+    output_tokens: OutputTokens = None,
+    output_sigma: OutputSigma = None,
+    time_scale: TimeScale = 1.0,
+    seed: Seed = 0,
+    fault: Faults = None,
+    prompt_faults: PromptFaults = True,
+    api_key: ApiKey = None,
     json: Json = False,
-    tether: Annotated[int | None, typer.Option(hidden=True)] = None,
+    tether: TetherDescriptor = None,
 ) -> None:
     """Simulate a model server: OpenAI's endpoints, with a model of its speed, a prefix cache, and faults on demand.
 
@@ -110,7 +118,7 @@ def simulate(
         seed=seed,
         time_scale=time_scale,
     )
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         stats = runner.run(_simulate(settings, host, port, json, tether))
     if json:
         print_json(stats, indent=False)
@@ -126,9 +134,7 @@ async def _simulate(
     if tether is not None:
         Tether(tether, stop, 0.0)
     simulator = await Simulator(settings).open(host, port)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    spare_the_collector()
     if is_json:
         print_json({"url": simulator.url}, indent=False)
     else:
@@ -137,15 +143,6 @@ async def _simulate(
     stats = simulator.stats()
     await simulator.close()
     return stats
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        uvloop = importlib.import_module("uvloop")
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _print_banner(simulator: Simulator) -> None:

@@ -10,6 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
+
+import typer
+
+from windlass.settings import Settings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO_SECONDS = 0.5
@@ -91,7 +96,15 @@ class Tether:
         leave(1)
 
 
-def leave(code: int) -> None:
+def end(code: int, settings: Settings) -> NoReturn:
+    """End a command that may have used the store: a thread of a remote one may abort an interpreter that is leaving."""
+    url = settings.storage.url
+    if url is not None and not url.startswith("file:"):
+        leave(code)
+    raise typer.Exit(code)
+
+
+def leave(code: int) -> NoReturn:
     """End the process without waiting for any thread of it."""
     for stream in (sys.stdout, sys.stderr):
         try:

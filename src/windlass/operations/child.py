@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import pickle
 import queue
@@ -131,10 +132,13 @@ def _picklable(frame: tuple[str, Any]) -> tuple[str, Any]:
 async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output: BinaryIO) -> int:
     settings = DatabaseSettings(**brief["database"])
     async with Pool(settings, brief["url"]) as pool:
+        services, close_services = _services(brief, pool, registry)
         worker = Worker(
             pool,
             registry,
             settings=WorkerSettings(concurrency=1),
+            services=services,
+            close_services=close_services,
             engine=EngineSettings(**brief["engine"]),
             child=ChildProgram((sys.executable, "-m", "windlass.operations.child"), {}),
             version=brief["version"],
@@ -142,6 +146,15 @@ async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         await worker.run_alone(id, lambda claim: _tell(output, claim.claim))
     return 0
+
+
+def _services(brief: dict[str, Any], pool: Pool, registry: Registry) -> tuple[Any, Any]:
+    """What the parent's operations may ask for, made anew by the function that the brief names."""
+    if (wanted := brief.get("services")) is None:
+        return None, None
+    module, _, name = wanted["factory"].partition(":")
+    made: tuple[Any, Any] = getattr(importlib.import_module(module), name)(wanted["settings"], pool, registry)
+    return made
 
 
 def _tell(output: BinaryIO, claim: int) -> None:

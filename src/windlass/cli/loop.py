@@ -1,0 +1,27 @@
+"""The event loop of commands that go on, and its garbage collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+from collections.abc import Callable
+
+_GC_THRESHOLDS = (50_000, 20, 100)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop if it is there."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def spare_the_collector() -> None:
+    """What is loaded by now stays; the collector need not look at it again, nor at every few hundred rows."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)

@@ -1,0 +1,42 @@
+"""`windlass api` on a tether, as workers have one: `python -m tests.chaos.api --tether N --config FILE`.
+
+It says when it answers, and ends when the harness does, so that nothing is left behind by one that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from windlass.cli import main
+from windlass.settings import load_settings
+
+_POLL_SECONDS = 0.05
+
+
+def _hold(tether: socket.socket, port: int) -> None:
+    while not _answers(port):
+        time.sleep(_POLL_SECONDS)
+    tether.send(b"r")
+    tether.recv(1)
+    os._exit(3)
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    descriptor, config = int(sys.argv[2]), sys.argv[4]
+    port = load_settings({}, file=Path(config)).api.port
+    threading.Thread(target=_hold, args=(socket.socket(fileno=descriptor), port), daemon=True).start()
+    sys.argv = ["windlass", "api", "--config", config]
+    main()

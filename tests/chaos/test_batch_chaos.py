@@ -1,0 +1,17 @@
+"""The short form of `make chaos-batches`."""
+
+import pytest
+
+from tests.chaos.batches import SHORT, as_text, run
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(180)
+async def test_no_line_of_a_batch_is_lost_or_doubled_while_workers_and_the_database_die():
+    result = await run(SHORT, seed=2026)
+    broken = [name for name, found in result.breaches.items() if found]
+    assert not broken, as_text(result)
+    assert result.counts["workers killed"] >= 3, as_text(result)
+    assert result.counts["PostgreSQL killed"], as_text(result)
+    assert result.counts["rescues"], as_text(result)
+    assert result.counts["asked again"] <= result.asked_again_max, as_text(result)

@@ -1,0 +1,132 @@
+"""`windlass batch check`: a dry run on a file, without any database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.batches.stage import request
+from tests.cli.batches import write
+from tests.cli.conftest import Inside
+from windlass.cli.batch_check import about
+
+SHARED = "You are a careful translator, and you never leave out a word. " * 40
+
+
+@pytest.fixture(autouse=True)
+def no_database(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/nothing")
+
+
+def test_a_good_file_is_counted_by_model_and_estimated(inside: Inside, tmp_path: Path) -> None:
+    lines = [request(f"r{n}", model="large" if n == 0 else "small", prompt=f"{SHARED} {n}") for n in range(9)]
+    found = inside.json("batch", "check", str(write(tmp_path / "in.jsonl", lines)), "--output-tokens", "100")
+    assert (found["requests"], found["rejected"], found["problems"]["total"]) == (9, 0, 0)
+    small, large = found["models"]
+    assert (small["model"], small["requests"], small["groups"]) == ("small", 8, 1)
+    assert (large["model"], large["requests"], large["shared_tokens"]) == ("large", 1, 0)
+    assert small["prompt_tokens"] == pytest.approx(8 * len(SHARED) / 4, rel=0.05)
+    assert small["shared_tokens"] == pytest.approx(7 * len(SHARED) / 4, rel=0.15)
+    assert (small["output_tokens"], found["output_tokens"]) == (800, 900)
+    assert found["cost"] is None
+
+
+def test_prices_make_it_a_cost_with_a_cache_and_without(
+    inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_BATCHES_PRICES", '{"small": {"input": 1.0, "cached": 0.0, "output": 10.0}}')
+    lines = [request(f"r{n}", prompt=f"{SHARED} {n}") for n in range(8)]
+    file = str(write(tmp_path / "in.jsonl", lines))
+    found = inside.json("batch", "check", file, "--output-tokens", "100")
+    assert found["cost"] == pytest.approx((found["prompt_tokens"] + 10 * 800) / 1e6)
+    assert found["cost_cached"] == pytest.approx((found["prompt_tokens"] - found["shared_tokens"] + 8000) / 1e6)
+    code, out, err = inside("batch", "check", file)
+    assert (code, err) == (0, "")
+    assert "can be run: 8 requests to /v1/chat/completions; about " in out
+    assert "if all of that is saved" in out
+
+
+def test_a_model_without_a_price_leaves_the_whole_without_a_cost(
+    inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_BATCHES_PRICES", '{"small": {"input": 1.0}}')
+    lines = [request("a"), request("b", model="large")]
+    found = inside.json("batch", "check", str(write(tmp_path / "in.jsonl", lines)))
+    assert [one["cost"] is None for one in found["models"]] == [True, False]
+    assert found["cost"] is None
+
+
+def test_every_problem_is_named_with_its_line_and_the_exit_code_is_1(inside: Inside, tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    write(file, [request("a"), request("a"), request("c", stream=True)])
+    file.write_bytes(file.read_bytes() + b"\n{oops\n")
+    code, out, err = inside("batch", "check", str(file))
+    assert (code, err) == (1, "")
+    assert "✗ line 2: duplicate_custom_id: " in out
+    assert "✗ line 3: streaming_unsupported: " in out
+    assert "✗ line 5: invalid_json_line: " in out
+    assert "3 problems in 4 requests: it would be refused" in out
+    code, out, _ = inside("batch", "check", str(file), "--json")
+    assert code == 1
+    assert '"total": 3' in out
+
+
+def test_more_problems_than_wanted_are_still_counted(inside: Inside, tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", [request("same") for _ in range(8)])
+    _, out, _ = inside("batch", "check", str(file), "--limit", "2")
+    assert out.count("duplicate_custom_id") == 2
+    assert "… and 5 more" in out
+    _, out, _ = inside("batch", "check", str(write(file, [request("same") for _ in range(1_300)])), "--limit", "1200")
+    assert out.count("duplicate_custom_id") == 1_200
+    assert "… and 99 more" in out
+
+
+def test_the_endpoint_is_that_of_the_first_request_unless_it_is_named(inside: Inside, tmp_path: Path) -> None:
+    body = {"model": "small", "input": "some text"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
+    file = tmp_path / "in.jsonl"
+    write(file, [line])
+    file.write_bytes(b"\xef\xbb\xbf\n" + file.read_bytes())
+    found = inside.json("batch", "check", str(file))
+    assert (found["endpoint"], found["output_tokens"]) == ("/v1/embeddings", 0)
+    code, out, _ = inside("batch", "check", str(file), "--endpoint", "/v1/chat/completions")
+    assert code == 1
+    assert "invalid_url" in out
+
+
+def test_models_without_a_gateway_are_said_to_fail(
+    inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_MODEL_GATEWAYS", '{"large": {"url": "http://127.0.0.1:1"}}')
+    file = write(tmp_path / "in.jsonl", [request("a"), request("b", model="large")])
+    code, out, _ = inside("batch", "check", str(file))
+    assert code == 0
+    assert "1 requests are for models without a gateway" in out
+    assert inside.json("batch", "check", str(file))["rejected"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
+        (["."], ". cannot be read: Is a directory"),
+        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches; write one of /v1/chat"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(inside: Inside, tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    write(tmp_path / "in.jsonl")
+    code, out, err = inside("batch", "check", *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {complaint}")
+
+
+def test_an_empty_file_is_a_problem(inside: Inside, tmp_path: Path) -> None:
+    code, out, _ = inside("batch", "check", str(write(tmp_path / "in.jsonl", [])))
+    assert code == 1
+    assert "✗ empty_file: The input file is empty." in out
+
+
+@pytest.mark.parametrize(("n", "text"), [(0, "0"), (7, "7"), (99, "99"), (1_432_972, "1,400,000"), (125, "120")])
+def test_an_estimate_has_two_digits(n: int, text: str) -> None:
+    assert about(n) == f"about {text}"

@@ -1,0 +1,483 @@
+"""`windlass batch run`: a whole batch in one command, killed and interrupted and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batches.stage import request
+from tests.cli.batches import MIXED, ids, read, write
+from tests.cli.conftest import Cli, Inside, Running
+from tests.examples.test_docs import example, shell
+from windlass.batches.lines import MODEL_CHARACTERS_MAX
+from windlass.batches.process import shard_queue
+from windlass.cli.batch_run import Plan, _gateway_set
+from windlass.cli.batch_work import only_one, private_settings
+from windlass.errors import ConfigurationError, Conflict
+from windlass.settings import Settings, load_settings
+from windlass.simulator import Remote, running_process
+
+KEY = "WINDLASS_TEST_KEY"
+OURS = {"url": "http://ours:8000", "api_key_env": KEY, "tls_insecure_skip_verify": True, "max_retries": 7}
+IN_FLIGHT = 8
+
+
+@pytest.fixture(scope="module")
+def model_server() -> Iterator[Remote]:
+    """A model that answers at once, and one that takes a tenth of a second for a token."""
+    with running_process("--model", "small:instant", "--model", "large:instant", "--model", "slow:instant") as found:
+        found.change("slow", decode_rate=10.0, decode_rate_total=10_000.0, max_running=1000)
+        yield found
+
+
+@pytest.fixture
+def simulator(model_server: Remote) -> Remote:
+    model_server.put_faults([])
+    model_server.reset()
+    return model_server
+
+
+@pytest.fixture
+def folder(inside: Inside, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    found = tmp_path / "data"
+    found.mkdir()
+    settings = {
+        "WINDLASS_DATABASE_FOLDER": str(found),
+        "WINDLASS_BATCHES_CHECKPOINT_SECONDS": "0.1",
+        "WINDLASS_GLOBAL_INFERENCE_GATEWAY_MAX_RETRIES": "0",
+        "WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9",
+        "WINDLASS_WORKER_STOP_GRACE_SECONDS": "8",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    cli.environment |= settings
+    return found
+
+
+def slow(n: int) -> list[dict[str, Any]]:
+    return [request(f"r{number}", model="slow", max_tokens=1) for number in range(n)]
+
+
+def command(simulator: Remote, *more: str) -> list[str]:
+    return ["batch", "run", "in.jsonl", "--url", simulator.url, *more]
+
+
+@contextlib.contextmanager
+def begun(cli: Cli, arguments: Sequence[str], done: int) -> Iterator[Running]:
+    """A run that has so many answers, and goes on."""
+    with cli.start(*arguments) as running:
+        cli.until("SELECT FROM windlass.batch WHERE completed >= %s", done)
+        yield running
+
+
+def read_id(cli: Cli) -> str:
+    ((id,),) = cli.rows("SELECT id FROM windlass.batch")
+    return str(id)
+
+
+# From the beginning to the end ------------------------------------------------------------------------------------
+
+
+def test_one_command_runs_a_file_and_leaves_its_answers_in_order(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    lines = [request(f"r{n}", model="small" if n % 3 else "large") for n in range(50)]
+    write(tmp_path / "in.jsonl", lines)
+    code, out, err = inside(*command(simulator))
+    assert (code, err) == (0, "")
+    assert "✓ completed: 50 of 50 lines were answered" in out
+    assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(50)]
+    assert not (tmp_path / "in.errors.jsonl").exists()
+    assert simulator.stats()["received"] == 50
+
+
+def test_nothing_but_the_batch_is_left_behind(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    found = inside.json(*command(simulator, "-o", "answers.jsonl"))
+    assert (found["status"], found["exit_code"], found["completed"]) == ("completed", 0, 4)
+    assert (found["output"], found["errors"]) == (str(tmp_path / "answers.jsonl"), None)
+    ((queue,),) = cli.rows("SELECT queue FROM windlass.batch")
+    assert queue.startswith("~run-")
+    assert cli.rows("SELECT FROM windlass.queue") == []
+    assert cli.rows("SELECT FROM windlass.worker") == []
+    assert [path.name for path in (folder / "work").glob("*.lock")] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "data", "in.jsonl"]
+
+
+def test_failed_lines_have_a_file_of_their_own_and_an_exit_code(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", MIXED)
+    code, out, _ = inside(*command(simulator, "--errors", "failures.jsonl"))
+    assert code == 4
+    assert "✗ completed: 2 of 3 lines were answered, 1 failed" in out
+    assert ids(read(tmp_path / "in.out.jsonl")) == ["good", "also good"]
+    assert ids(read(tmp_path / "failures.jsonl")) == ["bad"]
+    assert out.splitlines()[-1].split() == ["1", "odd", "bad"]
+
+
+def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", [request(f"r{n}") for n in range(20)])
+    simulator.put_faults(["500:match=Say r3", "500:match=Say r17"])
+    assert inside(*command(simulator))[0] == 4
+    assert ids(read(tmp_path / "in.errors.jsonl")) == ["r3", "r17"]
+    simulator.put_faults(["500:match=Say r17"])
+    assert inside(*command(simulator, "--retry-failed"))[0] == 4
+    assert ids(read(tmp_path / "in.errors.jsonl")) == ["r17"]
+    simulator.put_faults([])
+    found = inside.json(*command(simulator, "--retry-failed"))
+    assert (found["total"], found["completed"], found["failed"]) == (20, 20, 0)
+    assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(20)]
+    assert read(tmp_path / "in.errors.jsonl") == []
+    assert simulator.stats()["received"] == 20 + 2 + 1
+    assert inside(*command(simulator, "--retry-failed"))[0] == 0
+    assert simulator.stats()["received"] == 23
+
+
+def test_bad_input_is_explained_and_can_be_tried_again(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "in.jsonl")
+    with monkeypatch.context() as strict:
+        strict.setenv("WINDLASS_BATCHES_REQUESTS_MAX", "3")
+        code, out, _ = inside(*command(simulator))
+    assert code == 1
+    assert "✗ failed: nothing was sent" in out
+    assert "✗ too_many_tasks: The batch has more than the 3 requests maximum." in out
+    assert not (tmp_path / "in.out.jsonl").exists()
+    assert inside(*command(simulator))[0] == 0
+    assert sorted(cli.rows("SELECT status::text FROM windlass.batch")) == [("completed",), ("failed",)]
+
+
+def test_a_limit_holds_for_all_models_together(inside: Inside, simulator: Remote, folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", slow(30))
+    assert inside(*command(simulator, "--max-in-flight", "3"))[0] == 0
+    assert simulator.stats()["in_flight_max"] == 3
+
+
+def test_the_key_of_the_server_is_read_from_the_environment(
+    inside: Inside, cli: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "in.jsonl")
+    with running_process(api_key="secret") as locked:
+        arguments = command(locked, "--api-key-env", KEY)
+        code, out, err = inside(*arguments)
+        assert (code, out) == (1, "")
+        assert (
+            err
+            == f"error: the gateway's key is the environment variable {KEY}, which does not hold a key in one line\n"
+        )
+        assert cli.rows("SELECT FROM windlass.file") == []
+        monkeypatch.setenv(KEY, "secret")
+        assert inside(*arguments)[0] == 0
+
+
+# Again ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_written_again_and_not_asked_again(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    assert inside(*command(simulator))[0] == 0
+    written = (tmp_path / "in.out.jsonl").read_bytes()
+    (tmp_path / "in.out.jsonl").unlink()
+    code, out, _ = inside(*command(simulator, "--endpoint", "/v1/chat/completions"))
+    assert code == 0
+    assert "was done already, on " in out
+    assert "--again asks all of it again" in out
+    assert (tmp_path / "in.out.jsonl").read_bytes() == written
+    assert simulator.stats()["received"] == 4
+    assert inside(*command(simulator, "--again"))[0] == 0
+    assert simulator.stats()["received"] == 8
+
+
+@pytest.mark.parametrize("changed", [["-o", "other.jsonl"], ["--url", "http://localhost:{port}"]])
+def test_another_output_or_server_is_another_batch(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, changed: list[str]
+) -> None:
+    write(tmp_path / "in.jsonl")
+    port = simulator.url.rpartition(":")[2]
+    assert inside(*command(simulator))[0] == 0
+    assert inside(*command(simulator, *(word.format(port=port) for word in changed)))[0] == 0
+    assert simulator.stats()["received"] == 8
+
+
+def test_an_error_file_from_before_does_not_lie(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    (tmp_path / "in.errors.jsonl").write_text("stale")
+    assert inside(*command(simulator))[0] == 0
+    assert (tmp_path / "in.errors.jsonl").read_text() == ""
+
+
+# Broken off -------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_flight(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", slow(240))
+    arguments = command(simulator, "--max-in-flight", str(IN_FLIGHT))
+    with begun(cli, arguments, 60) as first:
+        first.signal(signal.SIGKILL)
+        first.ended()
+    assert len(cli.rows("SELECT FROM windlass.job WHERE locked_by IS NOT NULL AND status = 'RUNNING'")) == 1
+    began = time.monotonic()
+    found = cli.json(*arguments)
+    assert time.monotonic() - began < 25, "the lease of the dead, 30 s, was waited for"
+    assert (found["exit_code"], found["total"], found["completed"]) == (0, 240, 240)
+    assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(240)]
+    asked = simulator.asked(over=1)
+    assert asked["distinct"] == 240
+    assert 0 < asked["repeated"] <= IN_FLIGHT
+    assert len(cli.rows("SELECT FROM windlass.batch")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    write(tmp_path / "in.jsonl", slow(240))
+    arguments = command(simulator, "--max-in-flight", str(IN_FLIGHT))
+    with begun(cli, arguments, 20) as first:
+        first.signal(number)
+        assert first.ended() == 128 + number
+        first.until(r"stopped at \d+/240; what is answered is kept")
+        first.until(r"give up:  windlass batch cancel batch_")
+    assert cli.rows("SELECT FROM windlass.worker") == []
+    shown = cli("batch", "show", read_id(cli)).stdout
+    assert "start that windlass batch run again" in shown
+    assert cli.json(*arguments)["completed"] == 240
+    assert simulator.asked(over=1)["repeated"] == 0
+
+
+def test_a_run_that_waits_for_its_server_can_be_interrupted_and_goes_on_with_it(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    simulator.put_faults(["503"])
+    arguments = command(simulator)
+    with cli.start(*arguments) as first:
+        cli.until("SELECT FROM windlass.batch WHERE status = 'in_progress'")
+        first.signal(signal.SIGINT)
+        assert first.ended() == 130
+    simulator.put_faults([])
+    assert cli.json(*arguments)["completed"] == 4
+
+
+def test_the_same_run_twice_at_a_time_is_refused(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl")
+    simulator.put_faults(["hang:match=Say r2."])
+    with begun(cli, command(simulator), 3) as first:
+        second = cli(*command(simulator), code=1)
+        assert second.stderr == (
+            f"error: the process {first.pid} runs this batch already; see how far it is: windlass batch list\n"
+        )
+
+
+def test_a_run_that_was_left_can_be_cancelled_and_keeps_its_answers(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", slow(200))
+    arguments = command(simulator, "--max-in-flight", "4")
+    with begun(cli, arguments, 10) as first:
+        first.signal(signal.SIGKILL)
+        first.ended()
+    id = read_id(cli)
+    found = cli.json("batch", "cancel", id)
+    assert (found["status"], found["completed"] >= 10, found["done"]) == ("cancelled", True, 200)
+    assert cli.rows("SELECT FROM windlass.queue") == []
+    assert len(cli("batch", "results", id).stdout.splitlines()) == found["completed"]
+    again = cli(*arguments, "--json", code=3)
+    assert '"status": "cancelled"' in again.stdout
+    assert len(read(tmp_path / "in.out.jsonl")) == found["completed"]
+
+
+def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
+    cli.environment["WINDLASS_BATCHES_CANCEL_GRACE_SECONDS"] = "0.2"
+    write(tmp_path / "in.jsonl", slow(20))
+    simulator.put_faults(["hang:match=Say r7."])
+    with begun(cli, command(simulator), 19) as first:
+        assert cli.json("batch", "cancel", read_id(cli))["status"] in {"cancelling", "cancelled"}
+        assert first.ended() == 3
+    assert len(read(tmp_path / "in.out.jsonl")) == 19
+    (failed,) = read(tmp_path / "in.errors.jsonl")
+    assert (failed["custom_id"], failed["error"]["code"]) == ("r7", "batch_cancelled")
+
+
+# What is off ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
+        (["in.jsonl", "--url", "nowhere"], "a gateway's url is 'nowhere'; write it like http://gateway:8000"),
+        (["in.jsonl", "-o", "in.jsonl"], "input, output and errors must be three files, not "),
+        (["in.jsonl", "-o", "x", "--errors", "./x"], "input, output and errors must be three files, not "),
+        (["in.jsonl", "-o", "data"], "--output "),
+        (["in.jsonl", "-o", "no/x"], "--output "),
+        (["in.jsonl", "--window", "soon"], "Invalid value: 'soon'."),
+        (["in.jsonl", "--again", "--retry-failed"], "--again asks every line again"),
+        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),
+    ],
+)
+def test_what_is_off_is_said_before_anything_is_paid_for(
+    inside: Inside, cli: Cli, folder: Path, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    write(tmp_path / "in.jsonl")
+    code, out, err = inside("batch", "run", *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {complaint}")
+    assert cli.rows("SELECT FROM windlass.file") == []
+
+
+def test_without_a_server_it_says_what_to_write(
+    inside: Inside, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL")
+    monkeypatch.delenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_MAX_RETRIES")
+    write(tmp_path / "in.jsonl")
+    err = inside("batch", "run", "in.jsonl")[2]
+    assert err.startswith("error: there is no model server to send to; write --url http://127.0.0.1:8000, or configure")
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "in.jsonl")
+    own = Plan.own
+
+    def grow(plan: Plan) -> dict[str, Any]:
+        with file.open("ab") as target:
+            target.write(b"\n")
+        return own(plan)
+
+    monkeypatch.setattr(Plan, "own", grow)
+    code, _, err = inside(*command(simulator))
+    assert (code, err) == (
+        1,
+        "error: in.jsonl was changed while it was read; wait until it is written, and start again\n",
+    )
+    assert cli.rows("SELECT FROM windlass.batch") == []
+    assert [path for path in (folder / "files").rglob("*") if path.is_file()] == []
+
+
+# Settings ---------------------------------------------------------------------------------------------------------
+
+
+def settings(**parts: Any) -> Settings:
+    return load_settings(parts, environment={})
+
+
+def test_another_server_gets_neither_the_key_nor_the_trust_of_the_configured_one() -> None:
+    gateway = _gateway_set(settings(global_inference_gateway=OURS), "http://theirs:8000", None).global_inference_gateway
+    assert (gateway.url, gateway.api_key_env, gateway.tls_insecure_skip_verify) == ("http://theirs:8000", None, False)
+    assert gateway.max_retries == 7
+
+
+def test_the_configured_server_keeps_its_settings_however_its_url_is_written() -> None:
+    gateway = _gateway_set(
+        settings(global_inference_gateway=OURS), "http://ours:8000/v1/", None
+    ).global_inference_gateway
+    assert (gateway.endpoint, gateway.api_key_env, gateway.tls_insecure_skip_verify) == ("http://ours:8000", KEY, True)
+
+
+def test_a_named_key_goes_before_any_other() -> None:
+    before = settings(global_inference_gateway={"url": "http://ours:8000", "api_key_name": "ours"})
+    for url in (None, "http://ours:8000", "http://theirs:8000"):
+        gateway = _gateway_set(before, url, KEY).global_inference_gateway
+        assert (gateway.api_key_env, gateway.api_key_name) == (KEY, None)
+
+
+def test_a_server_on_the_command_line_takes_the_place_of_those_by_model() -> None:
+    before = settings(model_gateways={"a": {"url": "http://a:8000"}})
+    found = _gateway_set(before, "http://theirs:8000", None)
+    assert (found.global_inference_gateway.url, found.model_gateways) == ("http://theirs:8000", {})
+    assert _gateway_set(before, None, None) is before
+    with pytest.raises(ConfigurationError, match="--api-key-env is for one server; write its --url, too"):
+        _gateway_set(before, None, KEY)
+
+
+def test_a_private_worker_serves_its_queue_only_and_has_little_patience() -> None:
+    found = private_settings(settings(worker={"queue_limits": {"gpu": 1}}, operations=["shop"]), "~run-0", 512)
+    assert (found.worker.queues, found.worker.queue_limits, found.operations) == (("~run-0",), {}, ())
+    assert (found.inference.concurrency, found.inference.most_per_model) == (512, 512)
+    assert found.worker.stop_grace_seconds == 10.0
+    assert private_settings(settings(), "~run-0", 1).inference.model_concurrency_start == 1
+
+
+def test_the_longest_model_name_fits_below_a_private_queue() -> None:
+    plan = Plan(
+        file=Path("a"),
+        sha256="0",
+        endpoint="/v1/embeddings",
+        server="http://ours",
+        output=Path("b"),
+        errors=Path("c"),
+        window="24h",
+        again=False,
+        retry_failed=False,
+    )
+    assert len(shard_queue(plan.queue, "m" * MODEL_CHARACTERS_MAX)) == 200
+
+
+def test_a_lock_is_for_one_and_free_again_afterwards(tmp_path: Path) -> None:
+    def held() -> contextlib.AbstractContextManager[Any]:
+        return only_one(tmp_path / "work", "~run-0")
+
+    with held(), pytest.raises(Conflict, match="runs this batch already"), held():
+        pass
+    with held() as lock:
+        lock.remove()
+        with held():
+            pass
+
+
+def test_a_lock_on_a_file_that_is_removed_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever came later locks the file that is there then."""
+    flock, locked = fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        if not locked:
+            (tmp_path / "~run-0.lock").unlink()
+        locked.append(descriptor)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with only_one(tmp_path, "~run-0") as lock:
+        assert lock.path.exists()
+    assert len(locked) == 2
+
+
+# The page -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_docs_print_works_with_the_embedded_database() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="windlass-docs-") as name:
+        Path(name).chmod(0o755)
+        said = shell(Path(name), example("batch-run.sh").replace("9000", port))
+    assert said.returncode == 0, said.stderr
+    assert "words.jsonl can be run: 200 requests to /v1/chat/completions" in said.stdout
+    assert said.stdout.count("✓ completed: 200 of 200 lines were answered") == 2
+    assert "was done already" in said.stdout
+    assert "all 200 of the input exactly once" in said.stdout
