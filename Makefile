@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench bench-plan bench-queue chaos clean demo docs lint lock test test-external test-postgres16
+.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-queue clean demo docs lint lock test \
+	test-external test-postgres16
 
 demo: .venv/ready
 	@$(BIN)/windlass demo
@@ -23,10 +24,18 @@ test-postgres16: .venv/ready
 test-external: .venv/ready
 	WINDLASS_TEST_SERVERS=external $(BIN)/pytest -n 2 --dist loadgroup
 
-chaos: .venv/ready
+chaos: chaos-queue chaos-batches
+
+chaos-batches: .venv/ready
+	$(BIN)/python -m tests.chaos.batches $(ARGS)
+
+chaos-queue: .venv/ready
 	$(BIN)/python -m tests.chaos.queue $(ARGS)
 
-bench: bench-plan bench-queue
+bench: bench-batch bench-plan bench-queue
+
+bench-batch: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.batch $(ARGS)
 
 bench-plan: .venv/ready
 	$(BIN)/python -m benchmarks.plan $(ARGS)

@@ -15,16 +15,18 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 
-from windlass.api import jobs, schedules, system
 from windlass.api.access import Needs
-from windlass.api.application import application
+from windlass.api.application import ROUTERS, application
 from windlass.api.settings import ApiSettings
 from windlass.app import VERSION
+from windlass.batches.settings import BatchSettings
+from windlass.batches.webhook_settings import WebhookSettings
 from windlass.engine.exposition import process_counts
 from windlass.settings import PREFIX, Settings, is_table
 from windlass.states import LIFECYCLES, Lifecycle
 
 DOCS = Path(__file__).parent
+ENTRIES = {"webhooks": ("[[webhooks.TENANT]]", WebhookSettings)}
 
 
 def lifecycles() -> str:
@@ -62,7 +64,7 @@ def configuration() -> str:
     ]
     for part in dataclasses.fields(Settings):
         if not is_table(part):
-            lines += [f"## {part.name}\n", *_table(Settings, None, only=part.name)]
+            lines += [f"## {part.name}\n", *_table(Settings, None, only=part.name), *_entries(part.name)]
         else:
             kind = type(part.default_factory())
             lines += [f"## [{part.name}]\n", f"{inspect.getdoc(kind)}\n", *_table(kind, part.name)]
@@ -82,6 +84,19 @@ def _table(kind: type, part: str | None, only: str | None = None) -> list[str]:
     return [*lines, ""]
 
 
+def _entries(part: str) -> list[str]:
+    """The settings of a part's entries, which have no variables of their own: the environment has the part as JSON."""
+    if part not in ENTRIES:
+        return []
+    heading, kind = ENTRIES[part]
+    notes = _notes(kind)
+    lines = [f"### {heading}\n", f"{inspect.getdoc(kind)}\n", "| setting | default | meaning |", "|---|---|---|"]
+    for setting in dataclasses.fields(kind):
+        shown = "unset" if setting.default is None else repr(setting.default)
+        lines.append(f"| `{setting.name}` | `{shown}` | {notes.get(setting.name, '')} |")
+    return [*lines, ""]
+
+
 def _notes(kind: type) -> dict[str, str]:
     """The string below each field, which is its documentation."""
     (tree,) = ast.parse(inspect.getsource(kind)).body
@@ -93,7 +108,11 @@ def _notes(kind: type) -> dict[str, str]:
 
 
 def http() -> str:
-    app = application(SimpleNamespace(settings=ApiSettings(), version=VERSION, counts=process_counts()))
+    app = application(
+        SimpleNamespace(
+            settings=ApiSettings(), batch_settings=BatchSettings(), version=VERSION, counts=process_counts()
+        )
+    )
     document = app.openapi()
     scopes = {(route.path_format, method): _scope(route) for route in _routes() for method in route.methods}
     lines = [
@@ -113,8 +132,7 @@ def http() -> str:
 
 
 def _routes() -> list[APIRoute]:
-    parts = (jobs.router, schedules.router, system.router)
-    return [route for part in parts for route in part.routes if isinstance(route, APIRoute)]
+    return [route for part in ROUTERS for route in part.routes if isinstance(route, APIRoute)]
 
 
 def _scope(route: APIRoute) -> str | None:
@@ -134,7 +152,8 @@ def _route(method: str, path: str, route: dict[str, Any], scopes: dict[str, Any]
             lines.append(f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {(note + need).strip()} |")
         lines.append("")
     if body := route.get("requestBody"):
-        lines.append(f"Body: {_type(body['content']['application/json']['schema'])}.\n")
+        ((kind, content),) = body["content"].items()
+        lines += _form(content["schema"]) if kind == "multipart/form-data" else [f"Body: {_type(content['schema'])}.\n"]
     answers = []
     for status, answer in route["responses"].items():
         schema = next(iter(answer.get("content", {"": {}}).values())).get("schema", {})
@@ -144,6 +163,12 @@ def _route(method: str, path: str, route: dict[str, Any], scopes: dict[str, Any]
     errors = [status for status in route["responses"] if int(status) >= 400]
     lines.append(f"Answers: {', '.join(answers)}; errors: {', '.join(f'`{status}`' for status in errors) or 'none'}.\n")
     return lines
+
+
+def _form(schema: dict[str, Any]) -> list[str]:
+    lines = ["Body: a form (`multipart/form-data`).\n", "| part | type | meaning |", "|---|---|---|"]
+    lines += [f"| `{name}` | {_type(one)} | {one['description']} |" for name, one in schema["properties"].items()]
+    return [*lines, ""]
 
 
 def _objects(document: dict[str, Any]) -> list[str]:

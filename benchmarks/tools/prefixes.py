@@ -13,11 +13,12 @@ def prose(source: random.Random, size: int) -> str:
     return " ".join(source.choices(WORDS, k=size // 4))[:size]
 
 
-def requests(count: int, line_bytes: int, seed: int = 7) -> Iterator[bytes]:
-    """Lines of a chat batch in random order: 20 system prompts, documents under each, some questions on each."""
+def requests(count: int, line_bytes: int, seed: int = 7, systems_count: int = 20) -> Iterator[bytes]:
+    """Lines of a chat batch in random order: some system prompts, documents under each, seven questions on each."""
     source = random.Random(seed)
-    systems = [prose(source, source.randrange(400, line_bytes // 3)) for _ in range(20)]
-    sizes = [[source.randrange(300, line_bytes // 3) for _ in range(1 + count // 150)] for _ in systems]
+    systems = [prose(source, source.randrange(400, line_bytes // 3)) for _ in range(systems_count)]
+    documents_count = 1 + 2 * count // (15 * systems_count)
+    sizes = [[source.randrange(300, line_bytes // 3) for _ in range(documents_count)] for _ in systems]
     documents = [[prose(source, size) for size in row] for row in sizes]
     for number in range(count):
         system = source.randrange(len(systems))

@@ -1,0 +1,257 @@
+"""What the sections stand on: a database and a folder of their own, a simulated model server, and real workers."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from benchmarks.tools.measure import cpu_seconds
+from benchmarks.tools.prefixes import TEXT
+from benchmarks.tools.server import Server
+from windlass.app import AsyncWindlass
+from windlass.batches.store import Batch, NewBatch
+from windlass.batches.submission import create, store_input
+from windlass.settings import CONFIG, PREFIX, load_settings
+from windlass.simulator import Remote, running_process
+
+T = TypeVar("T")
+BYTES_MAX = 1 << 30
+ENDPOINT = "/v1/chat/completions"
+INSTANT = ("--profile", "instant", "--any-model")
+LOOK_SECONDS = 0.02
+MODEL = "bench"
+START_SECONDS = 150.0
+WARM_UP_REQUESTS = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """What all sections share."""
+
+    folder: Path
+    is_quick: bool
+    server: Server
+    tell: Callable[[str], None]
+
+    def pick(self, full: int, quick: int) -> int:
+        return quick if self.is_quick else full
+
+    @asynccontextmanager
+    async def stage(self, *simulator: str, **settings: Any) -> AsyncIterator["Stage"]:
+        """A fresh database and folder, a simulator with these arguments, and settings such as worker_concurrency=5."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            async with (
+                in_thread(self.server.database()) as url,
+                in_thread(running_process(*(simulator or INSTANT))) as remote,
+            ):
+                environment = environment_of(folder, url, remote.url, settings)
+                client = AsyncWindlass(settings=load_settings({}, environment=environment))
+                await client.open(migrated=False)
+                try:
+                    await client.migrate()
+                    yield Stage(client=client, environment=environment, folder=folder, simulator=remote)
+                finally:
+                    await client.close()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@asynccontextmanager
+async def in_thread(blocking: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Begins and ends beside the event loop, where others are being measured."""
+    found = await asyncio.to_thread(blocking.__enter__)
+    try:
+        yield found
+    finally:
+        await asyncio.to_thread(blocking.__exit__, *sys.exc_info())
+
+
+def environment_of(folder: Path, database_url: str, simulator_url: str, settings: dict[str, Any]) -> dict[str, str]:
+    """The settings of a stage as the environment of its workers; nothing of the user's own ones."""
+    (folder / "windlass.toml").touch()
+    values = {
+        "database_url": database_url,
+        "database_folder": folder,
+        "global_inference_gateway_url": simulator_url,
+        "log_level": "WARNING",
+        "worker_stop_grace_seconds": 0.5,
+        **settings,
+    }
+    own = {f"{PREFIX}{name.upper()}": str(value) for name, value in values.items()}
+    others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "OTEL_"))}
+    return {**others, **own, CONFIG: str(folder / "windlass.toml")}
+
+
+def fixed(limit: int) -> dict[str, int]:
+    """Settings for so many requests in flight, neither more nor less."""
+    return {
+        "inference_concurrency": limit,
+        "inference_model_concurrency_start": limit,
+        "inference_model_concurrency_min": limit,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One database with its workers and its model server."""
+
+    client: AsyncWindlass
+    environment: dict[str, str]
+    folder: Path
+    simulator: Remote
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[psutil.Process]:
+        """`windlass worker`, ready to work; it ends with us, and with this block."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours, (self.folder / "worker.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "windlass", "worker", "--tether", str(theirs.fileno())),
+                cwd=self.folder,
+                env=self.environment,
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+            theirs.close()
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    if not await asyncio.get_running_loop().sock_recv(ours, 1):
+                        raise RuntimeError(f"a worker did not start: {self.worker_log()}")
+                yield psutil.Process(process.pid)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+                await process.wait()
+
+    def worker_log(self) -> str:
+        return (self.folder / "worker.log").read_text(errors="replace")[-600:]
+
+    async def submit(self, file: Path, *, seconds: float | None = None, window: str = "24h") -> Batch:
+        """`seconds` is a shorter window than users may have; it is written into the row before a worker is told."""
+        stored = await store_input(self.client.files, file, tenant="default", bytes_max=BYTES_MAX)
+        new = NewBatch(tenant="default", endpoint=ENDPOINT, input_file_id=stored.id, completion_window=window)
+        batch, _ = await create(self.client.batches, self.client.catalog, new, must_be_served=False)
+        if seconds is not None:
+            await self.sql(
+                "UPDATE windlass.batch SET expires_at = clock_timestamp() + make_interval(secs => %(seconds)s) "
+                "WHERE id = %(id)s RETURNING id",
+                id=batch.id,
+                seconds=seconds,
+            )
+        self.client.doorbell.ring([batch.queue])
+        return batch
+
+    async def get(self, id: str) -> Batch:
+        return await self.client.batches.get(id, tenant=None)
+
+    async def until(self, id: str, condition: Callable[[Batch], bool], seconds: float) -> Batch:
+        async with asyncio.timeout(seconds):
+            while True:
+                batch = await self.get(id)
+                if condition(batch):
+                    return batch
+                if batch.has_ended:
+                    raise RuntimeError(f"the batch ended {batch.status} too soon: {batch.errors} {self.worker_log()}")
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def ended(self, id: str, seconds: float) -> Batch:
+        return await self.until(id, lambda batch: batch.has_ended, seconds)
+
+    async def run(self, file: Path, seconds: float = 300.0) -> Batch:
+        """A whole batch; one that does not complete, with every line answered, is an error."""
+        batch = await self.ended((await self.submit(file)).id, seconds)
+        if batch.completed != batch.total or not batch.total:
+            raise RuntimeError(f"a batch ended {batch.status}, {batch.completed} of {batch.total}: {batch.errors}")
+        return batch
+
+    async def warm_up(self, line_bytes: int = 4096) -> None:
+        await self.run(write_lines(self.folder / "warm-up.jsonl", WARM_UP_REQUESTS, line_bytes=line_bytes))
+
+    async def stats(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.simulator.stats)
+
+    async def sql(self, statement: str, **params: Any) -> Any:
+        return await self.client.pool.rows(statement, params)
+
+
+def write_lines(
+    file: Path, count: int, *, line_bytes: int = 4096, max_tokens: int | None = 130, mark: str = "r", model: str = MODEL
+) -> Path:
+    """Requests that share nothing; with 130 tokens an answer of the simulator has 1 kB."""
+    most = "" if max_tokens is None else f',"max_tokens":{max_tokens}'
+    with file.open("w") as target:
+        for number in range(count):
+            head = (
+                f'{{"custom_id":"{mark}-{number}","method":"POST","url":"{ENDPOINT}","body":{{"model":"{model}"{most},'
+            )
+            head += f'"messages":[{{"role":"user","content":"{mark} {number:08} '
+            start = number * 997 % (len(TEXT) - line_bytes)
+            target.write(f'{head}{TEXT[start : start + max(0, line_bytes - len(head) - 6)]}"}}]}}}}\n')
+    return file
+
+
+@dataclass(slots=True)
+class Track:
+    """A growing number, read again and again; `at` is its value at a moment in between."""
+
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, value: float) -> None:
+        self.times.append(time.time())
+        self.values.append(value)
+
+    def at(self, moment: datetime | float) -> float:
+        when = moment if isinstance(moment, float) else moment.timestamp()
+        place = bisect_right(self.times, when)
+        if place == 0 or place == len(self.times):
+            return self.values[min(place, len(self.values) - 1)]
+        share = (when - self.times[place - 1]) / (self.times[place] - self.times[place - 1])
+        return self.values[place - 1] + share * (self.values[place] - self.values[place - 1])
+
+
+@contextmanager
+def tracked(*figures: Callable[[], float], seconds: float = 0.02) -> Iterator[list[Track]]:
+    """Reads the figures all the time, in a thread of its own, and once more at the end."""
+    tracks = [Track() for _ in figures]
+    done = threading.Event()
+
+    def read() -> None:
+        for figure, track in zip(figures, tracks, strict=True):
+            track.add(figure())
+
+    def keep_reading() -> None:
+        read()
+        while not done.wait(seconds):
+            read()
+        read()
+
+    thread = threading.Thread(target=keep_reading, daemon=True)
+    thread.start()
+    try:
+        yield tracks
+    finally:
+        done.set()
+        thread.join()
+
+
+def spent(process: psutil.Process) -> Callable[[], float]:
+    return lambda: cpu_seconds(process)
