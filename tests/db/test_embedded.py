@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import pwd
@@ -201,6 +202,16 @@ def test_two_processes_share_a_server_and_the_last_stops_it(root: Path) -> None:
         assert query(url, "SELECT 1") == (1,)
         assert second.ask("stop") == "None"
         assert nobody_left(root)
+
+
+def test_stopping_waits_for_the_last_process_of_the_server(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    postgres = EmbeddedPostgres(root, settings=FAST)
+    postgres.start()
+    straggler = [postgres._lock("server.lock", fcntl.LOCK_SH, 0)]
+    monkeypatch.setattr(embedded, "_pause", lambda deadline, complaint: os.close(straggler.pop()))
+    postgres.stop()
+    assert not straggler
+    assert nobody_left(root)
 
 
 def test_users_of_one_process_are_counted_each(root: Path) -> None:

@@ -389,6 +389,8 @@ class EmbeddedPostgres:
                 self.pg_ctl("stop", "-m", "fast", *wait, seconds=STOP_SECONDS + 10)
             except DatabaseUnavailable:
                 self.pg_ctl("stop", "-m", "immediate", *wait, seconds=STOP_SECONDS + 10)
+            with self._locked("server.lock", STOP_SECONDS):
+                pass  # pg_ctl waits for the pid file to go, which the server removes a moment before it ends
         if self._socket.parent != self.root:
             with suppress(OSError):
                 self._socket.rmdir()
