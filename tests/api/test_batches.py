@@ -17,7 +17,7 @@ from windlass.batches.journal import Journal, Outcome
 from windlass.batches.settings import BatchSettings, Price
 from windlass.batches.store import Ending
 from windlass.batches.workspace import segment_key
-from windlass.errors import DatabaseUnavailable
+from windlass.errors import DatabaseUnavailable, StorageUnavailable, WindlassError
 from windlass.states import BatchStatus
 
 PRICES = {"small": Price(input=1.0, output=2.0, cached=0.5), "large": Price(input=10.0, output=20.0)}
@@ -130,6 +130,7 @@ async def test_any_window_from_a_minute_to_thirty_days_is_taken(
         ({"completion_window": "59s"}, "invalid_value", "completion_window", "Supported values are: '24h'"),
         ({"completion_window": "31d"}, "invalid_value", "completion_window", "Supported values are: '24h'"),
         ({"completion_window": "a day"}, "invalid_value", "completion_window", "Invalid value: 'a day'."),
+        ({"completion_window": "\u0662\u0664h"}, "invalid_value", "completion_window", "Supported values are: '24h'"),
         ({"completion_window": "h" * 41}, "string_above_max_length", "completion_window", "maximum length 40"),
         ({"completion_window": ...}, "missing_required_parameter", "completion_window", "Missing required parameter"),
         ({"endpoint": "/v1/images/edits"}, "invalid_value", "endpoint", "'/v1/embeddings', '/v1/moderations'"),
@@ -148,6 +149,7 @@ async def test_any_window_from_a_minute_to_thirty_days_is_taken(
         ({"metadata": {"n": True}}, "invalid_type", "metadata.n", "but got a boolean instead."),
         ({"metadata": "words"}, "invalid_type", "metadata", "expected an object, but got a string instead."),
         ({"metadata": {"v": "x" * 513}}, "string_above_max_length", "metadata.v", "with maximum length 512"),
+        ({"metadata": {"": "v"}}, "empty_string", "metadata.", "empty string"),
         ({"metadata": {"k" * 65: "v"}}, "string_above_max_length", None, "with maximum length 64"),
         (
             {"metadata": {str(n): "" for n in range(17)}},
@@ -698,8 +700,8 @@ def small_pages(monkeypatch: pytest.MonkeyPatch, api: Api) -> None:
     """Pages of a few hundred bytes, so that a batch has many."""
     page = type(api.services.results).page
 
-    async def small(self: Any, id: str, cursor: Any) -> Any:
-        return await page(self, id, cursor, 300)
+    async def small(self: Any, id: str, cursor: Any, **options: Any) -> Any:
+        return await page(self, id, cursor, 300, **options)
 
     monkeypatch.setattr(type(api.services.results), "page", small)
 
@@ -770,13 +772,42 @@ async def test_a_cursor_that_was_made_up_is_refused(api: Api, http: httpx.AsyncC
         f"{segment}:1",
         f"{segment}:{end - 5}",
         f"{segment}:{end + 1}",
+        f"{segment + 5}:0",
         "9" * 30 + ":0",
+        "\u0661:0",
     ):
         answer = await http.get(f"/v1/batches/{id}/results", params={"after": cursor})
         assert "no cursor of this batch" in fails(answer, 400, param="after"), cursor
-    beyond = await http.get(f"/v1/batches/{id}/results", params={"after": f"{segment + 5}:0"})
-    assert beyond.content == b""
     assert (await http.get(f"/v1/batches/{id}/results", params={"after": f"{segment}:{end}"})).content == b""
+
+
+async def test_the_cursor_of_another_batch_is_refused_and_skips_nothing(api: Api, http: httpx.AsyncClient) -> None:
+    mine, other = await begun(api, http), await begun(api, http)
+    await Shard(api, mine).answer(1)
+    await Shard(api, other).answer(1)
+    cursor = (await http.get(f"/v1/batches/{other}/results")).headers["x-next-cursor"]
+    for params in ({"after": cursor}, {"after": cursor, "follow": "true"}):
+        answer = await http.get(f"/v1/batches/{mine}/results", params=params)
+        assert "no cursor of this batch" in fails(answer, 400, param="after")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_each_line_tells_its_cursor_if_that_is_asked_for(api: Api, http: httpx.AsyncClient, stored: bool) -> None:
+    id = await begun(api, http)
+    first, second = (Shard(api, id, number, stored=stored) for number in range(2))
+    for shard in (first, second, first):
+        await shard.answer(2)
+    if stored:
+        first.path.unlink()
+    plain = (await http.get(f"/v1/batches/{id}/results")).content.splitlines()
+    answer = await http.get(f"/v1/batches/{id}/results", params={"cursors": "true"})
+    told = [orjson.loads(line) for line in answer.content.splitlines()]
+    cursors = [line.pop("cursor") for line in told]
+    assert told == [orjson.loads(line) for line in plain]
+    assert cursors[-1] == answer.headers["x-next-cursor"]
+    for n, cursor in enumerate(cursors, start=1):
+        rest = await http.get(f"/v1/batches/{id}/results", params={"after": cursor})
+        assert rest.content.splitlines() == plain[n:]
 
 
 async def test_what_was_never_registered_is_not_shown(api: Api, http: httpx.AsyncClient) -> None:
@@ -812,6 +843,7 @@ async def live(api: Api) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
         yield client
     await server.close()
+    assert server._services.counts.total("event_streams") == 0
 
 
 async def test_results_are_followed_until_the_batch_has_ended(
@@ -831,7 +863,6 @@ async def test_results_are_followed_until_the_batch_has_ended(
         await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
         found += [line async for line in lines]
     assert [orjson.loads(line)["custom_id"] for line in found] == wanted
-    assert streams(api) == 0
 
 
 async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
@@ -852,7 +883,8 @@ async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
             lines = answer.aiter_lines()
             await anext(lines)
             await api.windlass.keys.revoke(key.key.id)
-            assert [line async for line in lines] == []
+            with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+                await anext(lines)
     counts = server._services.counts
     for _ in range(1000):
         if counts.total("event_streams") == 0:
@@ -875,7 +907,8 @@ async def test_a_server_that_ends_lets_its_followers_go(api: Api, http: httpx.As
         await anext(lines)
         began = asyncio.get_running_loop().time()
         await server.close()
-        assert [line async for line in lines] == []
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            await anext(lines)
         assert asyncio.get_running_loop().time() - began < 4
 
 
@@ -896,14 +929,14 @@ async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
     names = await shard.answer(1)
     page, calls = type(api.services.results).page, 0
 
-    async def faltering(self: Any, *given: Any) -> Any:
+    async def faltering(self: Any, *given: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
         if calls in (2, 3):
             raise DatabaseUnavailable("away")
-        return await page(self, *given)
+        return await page(self, *given, **options)
 
     monkeypatch.setattr(type(api.services.results), "page", faltering)
     async with live.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
@@ -914,5 +947,67 @@ async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
     assert (found, calls) == (names, 4)
 
 
-def streams(api: Api) -> int:
-    return api.services.counts.total("event_streams")
+@pytest.mark.parametrize("error", [DatabaseUnavailable, StorageUnavailable])
+@pytest.mark.usefixtures("small_pages")
+async def test_a_follower_gets_every_page_of_an_ended_batch_though_one_cannot_be_read_at_first(
+    api: Api,
+    http: httpx.AsyncClient,
+    live: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[WindlassError],
+) -> None:
+    id = await begun(api, http)
+    names = await Shard(api, id).answer(6)
+    await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+    page, calls = type(api.services.results).page, 0
+
+    async def faltering(self: Any, *given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise error("away")
+        return await page(self, *given, **options)
+
+    monkeypatch.setattr(type(api.services.results), "page", faltering)
+    answer = await live.get(f"/v1/batches/{id}/results", params={"follow": "true"})
+    assert custom_ids(answer.content) == names
+    assert calls > 2
+
+
+async def test_a_follower_who_was_cut_off_goes_on_behind_the_last_line_that_he_has(
+    api: Api, http: httpx.AsyncClient
+) -> None:
+    id = await begun(api, http)
+    shard = Shard(api, id)
+    names = await shard.answer(3)
+    found: list[dict[str, Any]] = []
+    for n in range(3):
+        server = await api.windlass.server()
+        server.start()
+        params = {"follow": "true", "cursors": "true", **({"after": found[-1]["cursor"]} if found else {})}
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+            client.stream("GET", f"/v1/batches/{id}/results", params=params) as answer,
+        ):
+            lines = answer.aiter_lines()
+            found += [orjson.loads(await anext(lines)) for _ in range(2 if n < 2 else 3)]
+        await server.close()
+        names += await shard.answer(2)
+    assert [line["custom_id"] for line in found] == names[:7]
+
+
+async def test_a_follower_who_cannot_be_served_any_further_is_cut_off_and_told_when_he_comes_back(
+    api: Api, http: httpx.AsyncClient, live: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    id = await begun(api, http)
+    await Shard(api, id).answer(1)
+    async with live.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        await Shard(api, id, 1, host="elsewhere").answer(1)
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            await anext(lines)
+    assert f"results of {id} cannot be followed any further" in caplog.text
+    assert "Traceback" not in caplog.text
+    answer = await live.get(f"/v1/batches/{id}/results", params={"follow": "true"})
+    assert "another machine" in fails(answer, 409, "conflict")

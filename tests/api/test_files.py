@@ -434,6 +434,7 @@ async def test_lists_refuse_what_they_do_not_know(api: Api) -> None:
         ({"limit": 10_001}, "integer_above_max_value"),
         ({"limit": "many"}, "invalid_type"),
         ({"order": "random"}, "invalid_value"),
+        ({"after": ""}, "empty_string"),
         ({"colour": "red"}, "invalid_request"),
     ):
         fails(await http.get("/v1/files", params=params), 400, code, *params)
@@ -482,7 +483,19 @@ async def test_a_range_is_served(api: Api, range: str, part: tuple[int, int] | N
     assert answer.headers["content-length"] == str(part[1] - part[0])
 
 
-@pytest.mark.parametrize("range", ["", "bytes=", "bytes=-", "bytes=5-2", "bytes=0-1,3-4", "lines=0-1", "bytes = 0-1"])
+@pytest.mark.parametrize(
+    "range",
+    [
+        "",
+        "bytes=",
+        "bytes=-",
+        "bytes=5-2",
+        "bytes=0-1,3-4",
+        "bytes=" + "0-1," * 100 + "3-4",
+        "lines=0-1",
+        "bytes = 0-1",
+    ],
+)
 async def test_what_is_no_single_range_gets_the_whole_file(api: Api, range: str) -> None:
     http = await api.client()
     id = (await stored_file(api.windlass, b"0123456789")).id
@@ -490,6 +503,21 @@ async def test_what_is_no_single_range_gets_the_whole_file(api: Api, range: str)
     assert (answer.status_code, answer.content, answer.headers["content-length"]) == (200, b"0123456789", "10")
     assert answer.headers["accept-ranges"] == "bytes"
     assert answer.headers["content-type"] == "application/octet-stream"
+
+
+async def test_a_range_is_served_only_of_the_file_that_the_client_has_begun(api: Api) -> None:
+    http = await api.client()
+    ids = [(await stored_file(api.windlass, data)).id for data in (b"0123456789", b"abcdefghij")]
+    mine, other = [(await http.get(f"/v1/files/{id}/content")).headers["etag"] for id in ids]
+    for validator, status, content in (
+        (mine, 206, b"56789"),
+        (other, 200, b"0123456789"),
+        (f"W/{mine}", 200, b"0123456789"),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 200, b"0123456789"),
+    ):
+        headers = {"Range": "bytes=5-", "If-Range": validator}
+        answer = await http.get(f"/v1/files/{ids[0]}/content", headers=headers)
+        assert (answer.status_code, answer.content, answer.headers["etag"]) == (status, content, mine)
 
 
 async def test_an_empty_file_has_no_range(api: Api) -> None:

@@ -1,11 +1,14 @@
 """Log lines: their form, and whose job they are about."""
 
+import asyncio
 import io
 import logging
+import socket
 import sys
 
 import orjson
 import pytest
+import uvicorn
 
 from tests.support import make_worker, put
 from tests.telemetry import chatty
@@ -199,6 +202,23 @@ def test_uvicorn_goes_through_the_same_handler_and_single_requests_only_at_debug
     configure_logs("DEBUG", "json")
     logging.getLogger("uvicorn.access").info("GET /")
     assert written()[-1]["message"] == "GET /"
+
+
+async def test_an_answer_that_was_cut_off_on_purpose_is_no_error_in_the_logs(written):
+    async def cut(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+
+    server = uvicorn.Server(uvicorn.Config(cut, http="httptools", ws="none", lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.read()).endswith(b"half\r\n")
+        writer.close()
+        server.should_exit = True
+        await serving
+    assert [line["message"] for line in written() if line["level"] == "error"] == []
 
 
 def test_children_are_told_how_the_logs_are_configured(logs):

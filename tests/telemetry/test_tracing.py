@@ -149,7 +149,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_nothing_of_opentelemetry_is_imported_while_tracing_is_off():
     done = run("""
-        import windlass, windlass.storage
+        import windlass.app, windlass.storage
         assert tracing.start("windlass", "1") is False
         with tracing.span("a", attributes={"b": 1}) as span:
             span.set({"c": 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from windlass.api.openai import (
     WhichToRetry,
     unsupported,
 )
-from windlass.api.routes import Streamed
+from windlass.api.routes import Streamed, Unfinished
 from windlass.api.schemas import LIMIT_MAX, EventId, EventView, Page, Text
 from windlass.api.services import Services, services
 from windlass.batches.files import BATCH
@@ -35,9 +36,19 @@ from windlass.batches.results import Cursor, Lines
 from windlass.batches.store import SHARD_QUEUE, Batch, NewBatch, window_seconds
 from windlass.batches.submission import check_retry, create, idempotency, is_served, retry_of
 from windlass.engine.jobs import JobId
-from windlass.errors import Conflict, DatabaseError, DatabaseUnavailable, InvalidInput, NotFound
+from windlass.errors import (
+    Conflict,
+    DatabaseError,
+    DatabaseUnavailable,
+    InvalidInput,
+    NotFound,
+    StorageUnavailable,
+    WindlassError,
+)
 from windlass.inference.settings import NO_GATEWAY
 from windlass.telemetry.tracing import incoming, span
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/batches", route_class=OpenAIRoute, tags=["batches"])
 
@@ -234,20 +245,27 @@ async def get_results(
     request: Request,
     caller: Reader,
     id: Id,
-    after: Annotated[Text | None, Query(max_length=40, description="Where to go on: an `x-next-cursor`.")] = None,
-    follow: Annotated[bool, Query(description="Keep the answer open until the batch has ended.")] = False,
+    after: Annotated[
+        Text | None, Query(max_length=40, description="Where to go on: an `x-next-cursor`, or a `cursor`.")
+    ] = None,
+    cursors: Annotated[
+        bool, Query(description="Give each line a field more, `cursor`: what is `after` to go on behind it.")
+    ] = False,
+    follow: Annotated[
+        bool, Query(description="Keep the answer open until the batch has ended; one that ends earlier is cut off.")
+    ] = False,
 ) -> Response:
     """About 8 MB at a time, one JSON object per line, in the order in which they were finished. An hour after the end
     of the batch they are gone, and its files have everything."""
     app = services(request)
     batch = await app.batches.get(id, tenant=caller.tenant)
-    lines = await _lines(app, batch, Cursor() if after is None else Cursor.parse(after))
+    lines = await _lines(app, batch, Cursor() if after is None else Cursor.parse(after), cursors)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     if follow:
         if app.counts.total("event_streams") >= app.settings.streams_max:
             text = f"{app.settings.streams_max} streams are open already, the limit of this server"
             raise Refusal(text, status=503, code="unavailable", headers={"Retry-After": "5"})
-        return Streamed(_followed(app, caller, batch, lines), media_type=NDJSON, headers=headers)
+        return Streamed(_followed(app, caller, batch, lines, cursors), media_type=NDJSON, headers=headers)
     if lines.has_more or not batch.has_ended:
         headers["x-next-cursor"] = str(lines.next)
     return Response(lines.data, media_type=NDJSON, headers=headers)
@@ -306,18 +324,20 @@ async def _views(app: Services, batches: Sequence[Batch]) -> list[BatchView]:
     return [BatchView.of(batch, outlook(batch, paces.get(batch.id)), app.batch_settings) for batch in batches]
 
 
-async def _lines(app: Services, batch: Batch, cursor: Cursor) -> Lines:
+async def _lines(app: Services, batch: Batch, cursor: Cursor, with_cursors: bool) -> Lines:
     try:
         if batch.segments_gone_at is None:
-            return await app.results.page(batch.id, cursor)
+            return await app.results.page(batch.id, cursor, with_cursors=with_cursors)
     except NotFound:
         batch = await app.batches.get(batch.id, tenant=None)
     instead = f"its output file is {batch.output_file_id}" if batch.output_file_id else "it has no output file"
     raise Refusal(f"The lines of {batch.id} cannot be had one by one any more; {instead}.", status=410, code="gone")
 
 
-async def _followed(app: Services, caller: Caller, batch: Batch, lines: Lines) -> AsyncGenerator[bytes, None]:
-    """Lines until the batch has ended; a stream whose key was revoked just ends."""
+async def _followed(
+    app: Services, caller: Caller, batch: Batch, lines: Lines, with_cursors: bool
+) -> AsyncGenerator[bytes, None]:
+    """Lines until the batch has ended; whoever is let go before that must not take what he has for all of them."""
     app.counts.add("event_streams", 1)
     pause = _PAUSE_SECONDS_MIN
     try:
@@ -325,21 +345,29 @@ async def _followed(app: Services, caller: Caller, batch: Batch, lines: Lines) -
             if lines.data:
                 yield lines.data
                 pause = _PAUSE_SECONDS_MIN
-            if not lines.has_more:
-                if batch.has_ended or app.feeds.is_closed:
-                    return
+            if batch.has_ended and not lines.has_more:
+                return
+            if not lines.data or not lines.has_more:
                 await asyncio.sleep(pause)
                 pause = min(_PAUSE_SECONDS_MAX, pause * 2)
-            with suppress(DatabaseError):
-                if not await app.gate.is_still_open(caller):
-                    return
-            lines = Lines(b"", lines.next, has_more=False)
-            with suppress(DatabaseUnavailable):
+            if app.feeds.is_closed or not await _is_still_open(app, caller):
+                raise Unfinished
+            lines = lines._replace(data=b"")
+            with suppress(DatabaseUnavailable, StorageUnavailable):
                 # First the batch: of one that has ended every line is there to be read.
                 latest = await app.batches.get(batch.id, tenant=caller.tenant)
-                lines = await _lines(app, latest, lines.next)
+                lines = await _lines(app, latest, lines.next, with_cursors)
                 batch = latest
-    except Refusal:
-        return  # they were removed meanwhile: whoever comes back is told so
+    except (Refusal, WindlassError) as error:  # whoever comes back is told
+        log.warning("results of %s cannot be followed any further: %s", batch.id, error)
+        raise Unfinished from error
     finally:
         app.counts.add("event_streams", -1)
+
+
+async def _is_still_open(app: Services, caller: Caller) -> bool:
+    """Whether the key still opens; a database that is away closes nothing."""
+    try:
+        return await app.gate.is_still_open(caller)
+    except DatabaseError:
+        return True

@@ -176,14 +176,19 @@ async def get_content(
     caller: Reader,
     id: Id,
     range: Annotated[
-        Text | None, Header(max_length=200, description="One range, such as `bytes=0-1023` or `bytes=-1024`.")
+        Text | None, Header(max_length=4096, description="One range, such as `bytes=0-1023` or `bytes=-1024`.")
+    ] = None,
+    if_range: Annotated[
+        Text | None,
+        Header(max_length=200, description="The `ETag` of what you have: if it is another, you get the whole file."),
     ] = None,
 ) -> Response:
     """Several ranges at once are not served: then the answer is the whole file."""
     files = services(request).files
     file = await files.get(id, tenant=caller.tenant)
-    headers = {"Accept-Ranges": "bytes", "Content-Disposition": _attachment(file.filename)}
-    part = _part(range, file.bytes)
+    etag = f'"{file.sha256}"'
+    headers = {"Accept-Ranges": "bytes", "Content-Disposition": _attachment(file.filename), "ETag": etag}
+    part = _part(range if if_range in (None, etag) else None, file.bytes)
     start, end = part or (0, file.bytes)
     if part is not None:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.bytes}"

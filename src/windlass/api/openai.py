@@ -31,7 +31,7 @@ EXPIRES_SECONDS_MIN = 3_600
 EXPIRES_SECONDS_MAX = 2_592_000
 
 Id = Annotated[Text, Path(min_length=1, max_length=100)]
-AfterId = Annotated[Text, Field(max_length=100)]
+AfterId = Annotated[Text, Field(min_length=1, max_length=100)]
 
 
 class OpenAIRoute(OrjsonRoute):
@@ -218,7 +218,7 @@ class BatchLimits(Body):
 
 Metadata = Annotated[
     dict[
-        Annotated[Text, Field(max_length=METADATA_KEY_CHARACTERS_MAX)],
+        Annotated[Text, Field(min_length=1, max_length=METADATA_KEY_CHARACTERS_MAX)],
         Annotated[Text, Field(max_length=METADATA_VALUE_CHARACTERS_MAX)],
     ],
     Field(max_length=METADATA_PAIRS_MAX),

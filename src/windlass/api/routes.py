@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from email.message import Message
 from typing import Any
 
@@ -41,6 +41,10 @@ class OrjsonRoute(APIRoute):
         return strictly
 
 
+class Unfinished(Exception):
+    """A stream cannot go on, and must not be taken for a whole one: its connection is cut."""
+
+
 class Streamed(StreamingResponse):
     """Lets go of what it reads from as soon as the client has left, also in the midst of sending."""
 
@@ -48,7 +52,8 @@ class Streamed(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):
-            await super().stream_response(send)
+            with suppress(Unfinished):  # without the message that ends an answer, the server hangs up
+                await super().stream_response(send)
 
 
 def _query_names(dependant: Dependant) -> set[str]:

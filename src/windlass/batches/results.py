@@ -21,7 +21,7 @@ from windlass.storage import Store
 
 PAGE_BYTES = 8 * 1024 * 1024
 _SEGMENTS_PER_PAGE = 200
-_CURSOR = re.compile(r"(\d{1,18}):(\d{1,18})")
+_CURSOR = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 
 
 class Cursor(NamedTuple):
@@ -51,7 +51,8 @@ class Lines(NamedTuple):
 
 class _Read(NamedTuple):
     lines: list[bytes]
-    next: int
+    ends: list[int]
+    """Behind each line: where the next record begins."""
 
 
 class Results:
@@ -62,18 +63,25 @@ class Results:
         self._workspace = workspace
         self._store = store
 
-    async def page(self, batch_id: str, cursor: Cursor, bytes_max: int = PAGE_BYTES) -> Lines:
-        """Lines from the cursor on, as many as fit, but at least one if there is one."""
+    async def page(
+        self, batch_id: str, cursor: Cursor, bytes_max: int = PAGE_BYTES, *, with_cursors: bool = False
+    ) -> Lines:
+        """Lines from the cursor on, as many as fit, but at least one if there is one.
+
+        With cursors, each line has a field more, which says where to go on behind it.
+        """
         found: list[bytes] = []
         room = bytes_max
         segments = await self._batches.segments(batch_id, after=cursor.segment - 1, limit=_SEGMENTS_PER_PAGE)
+        if cursor.segment and (not segments or segments[0].id != cursor.segment):
+            raise _no_cursor(str(cursor))
         for segment in segments:
             start = _start(segment, cursor)
             if start < segment.end:
                 read = await self._read(segment, start, room)
-                found += read.lines
+                found += _with_cursors(segment, read) if with_cursors else read.lines
                 room -= sum(map(len, read.lines))
-                start = read.next
+                start = read.ends[-1]
             cursor = Cursor(segment.id, start)
             if room <= 0:
                 break
@@ -121,16 +129,16 @@ def _read_stored(data: bytes, segment: Segment, start: int, room: int) -> _Read:
         file.flush()
         piece = segment._replace(start=0, end=segment.end - segment.start)
         read = _taken(file.fileno(), Path(str(segment.key)), piece, start - segment.start, room)
-    return _Read(read.lines, segment.start + read.next)
+    return _Read(read.lines, [segment.start + end for end in read.ends])
 
 
 def _taken(descriptor: int, path: Path, segment: Segment, start: int, room: int) -> _Read:
     lines: list[bytes] = []
-    next = start
+    ends: list[int] = []
     try:
         for found in scan_open(descriptor, path, start, segment.end):
             lines.append(read_open(descriptor, path, found.position, found.length, found.offset))
-            next = found.end
+            ends.append(found.end)
             room -= found.length
             if room <= 0:
                 break
@@ -138,7 +146,12 @@ def _taken(descriptor: int, path: Path, segment: Segment, start: int, room: int)
         if lines or start == segment.start:
             raise
         raise _no_cursor(f"{segment.id}:{start}") from None  # no record begins where somebody says that one does
-    return _Read(lines, next)
+    return _Read(lines, ends)
+
+
+def _with_cursors(segment: Segment, read: _Read) -> list[bytes]:
+    cursors = (str(Cursor(segment.id, end)).encode() for end in read.ends)
+    return [b'%b,"cursor":"%b"}\n' % (line[:-2], cursor) for line, cursor in zip(read.lines, cursors, strict=True)]
 
 
 def _no_cursor(text: str) -> InvalidInput:

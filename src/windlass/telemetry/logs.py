@@ -20,6 +20,7 @@ Form = Literal["auto", "text", "json"]
 _BOUND = ("job_id", "job_type", "attempt", "worker", "trace_id")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_CUT_ON_PURPOSE = "ASGI callable returned without completing response."
 _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 
@@ -61,7 +62,13 @@ def configure_logs(level: str = "INFO", form: Form = "auto") -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+        logger.addFilter(_is_news)
     logging.getLogger("uvicorn.access").setLevel(logging.NOTSET if root.level <= logging.DEBUG else logging.WARNING)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """The server calls it an error of ours that a stream ends by a cut, so that nobody takes it for a whole one."""
+    return record.msg != _CUT_ON_PURPOSE
 
 
 def configured_logs() -> dict[str, str] | None:
