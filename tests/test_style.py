@@ -27,7 +27,8 @@ def test_functions_are_short_in_the_tail():
 def test_public_names_are_sorted_complete_and_there():
     assert windlass.__all__ == sorted(windlass.__all__)
     tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
-    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name for node in froms if str(node.module).startswith("windlass.") for alias in node.names}
     assert imported == set(windlass.__all__)
     assert all(hasattr(windlass, name) for name in windlass.__all__)
 

@@ -597,7 +597,16 @@ def test_a_slip_is_refused_with_a_hint(tmp_path, text, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["https://me:hunter2@a/x", "https://me:hunter2@a:99999/x", "https://me:hunter2@[a/x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:hunter2@a/x",
+        "https://me:hunter2@a:99999/x",
+        "https://me:hunter2@[a/x",
+        "https://a/hunter2 ",
+        "https://a/hunter2#x",
+    ],
+)
 def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path, url):
     with pytest.raises(ConfigurationError, match="a webhook's url") as refused:
         load(tmp_path, HOOK.replace("https://a/x", url) + "secret_env = 'A'")

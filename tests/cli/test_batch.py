@@ -21,7 +21,8 @@ from tests.cli.conftest import Cli, Inside
 from windlass.batches.finalize import Finalizer
 from windlass.batches.store import Batch, Pace
 from windlass.cli.batch_show import Seen, exit_code, money, size
-from windlass.cli.batch_watch import Load, Meter, View
+from windlass.cli.batch_watch import Lines, Load, Meter, View
+from windlass.cli.show import print_facts
 from windlass.errors import StorageUnavailable
 from windlass.settings import load_settings
 from windlass.simulator import Profile, SimulatorSettings
@@ -109,7 +110,15 @@ def test_without_a_model_server_anywhere_submit_says_what_to_write(cli: Cli, ins
     assert (code, out) == (1, "")
     assert err.startswith("error: no worker runs batches: no model server is configured.")
     assert "windlass batch run FILE --url" in err
+    assert '\n    [global_inference_gateway]\n    url = "http://gateway:8000"\n' in err
     assert files(cli) == 0
+
+
+@pytest.mark.usefixtures("gateway")
+def test_submit_says_that_nobody_is_there_to_run_it(inside: Inside, tmp_path: Path) -> None:
+    code, out, err = inside("batch", "submit", str(write(tmp_path / "in.jsonl")))
+    assert (code, out.startswith("batch_")) == (0, True)
+    assert err == "no worker that runs batches is there now; start one: windlass up, or windlass worker\n"
 
 
 @pytest.mark.parametrize(
@@ -302,8 +311,8 @@ class Sending:
         return "the server is away"
 
 
-def drawn(view: View) -> list[str]:
-    out = Console(width=120, force_terminal=False, record=True, quiet=False, file=None)
+def drawn(view: View, width: int = 120) -> list[str]:
+    out = Console(width=width, force_terminal=False, record=True, quiet=False, file=None)
     with out.capture() as captured:
         out.print(view)
     return [line.rstrip() for line in captured.get().splitlines()]
@@ -339,6 +348,29 @@ def test_the_live_view_shows_all_that_matters(folder: Path, database_url: str) -
     assert "too late for its window" in drawn(view)[3]
     view.seen = Seen(batch=replace(batch, paused_at=now), pace=Pace(50.0, now))
     assert drawn(view)[0].startswith("in.jsonl  in_progress, paused · ")
+    assert drawn(view, 40)[1] == f"  {'━' * 9}{'─' * 10}  1,000/2,000 · 50%"
+
+
+def test_lines_become_rarer_the_longer_a_batch_takes(
+    folder: Path, database_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    batch = replace(waiting(database_url, folder), status=BatchStatus.IN_PROGRESS, total=1_000_000)
+    view = View(Seen(batch=batch), {})
+    lines = Lines(lambda: now[0])
+
+    def said(seconds: int) -> int:
+        """Lines that are written in this time, while the batch goes on."""
+        capsys.readouterr()
+        for _ in range(seconds):
+            now[0] += 1.0
+            view.seen = Seen(batch=replace(view.batch, completed=view.batch.completed + 1))
+            lines(view)
+        return len(capsys.readouterr().out.splitlines())
+
+    assert said(60) > 25
+    assert 60 < said(3540) < 300
+    assert said(3600) == 60
 
 
 def test_the_meter_counts_what_came_in_of_late(folder: Path, database_url: str) -> None:
@@ -373,6 +405,14 @@ def test_money_has_four_digits_below_one(amount: float, text: str) -> None:
     assert money(amount) == text
 
 
+def test_facts_are_whole_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("windlass.cli.show.console", lambda: Console(width=30))
+    print_facts([("look", f"windlass batch show batch_{'0' * 32}")])
+    assert "".join(capsys.readouterr().out.split()) == f"lookwindlassbatchshowbatch_{'0' * 32}"
+
+
 # Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -384,6 +424,7 @@ def test_results_of_an_ended_batch_are_its_files(
     found = inside.json("batch", "results", batch.id, "-o", str(answers), "--errors", str(failures))
     assert found == {"lines": 2, "errors": 1}
     assert (ids(read(answers)), ids(read(failures))) == (["good", "also good"], ["bad"])
+    assert cli("batch", "results", batch.id, "-o", "-").stdout.encode() == answers.read_bytes()
     shown = cli("batch", "results", batch.id)
     assert shown.stdout.encode() == answers.read_bytes()
     assert shown.stderr == "wrote 2 answers; 1 lines failed: --errors FILE writes them to a file of their own\n"

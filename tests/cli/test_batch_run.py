@@ -18,6 +18,7 @@ from tests.batches.stage import request
 from tests.cli.batches import MIXED, ids, read, write
 from tests.cli.conftest import Cli, Inside, Running
 from tests.examples.test_docs import example, shell
+from tests.telemetry.test_tracing import Collector, collector, environment, traced
 from windlass.batches.lines import MODEL_CHARACTERS_MAX
 from windlass.batches.process import shard_queue
 from windlass.cli.batch_run import Plan, _gateway_set
@@ -26,6 +27,7 @@ from windlass.errors import ConfigurationError, Conflict
 from windlass.settings import Settings, load_settings
 from windlass.simulator import Remote, running_process
 
+__all__ = ["collector", "environment", "traced"]
 KEY = "WINDLASS_TEST_KEY"
 OURS = {"url": "http://ours:8000", "api_key_env": KEY, "tls_insecure_skip_verify": True, "max_retries": 7}
 IN_FLIGHT = 8
@@ -125,6 +127,32 @@ def test_failed_lines_have_a_file_of_their_own_and_an_exit_code(
     assert ids(read(tmp_path / "in.out.jsonl")) == ["good", "also good"]
     assert ids(read(tmp_path / "failures.jsonl")) == ["bad"]
     assert out.splitlines()[-1].split() == ["1", "odd", "bad"]
+
+
+def test_answers_that_cannot_be_written_are_kept_and_it_says_so(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", slow(20))
+    target = tmp_path / "results"
+    target.mkdir()
+    arguments = command(simulator, "-o", "results/out.jsonl")
+    with begun(cli, [*arguments, "--max-in-flight", "2"], 2) as run:
+        target.rmdir()
+        run.until("out.jsonl cannot be written: No such file or directory; every answer is kept: mend that, and")
+        assert run.ended() == 1
+    target.mkdir()
+    cli(*arguments)
+    assert len(read(target / "out.jsonl")) == 20
+    assert simulator.stats()["received"] == 20
+
+
+def test_a_run_is_one_trace(inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, traced: Collector) -> None:
+    write(tmp_path / "in.jsonl")
+    assert inside(*command(simulator))[0] == 0
+    made = traced.named("create-batch")
+    runs = [span for span in traced.spans if span.name == "process-batch"]
+    assert len(runs) == 2
+    assert {(span.trace_id, span.parent) for span in runs} == {(made.trace_id, made.id)}
 
 
 def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
@@ -332,6 +360,10 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["in.jsonl", "-o", "x", "--errors", "./x"], "input, output and errors must be three files, not "),
         (["in.jsonl", "-o", "data"], "--output "),
         (["in.jsonl", "-o", "no/x"], "--output "),
+        (["in.jsonl", "-o", "-"], "--output - is not a file"),
+        (["in.jsonl", "-o", "x" * 250, "--errors", "e"], "--output "),
+        (["in.jsonl", "--errors", "x" * 300], "--errors "),
+        (["-"], "standard input cannot be read twice; write the requests to a file"),
         (["in.jsonl", "--window", "soon"], "Invalid value: 'soon'."),
         (["in.jsonl", "--again", "--retry-failed"], "--again asks every line again"),
         (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),

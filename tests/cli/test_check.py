@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import UTC, datetime, timedelta
 
+import orjson
 import psycopg
 import pytest
 
@@ -54,6 +56,36 @@ def test_a_database_that_cannot_be_reached_is_a_finding(inside: Inside) -> None:
     assert "postgresql://me@127.0.0.1:1/shop" in out
     assert "start the server, or correct host and port" in out
     assert "secret" not in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "words"),
+    [
+        ({"GLOBAL_INFERENCE_GATEWAY_API_KEY_ENV": "NOWHERE"}, "error", "the environment variable NOWHERE"),
+        ({"GLOBAL_INFERENCE_GATEWAY_TLS_CA_CERT_FILE": "nowhere.pem"}, "error", "nowhere.pem"),
+        (
+            {"WEBHOOKS": '{"a": [{"url": "http://b", "secret_env": "NOWHERE"}]}'},
+            "error",
+            "the secret of the webhook b-",
+        ),
+        ({"GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9"}, "warning", "http://127.0.0.1:9 cannot be reached"),
+        ({}, "ok", "can be reached"),
+    ],
+)
+def test_what_keeps_a_worker_from_running_batches_is_a_finding(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], level: str, words: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for name, value in {"GLOBAL_INFERENCE_GATEWAY_URL": url, **settings}.items():
+            monkeypatch.setenv(f"WINDLASS_{name}", value)
+        (found,) = [one for one in orjson.loads(inside("check", "--json")[1]) if one["name"] == "gateways"]
+    assert found["level"] == level
+    assert words in found["text"]
+
+
+def test_without_gateways_nothing_is_said_of_them(inside: Inside) -> None:
+    assert "gateways" not in {one["name"] for one in inside.json("check")}
 
 
 async def test_an_old_transaction_is_named_with_its_end(pool: Pool, database_url: str) -> None:

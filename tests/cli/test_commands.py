@@ -13,6 +13,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from windlass.cli import app
+from windlass.cli.simulate import PROFILE_NAMES
+from windlass.simulator import PROFILES
 
 SERVERS = {("up",), ("worker",), ("api",)}
 """Commands that run until they are stopped, and so have no result."""
@@ -109,3 +111,17 @@ def test_the_completion_script_is_printed(shell: str) -> None:
     )
     assert f"_WINDLASS_COMPLETE=complete_{shell}" in shown.stdout
     assert shown.stderr == ""
+
+
+def test_a_command_loads_neither_the_demo_nor_the_simulator_nor_a_workers_upkeep() -> None:
+    """Each takes a part of the half second in which a command has to be there."""
+    asked = "import sys, windlass.cli; print(*sys.modules)"
+    there = set(
+        subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout.split()
+    )
+    others = {"windlass.cli.demo_batch", "windlass.simulator", "windlass.batches.collector", "windlass.batches.runtime"}
+    assert there.isdisjoint(others | {"starlette", "wreq", "opentelemetry"})
+
+
+def test_the_help_of_the_simulator_names_its_profiles() -> None:
+    assert ", ".join(PROFILES) == PROFILE_NAMES

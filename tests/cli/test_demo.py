@@ -157,7 +157,7 @@ def test_the_exit_code_says_whether_it_adds_up(
         assert out.quiet
         return report
 
-    monkeypatch.setattr("windlass.cli.demo.run_batch", run_batch)
+    monkeypatch.setattr("windlass.cli.demo_batch.run_batch", run_batch)
     ended, said, _ = inside("demo", "--json")
     assert ended == code
     told = orjson.loads(said)

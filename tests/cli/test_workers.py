@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from datetime import UTC, datetime
+
+import pytest
 
 from tests.cli.conftest import Inside
 from tests.cli.stage import Stage
+from windlass.app import AsyncWindlass
+from windlass.cli.banner import banner
 from windlass.db.database import complete
+from windlass.engine.views import OperationView
+from windlass.settings import load_settings
 
 
 def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage) -> None:
@@ -58,3 +65,19 @@ def test_an_operation_that_is_not_there_is_named(inside: Inside, stage: Stage) -
 def test_without_any_operation_the_remedy_is_said(inside: Inside) -> None:
     said = inside("operations")[2]
     assert said == "no operations; start a worker that has some: windlass up hello.py\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        (["batch.process", "batch.shard"], "windlass batch submit FILE --wait"),
+        (["batch.process", "greet"], "windlass job submit greet --watch"),
+    ],
+)
+async def test_who_starts_workers_is_told_what_to_submit(database_url: str, names: list[str], hint: str) -> None:
+    flags = {"database": {"url": database_url}, "global_inference_gateway": {"url": "http://127.0.0.1:9"}}
+    facts = {"description": None, "payload_schema": {}, "defaults": {}, "published_at": datetime.now(UTC), "workers": 1}
+    async with AsyncWindlass(settings=load_settings(flags, environment={})) as windlass:
+        operations = [OperationView(name=name, **facts) for name in names]
+        said = dict(banner(windlass, operations, url=None, has_key=False, processes=1))
+    assert said["submit"] == hint

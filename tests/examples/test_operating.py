@@ -252,14 +252,17 @@ def test_schedules_over_http_backup_and_restore_work_as_printed(folder):
         until windlass operations greet >/dev/null 2>&1; do sleep 0.2; done
         {example("http.sh").partition("#")[0]}
         {example("schedules-http.sh")}
+        mkdir -p "$WINDLASS_DATABASE_FOLDER/files" && echo kept > "$WINDLASS_DATABASE_FOLDER/files/answers"
         {example("backup.sh")}
         windlass key create late
         kill $UP; wait $UP
         {example("restore.sh")}
         windlass key list
+        cat "$FOLDER/files/answers"
         """,
     )
     assert told.returncode == 0, told
+    assert told.stdout.endswith("kept\n"), "the files of batches are in the backup, too"
     assert len(re.findall(r"^20\d\d-", told.stdout, re.MULTILINE)) == 2, "next_at and paused_at"
     assert "✓ schema      current" in told.stdout
     keys = told.stdout.partition("✓ schema")[2]

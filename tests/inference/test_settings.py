@@ -121,6 +121,15 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path):
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://me:hunter2@[a", "me:hunter2@a:8000", "http://me:hunter2@a:99999", "http://a:1?api-key=hunter2"]
+)
+def test_what_may_be_secret_in_a_url_that_is_none_is_not_repeated(tmp_path, url):
+    with pytest.raises(ConfigurationError, match="a gateway's url") as refused:
+        load(tmp_path, f"[global_inference_gateway]\nurl = '{url}'")
+    assert "hunter2" not in str(refused.value)
+
+
 def test_reading_settings_loads_no_http_client():
     code = "import sys, windlass.settings; print('wreq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

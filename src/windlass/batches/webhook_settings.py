@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from windlass.errors import ConfigurationError
-from windlass.inference.settings import SECRETS
+from windlass.inference.settings import SECRETS, shown_url
 
 EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
@@ -93,8 +93,6 @@ def refuse_doubles(webhooks: Mapping[str, Sequence[WebhookSettings]]) -> None:
 
 
 def _check_url(url: str) -> None:
-    """A password may stand anywhere before an `@`: such a url is not repeated."""
-    shown = f"is {url!r}" if "@" not in url else "is no url of the web"
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -104,4 +102,4 @@ def _check_url(url: str) -> None:
         if "@" in parts.netloc:
             raise ConfigurationError("a webhook's url holds a user or password; the signature shows who we are instead")
     if not known or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigurationError(f"a webhook's url {shown}; write it like https://example.com/hooks")
+        raise ConfigurationError(f"a webhook's url is {shown_url(url)}; write it like https://example.com/hooks")

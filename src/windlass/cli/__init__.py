@@ -83,6 +83,8 @@ def main() -> None:
 
 
 def _complain(text: str, code: int) -> int:
-    line = "; ".join(part.strip() for part in text.splitlines() if part.strip())
-    typer.echo(f"error: {line}", err=True)
+    """In one line, unless it shows what to write into a file: that keeps its own lines."""
+    if "\n    " not in text:
+        text = "; ".join(part.strip() for part in text.splitlines() if part.strip())
+    typer.echo(f"error: {text}", err=True)
     return code

@@ -24,7 +24,7 @@ def banner(
         names = ", ".join(operation.name for operation in operations)
         yield "operations", names or "none: name a module, a file or a folder, as in windlass up hello.py"
         yield "workers", _workers(windlass, processes)
-        yield "submit", example(operations[0]) if operations else "windlass job submit TYPE --payload '{…}' --watch"
+        yield "submit", _submit(windlass, operations)
     else:
         yield "workers", "none here: --no-worker, or worker.run_background_poller, or windlass api"
     yield "stop", "Ctrl-C lets running jobs end, a second one leaves at once"
@@ -49,6 +49,16 @@ def _who(has_key: bool) -> str:
     if has_key:
         return "with an API key: windlass key list"
     return "open to this machine until the first key is made: windlass key create NAME"
+
+
+def _submit(windlass: AsyncWindlass, operations: Sequence[OperationView]) -> str:
+    """Nobody enqueues the jobs of a batch by hand."""
+    own = [operation for operation in operations if not operation.name.startswith("batch.")]
+    if own:
+        return example(own[0])
+    if windlass.settings.has_gateways:
+        return "windlass batch submit FILE --wait"
+    return "windlass job submit TYPE --payload '{…}' --watch"
 
 
 def _workers(windlass: AsyncWindlass, processes: int) -> str:

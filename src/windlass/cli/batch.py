@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from windlass.app import AsyncWindlass
+from windlass.app import VERSION, AsyncWindlass
 from windlass.batches.store import Batch, NewBatch, window_seconds
 from windlass.batches.submission import (
     IN_FLIGHT_MAX,
@@ -40,10 +41,11 @@ from windlass.cli.batch_watch import watch as watch_batch
 from windlass.cli.batch_work import finish_abandoned
 from windlass.cli.flags import BatchId, Config, DatabaseUrl, Json, OfTenant, client, run
 from windlass.cli.show import print_json
-from windlass.engine.jobs import DEFAULT_TENANT
+from windlass.engine.jobs import DEFAULT_TENANT, JobId
 from windlass.errors import ConfigurationError, InvalidInput
 from windlass.inference.settings import NO_GATEWAY
 from windlass.states import BatchStatus
+from windlass.telemetry import tracing
 
 _LIST_PAGE = 100
 _TENANT_CHARACTERS_MAX = 100
@@ -309,7 +311,10 @@ async def _submitted(windlass: AsyncWindlass, file: Path, values: dict[str, Any]
 
 
 async def _created(windlass: AsyncWindlass, new: NewBatch) -> Batch:
-    batch, _ = await create(windlass.batches, windlass.catalog, new, must_be_served=False)
+    tracing.start(version=VERSION)
+    with tracing.span("create-batch") as creating:
+        new = replace(new, traceparent=creating.traceparent)
+        batch, _ = await create(windlass.batches, windlass.catalog, new, must_be_served=False)
     windlass.doorbell.ring([batch.queue])
     return batch
 
@@ -318,9 +323,18 @@ async def _require_workers(windlass: AsyncWindlass) -> None:
     """Nobody would ever run it where no gateway is configured, neither here nor with any worker so far."""
     if not windlass.settings.has_gateways and not await is_served(windlass.queue):
         raise ConfigurationError(
-            f"no worker runs batches: {NO_GATEWAY}\nand start: windlass up; or run it here, by "
-            "windlass batch run FILE --url http://gateway:8000"
+            f"no worker runs batches: {NO_GATEWAY}\nand start: windlass up\n"
+            "or run it here: windlass batch run FILE --url http://gateway:8000"
         )
+
+
+async def _warn_if_nobody_runs_it(windlass: AsyncWindlass, batch: Batch) -> None:
+    """A worker may be on its way, so this is no error; but without one the batch only waits for its window to end."""
+    if batch.has_ended:
+        return
+    reasons = await windlass.views.waiting_on([await windlass.queue.get(JobId(batch.job_id))])
+    if any(one.reason == "no_worker" for of_job in reasons.values() for one in of_job):
+        typer.echo("no worker that runs batches is there now; start one: windlass up, or windlass worker", err=True)
 
 
 def checksum(file: Path) -> str:
@@ -389,6 +403,7 @@ async def _told(windlass: AsyncWindlass, batch: Batch, wait: bool, json: bool) -
     """Print the id at once, so that an interrupted wait is not a lost batch."""
     if not json:
         typer.echo(batch.id)
+        await _warn_if_nobody_runs_it(windlass, batch)
     elif not wait:
         print_json({"id": batch.id, "status": batch.status})
     return exit_code(await watch_batch(windlass, batch.id, json=json)) if wait else 0

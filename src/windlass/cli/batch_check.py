@@ -77,6 +77,9 @@ def endpoint_of(file: Path, named: str | None) -> str:
 
 
 def readable(file: Path) -> Path:
+    """It is read more than once, and by who goes on after a crash once more: so it must be a file."""
+    if file == Path("-"):
+        raise InvalidInput("standard input cannot be read twice; write the requests to a file, and name that")
     try:
         with file.open("rb"):
             return file

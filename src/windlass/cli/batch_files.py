@@ -69,6 +69,8 @@ def results(
     While it runs, lines come in the order in which they were finished, and those that failed are among them unless
     --errors names a file. With --json what was written is counted, on standard error unless --output names a file.
     """
+    output = None if output == Path("-") else output
+    refuse_dash("--errors", errors)
     _refuse_same(output, errors)
 
     async def go(windlass: AsyncWindlass) -> Copied:
@@ -220,7 +222,7 @@ def writing(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    draft = draft_of(path)
     try:
         with draft.open("wb") as target:
             yield target
@@ -231,6 +233,10 @@ def writing(path: Path | None) -> Iterator[BinaryIO]:
         raise InvalidInput(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         draft.unlink(missing_ok=True)
+
+
+def draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 # Lines of one that runs -------------------------------------------------------------------------------------------
@@ -305,6 +311,11 @@ def _say_json(copied: Copied, output: Path | None) -> None:
         print_json(counts)
     else:
         typer.echo(orjson.dumps(counts).decode(), err=True)
+
+
+def refuse_dash(flag: str, path: Path | None) -> None:
+    if path == Path("-"):
+        raise InvalidInput(f"{flag} - is not a file, and these lines go to one; name it")
 
 
 def _refuse_same(output: Path | None, errors: Path | None) -> None:

@@ -31,7 +31,7 @@ from windlass.batches.outlook import cost
 from windlass.batches.store import Batch, NewBatch, window_seconds
 from windlass.batches.submission import check_retry, create, retry_of, store_input
 from windlass.cli.batch_check import Endpoint, InputFile, endpoint_of, readable
-from windlass.cli.batch_files import copy_file, writing
+from windlass.cli.batch_files import copy_file, draft_of, refuse_dash, writing
 from windlass.cli.batch_show import (
     COLOURS,
     error_groups,
@@ -208,11 +208,18 @@ def _beside(file: Path, ending: str) -> Path:
 
 def _writable(flag: str, path: Path) -> Path:
     """Found out before anything is paid for."""
+    refuse_dash(flag, path)
     path = path.resolve()
-    if path.is_dir():
-        raise InvalidInput(f"{flag} {path} is a folder; name a file in it")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise InvalidInput(f"{flag} {path} cannot be written: there is no folder {path.parent}, or it is closed to us")
+    try:
+        if path.is_dir():
+            raise InvalidInput(f"{flag} {path} is a folder; name a file in it")
+        draft = draft_of(path)
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise InvalidInput(f"{flag} {path} cannot be written: {error.strerror or error}") from error
     return path
 
 
@@ -335,14 +342,15 @@ class _Runner:
             await free_the_dead(self._windlass, self._plan.queue)
             return known
         is_retry = known is not None and known.in_progress_at is not None and self._plan.retry_failed
-        new = await self._retry(known) if known is not None and is_retry else await self._new()
-        batch, _ = await create(
-            self._windlass.batches,
-            self._windlass.catalog,
-            new,
-            must_be_served=False,
-            instead_of=known.id if known is not None else None,
-        )
+        with tracing.span("create-batch") as creating:
+            new = await self._retry(known) if known is not None and is_retry else await self._new()
+            batch, _ = await create(
+                self._windlass.batches,
+                self._windlass.catalog,
+                replace(new, traceparent=creating.traceparent),
+                must_be_served=False,
+                instead_of=known.id if known is not None else None,
+            )
         return batch
 
     async def _new(self) -> NewBatch:
@@ -407,12 +415,15 @@ async def _conclude(windlass: AsyncWindlass, plan: Plan, batch: Batch, json: boo
 
 async def _write(windlass: AsyncWindlass, plan: Plan, family: list[Batch]) -> None:
     """The answers of all that was asked for this file; an error file that is there from before must not lie."""
-    with writing(plan.output) as target:
-        async for chunk in answers(windlass.files, family):
-            await asyncio.to_thread(target.write, chunk)
-    if family[0].error_file_id is not None or plan.errors.exists():
-        with writing(plan.errors) as target:
-            await copy_file(windlass.files, family[0].error_file_id, target)
+    try:
+        with writing(plan.output) as target:
+            async for chunk in answers(windlass.files, family):
+                await asyncio.to_thread(target.write, chunk)
+        if family[0].error_file_id is not None or plan.errors.exists():
+            with writing(plan.errors) as target:
+                await copy_file(windlass.files, family[0].error_file_id, target)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; every answer is kept: mend that, and start the same command again") from error
 
 
 def _summary(windlass: AsyncWindlass, plan: Plan, family: list[Batch], code: int) -> dict[str, Any]:

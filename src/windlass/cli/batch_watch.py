@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import sys
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple, Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.text import Text
 
@@ -33,12 +34,14 @@ from windlass.cli.batch_show import (
     status_text,
 )
 from windlass.cli.show import console, print_json, seconds
-from windlass.cli.watch import bar
+from windlass.cli.watch import BAR_COLUMNS, bar
 from windlass.errors import DatabaseUnavailable
 
 _LOOK_SECONDS = 0.25
 _WAITING_SECONDS = 2.0
 _PLAIN_SECONDS = 2.0
+_PLAIN_SECONDS_MAX = 60.0
+_PLAIN_SHARE = 0.02
 _METER_SECONDS = 10.0
 _STALE_SECONDS = 3.0
 _ERRORS_SHOWN = 3
@@ -111,16 +114,16 @@ class View:
         now = datetime.now(UTC) - self.ahead
         return ((self.batch.ended_at or now) - self.batch.created_at).total_seconds()
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts: list[RenderableType] = [self._head()]
         if self.batch.total:
-            parts.append(self._bar())
+            parts.append(self._bar(options.max_width))
         parts += [Text(f"  {line}") for line in self.lines()]
         parts += [Text(f"  {line}", "red") for line in self._errors()]
         parts += [Text(f"  {text}", "yellow") for text in self.troubles()]
         if self.notice:
             parts.append(Text(f"  {self.notice}", "bold"))
-        return Group(*parts)
+        yield from parts
 
     def troubles(self) -> list[str]:
         """Why it does not go on, as far as that is known."""
@@ -139,12 +142,14 @@ class View:
         head.append(self.title or self.batch.id, "bold").append("  ").append_text(status_text(self.batch))
         return head.append(f" · {seconds(self.elapsed_seconds())}")
 
-    def _bar(self) -> Text:
+    def _bar(self, width: int) -> Text:
+        """As long as there is room for it and its numbers in one line."""
         batch = self.batch
+        numbers = f"  {progress(batch)} · {batch.done / batch.total:.0%}"
+        columns = max(0, min(BAR_COLUMNS, width - len(numbers) - 2))
         done = "green" if batch.has_ended else COLOURS[batch.status]
         parts = {done: batch.completed, "red": batch.failed, "yellow": batch.expired + batch.cancelled}
-        shown = Text("  ").append_text(bar(parts, batch.total))
-        return shown.append(f"  {progress(batch)} · {batch.done / batch.total:.0%}")
+        return Text("  ").append_text(bar(parts, batch.total, columns)).append(numbers)
 
     def _pace(self) -> list[str]:
         found = [f"{number(self.batch.completed)} completed", f"{number(failed(self.batch))} failed"]
@@ -241,11 +246,16 @@ def live(view: View, out: Console) -> Iterator[OnLook]:
 
 
 class Lines:
-    """Without a terminal: now and then a line, and one for each change of status and each trouble."""
+    """Without a terminal: now and then a line, and one for each change of status and each trouble.
 
-    def __init__(self) -> None:
+    The longer it takes, the rarer they are: a day is about 1,600 lines, not 43,000.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
         self._said = ""
-        self._said_at = 0.0
+        self._said_at = -math.inf
         self._status = ""
         self._troubles: list[str] = []
 
@@ -255,8 +265,9 @@ class Lines:
             _say(view, status)
             self._status = status
         text = " · ".join([progress(view.batch), *view.lines()]) if view.batch.total else ""
-        now = time.monotonic()
-        if text and text != self._said and (view.batch.has_ended or now - self._said_at >= _PLAIN_SECONDS):
+        now = self._clock()
+        pause = min(_PLAIN_SECONDS_MAX, max(_PLAIN_SECONDS, _PLAIN_SHARE * (now - self._began)))
+        if text and text != self._said and (view.batch.has_ended or now - self._said_at >= pause):
             self._said, self._said_at = text, now
             _say(view, text)
         troubles = view.troubles()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.text import Text
@@ -17,6 +19,7 @@ from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailab
 from windlass.settings import Settings
 from windlass.telemetry.logs import configure_logs
 
+_CONNECT_SECONDS = 3.0
 _SIGNS = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Level.ERROR: ("✗", "red")}
 
 Sources = Annotated[
@@ -49,7 +52,7 @@ async def _check(sources: list[str], processes: int, database_url: str | None, c
     except WindlassError as error:
         return [Finding("settings", Level.ERROR, str(error), "correct the setting and check again")]
     findings = [Finding("settings", Level.OK, "read"), _operations(settings, sources)]
-    return [*findings, *await _check_database(settings, processes)]
+    return [*findings, *await _check_gateways(settings), *await _check_database(settings, processes)]
 
 
 def _operations(settings: Settings, sources: list[str]) -> Finding:
@@ -61,6 +64,40 @@ def _operations(settings: Settings, sources: list[str]) -> Finding:
         return Finding("operations", Level.OK, ", ".join(names))
     remedy = "name modules, files or folders in `operations` of windlass.toml, or to `windlass up`"
     return Finding("operations", Level.WARNING, "none here", remedy)
+
+
+async def _check_gateways(settings: Settings) -> list[Finding]:
+    """Keys, certificates and secrets, as a worker reads them at its start; and whether the servers are there."""
+    if not settings.has_gateways:
+        return []
+    from windlass.batches.webhooks import Webhooks  # here, because they load an HTTP client
+    from windlass.inference.gateway import Gateways
+
+    try:
+        async with Gateways(settings.global_inference_gateway, settings.model_gateways, settings.inference) as gateways:
+            endpoints = sorted({gateway.endpoint for gateway in gateways.all()})
+        await Webhooks(settings.webhooks).close()
+    except ConfigurationError as error:
+        return [Finding("gateways", Level.ERROR, str(error), "correct that: no worker starts with it")]
+    reached = await asyncio.gather(*(_is_reached(endpoint) for endpoint in endpoints))
+    if away := [endpoint for endpoint, is_there in zip(endpoints, reached, strict=True) if not is_there]:
+        text = f"{', '.join(away)} cannot be reached from here"
+        return [
+            Finding("gateways", Level.WARNING, text, "start the model server, or correct its url; batches wait for it")
+        ]
+    return [Finding("gateways", Level.OK, f"{', '.join(endpoints)} can be reached")]
+
+
+async def _is_reached(endpoint: str) -> bool:
+    parts = urlsplit(endpoint)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(parts.hostname, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 async def _check_database(settings: Settings, processes: int) -> list[Finding]:

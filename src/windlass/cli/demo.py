@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from windlass.cli.demo_batch import run_batch
-from windlass.cli.demo_pipeline import Tally, run_pipeline
-from windlass.cli.demo_report import Report
 from windlass.cli.flags import Json, run
 from windlass.cli.show import console, print_json
 from windlass.errors import InvalidInput
 from windlass.telemetry.logs import configure_logs
+
+if TYPE_CHECKING:
+    from windlass.cli.demo_pipeline import Tally
+    from windlass.cli.demo_report import Report
 
 _REQUESTS = 3_000
 _CHILDREN = 200
@@ -51,6 +52,9 @@ def demo(
 
 
 async def _run(requests: int | None, pipeline: bool, children: int | None, out: Console) -> Report | Tally:
+    from windlass.cli.demo_batch import run_batch  # here, because every command loads this module
+    from windlass.cli.demo_pipeline import run_pipeline
+
     if pipeline:
         return await run_pipeline(children or _CHILDREN, out)
     return await run_batch(requests or _REQUESTS, out)

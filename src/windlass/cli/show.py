@@ -85,8 +85,10 @@ def print_table(columns: Mapping[str, Sequence[Text]], *, elastic: Sequence[str]
 
 
 def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
-    """Names and values, without those that are not there."""
+    """Names and values, without those that are not there; an id that is cut would be of no use."""
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in facts:
         if value not in (None, ""):
             table.add_row(Text(name, "bold"), value if isinstance(value, Text) else Text(str(value)))

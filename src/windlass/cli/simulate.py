@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,8 +14,12 @@ from windlass.cli.flags import Json, TetherDescriptor
 from windlass.cli.loop import loop_factory, spare_the_collector
 from windlass.cli.show import console, print_facts, print_json, print_table
 from windlass.cli.stop import Stop, Tether
-from windlass.simulator import PROFILES, Profile, Simulator, SimulatorSettings, named_model, profile
 
+if TYPE_CHECKING:
+    from windlass.simulator import Profile, Simulator, SimulatorSettings
+
+# Written out, because every command loads this module, and the simulator is for one of them.
+PROFILE_NAMES = "instant, fast, 7b, 8b-on-l4, 8b-on-h100, 70b-on-h100"
 _EXAMPLE = '{"model": "%s", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}'
 
 Models = Annotated[
@@ -24,7 +28,7 @@ Models = Annotated[
 ]
 AnyModel = Annotated[bool, typer.Option("--any-model", help="Know every other model too; so it is when none is named.")]
 ProfileName = Annotated[
-    str, typer.Option("--profile", help=f"Capacity of models without one of their own: {', '.join(PROFILES)}.")
+    str, typer.Option("--profile", help=f"Capacity of models without one of their own: {PROFILE_NAMES}.")
 ]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where it listens.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Its port; 0 takes a free one.")]
@@ -96,6 +100,8 @@ def simulate(
 
     Runs until SIGTERM or Ctrl-C, and then says what it was asked. `windlass simulate --model qwen:7b --max-running 64`.
     """
+    from windlass.simulator import SimulatorSettings, named_model, profile
+
     given = {
         "prefill_rate": prefill,
         "decode_rate": decode,
@@ -129,6 +135,8 @@ def simulate(
 async def _simulate(
     settings: SimulatorSettings, host: str, port: int, is_json: bool, tether: int | None
 ) -> dict[str, Any]:
+    from windlass.simulator import Simulator
+
     stop = Stop()
     stop.listen()
     if tether is not None:

@@ -36,7 +36,7 @@ from windlass.states import JOB, JobStatus
 _LOOK_SECONDS = 0.25
 _EVENTS_SHOWN = 8
 _EVENTS_PER_LOOK = 200
-_BAR_COLUMNS = 46
+BAR_COLUMNS = 46
 _PLAIN_PROGRESS_SECONDS = 2.0
 
 
@@ -107,7 +107,7 @@ def status_bar(counts: Mapping[JobStatus, int], noun: str) -> Text:
     return bar(shown, total).append(f"  {done}/{total} {noun}")
 
 
-def bar(parts: Mapping[str, int], total: int, columns: int = _BAR_COLUMNS) -> Text:
+def bar(parts: Mapping[str, int], total: int, columns: int = BAR_COLUMNS) -> Text:
     """Parts of a whole in their colours; whatever is there at all gets at least its share rounded down."""
     text, filled, so_far = Text(), 0, 0
     for colour, n in parts.items():

@@ -15,13 +15,14 @@ from windlass.errors import ConfigurationError
 
 SECRETS = Path("/etc/.secrets")
 NO_GATEWAY = (
-    "no model server is configured. For one that serves every model write\n"
+    "no model server is configured. For one that serves every model write into windlass.toml\n"
     '    [global_inference_gateway]\n    url = "http://gateway:8000"\n'
     "or name one for each model:\n"
     '    [model_gateways."llama-3"]\n    url = "http://gateway-a:8000"'
 )
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_SERVER = re.compile(r"(https?://[^/?#]*)[/?#].")
 
 
 def seconds(value: Any) -> Any:
@@ -161,6 +162,14 @@ def refuse_both(gateway: GatewaySettings, model_gateways: Mapping[str, GatewaySe
             raise ConfigurationError(f'model_gateways."{model}" has no url; entries inherit nothing from each other')
 
 
+def shown_url(url: str) -> str:
+    """As much of a useless url as may be repeated: keys stand in paths and queries, passwords before an `@`."""
+    if "@" in url:
+        return "not shown, for a password may stand in it"
+    server = _SERVER.match(url)
+    return repr(url) if server is None else repr(f"{server[1]}/…")
+
+
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
@@ -168,8 +177,9 @@ def _check_url(url: str) -> None:
     except ValueError:
         known = False
     else:
-        # A password may stand here: it is refused without being repeated.
         if "@" in parts.netloc:
             raise ConfigurationError("a gateway's url holds a user or password; name the key by api_key_file instead")
     if not known or parts.query or parts.fragment:
-        raise ConfigurationError(f"a gateway's url is {url!r}; write it like http://gateway:8000")
+        raise ConfigurationError(
+            f"a gateway's url is {shown_url(url)}; write it like http://gateway:8000, without a query"
+        )
