@@ -18,8 +18,6 @@ from uuid import UUID
 import orjson
 
 from windlass.api.keys import Keys
-from windlass.batches.care import Care
-from windlass.batches.collector import Collector
 from windlass.batches.files import Files
 from windlass.batches.metrics import BATCH_METRICS, STORAGE_METRIC, BatchCounts, StorageCounts, rooms
 from windlass.batches.store import Batches
@@ -361,8 +359,12 @@ class AsyncWindlass:
 
     def _rounds(self, counts: WorkerCounts) -> list[Round]:
         """What upkeep does beside the engine's own rounds."""
+        from windlass.batches.care import Care  # here, because clients need neither
+        from windlass.batches.collector import Collector
+
         settings = self.settings
-        care = Care(self.batches, BatchCounts(counts), settings.batches.cancel_grace_seconds)
+        grace = settings.batches.cancel_grace_seconds
+        care = Care(self.batches, self.catalog, BatchCounts(counts), grace, settings.webhooks)
         store = self.open_store("garbage-collector", counts)
         garbage = Collector(self.queue, store, self.workspace, settings.batches, settings.retention)
         return [

@@ -12,20 +12,20 @@ from windlass.batches.repair import repair
 from windlass.batches.store import Batch
 from windlass.batches.verify import verify
 from windlass.db.check import Level
-from windlass.errors import Conflict, StorageUnavailable
+from windlass.errors import Conflict, StorageError, StorageUnavailable
 from windlass.states import BatchStatus
 
 LINES = [request("a"), request("b", prompt="[[fault:400:code=odd]]"), request("c")]
 
 
-async def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Batch:
+async def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]] = LINES) -> Batch:
     async def away(*_: object) -> None:
         raise StorageUnavailable("the store is away")
 
     with monkeypatch.context() as patched:
         patched.setattr(Finalizer, "write", away)
         stage.work()
-        batch = await stage.ended(await stage.submit(LINES))
+        batch = await stage.ended(await stage.submit(lines))
     assert (batch.status, batch.manifest, batch.output_file_id) == (BatchStatus.FAILED, None, None)
     return batch
 
@@ -51,11 +51,47 @@ async def test_lines_without_an_answer_are_said_to_have_failed(database_url, tmp
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch)
         await stage.windlass.pool.rows("DELETE FROM windlass.batch_segment WHERE batch_id = %(id)s", {"id": batch.id})
+        for _, _, path in stage.windlass.workspace.journals(batch.id):
+            path.unlink()
         batch = await mend(stage, batch)
         output, errors = await stage.results(batch)
         assert output == []
         assert {line["error"]["code"] for line in errors} == {"batch_failed"}
         assert (batch.completed, batch.failed) == (0, 3)
+
+
+async def test_answers_that_nobody_registered_are_found_in_the_journals_of_this_machine(
+    database_url, tmp_path, monkeypatch
+):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        await stage.windlass.pool.rows("DELETE FROM windlass.batch_segment WHERE batch_id = %(id)s", {"id": batch.id})
+        ((_, _, path),) = stage.windlass.workspace.journals(batch.id)
+        with path.open("ab") as journal:
+            journal.write(path.read_bytes()[:60] + bytes(100))
+        batch = await mend(stage, batch)
+        output, errors = await stage.results(batch)
+        assert [line["custom_id"] for line in output + errors] == ["a", "c", "b"]
+        assert {one.level for one in await verify(stage.windlass.files, batch)} == {Level.OK}
+
+
+async def test_answers_that_are_lost_do_not_take_the_others_with_them(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch, [request("a", model="one"), request("b", model="two")])
+        (_, _, path), _ = stage.windlass.workspace.journals(batch.id)
+        path.unlink()
+        output, errors = await stage.results(await mend(stage, batch))
+        assert [line["custom_id"] for line in output] == ["b"]
+        assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [("a", "batch_failed")]
+
+
+async def test_answers_on_another_machine_are_not_given_up(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        await stage.windlass.pool.rows("UPDATE windlass.batch_segment SET host = 'other' RETURNING id")
+        with pytest.raises(StorageError, match="in the work folder of another machine"):
+            await mend(stage, batch)
+        assert (await stage.get(batch.id)).manifest is None
 
 
 async def test_a_repair_that_is_broken_off_changes_nothing_and_can_be_done_again(database_url, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
-from tests.telemetry.test_tracing import collector, environment, traced
+from tests.telemetry.test_tracing import ERROR, collector, environment, traced
 from windlass.states import BatchStatus
 from windlass.telemetry import tracing
 
@@ -30,6 +30,16 @@ async def test_a_batch_is_one_trace_from_its_submission_to_the_model_server(data
     assert [last[f"batch.request.{name}"] for name in ("total", "completed", "failed")] == [3, 3, 0]
     inside = {span.name for span in traced.spans if span.parent in {run.id for run in runs}}
     assert "storage.Store" in inside
+
+
+async def test_the_span_of_a_batch_that_failed_says_why(database_url, tmp_path, traced):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit(b"no json\n"))
+    tracing.stop()
+    assert batch.status is BatchStatus.FAILED
+    (span,) = [span for span in traced.spans if span.name == "process-batch"]
+    assert (span.status.code, span.status.message) == (ERROR, batch.errors["data"][0]["message"])
 
 
 async def test_a_shard_that_is_given_back_leaves_a_linked_span(database_url, tmp_path, traced):

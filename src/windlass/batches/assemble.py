@@ -104,6 +104,10 @@ class Assembly:
         """Sums over what the files will hold: the records that won, the rejected lines and, once filled, the rest."""
 
     @property
+    def total(self) -> int:
+        return len(self.index.offsets)
+
+    @property
     def missing(self) -> int:
         """Lines without a record; a batch that ends as it should has none."""
         return self.index.kinds.count(_MISSING)
@@ -113,7 +117,7 @@ class Assembly:
         """How every line ended; raises Conflict while lines are missing and no one has said what became of them."""
         self._refuse_gaps()
         tally = self.tally
-        counts = Counts(tally.completed, tally.failed, tally.expired, tally.cancelled, len(self.index.offsets))
+        counts = Counts(tally.completed, tally.failed, tally.expired, tally.cancelled, self.total)
         if sum(counts[:-1]) != counts.total:
             raise StorageError(f"the lines of batch {self.batch_id} do not add up: {counts}")
         return counts
@@ -124,7 +128,7 @@ class Assembly:
 
     @property
     def has_errors(self) -> bool:
-        return self.tally.completed < len(self.index.offsets)
+        return self.tally.completed < self.total
 
     def fill(self, code: str) -> None:
         """Say what became of the missing lines: batch_expired, batch_cancelled or batch_failed."""
@@ -178,7 +182,7 @@ class Assembly:
     def _refuse_gaps(self) -> None:
         if self.filler is None and self.missing:
             raise Conflict(
-                f"{self.missing} of {len(self.index.offsets)} lines of batch {self.batch_id} have no record: "
+                f"{self.missing} of {self.total} lines of batch {self.batch_id} have no record: "
                 "finish them, or say with fill() what became of them"
             )
 

@@ -5,7 +5,8 @@ id, tenant, status::text, job_id, queue, priority, endpoint, input_file_id, comp
 metadata, limits, traceparent, retry_of, retry_codes, family, models, total, input_sha256, errors, completed, failed,
 expired, cancelled, input_tokens, cached_tokens, output_tokens, reasoning_tokens, usage_by_model, error_summary,
 full_disks, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
-expires_at, paused_at, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at, cancelled_at
+expires_at, paused_at, taken_up_at, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at,
+cancelled_at
 
 -- name: insert
 INSERT INTO windlass.batch (
@@ -80,6 +81,12 @@ FROM (
 ) AS newest
 GROUP BY id, since
 
+-- When a worker first came to it, and whether that was too late.
+-- name: take_up
+UPDATE windlass.batch SET taken_up_at = coalesce(taken_up_at, :now)
+WHERE id = %(id)s AND status = 'validating'
+RETURNING :columns, expires_at <= :now
+
 -- name: begin
 UPDATE windlass.batch
 SET status = 'in_progress', in_progress_at = :now, total = %(total)s, models = %(models)s,
@@ -128,11 +135,13 @@ SET completed = %(completed)s, failed = %(failed)s, expired = %(expired)s, cance
 WHERE id = %(id)s AND status = 'failed' AND manifest IS NULL
 RETURNING id
 
+-- What was stopping already because of an error has its requests in flight no longer than the grace from now on.
 -- name: cancel
 UPDATE windlass.batch
 SET status = 'cancelling', cancelling_at = :now, paused_at = NULL,
-    stop_reason = coalesce(stop_reason, CASE WHEN status = 'in_progress' THEN 'cancel' END),
-    stop_at = coalesce(stop_at, CASE WHEN status = 'in_progress' THEN :now END)
+    stop_reason = CASE WHEN status = 'in_progress' AND stop_reason IS DISTINCT FROM 'deadline' THEN 'cancel'
+                       ELSE stop_reason END,
+    stop_at = CASE WHEN status = 'in_progress' AND stop_reason IS DISTINCT FROM 'deadline' THEN :now ELSE stop_at END
 WHERE id = %(id)s AND status IN ('validating', 'in_progress', 'finalizing')
 RETURNING :columns
 
@@ -163,8 +172,13 @@ WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
         WHERE batch.queue = %(queue)s AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
 RETURNING name
 
+-- Shards that find the same disk full at the same time have found it once.
 -- name: note_full_disk
-UPDATE windlass.batch SET full_disks = full_disks + 1 WHERE id = %(id)s RETURNING full_disks
+UPDATE windlass.batch
+SET full_disks = full_disks + CASE WHEN full_disk_at > :now - make_interval(secs => %(seconds)s) THEN 0 ELSE 1 END,
+    full_disk_at = CASE WHEN full_disk_at > :now - make_interval(secs => %(seconds)s) THEN full_disk_at ELSE :now END
+WHERE id = %(id)s
+RETURNING full_disks
 
 -- name: shards
 SELECT id FROM windlass.job
@@ -181,7 +195,7 @@ WHERE id = ANY(%(ids)s)
 -- Batches that somebody must look after: the window is over, the order to stop was not followed, or the job is gone.
 -- name: neglected
 SELECT batch.id, batch.status::text, batch.stop_reason, extract(epoch FROM :now - batch.stop_at)::float8,
-    batch.expires_at <= :now, job.status::text, batch.job_id
+    extract(epoch FROM :now - batch.expires_at)::float8, job.status::text, batch.job_id, batch.tenant
 FROM windlass.batch
 LEFT JOIN windlass.job ON job.id = batch.job_id
 WHERE batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 from windlass.batches.lines import Problem
 from windlass.batches.metrics import BatchCounts
 from windlass.batches.store import FENCE_SECONDS, Batches, Ending, Neglected
+from windlass.batches.webhook_settings import WebhookSettings
 from windlass.db.database import Session
+from windlass.engine.catalog import Catalog
 from windlass.engine.jobs import JobId
 from windlass.engine.upkeep import Round
+from windlass.errors import DatabaseUnavailable
 from windlass.states import BATCH, BatchStatus, JobStatus
 
 log = logging.getLogger(__name__)
@@ -22,9 +27,18 @@ _OPEN = tuple(status for status in BatchStatus if status not in BATCH.terminal)
 class Care:
     """An upkeep round of every worker, so that a batch ends in time even if its own workers are gone."""
 
-    def __init__(self, batches: Batches, counts: BatchCounts, cancel_grace_seconds: float) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        catalog: Catalog,
+        counts: BatchCounts,
+        cancel_grace_seconds: float,
+        webhooks: Mapping[str, Sequence[WebhookSettings]],
+    ) -> None:
         self._batches = batches
+        self._catalog = catalog
         self._counts = counts
+        self._webhooks = webhooks
         self._grace = {"deadline": FENCE_SECONDS, "cancel": cancel_grace_seconds + FENCE_SECONDS}
 
     def rounds(self) -> list[Round]:
@@ -32,24 +46,40 @@ class Care:
 
     async def look(self, session: Session) -> None:
         for batch in await self._batches.neglected(session=session):
-            await self._help(batch)
+            try:
+                await self._help(batch)
+            except DatabaseUnavailable:
+                raise
+            except Exception:  # the others need a hand all the same
+                log.exception("batch %s could not be looked after", batch.id)
 
     async def _help(self, batch: Neglected) -> None:
         if batch.job_status in _ENDED:
             await self._bury(batch)
         elif batch.status == BatchStatus.VALIDATING:
-            if batch.is_late and batch.job_status == JobStatus.QUEUED:
+            if batch.late_seconds >= 0 and batch.job_status == JobStatus.QUEUED:
                 await self._expire(batch)
         elif batch.stop_reason is None:
             await self._batches.stop(batch.id, "deadline")
-        elif (batch.stopped_seconds or 0.0) >= self._grace.get(batch.stop_reason, float("inf")):
+        elif self._must_be_over(batch):
             await self._batches.fence(batch.job_id, "the batch has ended")
+        else:
+            await self._batches.recall(batch.job_id, "the batch stops")
+
+    def _must_be_over(self, batch: Neglected) -> bool:
+        """Whatever it stops for, nothing of it outlives its window."""
+        grace = self._grace.get(batch.stop_reason or "", float("inf"))
+        return (batch.stopped_seconds or 0.0) >= grace or batch.late_seconds >= FENCE_SECONDS
 
     async def _expire(self, batch: Neglected) -> None:
         """Its window was over before a worker came to it; nothing was planned, so there is nothing to write."""
-        if await self._batches.expire_unstarted(batch.id):
-            await self._batches.queue.cancel([JobId(batch.job_id)], reason="the batch expired", owned=True)
-            await self._count(batch.id, "expired_dequeue")
+        async with self._batches.queue.database.transaction() as session:
+            if not await self._batches.expire_unstarted(batch.id, session=session):
+                return
+            reason = "the batch expired"
+            await self._batches.queue.cancel([JobId(batch.job_id)], reason=reason, owned=True, session=session)
+            await self._announce(batch, BatchStatus.EXPIRED, session)
+        await self._count(batch.id, "expired_dequeue")
 
     async def _bury(self, batch: Neglected) -> None:
         """Its job ended without ending it, such as by killing every process that ran it. What is registered stays."""
@@ -58,8 +88,20 @@ class Care:
         problem = Problem(code="system_error", line=None, message=message)
         errors = {"object": "list", "data": [problem.as_json()], "total": 1}
         await self._batches.fence(batch.job_id, "the batch failed")
-        if await self._batches.end(batch.id, Ending(target=BatchStatus.FAILED, sources=_OPEN, errors=errors)):
-            await self._count(batch.id, "system_error")
+        async with self._batches.queue.database.transaction() as session:
+            ending = Ending(target=BatchStatus.FAILED, sources=_OPEN, errors=errors)
+            if await self._batches.end(batch.id, ending, session=session) is None:
+                return
+            await self._announce(batch, BatchStatus.FAILED, session)
+        await self._count(batch.id, "system_error")
+
+    async def _announce(self, batch: Neglected, status: BatchStatus, session: Session) -> None:
+        """In the same commit as the ending."""
+        if endpoints := self._webhooks.get(batch.tenant):
+            from windlass.batches.webhooks import EVENTS, deliveries  # here: it loads the HTTP client
+
+            jobs = deliveries(endpoints, batch.tenant, batch.id, EVENTS[status], datetime.now(UTC))
+            await self._batches.queue.enqueue(await self._catalog.prepare(jobs, session=session), session=session)
 
     async def _count(self, id: str, reason: str) -> None:
         batch = await self._batches.get(id, tenant=None)

@@ -13,6 +13,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
@@ -21,12 +22,14 @@ from windlass.batches.journal import Journal, Part, Syncer
 from windlass.batches.metrics import BatchCounts
 from windlass.batches.store import Batches, Registration
 from windlass.batches.workspace import Workspace, segment_key
-from windlass.errors import DatabaseError, StorageError
+from windlass.errors import DatabaseError, StorageError, StorageUnavailable
 from windlass.storage import Store
 
 log = logging.getLogger(__name__)
 
 UPLOAD_BYTES = 8 * 1024 * 1024
+UPLOADS_MAX = 8
+"""Each holds its bytes in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Account:
     """Another claim has the shard: nothing of this journal is taken any more."""
     pending: Part | None = None
     registered_at: float = field(default_factory=time.monotonic)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a part of it is on its way; another one waits, and shards that end together do not for each other."""
 
     @property
     def is_settled(self) -> bool:
@@ -87,7 +92,7 @@ class Checkpoints:
         self._every_seconds = every_seconds
         self._shared_every_seconds = shared_every_seconds
         self._accounts: set[Account] = set()
-        self._turn = asyncio.Lock()
+        self._uploads = asyncio.Semaphore(UPLOADS_MAX)
 
     def open(self, owner: Owner, path: Path) -> Account:
         account = Account(owner=owner, journal=Journal(path, self.syncer))
@@ -102,8 +107,7 @@ class Checkpoints:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self._every_seconds)
-            due = [one for one in self._accounts if not one.is_settled and not one.is_lost and self._is_due(one)]
-            if due:
+            if due := [one for one in self._accounts if self._is_due(one)]:
                 await self._try(due)
 
     async def _try(self, due: Sequence[Account]) -> None:
@@ -120,17 +124,23 @@ class Checkpoints:
         while not account.is_settled and not account.is_lost:
             try:
                 await self.register([account])
-            except DatabaseError as error:
+            except (DatabaseError, StorageUnavailable) as error:
+                if account.journal.broken is not None:
+                    raise
                 log.warning("answers are not registered yet: %s", error)
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def register(self, accounts: Sequence[Account]) -> None:
-        async with self._turn:
+        async with AsyncExitStack() as turns:
+            for one in sorted(accounts, key=id):
+                await turns.enter_async_context(one.turn)
             parts = [(one, part) for one in accounts if (part := one.gather()) is not None]
+            if not parts:
+                return
             await asyncio.gather(*(self.syncer.sync(one.journal) for one, _ in parts))
-            rows = [
-                await self._row(one.owner, one.owner.job_claim, one.seq, one.journal.path, part) for one, part in parts
-            ]
+            rows = await asyncio.gather(
+                *(self._row(one.owner, one.owner.job_claim, one.seq, one.journal.path, part) for one, part in parts)
+            )
             taken = await self._batches.register(rows)
             for (one, part), row in zip(parts, rows, strict=True):
                 if row.name in taken:
@@ -142,17 +152,21 @@ class Checkpoints:
 
     async def adopt(self, owner: Owner, claim: int, seq: int, path: Path, parts: Sequence[Part]) -> bool:
         """Register ranges of a dead claim's journal in the name of its heir; False if that is fenced itself."""
-        rows = [await self._row(owner, claim, seq + place, path, part) for place, part in enumerate(parts)]
+        heir = f"{owner.job_id.hex}-{owner.job_claim}"
+        rows = [await self._row(owner, claim, seq + place, path, part, heir) for place, part in enumerate(parts)]
         is_taken = len(await self._batches.register(rows)) == len(rows)
         if is_taken:
             self._counts.registered(sum(part.tally.lines for part in parts))
         return is_taken
 
-    async def _row(self, owner: Owner, claim: int, seq: int, path: Path, part: Part) -> Registration:
+    async def _row(
+        self, owner: Owner, claim: int, seq: int, path: Path, part: Part, heir: str | None = None
+    ) -> Registration:
         key = None
         if self._is_shared:
-            key = segment_key(owner.batch_id, owner.shard, claim, seq)
-            await self._store.put(key, await asyncio.to_thread(_range, path, part))
+            key = segment_key(owner.batch_id, owner.shard, claim, seq, heir)
+            async with self._uploads:
+                await self._store.put(key, await asyncio.to_thread(_range, path, part))
         return Registration(
             batch_id=owner.batch_id,
             shard=owner.shard,
@@ -169,6 +183,8 @@ class Checkpoints:
         )
 
     def _is_due(self, account: Account) -> bool:
+        if account.is_settled or account.is_lost or account.turn.locked():
+            return False
         if not self._is_shared:
             return True
         waited = time.monotonic() - account.registered_at

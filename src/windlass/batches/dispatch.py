@@ -101,9 +101,13 @@ class Work:
             self.quiet.set()
 
     def abort(self) -> None:
-        """Close the connections of what is in flight."""
+        """Close the connections of what is in flight.
+
+        A task that is cancelled before its first step never runs, and would keep its slots: let all of them begin.
+        """
+        loop = asyncio.get_running_loop()
         for task in list(self.tasks):
-            task.cancel()
+            loop.call_soon(task.cancel)
 
 
 class Lane:
@@ -178,11 +182,15 @@ class Dispatcher:
             return min(room, 1)
         if priority <= urgent < _PRIORITY_LAST:
             return min(room, FIRST_SHARDS_MAX)
-        return 1 if self._is_low(lane) else 0
+        return 1 if room > FIRST_SHARDS_MAX and self._is_low(lane) else 0
 
     @staticmethod
     def _is_low(lane: Lane) -> bool:
-        return lane.schedule.unsent + lane.schedule.retrying < 2 * lane.room.adaptive.limit
+        """What batches with a limit of their own hold back does not count: free slots could not send it."""
+        schedule = lane.schedule
+        enough = 2 * lane.room.adaptive.limit
+        waiting = schedule.unsent + schedule.retrying
+        return waiting < enough or waiting - schedule.held_back < enough
 
     # A shard comes and goes -------------------------------------------------------------------------------------
 
@@ -304,6 +312,7 @@ class Dispatcher:
         if lane.budget is not None:
             lane.budget.settle(_guess(item.entry), answer.usage.total)
         if answer.code == Failure.EXPIRED:
+            self.end(work, End.DEADLINE)
             return None
         if (pause := self._pause_before_another(lane.gateway.settings, item, answer)) is not None:
             self.counts.retried(lane.model, answer)

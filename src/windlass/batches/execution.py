@@ -18,6 +18,7 @@ from collections import deque
 from windlass.batches.checkpoint import Account, Checkpoints, Owner
 from windlass.batches.dispatch import ABORT_SECONDS, Dispatcher, End, Work
 from windlass.batches.files import Files
+from windlass.batches.journal import FULL
 from windlass.batches.metrics import BatchCounts
 from windlass.batches.planfile import Entry, plan_path, read_entries, safe_name
 from windlass.batches.settings import BatchSettings
@@ -99,6 +100,10 @@ class Shards:
             with self._workspace.use(shard.batch_id):
                 return await self._run(ctx, shard, order)
         except StorageFull as error:
+            return await self._no_room(shard.batch_id, str(error))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise await self._judged(ctx, shard, error) from error
             return await self._no_room(shard.batch_id, str(error))
         except NotFound as error:
             await self._batches.stop(shard.batch_id, "error", {"code": "input_gone", "message": str(error)})
@@ -215,9 +220,11 @@ class Shards:
         """The worker must stop now, or the shard was taken away: register what is answered, if that is quick."""
         self._dispatcher.end(work, End.LEAVE)
         work.abort()
-        with contextlib.suppress(TimeoutError, StorageError):
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+        with contextlib.suppress(TimeoutError):  # a request may wait for the slot of another model, which takes long
+            async with asyncio.timeout(_LAST_WORDS_SECONDS / 3):
                 await work.quiet.wait()
+        with contextlib.suppress(TimeoutError, StorageError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS * 2 / 3):
                 await self._checkpoints.flush(account)
 
     def _start_helpers(self) -> None:
@@ -318,10 +325,16 @@ class Shards:
             with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
                 span.set({"batch.id": work.batch_id, "tenant.id": work.tenant, "batch.shard": work.number})
         match work.end:
-            case None | End.STOP | End.DEADLINE | End.LOST:
-                return Done(progress=(work.total, work.total)) if work.end is None else Done()
-            case End.PAUSE:
-                return Snooze(PAUSED_SECONDS, End.PAUSE.value)
+            case None:
+                return Done(progress=(work.total, work.total))
+            case End.DEADLINE:  # before anybody can join its shards and find lines without an answer and a reason
+                await self._batches.stop(work.batch_id, "deadline")
+                return Done()
+            case End.STOP | End.LOST:
+                return Done()
+            case End.PAUSE:  # what was in flight may have taken longer than the pause
+                order = (await self._batches.orders([work.batch_id])).get(work.batch_id)
+                return Snooze(PAUSED_SECONDS if order is not None and order.paused else 0, End.PAUSE.value)
             case End.LEAVE:
                 return Snooze(0, End.LEAVE.value)
             case End.FULL:
@@ -336,7 +349,7 @@ class Shards:
 
     async def _no_room(self, batch_id: str, message: str) -> Outcome:
         """Room may come back; a batch that finds none three times ends."""
-        if await self._batches.note_full_disk(batch_id) < FULL_DISKS_MAX:
+        if await self._batches.note_full_disk(batch_id, seconds=NO_ROOM_SECONDS / 2) < FULL_DISKS_MAX:
             return Snooze(NO_ROOM_SECONDS, message)
         await self._batches.stop(batch_id, "error", {"code": "disk_full", "message": message})
         return Done()

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from windlass.batches.assemble import Assembly, assemble, manifest
 from windlass.batches.checkpoint import Owner
 from windlass.batches.files import BATCH_OUTPUT, Files, NewFile, new_file_id, object_key
-from windlass.batches.planfile import PLANS, REJECTED
+from windlass.batches.planfile import REJECTED, plan_paths
 from windlass.batches.segments import Segments
 from windlass.batches.shards import slices
 from windlass.batches.store import Batch, Batches, Ending
-from windlass.batches.takeover import Takeover
-from windlass.batches.workspace import Workspace
+from windlass.batches.takeover import Takeover, tails
+from windlass.batches.workspace import InputDamaged, Workspace
 from windlass.db.database import Session
+from windlass.errors import NotFound, StorageError
 from windlass.states import BatchStatus
 
 
@@ -59,16 +62,36 @@ class Finalizer:
         self._segments = Segments(workspace, files.store)
 
     async def gather(self, batch: Batch, heir: Owner | None = None) -> Assembly:
-        """Find the record of every line; for an heir also those that dead claims left here unregistered."""
-        file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
-        path = await self._workspace.fetch_input(batch.id, self._files.store, file.key, file.bytes)
+        """Find the record of every line, also those that dead claims left here unregistered.
+
+        An heir registers them. Where there is none, the batch has ended, and this is the last who looks: what is lost
+        for certain is left out, for the sake of the rest.
+        """
+        path = await self._input(batch)
         folder = await self._workspace.fetch_plan(batch.id, self._files.store)
         if heir is not None and self._takeover is not None:
             models = await asyncio.to_thread(lambda: {one.number: one.model for one in slices(batch.id, folder)})
             await self._takeover.of_batch(heir, models)
-        pieces = await self._segments.fetch(await self._batches.segments(batch.id))
-        plans = sorted((folder / PLANS).glob("*.plan"))
-        return await asyncio.to_thread(assemble, batch.id, path, plans=plans, rejected=folder / REJECTED, pieces=pieces)
+        segments = await self._batches.segments(batch.id)
+        if heir is None:
+            segments = [one for one in segments if not self._segments.is_lost(one)]
+        pieces = await self._segments.fetch(segments)
+        if heir is None:
+            pieces += await asyncio.to_thread(tails, self._workspace, batch.id, segments)
+        plans, rejected = await asyncio.to_thread(plan_paths, folder), folder / REJECTED
+        assembly = await asyncio.to_thread(assemble, batch.id, path, plans=plans, rejected=rejected, pieces=pieces)
+        if assembly.total != batch.total:
+            raise StorageError(
+                f"the plan of batch {batch.id} has {assembly.total} lines, and {batch.total} were planned"
+            )
+        return assembly
+
+    async def _input(self, batch: Batch) -> Path:
+        """Only lines without an answer need it; if it is gone, those who ask for one will find out."""
+        file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
+        with suppress(NotFound, InputDamaged):
+            await self._workspace.fetch_input(batch.id, self._files.store, file.key, file.bytes)
+        return self._workspace.input(batch.id)
 
     async def write(self, batch: Batch, assembly: Assembly) -> Result:
         """Put the files into the store; an empty one is none."""

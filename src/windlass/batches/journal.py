@@ -38,12 +38,12 @@ if sys.platform != "win32":
     import fcntl
 
 CODES_MAX = 50
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 OTHER = "other"
 SYNC_LINES = 256
 SYNC_SECONDS = 0.05
 
 _BUFFER_BYTES = 256 * 1024
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNKNOWN = 2**32 - 1
 
 _CRC_BYTES = 4
@@ -286,6 +286,8 @@ class Journal:
 
     def _sync_file(self) -> None:
         _sync_data(self._descriptor)
+        if os.fstat(self._descriptor).st_nlink == 0:  # what is in it now ends with this process
+            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written")
         if not self._is_listed:
             sync_folder(self.path.parent)
             self._is_listed = True
@@ -547,6 +549,6 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _storage_error(path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return StorageFull(f"no room for the journal {path}: {reason}; free some, or point the work folder elsewhere")
     return StorageUnavailable(f"the journal {path} cannot be used: {reason}")

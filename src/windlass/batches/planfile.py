@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
 from xxhash import xxh3_64_hexdigest
 
 MODEL_MAP = "model_map.json"
@@ -49,6 +50,12 @@ def safe_name(model: str) -> str:
 
 def plan_path(folder: Path, safe: str) -> Path:
     return folder / PLANS / f"{safe}.plan"
+
+
+def plan_paths(folder: Path) -> list[Path]:
+    """The plans that the model map names; others are of a planner that knew other models, and died."""
+    names = orjson.loads((folder / MODEL_MAP).read_bytes())["safe_to_model"]
+    return sorted(plan_path(folder, safe) for safe in names)
 
 
 def pack_entries(entries: Iterable[Entry]) -> bytes:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from windlass.batches import plan
+from windlass.batches import plan, planner
 from windlass.batches.checkpoint import Owner
 from windlass.batches.envelopes import error_code_of
 from windlass.batches.files import File, Files
@@ -29,26 +29,29 @@ from windlass.batches.settings import BatchSettings
 from windlass.batches.shards import slices
 from windlass.batches.store import QUEUE, SHARD_QUEUE, Batch, Batches, Ending
 from windlass.batches.takeover import Takeover
-from windlass.batches.webhook_settings import EventType
-from windlass.batches.webhooks import Webhooks
-from windlass.batches.workspace import Workspace
+from windlass.batches.webhooks import EVENTS, Webhooks
+from windlass.batches.workspace import InputDamaged, Workspace
 from windlass.db.database import adopt
 from windlass.engine.catalog import Catalog
 from windlass.engine.context import Context
 from windlass.engine.jobs import Done, NewJob, Outcome, Wait
-from windlass.errors import DatabaseError, Fatal, NotFound, RetryLater, StorageError, StorageUnavailable, Transient
+from windlass.errors import (
+    DatabaseError,
+    Fatal,
+    NotFound,
+    RetryLater,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    Transient,
+)
 from windlass.states import BATCH, BatchStatus
 from windlass.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
 _OPEN = tuple(status for status in BatchStatus if status not in BATCH.terminal)
-_EVENTS: dict[BatchStatus, EventType] = {
-    BatchStatus.COMPLETED: "batch.completed",
-    BatchStatus.FAILED: "batch.failed",
-    BatchStatus.EXPIRED: "batch.expired",
-    BatchStatus.CANCELLED: "batch.cancelled",
-}
+_MISSING = {"code": "answers_missing", "message": "Lines were left without an answer; the error file names them."}
 
 
 def shard_queue(queue: str, model: str) -> str:
@@ -85,14 +88,18 @@ class Processor:
     async def run(self, ctx: Context, batch_id: str) -> Outcome:
         try:
             batch = await self._found(batch_id)
-            with tracing.span("process-batch", parent=ctx.traceparent, attributes=_attributes(batch)) as span:
-                return await self._next(ctx, batch, span)
+            return await self._go_on(ctx, batch)
         except DatabaseError as error:
             raise RetryLater(str(error), 1.0) from error
-        except (OSError, StorageUnavailable) as error:
-            if ctx.claim > 1:
-                self._counts.recovered(batch.status, "error")
-            raise Transient(str(error), code="unexpected") from error
+
+    async def _go_on(self, ctx: Context, batch: Batch) -> Outcome:
+        with tracing.span("process-batch", parent=ctx.traceparent, attributes=_attributes(batch)) as span:
+            try:
+                return await self._next(ctx, batch, span)
+            except (OSError, StorageFull, StorageUnavailable) as error:
+                if ctx.claim > 1:
+                    self._counts.recovered(batch.status, "error")
+                raise Transient(str(error), code="unexpected") from error
 
     async def _found(self, batch_id: str) -> Batch:
         try:
@@ -118,11 +125,15 @@ class Processor:
     # Plan -------------------------------------------------------------------------------------------------------
 
     async def _validate(self, ctx: Context, batch: Batch, span: tracing.Span) -> Outcome:
+        taken_up = await self._batches.take_up(batch.id)
+        if taken_up is None:
+            raise RetryLater("the batch was moved before it was planned", 0)
+        batch, is_late = taken_up
         if ctx.claim == 1:
             self._counts.waited((_now() - batch.created_at).total_seconds())
         else:
-            self._counts.recovered(batch.status, "expired" if batch.expires_at <= _now() else "re_enqueued")
-        if batch.expires_at <= _now():
+            self._counts.recovered(batch.status, "expired" if is_late else "re_enqueued")
+        if is_late:
             return await self._end(ctx, batch, Ending(target=BatchStatus.EXPIRED, sources=_OPEN), span)
         with self._workspace.use(batch.id) as folder:
             try:
@@ -130,6 +141,9 @@ class Processor:
                 input = await self._workspace.fetch_input(batch.id, self._files.store, file.key, file.bytes)
             except NotFound:
                 return await self._refuse(ctx, batch, _no_input(batch), span)
+            except InputDamaged as error:
+                problem = Problem(code="input_damaged", line=None, message=str(error), param="file_id")
+                return await self._refuse(ctx, batch, _errors(problem), span)
             return await self._plan(ctx, batch, file, input, folder, span)
 
     async def _plan(
@@ -142,17 +156,16 @@ class Processor:
             models=self._models,
             only=await self._wanted(batch),
         )
-        draft = await asyncio.to_thread(plan.read, input, rules)
-        if draft.problems.total:
-            return await self._refuse(ctx, batch, draft.problems.as_json(), span)
-        plans = await asyncio.to_thread(plan.write, draft, folder)
+        planned = await planner.make(input, rules, folder, size=file.bytes)
+        if planned.problems is not None:
+            return await self._refuse(ctx, batch, planned.problems, span)
         await self._workspace.keep_plan(batch.id, self._files.store)
-        total = draft.total
-        begun = await self._batches.begin(batch.id, total=total, models=sorted(plans), input_sha256=file.sha256)
+        total, models = planned.total, planned.models
+        begun = await self._batches.begin(batch.id, total=total, models=models, input_sha256=file.sha256)
         self._counts.planned(total, time.perf_counter() - began)
         if begun is None:
             raise RetryLater("the batch was moved while it was planned", 0)
-        ctx.emit("batch.planned", f"{total} requests for {len(plans)} models", requests=total, models=len(plans))
+        ctx.emit("batch.planned", f"{total} requests for {len(models)} models", requests=total, models=len(models))
         return await self._hand_over(begun)
 
     async def _wanted(self, batch: Batch) -> frozenset[bytes] | None:
@@ -209,7 +222,7 @@ class Processor:
         try:
             with self._workspace.use(batch.id):
                 result, target = await self._write(ctx, batch, target, filler)
-        except StorageUnavailable as error:
+        except (StorageFull, StorageUnavailable) as error:
             if ctx.attempt < ctx.max_attempts and not isinstance(error, _Exhausted):
                 raise Transient(str(error), code="storage_unavailable") from error
             return await self._end_with_counts(ctx, batch, span, error)
@@ -268,8 +281,8 @@ class Processor:
         self, ctx: Context, batch: Batch, ending: Ending, span: tracing.Span, result: Result | None = None
     ) -> Outcome:
         """One commit: the batch's last move, its files, its webhooks, and the success of its job."""
-        if ending.target is BatchStatus.FAILED and ending.errors is None and batch.stop_error is not None:
-            stopped = batch.stop_error
+        if ending.target is BatchStatus.FAILED and ending.errors is None:
+            stopped = batch.stop_error or _MISSING
             problem = Problem(code=stopped["code"], line=None, message=stopped["message"])
             ending = replace(ending, errors=_errors(problem))
 
@@ -281,9 +294,11 @@ class Processor:
             if result is not None:
                 await self._finalizer.add_files(result, session)
             self._note(batch, ending, status)
-            jobs = self._webhooks.jobs(batch.tenant, batch.id, _EVENTS[status], _now())
+            jobs = self._webhooks.jobs(batch.tenant, batch.id, EVENTS[status], _now())
             await self._batches.queue.enqueue(await self._catalog.prepare(jobs, session=session), session=session)
 
+        if ending.errors is not None:
+            span.error(Fatal(ending.errors["data"][0]["message"]))
         span.set(_ending_attributes(batch, ending))
         return Done({"status": ending.target.value}, write=write)
 
@@ -296,7 +311,7 @@ class Processor:
             status.value,
             _reason(batch, ending),
             total=batch.total,
-            seconds=(now - batch.in_progress_at).total_seconds() if batch.in_progress_at else 0.0,
+            seconds=(now - batch.taken_up_at).total_seconds() if batch.taken_up_at else 0.0,
             since_created=(now - batch.created_at).total_seconds(),
         )
 

@@ -177,6 +177,7 @@ class Schedule:
         self._passed_over_max = bulk_every - 1
         self._leader_seconds = leader_seconds
         self._active: dict[str, _Batch] = {}
+        self._capped: set[_Batch] = set()
         self._idle: OrderedDict[str, _Batch] = OrderedDict()
         self._tenants: WeakValueDictionary[str, _Tenant] = WeakValueDictionary()
         self._express = _Turns()
@@ -190,6 +191,12 @@ class Schedule:
     def most_urgent(self) -> int | None:
         """The lowest priority number among the batches that have a share here and are not paused."""
         return min((batch.priority for batch in self._active.values() if not batch.is_paused), default=None)
+
+    @property
+    def held_back(self) -> int:
+        """Unsent entries beyond the next two rounds of batches that may have only so many in flight."""
+        capped = (batch for batch in self._capped if not batch.is_paused)
+        return sum(max(0, batch.unsent - 2 * (batch.in_flight_max or 0)) for batch in capped)
 
     def add(
         self,
@@ -305,6 +312,7 @@ class Schedule:
             found.at_risk = at_risk
         if not isinstance(in_flight_max, Unchanged):
             found.in_flight_max = in_flight_max
+            (self._capped.discard if in_flight_max is None else self._capped.add)(found)
         self._place(found)
 
     def next_due(self, now: float) -> float | None:
@@ -325,7 +333,7 @@ class Schedule:
         self._idle[batch.name] = batch
         self._idle.move_to_end(batch.name)
         if len(self._idle) > IDLE_BATCHES_MAX:
-            self._idle.popitem(last=False)
+            self._capped.discard(self._idle.popitem(last=False)[1])
 
     def _activate(self, batch: _Batch, share: Share) -> None:
         self._idle.pop(batch.name, None)

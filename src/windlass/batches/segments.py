@@ -26,6 +26,10 @@ class Segments:
         """In the same order; what is not here is downloaded, once."""
         return [self._here(segment) or await self._download(segment) for segment in segments]
 
+    def is_lost(self, segment: Segment) -> bool:
+        """Whether it was in the work folder of this machine and nowhere else, and is not there any more."""
+        return segment.key is None and segment.host == self._workspace.id and self._here(segment) is None
+
     def _here(self, segment: Segment) -> Piece | None:
         if segment.host != self._workspace.id:
             return None
@@ -35,6 +39,8 @@ class Segments:
         return Piece(path, segment.start, segment.end)
 
     async def _download(self, segment: Segment) -> Piece:
+        if self.is_lost(segment):
+            raise StorageError(f"answers of {segment.batch_id} were in the work folder of this machine, and are gone")
         if segment.key is None:
             raise StorageError(
                 f"answers of {segment.batch_id} are in the work folder of another machine; "

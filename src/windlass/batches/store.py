@@ -34,7 +34,7 @@ SHARD_QUEUE = "shard/"
 PROCESS = "batch.process"
 SHARD = "batch.shard"
 WINDOW_SECONDS = (60, 30 * 24 * 3600)
-_WINDOW = re.compile(r"(\d{1,9})([smhd])")
+_WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DEADLOCKS_MAX = 10
 _RACES_MAX = 10
@@ -90,6 +90,8 @@ class Batch:
     created_at: datetime
     expires_at: datetime
     paused_at: datetime | None
+    taken_up_at: datetime | None
+    """When a worker first came to it."""
     in_progress_at: datetime | None
     finalizing_at: datetime | None
     completed_at: datetime | None
@@ -168,9 +170,11 @@ class Neglected(NamedTuple):
     status: str
     stop_reason: str | None
     stopped_seconds: float | None
-    is_late: bool
+    late_seconds: float
+    """Since its window is over; below 0 it is not."""
     job_status: str | None
     job_id: UUID
+    tenant: str
 
 
 class Segment(NamedTuple):
@@ -412,6 +416,11 @@ class Batches:
 
     # Workers ----------------------------------------------------------------------------------------------------
 
+    async def take_up(self, id: str) -> tuple[Batch, bool] | None:
+        """A worker has come to it; whether its window was over by then. None if somebody else moved it."""
+        rows = await self.queue.ask(SQL["take_up"], {"id": id})
+        return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
+
     async def begin(self, id: str, *, total: int, models: Sequence[str], input_sha256: str) -> Batch | None:
         """From validating to in_progress; None if somebody else moved it."""
         params = {"id": id, "total": total, "models": list(models), "input_sha256": input_sha256}
@@ -442,9 +451,9 @@ class Batches:
                 return True
         return False
 
-    async def note_full_disk(self, id: str) -> int:
-        """How often a shard of this batch has found no room for its journal, this time included."""
-        ((times,),) = await self.queue.ask(SQL["note_full_disk"], {"id": id})
+    async def note_full_disk(self, id: str, *, seconds: float) -> int:
+        """How often shards of this batch have found no room for their journals; so close together it counts once."""
+        ((times,),) = await self.queue.ask(SQL["note_full_disk"], {"id": id, "seconds": seconds})
         return int(times)
 
     async def orders(self, ids: Sequence[str]) -> dict[str, Order]:
@@ -498,9 +507,15 @@ class Batches:
     async def neglected(self, *, session: Session | None = None) -> Sequence[Neglected]:
         return [Neglected(*row) for row in await self.queue.ask(SQL["neglected"], {}, session)]
 
-    async def expire_unstarted(self, id: str) -> bool:
+    async def expire_unstarted(self, id: str, *, session: Session | None = None) -> bool:
         """End a batch whose window was over before a worker came to it."""
-        return bool(await self.queue.ask(SQL["expire_unstarted"], {"id": id}))
+        return bool(await self.queue.ask(SQL["expire_unstarted"], {"id": id}, session))
+
+    @_repeated
+    async def recall(self, job_id: UUID, reason: str) -> int:
+        """Cancel the shards that no worker has; some may have come back since the batch was told to stop."""
+        async with self.queue.database.transaction() as session:
+            return await self._cancel_shards(session, job_id, [JobStatus.QUEUED], reason)
 
     @_repeated
     async def fence(self, job_id: UUID, reason: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from windlass.batches.assemble import Piece
 from windlass.batches.checkpoint import Checkpoints, Owner
-from windlass.batches.journal import Part, adopt, scan, tally_of
+from windlass.batches.journal import Part, adopt, scan, tally_of, valid_end
 from windlass.batches.segments import Segments
 from windlass.batches.store import Batches, Segment
 from windlass.batches.workspace import Workspace
@@ -62,6 +62,16 @@ class Takeover:
         parts = await asyncio.to_thread(_new_parts, path, start, done)
         if parts and await self._checkpoints.adopt(owner, claim, seq, path, parts):
             done |= await asyncio.to_thread(_offsets, [Piece(path, part.start, part.end) for part in parts])
+
+
+def tails(workspace: Workspace, batch_id: str, segments: Sequence[Segment]) -> list[Piece]:
+    """What the journals of this machine hold beyond what is registered, up to their last whole records. Blocks."""
+    pieces = []
+    for shard, claim, path in workspace.journals(batch_id):
+        start = _registered((one for one in segments if one.shard == shard), claim, workspace.id)
+        if path.stat().st_size > start and (end := valid_end(path, start)) > start:
+            pieces.append(Piece(path, start, end))
+    return pieces
 
 
 def _registered(segments: Iterable[Segment], claim: int, host: str) -> int:

@@ -47,7 +47,14 @@ from windlass.inference.answers import Answer
 from windlass.inference.gateway import Gateway, Key, Request, network_thread
 from windlass.inference.settings import SECRETS, GatewaySettings, InferenceSettings
 from windlass.operations.decorator import operation
+from windlass.states import BatchStatus
 
+EVENTS: dict[BatchStatus, EventType] = {
+    BatchStatus.COMPLETED: "batch.completed",
+    BatchStatus.FAILED: "batch.failed",
+    BatchStatus.EXPIRED: "batch.expired",
+    BatchStatus.CANCELLED: "batch.cancelled",
+}
 PATIENCE_SECONDS = 86_400.0
 _RETRY_AFTER_SECONDS_MIN = 5.0
 _LIMITS = InferenceSettings(response_bytes_max=64 * 1024)
@@ -96,6 +103,18 @@ async def deliver_webhook(ctx: Context, endpoint: str, event: Event) -> dict[str
     return {"status": await ctx.service(Webhooks).deliver(ctx.tenant, endpoint, event)}
 
 
+def deliveries(
+    endpoints: Sequence[WebhookSettings], tenant: str, batch_id: str, event_type: EventType, now: datetime
+) -> list[NewJob]:
+    """One for each endpoint that wants it; nothing here needs a secret, for any worker may end a batch."""
+    event = Event.of(batch_id, event_type, now)
+    return [
+        NewJob(deliver_webhook, {"endpoint": endpoint.name, "event": event}, tenant=tenant)
+        for endpoint in endpoints
+        if event_type in endpoint.events
+    ]
+
+
 class Webhooks:
     """The endpoints of all tenants: which deliveries an ending asks for, and how one is made."""
 
@@ -118,12 +137,8 @@ class Webhooks:
 
     def jobs(self, tenant: str, batch_id: str, event_type: EventType, now: datetime) -> list[NewJob]:
         """What the ending of a batch enqueues, in the same commit: one delivery for each endpoint that wants it."""
-        event = Event.of(batch_id, event_type, now)
-        return [
-            NewJob(deliver_webhook, {"endpoint": name, "event": event}, tenant=tenant)
-            for name, endpoint in self._endpoints.get(tenant, {}).items()
-            if event_type in endpoint.settings.events
-        ]
+        settings = [endpoint.settings for endpoint in self._endpoints.get(tenant, {}).values()]
+        return deliveries(settings, tenant, batch_id, event_type, now)
 
     async def deliver(self, tenant: str, endpoint: str, event: Event) -> int:
         """One attempt: the status of success, or the error that decides what follows.

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import orjson
 
-from windlass.batches.planfile import MODEL_MAP, PLANS, REJECTED, plan_path, sync_folder
-from windlass.errors import NotFound
+from windlass.batches.planfile import MODEL_MAP, PLANS, REJECTED, plan_path, plan_paths, sync_folder
+from windlass.errors import NotFound, StorageError
 from windlass.storage import Store
 
 INPUT = "input.jsonl"
@@ -40,9 +40,17 @@ def plan_key(batch_id: str, name: str) -> str:
     return f"batches/{batch_id}/{name}"
 
 
-def segment_key(batch_id: str, shard: int, claim: int, seq: int) -> str:
-    """Where the store keeps a piece of a journal."""
-    return f"batches/{batch_id}/segments/{shard}.{claim}.{seq}{JOURNAL}"
+def segment_key(batch_id: str, shard: int, claim: int, seq: int, heir: str | None = None) -> str:
+    """Where the store keeps a piece of a journal. What an heir puts there has a name of its own.
+
+    Its writer may be alive after all, and about to put something else under the same number.
+    """
+    by = "" if heir is None else f".{heir}"
+    return f"batches/{batch_id}/segments/{shard}.{claim}.{seq}{by}{JOURNAL}"
+
+
+class InputDamaged(StorageError):
+    """The object is not the one that was put: a part of a file would look like a whole one with fewer lines."""
 
 
 class Workspace:
@@ -167,6 +175,8 @@ class Workspace:
         async with self._preparing(batch_id):
             if not path.is_file() or path.stat().st_size != size:
                 await fetch_object(store, key, path)
+            if (found := path.stat().st_size) != size:
+                raise InputDamaged(f"The store has {found} of the {size} bytes of the input file. Upload it again.")
         return path
 
     async def fetch_plan(self, batch_id: str, store: Store) -> Path:
@@ -186,7 +196,7 @@ class Workspace:
     async def keep_plan(self, batch_id: str, store: Store) -> None:
         """Put the plan into the store, the model map last."""
         folder = self.folder(batch_id)
-        names = [f"{PLANS}/{path.name}" for path in sorted((folder / PLANS).glob("*.plan"))]
+        names = [f"{PLANS}/{path.name}" for path in plan_paths(folder)]
         for name in (*names, REJECTED, MODEL_MAP):
             await store.put_file(plan_key(batch_id, name), folder / name)
 

@@ -62,6 +62,7 @@ CREATE TABLE windlass.batch (
     usage_by_model       jsonb NOT NULL DEFAULT '{}',
     error_summary        jsonb NOT NULL DEFAULT '{}',
     full_disks           integer NOT NULL DEFAULT 0,
+    full_disk_at         timestamptz,
 
     -- The order to stop, and why.
     stop_reason          text CHECK (stop_reason IN ('deadline', 'cancel', 'error')),
@@ -78,6 +79,7 @@ CREATE TABLE windlass.batch (
     created_at           timestamptz NOT NULL,
     expires_at           timestamptz NOT NULL,
     paused_at            timestamptz,
+    taken_up_at          timestamptz,
     in_progress_at       timestamptz,
     finalizing_at        timestamptz,
     completed_at         timestamptz,

@@ -1,0 +1,349 @@
+"""Whatever goes wrong on the way, a batch ends once, in the right state, and with every answer that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.batches.stage import request, staged
+from tests.batches.test_lifecycle import SLOW
+from tests.support import raw
+from windlass.batches import execution, process
+from windlass.batches.care import Care
+from windlass.batches.dispatch import End, Work
+from windlass.batches.execution import Shards
+from windlass.batches.journal import Journal, scan
+from windlass.batches.metrics import BATCH_METRICS, BatchCounts
+from windlass.batches.planfile import PLANS, Entry, pack_entries
+from windlass.batches.store import Batches
+from windlass.batches.webhook_settings import WebhookSettings
+from windlass.engine.counts import WorkerCounts
+from windlass.engine.jobs import Done
+from windlass.errors import DatabaseUnavailable, StorageFull, StorageUnavailable
+from windlass.simulator import Profile, SimulatorSettings
+from windlass.states import BatchStatus
+from windlass.storage import Store
+
+HANGING = SimulatorSettings(any_model=Profile(), faults=("hang",))
+HOOK = WebhookSettings(url="https://example.com/hook", secret_env="SECRET")
+ERROR = '{"code": "odd", "message": "m"}'
+STOP = f"UPDATE windlass.batch SET stop_reason = 'error', stop_at = now(), stop_error = '{ERROR}'"
+LATE = "UPDATE windlass.batch SET expires_at = now() - interval '1 second'"
+
+
+def care_of(stage):
+    windlass = stage.windlass
+    counts = BatchCounts(WorkerCounts(BATCH_METRICS))
+    return Care(windlass.batches, windlass.catalog, counts, 30.0, {"default": (HOOK,)})
+
+
+async def look(stage):
+    async with stage.windlass.queue.upkeep("batches") as session:
+        await care_of(stage).look(session)
+
+
+async def told(stage):
+    event = "payload->'event'->>'type', payload->'event'->>'batch_id'"
+    sql = f"SELECT {event} FROM windlass.job WHERE job_type = 'batch.webhook' ORDER BY created_at"
+    return [tuple(row) for row in await raw(stage.windlass.queue, sql)]
+
+
+def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
+    """Let the first calls fail."""
+    original = getattr(owner, name)
+    left = times
+
+    async def call(self, *args, **options):
+        nonlocal left
+        if left and when(*args):
+            left -= 1
+            raise error
+        return await original(self, *args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+# Stopping -----------------------------------------------------------------------------------------------------------
+
+
+async def test_shards_that_come_back_after_an_error_do_not_keep_their_batch_open(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        await stage.windlass.batches.pause(id, tenant=None)
+        stage.work()
+        asleep = "SELECT FROM windlass.job WHERE job_type = 'batch.shard' AND status = 'QUEUED' AND run_after > now()"
+        async with asyncio.timeout(20):
+            while not await raw(stage.windlass.queue, asleep):
+                await asyncio.sleep(0.02)
+        await raw(stage.windlass.queue, STOP)
+        batch = await stage.ended(id, 20)
+        assert (batch.status, batch.failed, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, 1, "odd")
+
+
+async def test_after_an_error_too_requests_in_flight_do_not_outlive_the_window(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=HANGING) as stage:
+        stage.work()
+        id = await stage.submit([request("a")])
+        async with asyncio.timeout(20):
+            while not stage.simulator.stats()["in_flight"]:
+                await asyncio.sleep(0.02)
+        await raw(stage.windlass.queue, STOP)
+        await raw(stage.windlass.queue, LATE)
+        batch = await stage.ended(id, 20)
+        assert (batch.status, batch.failed) == (BatchStatus.FAILED, 1)
+
+
+async def test_a_cancellation_after_an_error_has_its_grace_and_after_the_deadline_none(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        batches = stage.windlass.batches
+        for reason, expected in (("error", "cancel"), ("deadline", "deadline")):
+            id = await stage.submit([request("a")])
+            await batches.begin(id, total=1, models=["small"], input_sha256="")
+            await batches.stop(id, reason)
+            batch = await batches.cancel(id, tenant=None)
+            assert (batch.status, batch.stop_reason) == (BatchStatus.CANCELLING, expected)
+
+
+async def test_shards_say_that_the_window_is_over_before_they_end(database_url, tmp_path, monkeypatch):
+    """Otherwise their batch finds lines without an answer, and no reason for it."""
+
+    async def nothing(*_):
+        pass
+
+    monkeypatch.setattr(Care, "_help", nothing)
+    away = DatabaseUnavailable("gone for a moment")
+    failing(monkeypatch, Batches, "stop", away, when=lambda _, reason, *__: reason == "deadline")
+    async with staged(database_url, tmp_path, simulator=HANGING) as stage:
+        id = await stage.submit([request("a"), request("b")])
+        await raw(stage.windlass.queue, "UPDATE windlass.batch SET expires_at = now() + interval '2 seconds'")
+        stage.work()
+        batch = await stage.ended(id, 20)
+        assert (batch.status, batch.completed + batch.failed + batch.expired) == (BatchStatus.EXPIRED, 2)
+
+
+async def test_a_worker_whose_clock_is_ahead_expires_nothing(database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_now", lambda: datetime.now(UTC) + timedelta(days=2))
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a")]))
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
+
+
+async def test_a_batch_that_is_resumed_while_its_requests_end_goes_on_at_once(database_url, tmp_path):
+    long = SimulatorSettings(any_model=Profile(decode_rate=2.0, output_sigma=0.0, max_running=1000))
+    async with staged(database_url, tmp_path, simulator=long) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(15)])
+        async with asyncio.timeout(20):
+            while not stage.simulator.stats()["in_flight"]:
+                await asyncio.sleep(0.02)
+        await stage.windlass.batches.pause(id, tenant=None)
+        shards = stage.windlass.runtime.shards
+        async with asyncio.timeout(20):
+            while not any(work.end is End.PAUSE for work in shards._held):
+                await asyncio.sleep(0.02)
+        await stage.windlass.batches.resume(id, tenant=None)
+        batch = await stage.ended(id, 20)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 15)
+
+
+# Nobody else ends it ------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_that_upkeep_ends_tells_its_webhooks(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        late = await stage.submit([request("a")])
+        await raw(stage.windlass.queue, LATE)
+        await look(stage)
+        lost = await stage.submit([request("a")])
+        await raw(stage.windlass.queue, "DELETE FROM windlass.job WHERE owner = %(id)s", id=lost)
+        await look(stage)
+        assert [(await stage.get(id)).status for id in (late, lost)] == [BatchStatus.EXPIRED, BatchStatus.FAILED]
+        await look(stage)
+        assert await told(stage) == [("batch.expired", late), ("batch.failed", lost)]
+
+
+async def test_a_batch_that_cannot_be_looked_after_keeps_no_other_from_it(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        ids = [await stage.submit([request("a")]) for _ in range(2)]
+        await raw(stage.windlass.queue, "DELETE FROM windlass.job")
+        failing(monkeypatch, Batches, "fence", RuntimeError("odd"))
+        await look(stage)
+        assert {(await stage.get(id)).status for id in ids} == {BatchStatus.VALIDATING, BatchStatus.FAILED}
+
+
+# Stores and disks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "folder"), [("put_file", "batches/"), ("put", "files/")])
+async def test_a_store_that_is_full_for_a_moment_costs_nothing_but_time(
+    database_url, tmp_path, monkeypatch, verb, folder
+):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        full = StorageFull("no room")
+        failing(monkeypatch, Store, verb, full, times=2, when=lambda key, *_: key.startswith(folder))
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
+
+
+async def test_shards_that_find_the_same_disk_full_have_found_it_once(database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 2.0)
+    append, full = Journal.append, set()
+
+    def once_full(self, *args, **kwargs):
+        if self.path.name not in full and len(full) < 4:
+            full.add(self.path.name)
+            raise StorageFull("no room")
+        append(self, *args, **kwargs)
+
+    monkeypatch.setattr(Journal, "append", once_full)
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request(f"r{n}", model=f"m{n}") for n in range(4)])
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed, batch.full_disks) == (BatchStatus.COMPLETED, 4, 1)
+
+
+async def test_a_disk_without_room_for_the_input_is_waited_for(database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.01)
+    failing(monkeypatch, Shards, "_open_input", OSError(28, "No space left on device"))
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a")]))
+        assert (batch.status, batch.full_disks) == (BatchStatus.COMPLETED, 1)
+
+
+async def test_answers_wait_for_a_store_that_is_away(database_url, tmp_path, monkeypatch):
+    parts = {"storage": {"url": f"file://{tmp_path}/store"}, "batches": {"shared_checkpoint_seconds": 60.0}}
+    away = StorageUnavailable("away")
+    failing(monkeypatch, Store, "put", away, times=8, when=lambda key, *_: "/segments/" in key)
+    async with staged(database_url, tmp_path, **parts) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request(f"r{n}") for n in range(3)]))
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3)
+        assert stage.simulator.asked(over=1)["count"] == 0
+        assert await raw(stage.windlass.queue, "SELECT claims FROM windlass.job WHERE job_type = 'batch.shard'") == [
+            (1,)
+        ]
+
+
+async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_request(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": 10}) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(200)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        shutil.rmtree(stage.windlass.workspace.folder(id))
+        batch = await stage.ended(id)
+        assert batch.status is BatchStatus.FAILED
+        assert batch.errors["data"][0]["message"].endswith("were in the work folder of this machine, and are gone")
+        assert stage.simulator.stats()["received"] < 100
+
+
+async def test_last_words_are_said_although_something_is_still_under_way(database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(Work, "look", lambda _: None)
+    parts = {"worker": {"stop_grace_seconds": 0.1}, "batches": {"checkpoint_seconds": 60.0}}
+    async with staged(database_url, tmp_path, **parts) as stage:
+        worker = stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(3)])
+        async with asyncio.timeout(20):
+            while sum(1 for path in tmp_path.glob("work/*/0.1.seg") for _ in scan(path)) < 3:
+                await asyncio.sleep(0.02)
+        worker.stop()
+        await stage.workers[0][1]
+        assert (await stage.get(id)).completed == 3
+
+
+# Input and plan -----------------------------------------------------------------------------------------------------
+
+
+async def test_an_input_of_which_the_store_lost_the_end_is_not_taken_for_a_shorter_one(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a"), request("b")])
+        file = await stage.windlass.files.get((await stage.get(id)).input_file_id, tenant="default")
+        path = stage.windlass.store.local_path(file.key)
+        path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, "input_damaged")
+        assert stage.simulator.stats()["received"] == 0
+
+
+async def test_a_batch_that_is_answered_needs_its_input_no_more(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a"), request("b", prompt="[[fault:400]]")])
+        finalize = Batches.finalize
+
+        async def without_input(self, id):
+            file = await stage.windlass.files.get((await stage.get(id)).input_file_id, tenant="default")
+            await stage.windlass.store.delete(file.key)
+            stage.windlass.workspace.input(id).unlink()
+            return await finalize(self, id)
+
+        monkeypatch.setattr(Batches, "finalize", without_input)
+        stage.work()
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert batch.status is BatchStatus.COMPLETED
+        assert [line["custom_id"] for line in output + errors] == ["a", "b"]
+
+
+async def test_what_an_earlier_planner_left_behind_is_no_part_of_the_plan(database_url, tmp_path):
+    """It knew a gateway for another model, and died before the batch began."""
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        plans = stage.windlass.workspace.folder(id) / PLANS
+        plans.mkdir(parents=True)
+        (plans / "other-00000000.plan").write_bytes(pack_entries([Entry(0, 10, 0)]))
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
+        assert [
+            one.key async for one in stage.windlass.store.list(f"batches/{id}/plans", None) if "other" in one.key
+        ] == []
+
+
+async def test_a_plan_of_another_length_than_was_planned_writes_no_files(database_url, tmp_path, monkeypatch):
+    async with staged(database_url, tmp_path) as stage:
+        finalize = Batches.finalize
+
+        async def miscount(self, id):
+            await raw(stage.windlass.queue, "UPDATE windlass.batch SET total = total + 1")
+            return await finalize(self, id)
+
+        monkeypatch.setattr(Batches, "finalize", miscount)
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a")]))
+        assert (batch.status, batch.manifest) == (BatchStatus.FAILED, None)
+        assert batch.errors["data"][0]["message"].endswith("has 1 lines, and 2 were planned")
+
+
+async def test_lines_that_nobody_answered_fail_their_batch_and_it_says_so(database_url, tmp_path, monkeypatch):
+    async def nothing(*_):
+        return Done()
+
+    monkeypatch.setattr(Shards, "_run", nothing)
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a")]))
+        _, errors = await stage.results(batch)
+        assert (batch.status, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, "answers_missing")
+        assert [line["error"]["code"] for line in errors] == ["batch_failed"]
+
+
+async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(database_url, tmp_path, monkeypatch):
+    took = []
+    monkeypatch.setattr(BatchCounts, "ended", lambda self, *reason, **figures: took.append(figures["seconds"]))
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        await raw(stage.windlass.queue, "UPDATE windlass.batch SET taken_up_at = now() - interval '1 hour'")
+        stage.work()
+        assert (await stage.ended(id)).status is BatchStatus.COMPLETED
+        assert (await stage.ended(await stage.submit(b"no json\n"))).status is BatchStatus.FAILED
+    planned_twice, refused = took
+    assert 3600 <= planned_twice < 3660
+    assert 0 < refused < 60

@@ -1,0 +1,97 @@
+"""A large file is planned in a process of its own, with the same result as in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.batches.stage import CHAT, jsonl, request, staged
+from windlass.batches import planner
+from windlass.batches.plan import Rules
+from windlass.states import BatchStatus
+
+RULES = Rules(endpoint=CHAT)
+
+
+@pytest.fixture
+def input(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(jsonl([request(f"r{n}", model=f"m{n % 3}") for n in range(100)]))
+    return path
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_a_process_of_its_own_makes_the_same_plan_as_a_thread(tmp_path, input):
+    near = await planner.make(input, RULES, tmp_path / "near", size=0)
+    apart = await planner.make(input, RULES, tmp_path / "apart", size=planner.APART_BYTES)
+    assert near == apart == planner.Planned(total=100, models=("m0", "m1", "m2"))
+    assert files(tmp_path / "near") == files(tmp_path / "apart")
+
+
+async def test_it_reports_the_same_problems_and_writes_no_plan(tmp_path, input):
+    input.write_bytes(b"no json\n" + jsonl([request("twice"), request("twice")]))
+    near = await planner.make(input, RULES, tmp_path / "near", size=0)
+    apart = await planner.make(input, RULES, tmp_path / "apart", size=planner.APART_BYTES)
+    assert near == apart
+    assert [problem["line"] for problem in apart.problems["data"]] == [1, 3]
+    assert not (tmp_path / "apart").exists()
+
+
+async def test_a_planner_that_dies_is_an_error_that_can_be_tried_again(tmp_path, input, monkeypatch):
+    child = tmp_path / "killed"
+    child.write_text(f"#!{sys.executable}\nimport os\nos.kill(os.getpid(), {signal.SIGKILL:d})\n")
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))
+    with pytest.raises(OSError, match="ended with exit code -9"):
+        await planner.make(input, RULES, tmp_path / "plan", size=planner.APART_BYTES)
+
+
+@pytest.fixture
+async def child(monkeypatch):
+    """The planner's process, once it has begun."""
+    begun = asyncio.get_running_loop().create_future()
+    start = asyncio.create_subprocess_exec
+
+    async def spy(*command, **options):
+        begun.set_result(await start(*command, **options))
+        return begun.result()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spy)
+    return begun
+
+
+async def test_a_planner_that_nobody_waits_for_any_more_is_killed(tmp_path, child):
+    os.mkfifo(tmp_path / "endless")
+    asked = planner.make(tmp_path / "endless", RULES, tmp_path / "plan", size=planner.APART_BYTES)
+    waiting = asyncio.create_task(asked)
+    process = await child
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_a_planner_ends_with_its_worker(tmp_path, child):
+    os.mkfifo(tmp_path / "endless")
+    asked = planner.make(tmp_path / "endless", RULES, tmp_path / "plan", size=planner.APART_BYTES)
+    waiting = asyncio.create_task(asked)
+    process = await child
+    process.stdin.close()
+    with pytest.raises(OSError, match="ended with exit code 1"):
+        await waiting
+
+
+async def test_a_batch_is_planned_apart_and_completes(database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(planner, "APART_BYTES", 0)
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(20)])
+        stage.work()
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 20)
