@@ -28,8 +28,8 @@ SETTINGS = f"""
     is `windlass worker` with concurrency {CONNECTIONS} and everything else at its defaults (journal with fsync,
     checkpoints, metrics); its CPU is that of the worker process between in_progress_at and finalizing_at, planning
     and writing the files stand beside it. The bare loop sends with the same client, settings and event loop, splits
-    lines with the same function, does not look into answers, and does not fsync. openai and aiohttp have a task per
-    line and a semaphore. The model server is the simulator, which answers at once.
+    lines with the same function, parses answers, writes the same lines, and does not fsync. openai and aiohttp have a
+    task per line and a semaphore. The model server is the simulator, which answers at once.
 """
 
 

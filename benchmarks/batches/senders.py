@@ -3,8 +3,8 @@
     python -m benchmarks.batches.senders NAME --url URL --file FILE --output FILE [--connections N] [--warm-up FILE]
 
 `bare` is the least that does the job with the client of Windlass: 100 coroutines that take a line, split it, send it,
-and write the envelope around the answer. `aiohttp` and `openai` are written as people write them: a task per line,
-a semaphore, JSON in and out. Clients are made, and the warm-up is sent, before the clock starts.
+parse the answer, and write the envelope around it. `aiohttp` and `openai` are written as people write them: a task
+per line, a semaphore, JSON in and out. Clients are made, and the warm-up is sent, before the clock starts.
 """
 
 import argparse
@@ -50,7 +50,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def bare(url: str, connections: int) -> Send:
-    from orjson import dumps
+    from orjson import dumps, loads
     from wreq import Client
 
     from windlass.batches.lines import split
@@ -66,6 +66,7 @@ def bare(url: str, connections: int) -> Send:
             custom_id, body = split(line)
             response = await client.post(url + ENDPOINT, body=body, headers=headers)
             answer = bytes(await response.bytes())
+            loads(answer)
             request_id = bytes(response.headers["x-request-id"]).decode()
             output.write(
                 b'{"id":"%b","custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}\n'
