@@ -93,6 +93,9 @@ def body_problems(body, endpoint):
         yield "invalid_request", "body.model", "Model parameter is required."
     elif not isinstance(model, str):
         yield wrong_type("body.model", "a string", model)
+    elif len(model) > 176 or "\0" in model:
+        text = "Model parameter must have at most 176 characters, none of them NUL."
+        yield "invalid_request", "body.model", text
     value = body.get(name)
     if value is None:
         yield "invalid_request", f"body.{name}", f"{name.capitalize()} parameter is required."

@@ -234,7 +234,7 @@ values = st.one_of(st.none(), st.booleans(), st.integers(), _text(max_size=5), s
 bodies = st.fixed_dictionaries(
     {},
     optional={
-        "model": st.one_of(st.sampled_from(["m", "n"]), values),
+        "model": st.one_of(st.sampled_from(["m", "n", "m" * 177, "n\0"]), values),
         "messages": values,
         "input": values,
         "prompt": values,
