@@ -669,7 +669,7 @@ class Shard:
         part = self._journal.take()
         key = None
         if self.stored:
-            key = segment_key(self.id, self.number, 1, self._seq)
+            key = segment_key(self.id, self.number, 1, part.start, part.end)
             await self.api.windlass.store.put(key, self.path.read_bytes()[part.start : part.end])
         await self.api.sql(
             """INSERT INTO windlass.batch_segment

@@ -146,7 +146,7 @@ class Stage:
         """A plan, registered answers and a work folder, as a batch has them."""
         await self.store.put(plan_key(batch.id, "model_map.json"), b"{}")
         for seq in range(segments):
-            key = segment_key(batch.id, 0, 1, seq)
+            key = segment_key(batch.id, 0, 1, 7 * seq, 7 * seq + 7)
             await self.store.put(key, b"answers")
             await raw(
                 self.queue,
@@ -671,12 +671,12 @@ async def test_what_a_lost_writer_puts_back_goes_after_a_day(stage):
     await stage.later(HOUR + 1)
     await stage.collect()
     for id in (gone, cleared.id, open.id):
-        await stage.store.put(segment_key(id, 0, 9, 0), b"12345")
+        await stage.store.put(segment_key(id, 0, 9, 0, 5), b"12345")
     await stage.later(DAY - HOUR - 60)
     assert await stage.collect() == Collected()
     await stage.later(120)
     assert await stage.collect() == Collected(unknown_objects=Heap(2, 10))
-    assert await stage.objects("batches") == [segment_key(open.id, 0, 9, 0)]
+    assert await stage.objects("batches") == [segment_key(open.id, 0, 9, 0, 5)]
 
 
 @in_both_stores

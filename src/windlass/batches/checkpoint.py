@@ -152,19 +152,16 @@ class Checkpoints:
 
     async def adopt(self, owner: Owner, claim: int, seq: int, path: Path, parts: Sequence[Part]) -> bool:
         """Register ranges of a dead claim's journal in the name of its heir; False if that is fenced itself."""
-        heir = f"{owner.job_id.hex}-{owner.job_claim}"
-        rows = [await self._row(owner, claim, seq + place, path, part, heir) for place, part in enumerate(parts)]
+        rows = [await self._row(owner, claim, seq + place, path, part) for place, part in enumerate(parts)]
         is_taken = len(await self._batches.register(rows)) == len(rows)
         if is_taken:
             self._counts.registered(sum(part.tally.lines for part in parts))
         return is_taken
 
-    async def _row(
-        self, owner: Owner, claim: int, seq: int, path: Path, part: Part, heir: str | None = None
-    ) -> Registration:
+    async def _row(self, owner: Owner, claim: int, seq: int, path: Path, part: Part) -> Registration:
         key = None
         if self._is_shared:
-            key = segment_key(owner.batch_id, owner.shard, claim, seq, heir)
+            key = segment_key(owner.batch_id, owner.shard, claim, part.start, part.end)
             async with self._uploads:
                 await self._store.put(key, await asyncio.to_thread(_range, path, part))
         return Registration(

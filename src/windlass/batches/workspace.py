@@ -40,13 +40,11 @@ def plan_key(batch_id: str, name: str) -> str:
     return f"batches/{batch_id}/{name}"
 
 
-def segment_key(batch_id: str, shard: int, claim: int, seq: int, heir: str | None = None) -> str:
-    """Where the store keeps a piece of a journal. What an heir puts there has a name of its own.
-
-    Its writer may be alive after all, and about to put something else under the same number.
+def segment_key(batch_id: str, shard: int, claim: int, start: int, end: int) -> str:
+    """Where the store keeps a range of a journal. Named by its bytes, which never change: whoever puts something there,
+    a writer that tries again, an heir, or a zombie that comes too late, puts the same.
     """
-    by = "" if heir is None else f".{heir}"
-    return f"batches/{batch_id}/segments/{shard}.{claim}.{seq}{by}{JOURNAL}"
+    return f"batches/{batch_id}/segments/{shard}.{claim}.{start}-{end}{JOURNAL}"
 
 
 class InputDamaged(StorageError):
