@@ -33,10 +33,10 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Processor seconds of one living process, all its threads; 0.0 when it is gone."""
+    """Processor seconds of one living process, all its threads, and its children that ended; 0.0 when it is gone."""
     with suppress(psutil.NoSuchProcess):
         times = process.cpu_times()
-        return times.user + times.system
+        return times.user + times.system + times.children_user + times.children_system
     return 0.0
 
 
