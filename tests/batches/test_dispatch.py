@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import asynccontextmanager
 
 from tests.batches.stage import CHAT, jsonl, request, staged
 from windlass.batches.dispatch import FIRST_SHARDS_MAX, End, Work
 from windlass.batches.journal import Journal
 from windlass.batches.planfile import Entry
+from windlass.inference.budgets import Budget, Rate
+from windlass.simulator import Profile, SimulatorSettings
 
 BATCH = "batch_" + "0" * 32
 ROOM = FIRST_SHARDS_MAX + 1
 
 
 @asynccontextmanager
-async def prepared(database_url, folder, count):
+async def prepared(database_url, folder, count, **fields):
     """A dispatcher, a shard of so many requests, and their entries; nothing is begun yet."""
     async with staged(database_url, folder) as stage:
-        data = jsonl([request(f"r{n}") for n in range(count)])
+        data = jsonl([request(f"r{n}", **fields) for n in range(count)])
         input = folder / "in.jsonl"
         input.write_bytes(data)
         descriptor = os.open(input, os.O_RDONLY)
@@ -75,6 +78,49 @@ async def test_a_request_that_has_no_time_left_ends_its_shard_by_the_deadline(da
         async with asyncio.timeout(5):
             await work.quiet.wait()
         assert (work.end, work.journal.lines) == (End.DEADLINE, 0)
+
+
+async def test_a_retry_that_falls_due_between_two_looks_at_the_clock_is_not_forgotten(database_url, tmp_path):
+    async with prepared(database_url, tmp_path, 1, prompt="[[fault:500:times=1]]") as (dispatcher, work, entries):
+        dispatcher.begin(work, entries, priority=5)
+        looks, began = 0, time.monotonic()
+
+        def clock():
+            nonlocal looks
+            looks += work.share.retrying
+            return began if looks <= 1 else began + 10
+
+        dispatcher._clock = clock
+        async with asyncio.timeout(5):
+            await work.quiet.wait()
+        assert work.journal.lines == 1
+
+
+async def test_whoever_waits_for_a_budget_holds_no_slot_that_others_need(database_url, queue, tmp_path):
+    async with prepared(database_url, tmp_path, 2) as (dispatcher, work, entries):
+        held = []
+
+        async def pause(seconds):
+            held.append((dispatcher.limits.total.in_use, dispatcher.limits.bytes.in_use))
+            if work.share.in_flight == 1:  # the first was answered
+                dispatcher.end(work, End.STOP)
+            await asyncio.sleep(0)
+
+        dispatcher.begin(work, entries, priority=5)
+        work.lane.budget = Budget(queue, "slow", Rate(requests=0.001, tokens=1e9), pause)
+        async with asyncio.timeout(5):
+            await work.quiet.wait()
+        assert held[-1] == (0, 0)
+
+
+async def test_a_limit_over_all_workers_holds_from_the_first_request(database_url, tmp_path):
+    shared = {"concurrency_total": 2}
+    slow = SimulatorSettings(any_model=Profile(), faults=("slow:seconds=0.05",))
+    async with staged(database_url, tmp_path, simulator=slow, global_inference_gateway=shared) as stage:
+        id = await stage.submit([request(f"r{n}", model=f"m{n % 3}") for n in range(30)])
+        stage.work()
+        assert (await stage.ended(id)).completed == 30
+        assert stage.simulator.counters.in_flight_max == 2
 
 
 async def test_what_a_batch_with_a_limit_holds_back_keeps_nobody_from_claiming(database_url, tmp_path):

@@ -402,6 +402,30 @@ class TestControl:
         schedule.pause("new")
         assert list(schedule._idle) == ["b9", "b7", "new"]
 
+    def test_what_a_cap_holds_back_is_known_whether_the_cap_or_the_share_came_first(self):
+        schedule = Schedule()
+        schedule.change("early", in_flight_max=1)
+        schedule.add("early", "t", 0, lines(5))
+        schedule.add("late", "t", 0, lines(7))
+        schedule.change("late", in_flight_max=2)
+        assert schedule.held_back == (5 - 2) + (7 - 4)
+        schedule.change("late", in_flight_max=None)
+        assert schedule.held_back == 3
+        drain(schedule, 12)
+        schedule.add("early", "t", 1, lines(5))
+        assert schedule.held_back == 3
+
+    def test_capped_batches_that_have_nothing_here_are_not_looked_through(self):
+        """Whether a lane is low is asked before every request."""
+        schedule = Schedule()
+        for name in map(str, range(100)):
+            schedule.change(name, in_flight_max=1)
+            schedule.add(name, "t", 0, lines(1))
+            drain(schedule, 1)
+        assert len(schedule._capped) == 0
+        schedule.change("0", in_flight_max=2)
+        assert len(schedule._capped) == 0
+
 
 class TestWithdraw:
     def test_it_takes_back_retries_then_the_unsent_in_plan_order(self):
@@ -944,3 +968,27 @@ class TestHoldingLeadersBack:
         schedule.next(0)
         assert schedule.next(29) is None
         assert [schedule.next(31).entry.offset for _ in range(3)] == [1, 2, 3]
+
+    def test_a_batch_that_is_held_back_leaves_its_turns_to_the_others(self):
+        schedule = Schedule()
+        schedule.followers_max = 2
+        schedule.add("grouped", "t", 0, plan(1, 1, 1, 2, 2, 2), priority=1)
+        schedule.add("single", "t", 0, plan(0, 0, 0), priority=5)
+        leader = schedule.next(0)
+        assert [schedule.next(0).share.batch for _ in range(3)] == ["single"] * 3
+        assert schedule.next(0) is None
+        schedule.finished(leader)
+        assert [schedule.next(0).entry.offset for _ in range(3)] == [1, 2, 3]
+
+    def test_whoever_was_held_back_has_its_turn_once_another_group_may_begin(self):
+        schedule = Schedule()
+        schedule.followers_max = 2
+        for name in "abc":
+            schedule.add(name, name, 0, plan(1, 1, 1))
+        first = schedule.next(0)
+        assert (first.share.batch, schedule.next(0)) == ("a", None)
+        schedule.finished(first)
+        assert {schedule.next(0).share.batch for _ in range(3)} == {"a", "b"}
+        assert schedule.next(0) is None
+        schedule.followers_max = 3
+        assert schedule.next(0).share.batch == "c"

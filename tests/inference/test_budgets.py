@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.support import raw
 from windlass.inference.budgets import Budget, Rate, live_workers
 from windlass.inference.settings import GatewaySettings
@@ -58,12 +60,88 @@ async def test_tokens_that_were_not_foreseen_are_a_debt(queue, clock):
     assert 4 <= len(moments) <= 6
 
 
+async def test_paying_a_debt_does_not_press_the_database(queue):
+    pauses = 0
+
+    async def pause(seconds):
+        nonlocal pauses
+        pauses += 1
+        assert pauses < 4, "enough was seen"
+
+    budget = Budget(queue, "debtor", Rate(requests=1e12, tokens=1e6), pause)
+    await budget.take(10)
+    budget.settle(10, 10**9)
+    with pytest.raises(AssertionError, match="enough was seen"):
+        async with asyncio.timeout(5):
+            await budget.take(10)
+
+
+async def test_what_is_not_needed_stays_in_the_bucket(queue, clock):
+    """Neither requests while a debt of tokens is paid nor tokens while requests are waited for pile up here."""
+    await clock.advance(queue, 0)
+    waited = 0
+
+    async def pause(seconds):
+        nonlocal waited
+        waited += 1
+        await clock.advance(queue, 1)
+
+    budget = Budget(queue, "both", Rate(requests=10.0, tokens=100.0), pause)
+    await budget.take(1)
+    budget.settle(1, 10_000)
+    await budget.take(0)
+    waited = 0
+    for _ in range(100):
+        await budget.take(0)
+    assert waited >= 8
+    waited = 0
+    for _ in range(5):
+        await budget.take(200)
+    assert waited >= 7
+
+
+async def test_a_clock_that_was_set_back_stops_nobody_for_long(queue, clock):
+    await clock.advance(queue, 3600)
+    pauses = 0
+
+    async def pause(seconds):
+        nonlocal pauses
+        pauses += 1
+        await clock.advance(queue, 1)
+
+    budget = Budget(queue, "gateway", Rate(requests=1.0, tokens=1e9), pause)
+    await budget.take(1)
+    await clock.advance(queue, -3600)
+    async with asyncio.timeout(5):
+        await budget.take(1)
+    assert pauses <= 3
+
+
 async def test_a_request_that_is_not_wanted_any_more_waits_no_longer(queue, clock):
     await clock.advance(queue, 0)
     budget = Budget(queue, "gateway", Rate(requests=0.01, tokens=1e9), lambda _: asyncio.sleep(0))
     assert await budget.take(1)
     answers = iter([True, True, False])
     assert not await budget.take(1, lambda: next(answers))
+
+
+async def test_other_rates_at_the_same_server_are_another_budget(queue, clock):
+    await clock.advance(queue, 0)
+    pauses = 0
+
+    async def pause(seconds):
+        nonlocal pauses
+        pauses += 1
+        await clock.advance(queue, 1)
+
+    slow = Budget(queue, "server", Rate(requests=1.0, tokens=1e9), pause)
+    fast = Budget(queue, "server", Rate(requests=50.0, tokens=1e9), pause)
+    await slow.take(1)
+    for _ in range(50):
+        await fast.take(1)
+    assert pauses == 0
+    await slow.take(1)
+    assert pauses == 1
 
 
 async def test_a_gateway_without_rates_has_no_budget():

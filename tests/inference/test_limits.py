@@ -119,6 +119,19 @@ async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on
     await asyncio.gather(second.task, return_exceptions=True)
 
 
+async def test_a_waiter_that_is_cancelled_just_before_room_comes_is_cancelled_and_nothing_else():
+    slots = Slots("m", 1)
+    first, second, third = (Holder(slots.slot()) for _ in range(3))
+    await settle()
+    second.task.cancel()
+    slots.capacity = 2
+    with pytest.raises(asyncio.CancelledError):
+        await second.task
+    assert (third.inside.is_set(), slots.in_use) == (True, 2)
+    await first.end()
+    await third.end()
+
+
 async def test_a_slot_given_back_twice_is_reported_and_not_counted(caplog):
     slots = Slots("llama at http://a", 2)
     slot, other = slots.slot(), slots.slot()
@@ -343,3 +356,22 @@ def test_a_probe_that_never_reports_is_replaced():
     assert one.wait_seconds(1.0) == 0.0
     assert one.wait_seconds(15.9) > 0.0
     assert one.wait_seconds(16.0) == 0.0
+
+
+def test_a_probe_that_has_not_failed_in_time_opens_the_way_for_all_until_the_next_failure():
+    one = breaker()
+    for _ in range(5):
+        one.failed(0.0)
+    assert one.wait_seconds(1.0) == 0.0
+    assert [one.wait_seconds(16.0) for _ in range(3)] == [0.0] * 3
+    one.failed(17.0)
+    assert one.is_open
+    assert one.wait_seconds(17.0) == 1.0
+
+
+def test_a_probe_has_the_time_that_connecting_may_take():
+    one = CircuitBreaker(jitter=lambda: 1.0, connect_timeout=60.0)
+    for _ in range(5):
+        one.failed(0.0)
+    assert one.wait_seconds(1.0) == 0.0
+    assert one.wait_seconds(60.0) > 0.0

@@ -171,6 +171,18 @@ async def test_a_client_that_leaves_frees_its_slot_at_once_and_is_counted():
         asking.cancel()
 
 
+async def test_a_client_that_leaves_when_its_answer_is_just_done_is_counted_once(monkeypatch):
+    async with running(models={"m": SLOW}) as simulator:
+        asking = asyncio.create_task(ask(simulator.url, chat("Hello!")))
+        await until(lambda: simulator.stats()["in_flight"] == 1)
+        late = simulator._now() + 1000
+        monkeypatch.setattr(simulator, "_now", lambda: late)
+        asking.cancel()
+        await until(lambda: simulator.stats()["in_flight"] < 1)
+        found = simulator.stats()
+        assert (found["in_flight"], found["answered"], found["aborted"]["total"]) == (0, {}, 1)
+
+
 async def test_time_can_run_faster_than_real():
     profile = Profile(prefill_rate=1000, decode_rate=10)
     async with running(models={"m": profile}, time_scale=1000) as simulator:

@@ -159,11 +159,26 @@ class Dispatcher:
         self.lanes: dict[str, Lane] = {}
         self._budgets = budgets or {}
         self._clock = clock
+        self.share(None)
 
     @property
     def broken(self) -> str | None:
         """What must not be: a slot was given back twice. Such a process takes no more work."""
         return self.limits.broken
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a gateway has a limit over all workers."""
+        return any(gateway.settings.concurrency_total for gateway in self.gateways.all())
+
+    def share(self, workers: int | None) -> None:
+        """Divide what gateways take from all workers together; before anybody counted them one request is right."""
+        totals: dict[str, int] = {}
+        for gateway in self.gateways.all():
+            if total := gateway.settings.concurrency_total:
+                totals[gateway.endpoint] = min(total, totals.get(gateway.endpoint, total))
+        for endpoint, total in totals.items():
+            self.limits.share(endpoint, 1 if workers is None else max(1, total // workers))
 
     def serves(self, model: str) -> bool:
         return self.gateways.of(model) is not None
@@ -243,28 +258,28 @@ class Dispatcher:
             if not slot.enter_now():
                 await slot.__aenter__()
             schedule.followers_max = FOLLOWERS_PER_SLOT * lane.room.adaptive.limit
-            item = schedule.next(self._clock())
+            item = schedule.next(now := self._clock())
             if item is None:
                 slot.leave()
-                await self._idle(lane)
+                await self._idle(lane, now)
             else:
                 await self._launch(lane, item, slot)
 
-    async def _idle(self, lane: Lane) -> None:
-        now = self._clock()
+    async def _idle(self, lane: Lane, now: float) -> None:
+        """Until there may be something to send; `now` is when there was nothing, for a later look would miss some."""
         due = lane.schedule.next_due(now)
         await lane.rest(None if due is None else max(0.0, due - now))
 
     async def _launch(self, lane: Lane, item: Item, slot: Slot) -> None:
         """With the model's slot in hand, wait for the rest of what a request needs, and start it."""
         work = lane.work[item.share]
+        if lane.budget is not None:  # first, for this may take long: whoever waits here keeps nobody else waiting
+            await lane.budget.take(_guess(item.entry), lambda: not item.share.is_withdrawn)
         while (pause := lane.room.wait_seconds(self._clock())) and not item.share.is_withdrawn:
             await lane.rest(min(pause, ABORT_SECONDS))
         rest = self.limits.rest(lane.room, item.entry.length)
         if not rest.enter_now():
             await rest.__aenter__()
-        if lane.budget is not None:
-            await lane.budget.take(_guess(item.entry), lambda: not item.share.is_withdrawn)
         if item.share.is_withdrawn:
             rest.leave()
             slot.leave()

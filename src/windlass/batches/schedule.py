@@ -103,7 +103,8 @@ class Share:
     @property
     def leads_next(self) -> bool:
         """The next entry leads a group."""
-        return not self._released and self._group_end(self._position) - self._position > 1
+        entries, here = self._entries, self._position
+        return not self._released and here + 1 < len(entries) and 0 != entries[here].group == entries[here + 1].group
 
     def take(self) -> Item:
         """The first entry that waits for nobody; if it leads a group, the rest of that is passed over."""
@@ -178,12 +179,17 @@ class Schedule:
         self._leader_seconds = leader_seconds
         self._active: dict[str, _Batch] = {}
         self._capped: set[_Batch] = set()
+        """Of those that have a share, the ones that may have only so many in flight."""
         self._idle: OrderedDict[str, _Batch] = OrderedDict()
         self._tenants: WeakValueDictionary[str, _Tenant] = WeakValueDictionary()
         self._express = _Turns()
         self._bulk = _Turns()
         self._passed_over = 0
         """Express hand-outs since the last one of bulk, while bulk had work too."""
+        self._waiting = 0
+        """Entries that wait for their leaders, of all batches."""
+        self._parked: dict[_Batch, None] = {}
+        """Out of the turns, because their next entry leads another group and enough entries wait already."""
         self._alarms: list[tuple[float, int, _Batch]] = []
         self._sequence = count()
 
@@ -231,8 +237,12 @@ class Schedule:
         """Hands out the next request, which is in flight from now on; None if there is none to be sent now."""
         if self._alarms and self._alarms[0][0] <= now:
             self._wake(now)
-        batch = self._choose()
-        if batch is None or self._is_held_back(batch):
+        if self._parked and self._may_lead:
+            self._unpark()
+        while (batch := self._choose()) is not None and self._is_held_back(batch):
+            batch.leave_turns()
+            self._parked[batch] = None
+        if batch is None:
             return None
         item = self._take_due(batch) if batch.due else self._take_unsent(batch, now)
         item.sent_at = now
@@ -272,7 +282,9 @@ class Schedule:
         if not batch.is_paused:
             self.unsent -= share.unsent
         self.retrying -= share.retrying
+        self._waiting -= batch.waiting
         taken = batch.withdraw(share)
+        self._waiting += batch.waiting
         self._close_if_empty(batch, share)
         self._place(batch)
         return taken
@@ -312,7 +324,7 @@ class Schedule:
             found.at_risk = at_risk
         if not isinstance(in_flight_max, Unchanged):
             found.in_flight_max = in_flight_max
-            (self._capped.discard if in_flight_max is None else self._capped.add)(found)
+            (self._capped.add if found.is_capped else self._capped.discard)(found)
         self._place(found)
 
     def next_due(self, now: float) -> float | None:
@@ -333,12 +345,14 @@ class Schedule:
         self._idle[batch.name] = batch
         self._idle.move_to_end(batch.name)
         if len(self._idle) > IDLE_BATCHES_MAX:
-            self._capped.discard(self._idle.popitem(last=False)[1])
+            self._idle.popitem(last=False)
 
     def _activate(self, batch: _Batch, share: Share) -> None:
         self._idle.pop(batch.name, None)
         self._active[batch.name] = batch
         batch.shares.add(share)
+        if batch.is_capped:
+            self._capped.add(batch)
         heappush(batch.ready, (share.shard, share))
         if not batch.is_paused:
             self.unsent += share.unsent
@@ -349,13 +363,22 @@ class Schedule:
             batch.shares.discard(share)
             if not batch.shares:
                 del self._active[batch.name]
+                self._capped.discard(batch)
                 self._keep_idle(batch)
+
+    @property
+    def _may_lead(self) -> bool:
+        """Whether another group may begin."""
+        return self.followers_max is None or self._waiting < self.followers_max
 
     def _is_held_back(self, batch: _Batch) -> bool:
         """Whether its next entry would lead another group while enough others wait for their leaders."""
-        if self.followers_max is None or batch.due or not batch.ready[0][1].leads_next:
-            return False
-        return sum(one.waiting for one in self._active.values()) >= self.followers_max
+        return not self._may_lead and not batch.due and batch.ready[0][1].leads_next
+
+    def _unpark(self) -> None:
+        parked, self._parked = self._parked, {}
+        for batch in parked:
+            self._place(batch)
 
     def _choose(self) -> _Batch | None:
         if not self._bulk.levels:
@@ -380,7 +403,9 @@ class Schedule:
         if item.followers is not None:
             item.followers.due = now + self._leader_seconds
             batch.followers.append(item.followers)
-            batch.waiting += item.followers.end - item.followers.start
+            size = item.followers.end - item.followers.start
+            batch.waiting += size
+            self._waiting += size
             self._set_alarm(batch, item.followers.due)
         batch.handed_out += 1
         self.unsent -= 1
@@ -394,7 +419,9 @@ class Schedule:
         batch.in_flight -= 1
         self.in_flight -= 1
         if item.followers is not None:
+            self._waiting -= batch.waiting
             batch.release(item.followers)
+            self._waiting += batch.waiting
             item.followers = None
         return batch
 
@@ -420,7 +447,9 @@ class Schedule:
             due, _, batch = heappop(self._alarms)
             # An alarm that was set before an earlier one rings for nobody: the earlier one has set the next.
             if due == batch.alarm:
+                self._waiting -= batch.waiting
                 batch.wake(now)
+                self._waiting += batch.waiting
                 batch.alarm = inf
                 self._set_alarm(batch, batch.next_due())
                 self._place(batch)
@@ -452,6 +481,10 @@ class _Batch:
     """Entries that wait for their leaders."""
     alarm: float = inf
     turns: _Turns | None = None
+
+    @property
+    def is_capped(self) -> bool:
+        return self.in_flight_max is not None and bool(self.shares)
 
     @property
     def may_send(self) -> bool:

@@ -54,7 +54,8 @@ class Budget:
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._queue = queue
-        self._name = name
+        # Models of one server may have rates of their own, and would fill and empty each other's bucket.
+        self._name = f"{name} {rate.requests:g} {rate.tokens:g}"
         self._rate = rate
         self._pause = pause
         self._requests = 0.0
@@ -64,10 +65,11 @@ class Budget:
     async def take(self, tokens: int, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Wait until another request with so many tokens may be sent; False if it is not wanted any more."""
         async with self._turn:
-            while self._requests < 1 or self._tokens <= 0:
+            while self._lacks:
                 if not is_wanted():
                     return False
-                if not await self._refill():
+                await self._refill()
+                if self._lacks:
                     await self._pause(_SECOND * random.uniform(0.2, 0.5))
             self._requests -= 1
             self._tokens -= tokens
@@ -78,28 +80,31 @@ class Budget:
         if counted is not None:
             self._tokens += guessed - counted
 
-    async def _refill(self) -> bool:
-        """Take a second's worth, and pay our debt; False if the bucket is empty."""
-        rate = self._rate
+    @property
+    def _lacks(self) -> bool:
+        return self._requests < 1 or self._tokens <= 0
+
+    async def _refill(self) -> None:
+        """Take what we lack of a second's worth, and pay our debt; what we have enough of stays in the bucket."""
+        rate, room = self._rate, max(1.0, self._rate.requests)
         params = {
             "name": self._name,
             "requests_rate": rate.requests,
-            "requests_room": max(1.0, rate.requests),
+            "requests_room": room,
             "tokens_rate": rate.tokens,
             "tokens_room": rate.tokens,
         }
         try:
             async with self._queue.database.transaction() as session:
                 ((requests, tokens),) = await self._queue.ask(SQL["take"], params, session)
-                if requests < 1 or tokens <= 0:
-                    return False
-                taken = {"name": self._name, "requests": float(int(requests)), "tokens": tokens}
+                requests = max(0, int(min(requests, room - self._requests)))
+                tokens = max(0.0, min(tokens, rate.tokens - self._tokens))
+                taken = {"name": self._name, "requests": float(requests), "tokens": tokens}
                 await self._queue.ask(SQL["spend"], taken, session)
         except DatabaseError:
-            return False
-        self._requests += int(requests)
+            return
+        self._requests += requests
         self._tokens += tokens
-        return True
 
 
 async def live_workers(queue: Queue, operation: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import deque
@@ -68,7 +69,8 @@ class Slots:
             if turn.done() and not turn.cancelled():
                 self.give(weight)
             else:
-                self._waiting.remove((weight, turn))
+                with contextlib.suppress(ValueError):  # whoever gave room back just before has passed it over
+                    self._waiting.remove((weight, turn))
                 self._admit()
             raise
 
@@ -134,11 +136,14 @@ class CircuitBreaker:
     FAILURES = 5
     OPEN_SECONDS = 1.0
     OPEN_SECONDS_MAX = 30.0
-    PROBE_SECONDS = 15.0
-    """A probe that never reports (its task was cancelled) stands in the way no longer than this."""
+    PROBE_SECONDS = 5.0
+    """A probe that has not failed so long after the time for connecting is connected, and its answer takes long."""
 
-    def __init__(self, jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.25)) -> None:
+    def __init__(
+        self, jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.25), *, connect_timeout: float = 10.0
+    ) -> None:
         self._jitter = jitter
+        self._probe_seconds = connect_timeout + self.PROBE_SECONDS
         self._failures = 0
         self._is_probing = False
         self._quiet_until = 0.0
@@ -153,8 +158,11 @@ class CircuitBreaker:
             return 0.0
         if now < self._quiet_until:
             return min(self._quiet_until - now, self.OPEN_SECONDS)
+        if self._is_probing:
+            self._failures = self.FAILURES - 1  # it may have been cancelled instead: the next failure opens again
+            return 0.0
         self._is_probing = True
-        self._quiet_until = now + self.PROBE_SECONDS
+        self._quiet_until = now + self._probe_seconds
         return 0.0
 
     def connected(self) -> None:
@@ -236,7 +244,8 @@ class Limits:
                 most=settings.most_per_model,
                 now=now,
             )
-            breaker = self._breakers.setdefault(endpoint, CircuitBreaker())
+            new = CircuitBreaker(connect_timeout=settings.connect_timeout)
+            breaker = self._breakers.setdefault(endpoint, new)
             found = self._lanes[endpoint, model] = Lane(f"{model} at {endpoint}", adaptive, breaker)
             found.endpoint_slots = self._shares.get(endpoint)
         return found

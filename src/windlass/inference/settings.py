@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -22,6 +23,8 @@ NO_GATEWAY = (
 )
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_NO_HOST = re.compile(r'[\s"%<>\\^`{|}]')
+"""No host's name holds one of these, but a placeholder does that nobody has filled in."""
 _SERVER = re.compile(r"(https?://[^/?#]*)[/?#].")
 
 
@@ -98,17 +101,17 @@ class GatewaySettings:
             raise ConfigurationError(f"api_key_name is {self.api_key_name!r}; it names a file directly under {SECRETS}")
         if (self.tls_client_cert_file is None) != (self.tls_client_key_file is None):
             raise ConfigurationError("tls_client_cert_file and tls_client_key_file belong together; write both")
-        if self.request_timeout <= 0 or self.initial_backoff <= 0 or self.max_backoff < self.initial_backoff:
+        if not 0 < self.request_timeout < inf or not 0 < self.initial_backoff <= self.max_backoff < inf:
             raise ConfigurationError(
                 f"request_timeout {self.request_timeout}, initial_backoff {self.initial_backoff} and max_backoff "
-                f"{self.max_backoff} must be above 0, and max_backoff not below initial_backoff"
+                f"{self.max_backoff} must be above 0 and finite, and max_backoff not below initial_backoff"
             )
         if self.max_retries < 0:
             raise ConfigurationError(f"max_retries is {self.max_retries}; write 0 to never send a request again")
         for name in ("concurrency_total", "requests_per_minute", "tokens_per_minute"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} is {value}; it must be at least 1")
+            if value is not None and not 1 <= value < inf:
+                raise ConfigurationError(f"{name} is {value}; it must be at least 1, and for no limit leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +145,8 @@ class InferenceSettings:
                 f"response_bytes_max is {self.response_bytes_max}; it goes from 1024 to bytes_in_flight_max "
                 f"({self.bytes_in_flight_max})"
             )
-        if self.connect_timeout <= 0:
-            raise ConfigurationError(f"connect_timeout is {self.connect_timeout}; it must be above 0")
+        if not 0 < self.connect_timeout < inf:
+            raise ConfigurationError(f"connect_timeout is {self.connect_timeout}; it must be above 0 and finite")
 
     @property
     def most_per_model(self) -> int:
@@ -173,7 +176,8 @@ def shown_url(url: str) -> str:
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_host = bool(parts.hostname) and not _NO_HOST.search(parts.netloc)
+        known = parts.scheme in ("http", "https") and is_host and (parts.port or 1) > 0
     except ValueError:
         known = False
     else:

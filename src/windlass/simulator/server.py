@@ -228,6 +228,7 @@ class Simulator:
             exchange.held.cancel()
         if not exchange.is_counted:
             return
+        exchange.is_counted = False  # its model may be done with it just now
         where = "held"
         work = exchange.work
         if isinstance(work, Work) and (ticket := work.ticket) is not None:
