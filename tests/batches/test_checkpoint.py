@@ -6,11 +6,14 @@ import asyncio
 from contextlib import contextmanager
 from uuid import uuid4
 
+import pytest
+
 from windlass.batches.checkpoint import UPLOADS_MAX, Checkpoints, Owner
 from windlass.batches.journal import Outcome, Part, adopt
 from windlass.batches.metrics import BATCH_METRICS, BatchCounts
 from windlass.batches.workspace import Workspace
 from windlass.engine.counts import WorkerCounts
+from windlass.errors import StorageUnavailable
 from windlass.storage import StorageSettings, Store, open_store
 
 FIRST = b'{"id":"1","custom_id":"a","response":null}\n'
@@ -75,6 +78,33 @@ async def test_shards_that_end_together_do_not_wait_for_the_uploads_of_each_othe
         async with asyncio.timeout(5):
             await asyncio.gather(*map(checkpoints.flush, accounts))
         assert {row.shard for row in registry.rows} == set(range(UPLOADS_MAX))
+        for account in accounts:
+            checkpoints.close(account)
+
+
+async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_path, monkeypatch):
+    """Nor does it leave uploads behind that nobody waits for: in a long outage they would be more and more."""
+    put, under_way = Store.put, 0
+
+    async def put_slowly(self, key, *args):
+        nonlocal under_way
+        if "/0.1." in key:
+            raise StorageUnavailable("away")
+        under_way += 1
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return await put(self, key, *args)
+
+    monkeypatch.setattr(Store, "put", put_slowly)
+    with prepared(tmp_path) as (checkpoints, registry, _):
+        accounts = [checkpoints.open(owner(n, 1, uuid4()), tmp_path / f"{n}.1.seg") for n in range(UPLOADS_MAX + 1)]
+        for account in accounts:
+            account.journal.append(0, Outcome.OK, FIRST)
+        with pytest.raises(StorageUnavailable, match="away"):
+            await checkpoints.register(accounts)
+        assert under_way == 0
+        assert {row.shard for row in registry.rows} == set(range(1, UPLOADS_MAX + 1))
+        assert [account.is_settled for account in accounts] == [False] + [True] * UPLOADS_MAX
         for account in accounts:
             checkpoints.close(account)
 

@@ -88,6 +88,35 @@ async def test_a_planner_ends_with_its_worker(tmp_path, child):
         await waiting
 
 
+async def test_a_planner_goes_on_when_all_processes_of_its_service_are_told_to_stop(tmp_path, child):
+    """Its worker has its grace, and a plan that was broken off would cost the batch an attempt."""
+    os.mkfifo(tmp_path / "pipe")
+    asked = planner.make(tmp_path / "pipe", RULES, tmp_path / "plan", size=planner.APART_BYTES)
+    waiting = asyncio.create_task(asked)
+    process = await child
+    with await asyncio.to_thread((tmp_path / "pipe").open, "wb"):
+        process.send_signal(signal.SIGTERM)
+    with pytest.raises(OSError, match="ended with exit code 1"):  # because a pipe cannot be planned
+        await waiting
+
+
+async def test_a_planner_does_not_hear_what_is_typed_at_its_workers_terminal(tmp_path, child):
+    os.mkfifo(tmp_path / "endless")
+    asked = planner.make(tmp_path / "endless", RULES, tmp_path / "plan", size=planner.APART_BYTES)
+    waiting = asyncio.create_task(asked)
+    process = await child
+    assert os.getsid(process.pid) == process.pid
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+async def test_a_planner_imports_nothing_from_the_folder_in_which_its_worker_was_started(tmp_path, input, monkeypatch):
+    (tmp_path / "pickle.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    planned = await planner.make(input, RULES, tmp_path / "plan", size=planner.APART_BYTES)
+    assert planned.total == 100
+
+
 async def test_a_batch_is_planned_apart_and_completes(database_url, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "APART_BYTES", 0)
     async with staged(database_url, tmp_path) as stage:

@@ -131,6 +131,7 @@ class Checkpoints:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def register(self, accounts: Sequence[Account]) -> None:
+        """Whatever can be registered is, also if this raises because something else cannot be uploaded."""
         async with AsyncExitStack() as turns:
             for one in sorted(accounts, key=id):
                 await turns.enter_async_context(one.turn)
@@ -138,17 +139,25 @@ class Checkpoints:
             if not parts:
                 return
             await asyncio.gather(*(self.syncer.sync(one.journal) for one, _ in parts))
-            rows = await asyncio.gather(
-                *(self._row(one.owner, one.owner.job_claim, one.seq, one.journal.path, part) for one, part in parts)
-            )
-            taken = await self._batches.register(rows)
-            for (one, part), row in zip(parts, rows, strict=True):
-                if row.name in taken:
-                    one.seq, one.pending, one.registered_at = one.seq + 1, None, time.monotonic()
-                    one.lines += part.tally.lines
-                    self._counts.registered(part.tally.lines)
-                else:
-                    one.is_lost = True
+            rows = (self._row(one.owner, one.owner.job_claim, one.seq, one.journal.path, part) for one, part in parts)
+            uploads = await asyncio.gather(*rows, return_exceptions=True)
+            found = zip(parts, uploads, strict=True)
+            await self._register([(one, row) for (one, _), row in found if isinstance(row, Registration)])
+            for failure in uploads:
+                if isinstance(failure, BaseException):
+                    raise failure
+
+    async def _register(self, uploaded: Sequence[tuple[Account, Registration]]) -> None:
+        if not uploaded:
+            return
+        taken = await self._batches.register([row for _, row in uploaded])
+        for one, row in uploaded:
+            if row.name in taken:
+                one.seq, one.pending, one.registered_at = one.seq + 1, None, time.monotonic()
+                one.lines += row.tally.lines
+                self._counts.registered(row.tally.lines)
+            else:
+                one.is_lost = True
 
     async def adopt(self, owner: Owner, claim: int, seq: int, path: Path, parts: Sequence[Part]) -> bool:
         """Register ranges of a dead claim's journal in the name of its heir; False if that is fenced itself."""

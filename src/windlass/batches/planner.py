@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import signal
 import sys
 import threading
 from asyncio.subprocess import PIPE
@@ -49,11 +50,12 @@ def _make(input: Path, rules: Rules, folder: Path) -> Planned:
 
 async def _make_apart(input: Path, rules: Rules, folder: Path) -> Planned:
     """OSError if the process dies, as it does when memory runs out; nobody but this batch is harmed."""
-    child = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=PIPE, stdout=PIPE)
+    command = (sys.executable, "-P", "-m", __name__)
+    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
     assert child.stdin is not None
     assert child.stdout is not None
     try:
-        with contextlib.suppress(ConnectionError):  # the exit code tells
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the latter is uvloop's; the exit code tells
             child.stdin.write(pickle.dumps((input, rules, folder)))
             await child.stdin.drain()
         said = await child.stdout.read()
@@ -69,6 +71,7 @@ async def _make_apart(input: Path, rules: Rules, folder: Path) -> Planned:
 
 
 def _run_child() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever stops all processes of a service means the worker
     asked = pickle.load(sys.stdin.buffer)  # noqa: S301 (our own parent)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.buffer.write(pickle.dumps(_make(*asked)))

@@ -6,6 +6,7 @@ suspends, so `complete()` can run it in plain code: one implementation serves bo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,13 +101,13 @@ class Pool:
         await self._pool.close(timeout=5)
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
-        with translated():
+        with cancellable(), translated():
             async with self._pool.connection() as connection:
                 return await _fetch(connection, sql, params)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        with translated():
+        with cancellable(), translated():
             async with self._pool.connection() as connection, connection.transaction():
                 yield Transaction(connection)
                 _refuse_aborted(connection)
@@ -266,6 +267,24 @@ def translated() -> Iterator[None]:
         raise DatabaseUnavailable(str(error).strip() or type(error).__name__) from error
     except psycopg.Error as error:
         raise DatabaseError(str(error)) from error
+
+
+@contextlib.contextmanager
+def cancellable() -> Iterator[None]:
+    """Where the connection is lost while a task is cancelled, the driver says only that, and who waits for the task
+    would wait for ever: it was cancelled all the same.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "only tasks wait for the database"
+    before = task.cancelling()
+    try:
+        yield
+    except Exception as error:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
 
 
 async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:

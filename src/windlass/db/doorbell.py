@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import psycopg
 
-from windlass.db.database import DatabaseSettings, Pool, connect_arguments
+from windlass.db.database import DatabaseSettings, Pool, cancellable, connect_arguments
 from windlass.errors import DatabaseError
 
 log = logging.getLogger(__name__)
@@ -74,11 +74,12 @@ async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[str], 
     while True:
         try:
             arguments = connect_arguments(settings)
-            async with await psycopg.AsyncConnection.connect(url, autocommit=True, **arguments) as connection:
-                await connection.execute(f"LISTEN {CHANNEL}")
-                pause = 0.1
-                async for ring in connection.notifies():
-                    on_ring(ring.payload)
+            with cancellable():
+                async with await psycopg.AsyncConnection.connect(url, autocommit=True, **arguments) as connection:
+                    await connection.execute(f"LISTEN {CHANNEL}")
+                    pause = 0.1
+                    async for ring in connection.notifies():
+                        on_ring(ring.payload)
         except psycopg.Error as error:
             log.debug("the doorbell is silent: %s", error)
         await asyncio.sleep(pause)

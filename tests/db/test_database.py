@@ -1,0 +1,57 @@
+"""The door to PostgreSQL: what callers see when the driver stumbles."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psycopg
+import pytest
+
+from tests.support import DATABASE
+from windlass.db.database import Pool
+from windlass.db.doorbell import listen
+
+BACKENDS = "pg_stat_activity WHERE datname = current_database() AND query LIKE '%%pg_sleep(60)%%' AND pid <> %s"
+
+
+async def sleep_alone(pool):
+    await pool.rows("SELECT pg_sleep(60)")
+
+
+async def sleep_in_transaction(pool):
+    async with pool.transaction() as session:
+        await session.rows("SELECT pg_sleep(60)")
+
+
+@pytest.mark.parametrize("sleep", [sleep_alone, sleep_in_transaction])
+async def test_a_task_that_is_cancelled_while_its_connection_is_lost_ends_as_cancelled(database_url, sleep):
+    """One that took it for an outage and went on would keep its worker from ever stopping."""
+    async with Pool(DATABASE, database_url) as pool:
+        sleeping = asyncio.create_task(sleep(pool))
+        with psycopg.connect(database_url, autocommit=True) as other:
+            me = (other.info.backend_pid,)
+            async with asyncio.timeout(20):
+                while not other.execute(f"SELECT FROM {BACKENDS}", me).rowcount:
+                    await asyncio.sleep(0.01)
+            other.execute(f"SELECT pg_terminate_backend(pid, 5000) FROM {BACKENDS}", me)
+        sleeping.cancel()
+        await asyncio.wait([sleeping])
+        assert sleeping.cancelled()
+
+
+async def test_so_does_one_that_waits_for_the_doorbell(monkeypatch):
+    waits = asyncio.Event()
+
+    async def lost(*_, **__):
+        waits.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise psycopg.OperationalError("the connection is lost") from error
+
+    monkeypatch.setattr(psycopg.AsyncConnection, "connect", lost)
+    listening = asyncio.create_task(listen(DATABASE, "postgresql://", print))
+    await waits.wait()
+    listening.cancel()
+    await asyncio.wait([listening], timeout=5)
+    assert listening.cancelled()
