@@ -384,6 +384,7 @@ class AsyncWindlass:
             self.operations.add(function)
         settings = self.settings
         counts = counts or WorkerCounts(BATCH_METRICS)
+        self.workspace.require()
         return Runtime(
             batches=Batches(queue or self.queue),
             files=Files(queue or self.queue, self.open_store("processor", counts)),

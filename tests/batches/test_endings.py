@@ -15,14 +15,17 @@ from windlass.batches import execution, process
 from windlass.batches.care import Care
 from windlass.batches.dispatch import End, Work
 from windlass.batches.execution import Shards
+from windlass.batches.files import object_key
 from windlass.batches.journal import Journal, scan
 from windlass.batches.metrics import BATCH_METRICS, BatchCounts
 from windlass.batches.planfile import PLANS, Entry, pack_entries
 from windlass.batches.store import Batches
+from windlass.batches.takeover import Takeover
 from windlass.batches.webhook_settings import WebhookSettings
+from windlass.batches.workspace import Workspace
 from windlass.engine.counts import WorkerCounts
 from windlass.engine.jobs import Done
-from windlass.errors import DatabaseUnavailable, StorageFull, StorageUnavailable
+from windlass.errors import ConfigurationError, DatabaseUnavailable, StorageFull, StorageUnavailable
 from windlass.simulator import Profile, SimulatorSettings
 from windlass.states import BatchStatus
 from windlass.storage import Store
@@ -150,6 +153,26 @@ async def test_a_batch_that_is_resumed_while_its_requests_end_goes_on_at_once(da
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 15)
 
 
+async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon(database_url, tmp_path, monkeypatch):
+    """Nobody can wake a shard that a worker still has."""
+    orders = Batches.orders
+
+    async def then_resume(self, ids):
+        found = await orders(self, ids)
+        for one in found.values():
+            if one.paused:
+                await self.resume(one.id, tenant=None)
+        return found
+
+    monkeypatch.setattr(Batches, "orders", then_resume)
+    async with staged(database_url, tmp_path) as stage:
+        id = await stage.submit([request("a")])
+        await stage.windlass.batches.pause(id, tenant=None)
+        stage.work()
+        batch = await stage.ended(id, 20)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
+
+
 # Nobody else ends it ------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +241,24 @@ async def test_a_disk_without_room_for_the_input_is_waited_for(database_url, tmp
         assert (batch.status, batch.full_disks) == (BatchStatus.COMPLETED, 1)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "times"), [(Workspace, "fetch_input", 11), (Shards, "_open_input", 5), (Takeover, "of_shard", 5)]
+)
+async def test_a_batch_that_has_sent_nothing_yet_waits_for_a_store_that_is_away(
+    database_url, tmp_path, monkeypatch, owner, name, times
+):
+    for module in (execution, process):
+        monkeypatch.setattr(module, "AWAY_SECONDS", 0.01)
+    failing(monkeypatch, owner, name, StorageUnavailable("away"), times=times)
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a")]))
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
+        assert stage.simulator.asked(over=1)["count"] == 0
+        said = "SELECT DISTINCT message FROM windlass.job_event WHERE event = 'job.retry_later'"
+        assert await raw(stage.windlass.queue, said) == [("away",)]
+
+
 async def test_answers_wait_for_a_store_that_is_away(database_url, tmp_path, monkeypatch):
     parts = {"storage": {"url": f"file://{tmp_path}/store"}, "batches": {"shared_checkpoint_seconds": 60.0}}
     away = StorageUnavailable("away")
@@ -230,6 +271,18 @@ async def test_answers_wait_for_a_store_that_is_away(database_url, tmp_path, mon
         assert await raw(stage.windlass.queue, "SELECT claims FROM windlass.job WHERE job_type = 'batch.shard'") == [
             (1,)
         ]
+
+
+@pytest.mark.parametrize("harm", ["a file", "no right"])
+async def test_a_worker_does_not_start_with_a_work_folder_that_it_cannot_use(database_url, tmp_path, monkeypatch, harm):
+    folder = tmp_path / "work"
+    if harm == "a file":
+        folder.write_bytes(b"")
+    else:
+        monkeypatch.setattr("os.access", lambda path, mode: path != folder)
+    async with staged(database_url, tmp_path) as stage:
+        with pytest.raises(ConfigurationError, match=f"the work folder {folder} cannot be used: .*batches.work_dir"):
+            stage.work()
 
 
 async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_request(database_url, tmp_path):
@@ -271,6 +324,24 @@ async def test_an_input_of_which_the_store_lost_the_end_is_not_taken_for_a_short
         batch = await stage.ended(id)
         assert (batch.status, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, "input_damaged")
         assert stage.simulator.stats()["received"] == 0
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "odd"])
+async def test_a_retry_does_not_take_a_damaged_error_file_for_one_with_fewer_lines(database_url, tmp_path, harm):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        lines = [request(f"r{n}", prompt=f"{n} [[fault:400:times=1]]") for n in range(4)]
+        first = await stage.ended(await stage.submit(lines))
+        path = stage.windlass.store.local_path(object_key(first.error_file_id))
+        data = path.read_bytes()
+        path.write_bytes(data[: data.rindex(b"\n", 0, -1) + 1] if harm == "cut" else data.replace(b"r1", b"\xff\xff"))
+        if harm == "gone":
+            path.unlink()
+        batch = await stage.ended(await stage.repeat(first))
+        assert batch.status is BatchStatus.FAILED
+        ((code, message),) = [(one["code"], one["message"]) for one in batch.errors["data"]]
+        assert code == "input_damaged"
+        assert message.startswith(f"The error file {first.error_file_id} of {first.id} ")
 
 
 async def test_a_batch_that_is_answered_needs_its_input_no_more(database_url, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.batches.stage import request, staged
 from tests.support import raw
-from windlass.errors import Conflict
+from windlass.errors import Conflict, JobFailed
 from windlass.simulator import Profile, SimulatorSettings
 from windlass.states import BatchStatus
 
@@ -183,6 +183,36 @@ async def test_unlisted_models_become_error_lines_where_each_model_has_its_gatew
             assert (batch.status, batch.total, batch.failed) == (BatchStatus.COMPLETED, 3, 1)
 
 
+async def test_workers_may_have_different_models_whoever_of_them_plans(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as backend:
+        here = {"url": backend.simulator.url}
+        async with (
+            staged(database_url, tmp_path, model_gateways={"one": here}) as first,
+            staged(database_url, tmp_path, model_gateways={"two": here}) as second,
+        ):
+            for stage in (first, second):
+                stage.work()
+            async with asyncio.timeout(20):
+                while len(await first.windlass.batches.served()) < 2:
+                    await asyncio.sleep(0.02)
+            lines = [request(model, model=model) for model in ("one", "two", "none")]
+            batch = await first.ended(await first.submit(lines))
+            output, errors = await first.results(batch)
+            assert [line["custom_id"] for line in output] == ["one", "two"]
+            assert codes(errors) == {"model_not_found": 1}
+
+
+async def test_where_another_worker_takes_any_model_none_is_unknown(database_url, tmp_path):
+    async with staged(database_url, tmp_path, model_gateways={"one": {"url": "http://127.0.0.1:9"}}) as stage:
+        queues = {"queues": [], "on_demand_types": ["batch.shard"], "on_demand_queues": ["shard/"]}
+        await stage.windlass.queue.register_worker(
+            id="w", host="h", pid=1, version="0", operations=["batch.shard"], concurrency=1, **queues
+        )
+        stage.work()
+        batch = await stage.until(await stage.submit([request("a")]), lambda batch: batch.models is not None)
+        assert (batch.status, batch.models) == (BatchStatus.IN_PROGRESS, ["small"])
+
+
 async def test_two_workers_share_one_batch(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW) as stage:
         first, second = stage.work(), stage.work()
@@ -230,6 +260,21 @@ async def test_a_retry_repeats_only_what_failed(database_url, tmp_path):
         )
 
 
+async def test_jobs_that_somebody_enqueues_by_hand_do_nothing_to_a_batch(database_url, tmp_path):
+    async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": 10}) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(100)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        shard = {"batch_id": id, "model": "small", "number": 7, "start": 0, "count": 100}
+        for job_type, payload in (("batch.process", {"batch_id": id}), ("batch.shard", shard)):
+            job = await stage.windlass.enqueue(job_type, payload, queue=None if shard != payload else "shard/small")
+            with pytest.raises(JobFailed, match=f"belongs to {id}"):
+                await stage.windlass.wait(job, timeout=20)
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 100)
+        assert stage.simulator.asked(over=1)["count"] == 0
+
+
 async def test_a_batch_whose_job_is_gone_fails_and_says_so(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
@@ -238,6 +283,7 @@ async def test_a_batch_whose_job_is_gone_fails_and_says_so(database_url, tmp_pat
         batch = await stage.ended(id)
         assert batch.status is BatchStatus.FAILED
         assert batch.errors["data"][0]["code"] == "system_error"
+        assert batch.errors["data"][0]["message"].endswith("nothing was sent.")
 
 
 async def test_an_input_that_is_deleted_while_the_batch_runs_is_read_to_the_end(database_url, tmp_path):

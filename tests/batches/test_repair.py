@@ -8,8 +8,9 @@ import pytest
 
 from tests.batches.stage import Stage, request, staged
 from windlass.batches.finalize import Finalizer
+from windlass.batches.journal import scan
 from windlass.batches.repair import repair
-from windlass.batches.store import Batch
+from windlass.batches.store import Batch, Batches
 from windlass.batches.verify import verify
 from windlass.db.check import Level
 from windlass.errors import Conflict, StorageError, StorageUnavailable
@@ -85,6 +86,23 @@ async def test_answers_that_are_lost_do_not_take_the_others_with_them(database_u
         assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [("a", "batch_failed")]
 
 
+@pytest.mark.parametrize("place", ["the line", "the length"])
+async def test_a_damaged_answer_does_not_take_the_others_with_it(database_url, tmp_path, monkeypatch, place):
+    lines = [request(f"r{n}", model=f"m{n // 4}") for n in range(8)]
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch, lines)
+        (_, _, path), _ = stage.windlass.workspace.journals(batch.id)
+        second = list(scan(path))[1]
+        data = bytearray(path.read_bytes())
+        data[second.end - 9 if place == "the line" else second.position + 6] ^= 1
+        path.write_bytes(data)
+        batch = await mend(stage, batch)
+        output, errors = await stage.results(batch)
+        assert len(output) == (7 if place == "the line" else 5), "behind a wrong length no record is found again"
+        assert {line["error"]["code"] for line in errors} == {"batch_failed"}
+        assert {one.level for one in await verify(stage.windlass.files, batch)} == {Level.OK}
+
+
 async def test_answers_on_another_machine_are_not_given_up(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch)
@@ -124,6 +142,28 @@ async def test_only_one_of_two_repairs_counts(database_url, tmp_path, monkeypatc
             with pytest.raises(Conflict, match="somebody else has just done that"):
                 await mend(stage, batch)
         assert len(await stage.windlass.files.list("default", purpose="batch_output")) == 2
+
+
+async def test_a_repair_that_the_collector_overtakes_writes_no_files_without_answers(
+    database_url, tmp_path, monkeypatch
+):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await broken(stage, monkeypatch)
+        segments = Batches.segments
+
+        async def overtaken(batches: Batches, id: str, **options: Any) -> Any:
+            rows, params = stage.windlass.pool.rows, {"id": id}
+            await rows("UPDATE windlass.batch SET segments_gone_at = now() WHERE id = %(id)s RETURNING id", params)
+            await rows("DELETE FROM windlass.batch_segment WHERE batch_id = %(id)s RETURNING id", params)
+            for _, _, path in stage.windlass.workspace.journals(id):
+                path.unlink()
+            return await segments(batches, id, **options)
+
+        monkeypatch.setattr(Batches, "segments", overtaken)
+        with pytest.raises(Conflict, match="its answers were removed on "):
+            await mend(stage, batch)
+        assert (await stage.get(batch.id)).manifest is None
+        assert await stage.windlass.files.list("default", purpose="batch_output") == []
 
 
 async def test_what_cannot_be_repaired_says_why(database_url, tmp_path, monkeypatch):

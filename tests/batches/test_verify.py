@@ -112,6 +112,16 @@ async def test_what_is_gone_cannot_be_checked_and_what_is_broken_is_said(databas
     assert found["errors"][0] is Level.ERROR
     assert found["errors"][1].startswith(f"{batch.error_file_id} cannot be read: ")
     assert found["output"][1].startswith(f"{batch.output_file_id} cannot be read: there is no object")
+
+
+async def test_a_byte_that_is_no_text_any_more_is_said(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        batch = await made(stage)
+        for name, id in (("input", batch.input_file_id), ("output", batch.output_file_id)):
+            file = stored(tmp_path, id)
+            file.write_bytes(file.read_bytes().replace(b'"a"', b'"\xff"'))
+            found = await findings(stage, batch)
+            assert (found[name][0], found[name][1].partition(": ")[0]) == (Level.ERROR, f"{id} cannot be read")
     assert "custom_ids" not in found
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import orjson
 import psycopg
@@ -14,6 +17,7 @@ from tests.support import DATABASE
 from windlass.db import check
 from windlass.db.check import Finding, Level, check_database, describe
 from windlass.db.database import Pool
+from windlass.engine.queue import Queue
 
 
 async def find(pool: Pool, name: str, **options) -> Finding:
@@ -82,6 +86,41 @@ def test_what_keeps_a_worker_from_running_batches_is_a_finding(
         (found,) = [one for one in orjson.loads(inside("check", "--json")[1]) if one["name"] == "gateways"]
     assert found["level"] == level
     assert words in found["text"]
+
+
+async def test_a_store_that_the_machines_of_workers_do_not_share_is_a_warning(
+    inside: Inside, queue: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WINDLASS_DATABASE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HOSTNAME", "here")
+
+    async def found() -> tuple[str, str]:
+        (one,) = [one for one in await asyncio.to_thread(inside.json, "check") if one["name"] == "store"]
+        return one["level"], one["text"]
+
+    about: dict[str, Any] = {"pid": 1, "version": "0", "queues": None, "concurrency": 1}
+    await queue.register_worker(id="a", host="here", operations=["batch.process"], **about)
+    await queue.register_worker(id="b", host="elsewhere", operations=["greet"], **about)
+    folder = f"{tmp_path.resolve()}/files"
+    assert await found() == ("ok", f"{folder} can be read")
+    await queue.register_worker(id="c", host="there", operations=["batch.process"], **about)
+    assert await found() == ("warning", f"{folder} is a folder of this machine, and batches run on here, there")
+    monkeypatch.setenv("WINDLASS_STORAGE_URL", f"file://{tmp_path}/shared")
+    assert await found() == ("ok", f"{tmp_path.resolve()}/shared can be read")
+
+
+def test_a_store_that_cannot_be_read_is_an_error(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    settings = {"WINDLASS_STORAGE_URL": "s3://b", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{unused_tcp_port}"}
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "WINDLASS_STORAGE_ATTEMPTS": "1"}
+    gateway = {"WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9"}
+    for name, value in {**settings, **keys, **gateway}.items():
+        monkeypatch.setenv(name, value)
+    code, out, *_ = inside("check", "--json")
+    (found,) = [one for one in orjson.loads(out) if one["name"] == "store"]
+    assert (code, found["level"], "s3://b" in found["text"]) == (1, "error", True)
 
 
 def test_without_gateways_nothing_is_said_of_them(inside: Inside) -> None:

@@ -1355,8 +1355,9 @@ async def test_the_jobs_of_other_tenants_do_not_exist(queue):
 
 async def test_verbs_on_a_job_that_belongs_to_something_name_its_owner(queue, clock):
     id = await put_one(queue, owner="batch batch_7")
-    for verb in (lambda: queue.cancel([id]), lambda: queue.recover(id), lambda: queue.rerun(id)):
-        with pytest.raises(Conflict, match="belongs to batch batch_7") as refused:
+    verbs = {"cancel that": lambda: queue.cancel([id]), "is rescued": lambda: queue.recover(id)}
+    for instead, verb in {**verbs, "retry that": lambda: queue.rerun(id)}.items():
+        with pytest.raises(Conflict, match=f"belongs to batch batch_7; .*{instead}") as refused:
             await verb()
         assert refused.value.holder == "batch batch_7"
     assert await status(queue, id) is QUEUED

@@ -132,7 +132,7 @@ UPDATE windlass.batch
 SET completed = %(completed)s, failed = %(failed)s, expired = %(expired)s, cancelled = %(cancelled)s,
     error_summary = %(error_summary)s::jsonb, output_file_id = %(output_file_id)s, error_file_id = %(error_file_id)s,
     manifest = %(manifest)s::jsonb
-WHERE id = %(id)s AND status = 'failed' AND manifest IS NULL
+WHERE id = %(id)s AND status = 'failed' AND manifest IS NULL AND segments_gone_at IS NULL
 RETURNING id
 
 -- What was stopping already because of an error has its requests in flight no longer than the grace from now on.
@@ -184,11 +184,19 @@ RETURNING full_disks
 SELECT id FROM windlass.job
 WHERE parent_job_id = %(job_id)s AND status::text = ANY(%(statuses)s)
 
+-- The queues of shards that live workers claim from; one that ends in a slash stands for all below it.
+-- name: served
+SELECT DISTINCT served.queue
+FROM windlass.worker
+CROSS JOIN unnest(on_demand_queues) AS served (queue)
+WHERE %(shard)s = ANY(on_demand_types) AND stopping_at IS NULL
+    AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+
 -- What the workers' dispatchers must know of the batches that they work for.
 -- name: orders
-SELECT id, status::text, stop_reason, extract(epoch FROM :now - stop_at)::float8, paused_at IS NOT NULL, priority, limits,
-    total, completed + failed + expired + cancelled,
-    extract(epoch FROM expires_at - :now)::float8
+SELECT id, status::text, stop_reason, extract(epoch FROM :now - stop_at)::float8,
+    extract(epoch FROM :now - paused_at)::float8, priority, limits, total, completed + failed + expired + cancelled,
+    extract(epoch FROM expires_at - :now)::float8, job_id
 FROM windlass.batch
 WHERE id = ANY(%(ids)s)
 

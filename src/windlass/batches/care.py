@@ -84,7 +84,9 @@ class Care:
     async def _bury(self, batch: Neglected) -> None:
         """Its job ended without ending it, such as by killing every process that ran it. What is registered stays."""
         log.error("batch %s is %s, and its job is %s: it fails", batch.id, batch.status, batch.job_status or "gone")
-        message = "The job of this batch could not be run; `windlass batch repair` writes what was answered."
+        message = "The job of this batch could not be run; nothing was sent."
+        if batch.status != BatchStatus.VALIDATING:
+            message = "The job of this batch could not be run; `windlass batch repair` writes what was answered."
         problem = Problem(code="system_error", line=None, message=message)
         errors = {"object": "list", "data": [problem.as_json()], "total": 1}
         await self._batches.fence(batch.job_id, "the batch failed")

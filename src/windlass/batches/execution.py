@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from windlass.batches.checkpoint import Account, Checkpoints, Owner
 from windlass.batches.dispatch import ABORT_SECONDS, Dispatcher, End, Work
@@ -23,7 +24,7 @@ from windlass.batches.metrics import BatchCounts
 from windlass.batches.planfile import Entry, plan_path, read_entries, safe_name
 from windlass.batches.settings import BatchSettings
 from windlass.batches.shards import Slice
-from windlass.batches.store import SHARD, Batch, Batches, Order
+from windlass.batches.store import AWAY_SECONDS, SHARD, Batch, Batches, Order, Stranger, refuse_stranger
 from windlass.batches.takeover import Takeover
 from windlass.batches.workspace import Workspace
 from windlass.engine.context import Context
@@ -47,7 +48,9 @@ from windlass.telemetry import tracing
 log = logging.getLogger(__name__)
 
 CONTROL_SECONDS = 0.5
-PAUSED_SECONDS = 60.0
+PAUSED_SECONDS = (1.0, 60.0)
+"""A shard of a paused batch sleeps as long as the pause has lasted, within these bounds. Resuming wakes it, but not if
+its worker is just putting it to sleep: then that is what it costs."""
 NO_ROOM_SECONDS = 30.0
 FULL_DISKS_MAX = 3
 _HANDED_BACK = (End.BROKEN, End.FULL, End.LEAVE)
@@ -95,8 +98,9 @@ class Shards:
             order = (await self._batches.orders([shard.batch_id])).get(shard.batch_id)
             if order is None or order.status != BatchStatus.IN_PROGRESS or order.stop_reason:
                 return Done()
+            refuse_stranger(ctx, order.id, order.job_id)
             if (reason := await self._hindrance(shard, order)) is not None:
-                return Snooze(PAUSED_SECONDS if order.paused else NO_ROOM_SECONDS, reason)
+                return Snooze(_pause_seconds(order) or NO_ROOM_SECONDS, reason)
             with self._workspace.use(shard.batch_id):
                 return await self._run(ctx, shard, order)
         except StorageFull as error:
@@ -105,6 +109,8 @@ class Shards:
             if error.errno not in FULL:
                 raise await self._judged(ctx, shard, error) from error
             return await self._no_room(shard.batch_id, str(error))
+        except Stranger:
+            raise
         except NotFound as error:
             await self._batches.stop(shard.batch_id, "error", {"code": "input_gone", "message": str(error)})
             return Done()
@@ -142,10 +148,12 @@ class Shards:
     async def _run(self, ctx: Context, shard: Slice, order: Order) -> Outcome:
         batch = await self._batches.get(shard.batch_id, tenant=None)
         owner = Owner(batch_id=batch.id, shard=shard.number, model=shard.model, job_id=ctx.job_id, job_claim=ctx.claim)
-        descriptor = await self._open_input(batch)
+        with self._waiting_for_store():
+            descriptor = await self._open_input(batch)
         try:
-            entries = await self._entries(batch, shard)
-            done = await self._take_up(ctx, owner)
+            with self._waiting_for_store():
+                entries = await self._entries(batch, shard)
+                done = await self._take_up(ctx, owner)
             path = self._workspace.journal(batch.id, shard.number, ctx.claim)
             account = self._checkpoints.open(owner, path)
             try:
@@ -177,6 +185,15 @@ class Shards:
         )
 
     # Before -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _waiting_for_store(self) -> Iterator[None]:
+        """Nothing is sent yet, so a store that is away costs time, until the window is over, and no attempt."""
+        try:
+            yield
+        except StorageUnavailable as error:
+            self._counts.given_back("db_transient")
+            raise RetryLater(str(error), AWAY_SECONDS) from error
 
     async def _open_input(self, batch: Batch) -> int:
         file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
@@ -257,16 +274,13 @@ class Shards:
 
     async def _share(self) -> None:
         """Gateways with a limit over all workers are divided among those that live."""
-        shared = [gateway for gateway in self._dispatcher.gateways.all() if gateway.settings.concurrency_total]
-        while shared:
+        while self._dispatcher.is_shared:
             try:
                 workers = await live_workers(self._batches.queue, SHARD)
             except DatabaseError as error:
                 log.debug("the workers cannot be counted: %s", error)
             else:
-                for gateway in shared:
-                    total = gateway.settings.concurrency_total or 1
-                    self._dispatcher.limits.share(gateway.endpoint, max(1, total // workers))
+                self._dispatcher.share(workers)
             await asyncio.sleep(_SHARE_SECONDS)
 
     def _watch(self, work: Work, ctx: Context, account: Account) -> None:
@@ -334,7 +348,7 @@ class Shards:
                 return Done()
             case End.PAUSE:  # what was in flight may have taken longer than the pause
                 order = (await self._batches.orders([work.batch_id])).get(work.batch_id)
-                return Snooze(PAUSED_SECONDS if order is not None and order.paused else 0, End.PAUSE.value)
+                return Snooze(0 if order is None else _pause_seconds(order), End.PAUSE.value)
             case End.LEAVE:
                 return Snooze(0, End.LEAVE.value)
             case End.FULL:
@@ -359,6 +373,12 @@ class Shards:
             task.cancel()
         await asyncio.gather(*self._helpers, *self._errands, return_exceptions=True)
         await asyncio.to_thread(self._checkpoints.syncer.close)
+
+
+def _pause_seconds(order: Order) -> float:
+    """How long a shard sleeps while its batch is paused; 0 if it is not."""
+    shortest, longest = PAUSED_SECONDS
+    return 0.0 if order.paused_seconds is None else min(longest, max(shortest, order.paused_seconds))
 
 
 class _Pace:

@@ -9,15 +9,16 @@ has uploaded is known to nobody, and the garbage collector takes it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.batches.assemble import Assembly, assemble, manifest
+from windlass.batches.assemble import Assembly, Piece, assemble, manifest
 from windlass.batches.checkpoint import Owner
 from windlass.batches.files import BATCH_OUTPUT, Files, NewFile, new_file_id, object_key
+from windlass.batches.journal import sound_ranges
 from windlass.batches.planfile import REJECTED, plan_paths
 from windlass.batches.segments import Segments
 from windlass.batches.shards import slices
@@ -77,6 +78,7 @@ class Finalizer:
             segments = [one for one in segments if not self._segments.is_lost(one)]
         pieces = await self._segments.fetch(segments)
         if heir is None:
+            pieces = await asyncio.to_thread(_sound, pieces)
             pieces += await asyncio.to_thread(tails, self._workspace, batch.id, segments)
         plans, rejected = await asyncio.to_thread(plan_paths, folder), folder / REJECTED
         assembly = await asyncio.to_thread(assemble, batch.id, path, plans=plans, rejected=rejected, pieces=pieces)
@@ -134,3 +136,8 @@ class Finalizer:
             stored=await self._files.store.put(object_key(id), source),
             expires_seconds=batch.output_expires_seconds,
         )
+
+
+def _sound(pieces: Sequence[Piece]) -> list[Piece]:
+    """Blocks."""
+    return [Piece(one.path, *range) for one in pieces for range in sound_ranges(one.path, one.start, one.end)]

@@ -404,6 +404,25 @@ def valid_end(path: Path, start: int = 0) -> int:
         return _valid_end(descriptor, path, start)
 
 
+def sound_ranges(path: Path, start: int, end: int) -> list[tuple[int, int]]:
+    """What is left of a range of which a disk has damaged some: the records that have their checksums.
+
+    Behind a damaged one it goes on where that says that it ends. If even this is wrong, the rest has no checksums.
+    """
+    ranges = []
+    with _opened(path) as descriptor:
+        end = min(end, os.fstat(descriptor).st_size)
+        while start < end:
+            good = start
+            for found in _walk(descriptor, path, start, end, verify=True):
+                good = found.end
+            if good > start:
+                ranges.append((start, good))
+            head = _read(descriptor, path, good, HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
+            start = good + HEADER_BYTES + _IDENTITY.unpack_from(head)[1]
+    return ranges
+
+
 def read_line(path: Path, position: int) -> bytes:
     """The line of the record that begins at `position`."""
     with _opened(path) as descriptor:

@@ -27,7 +27,7 @@ from windlass.batches.metrics import BatchCounts
 from windlass.batches.operations import send_shard
 from windlass.batches.settings import BatchSettings
 from windlass.batches.shards import slices
-from windlass.batches.store import QUEUE, SHARD_QUEUE, Batch, Batches, Ending
+from windlass.batches.store import AWAY_SECONDS, QUEUE, SHARD_QUEUE, Batch, Batches, Ending, refuse_stranger
 from windlass.batches.takeover import Takeover
 from windlass.batches.webhooks import EVENTS, Webhooks
 from windlass.batches.workspace import InputDamaged, Workspace
@@ -88,6 +88,7 @@ class Processor:
     async def run(self, ctx: Context, batch_id: str) -> Outcome:
         try:
             batch = await self._found(batch_id)
+            refuse_stranger(ctx, batch.id, batch.job_id)
             return await self._go_on(ctx, batch)
         except DatabaseError as error:
             raise RetryLater(str(error), 1.0) from error
@@ -99,6 +100,8 @@ class Processor:
             except (OSError, StorageFull, StorageUnavailable) as error:
                 if ctx.claim > 1:
                     self._counts.recovered(batch.status, "error")
+                if isinstance(error, StorageUnavailable):  # the window bounds the wait, not the attempts
+                    raise RetryLater(str(error), AWAY_SECONDS) from error
                 raise Transient(str(error), code="unexpected") from error
 
     async def _found(self, batch_id: str) -> Batch:
@@ -139,23 +142,20 @@ class Processor:
             try:
                 file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
                 input = await self._workspace.fetch_input(batch.id, self._files.store, file.key, file.bytes)
+                only = await self._wanted(batch)
             except NotFound:
                 return await self._refuse(ctx, batch, _no_input(batch), span)
             except InputDamaged as error:
                 problem = Problem(code="input_damaged", line=None, message=str(error), param="file_id")
                 return await self._refuse(ctx, batch, _errors(problem), span)
-            return await self._plan(ctx, batch, file, input, folder, span)
+            models = await self._known_models(batch)
+            rules = plan.Rules(endpoint=batch.endpoint, limits=self._settings.limits, models=models, only=only)
+            return await self._plan(ctx, batch, file, input, rules, folder, span)
 
     async def _plan(
-        self, ctx: Context, batch: Batch, file: File, input: Path, folder: Path, span: tracing.Span
+        self, ctx: Context, batch: Batch, file: File, input: Path, rules: plan.Rules, folder: Path, span: tracing.Span
     ) -> Outcome:
         began = time.perf_counter()
-        rules = plan.Rules(
-            endpoint=batch.endpoint,
-            limits=self._settings.limits,
-            models=self._models,
-            only=await self._wanted(batch),
-        )
         planned = await planner.make(input, rules, folder, size=file.bytes)
         if planned.problems is not None:
             return await self._refuse(ctx, batch, planned.problems, span)
@@ -168,6 +168,14 @@ class Processor:
         ctx.emit("batch.planned", f"{total} requests for {len(models)} models", requests=total, models=len(models))
         return await self._hand_over(begun)
 
+    async def _known_models(self, batch: Batch) -> frozenset[str] | None:
+        """Those with a gateway here or at another worker, which then takes their shards; None if some takes any."""
+        if self._models is None:
+            return None
+        ours = shard_queue(batch.queue, "")
+        served = {queue.removeprefix(ours) for queue in await self._batches.served() if queue.startswith(ours)}
+        return None if "" in served else self._models | served
+
     async def _wanted(self, batch: Batch) -> frozenset[bytes] | None:
         """Of a batch that repeats another: the lines that failed there, by the digests of their custom_ids."""
         if batch.retry_of is None:
@@ -175,16 +183,27 @@ class Processor:
         first = await self._batches.get(batch.retry_of, tenant=batch.tenant)
         if first.error_file_id is None:
             raise Fatal(f"batch {first.id} has no error file to retry from", code="no_error_file")
-        file = await self._files.get(first.error_file_id, tenant=batch.tenant, also_gone=True)
-        codes = set(batch.retry_codes or ())
+        try:
+            file = await self._files.get(first.error_file_id, tenant=batch.tenant, also_gone=True)
+            return await self._failed_lines(file, set(batch.retry_codes or ()))
+        except (NotFound, ValueError) as error:
+            raise InputDamaged(
+                f"The error file {first.error_file_id} of {first.id} cannot be read: {error}."
+            ) from error
+
+    async def _failed_lines(self, file: File, codes: set[str]) -> frozenset[bytes]:
+        """ValueError if it is not the file that was written: a part of it would look like a whole with fewer lines."""
         wanted = set()
-        rest = b""
+        size, rest = 0, b""
         async for part in self._files.content(file):
+            size += len(part)
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 code, custom_id = error_code_of(line)
                 if not codes or code in codes:
                     wanted.add(plan.digest_of(custom_id))
+        if size != file.bytes:
+            raise ValueError(f"the store has {size} of its {file.bytes} bytes")
         return frozenset(wanted)
 
     async def _hand_over(self, batch: Batch) -> Outcome:

@@ -25,6 +25,7 @@ async def repair(batches: Batches, files: Files, workspace: Workspace, id: str, 
     async with batches.queue.database.transaction() as session:
         ending = result.ending(BatchStatus.FAILED, ())
         if not await batches.repair(batch.id, ending, session=session):
+            _refuse_unless_answers_are_there(await batches.get(batch.id, tenant=tenant))
             raise Conflict(f"Cannot repair {batch.id}: somebody else has just done that.")
         await finalizer.add_files(result, session)
     return await batches.get(batch.id, tenant=tenant)
@@ -47,5 +48,9 @@ def _refuse_unless_repairable(batch: Batch) -> None:
         raise Conflict(f"Cannot repair {batch.id}: nothing is wrong with it, its files are written.")
     if batch.in_progress_at is None:
         raise Conflict(f"Cannot repair {batch.id}: its input was refused, so nothing was answered.")
+    _refuse_unless_answers_are_there(batch)
+
+
+def _refuse_unless_answers_are_there(batch: Batch) -> None:
     if batch.segments_gone_at is not None:
         raise Conflict(f"Cannot repair {batch.id}: its answers were removed on {batch.segments_gone_at:%Y-%m-%d}.")

@@ -19,10 +19,11 @@ import orjson
 from windlass.batches.journal import Tally
 from windlass.db.database import Row, Session
 from windlass.db.statements import statements
+from windlass.engine.context import Context
 from windlass.engine.jobs import JobId, new_id
 from windlass.engine.lanes import PRIVATE
 from windlass.engine.queue import Queue
-from windlass.errors import Conflict, Deadlock, InvalidInput, NotFound
+from windlass.errors import Conflict, Deadlock, Fatal, InvalidInput, NotFound
 from windlass.states import BATCH, BatchStatus, JobStatus
 
 SQL = statements(__package__, "batches.sql")
@@ -34,11 +35,14 @@ SHARD_QUEUE = "shard/"
 PROCESS = "batch.process"
 SHARD = "batch.shard"
 WINDOW_SECONDS = (60, 30 * 24 * 3600)
+AWAY_SECONDS = 10.0
+"""How long a job of a batch leaves a store alone that is away."""
 _WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DEADLOCKS_MAX = 10
 _RACES_MAX = 10
 _RATE_SECONDS = 60.0
+_SILENT_SECONDS = 30.0
 _RATE_SEGMENTS = 500
 _SEGMENTS_PER_PAGE = 5_000
 FENCE_SECONDS = 1.5
@@ -155,12 +159,17 @@ class Order(NamedTuple):
     status: str
     stop_reason: str | None
     stopped_seconds: float | None
-    paused: bool
+    paused_seconds: float | None
     priority: int
     limits: dict[str, Any]
     total: int
     done: int
     seconds_left: float
+    job_id: UUID
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_seconds is not None
 
 
 class Neglected(NamedTuple):
@@ -238,6 +247,16 @@ class Ending:
             "error_file_id": self.error_file_id,
             "manifest": _json(self.manifest),
         }
+
+
+class Stranger(Fatal):
+    """A job that somebody enqueued by hand: it would ask every line of the batch once more."""
+
+
+def refuse_stranger(ctx: Context, batch_id: str, job_id: UUID) -> None:
+    """A batch is run by the job that was made with it, and by the children of that."""
+    if ctx.pipeline_id != job_id:
+        raise Stranger(f"{ctx.job_type} belongs to {batch_id}, whose own job runs it; enqueue nothing for it")
 
 
 def window_seconds(window: str) -> int:
@@ -420,6 +439,11 @@ class Batches:
         """A worker has come to it; whether its window was over by then. None if somebody else moved it."""
         rows = await self.queue.ask(SQL["take_up"], {"id": id})
         return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
+
+    async def served(self) -> set[str]:
+        """The queues of shards that live workers claim from; one that ends in a slash stands for all below it."""
+        params = {"shard": SHARD, "silent_seconds": _SILENT_SECONDS}
+        return {queue for (queue,) in await self.queue.ask(SQL["served"], params)}
 
     async def begin(self, id: str, *, total: int, models: Sequence[str], input_sha256: str) -> Batch | None:
         """From validating to in_progress; None if somebody else moved it."""

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import DecodeError
-
 from windlass.batches.envelopes import custom_id_of
 from windlass.batches.files import Files
 from windlass.batches.lines import split
@@ -67,7 +65,7 @@ class _Reader:
             return None
         try:
             seen = await _read(self._files.content(file), custom_id)
-        except (DecodeError, NotFound) as error:
+        except (NotFound, ValueError) as error:  # what msgspec cannot decode is a ValueError, be it JSON or text
             self.findings.append(Finding(name, Level.ERROR, f"{id} cannot be read: {error}"))
             return None
         self.findings.append(self._judged(name, id, seen, lines))

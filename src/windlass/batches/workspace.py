@@ -12,6 +12,7 @@ All of it can be had again, but for journals that were not registered yet: those
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -24,7 +25,7 @@ from pathlib import Path
 import orjson
 
 from windlass.batches.planfile import MODEL_MAP, PLANS, REJECTED, plan_path, plan_paths, sync_folder
-from windlass.errors import NotFound, StorageError
+from windlass.errors import ConfigurationError, NotFound, StorageError
 from windlass.storage import Store
 
 INPUT = "input.jsonl"
@@ -74,6 +75,18 @@ class Workspace:
             draft.unlink()
             self._id = path.read_text()
         return self._id
+
+    def require(self) -> None:
+        """Refuse a folder that cannot be used: a worker with it would fail shard after shard, quicker than others."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise ConfigurationError(
+                f"the work folder {self.root} cannot be used: {error.strerror}; give it to this user, or set "
+                "batches.work_dir"
+            ) from error
 
     def folder(self, batch_id: str) -> Path:
         return self.root / batch_id

@@ -11,11 +11,14 @@ import typer
 from rich.text import Text
 
 from windlass.app import AsyncWindlass
+from windlass.batches.files import FOLDER as FILES
+from windlass.batches.store import PROCESS
 from windlass.cli.flags import Config, DatabaseUrl, Json, run, settings_from
 from windlass.cli.serve import Processes, load_operations
 from windlass.cli.show import console, print_json
 from windlass.db.check import Finding, Level, check_database, describe, explained, require_sessions
-from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, WindlassError
+from windlass.engine.worker import host_name
+from windlass.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, StorageError, WindlassError
 from windlass.settings import Settings
 from windlass.telemetry.logs import configure_logs
 
@@ -116,7 +119,7 @@ async def _check_database(settings: Settings, processes: int) -> list[Finding]:
         found = await check_database(windlass.pool, settings.database, processes=processes)
         if any(finding.name == "schema" and finding.level is not Level.OK for finding in found):
             return [reached, *found]
-        return [reached, *found, *await _check_workers(windlass)]
+        return [reached, *found, *await _check_workers(windlass), *await _check_store(windlass)]
     finally:
         await windlass.close()
 
@@ -126,6 +129,24 @@ async def _check_workers(windlass: AsyncWindlass) -> list[Finding]:
     known = sorted({name for worker in alive for name in worker.operations})
     unknown = await windlass.queue.unknown_types(known)
     return [_workers(len(alive)), _types(unknown)]
+
+
+async def _check_store(windlass: AsyncWindlass) -> list[Finding]:
+    """Where batches run: can it be reached, and by all who must?"""
+    if not windlass.settings.has_gateways:
+        return []
+    store = windlass.store
+    try:
+        async for _ in store.list(FILES):
+            break
+    except StorageError as error:
+        return [Finding("store", Level.ERROR, str(error), "mend that, or correct storage.url: batches need it")]
+    workers = await windlass.views.workers()
+    hosts = {host_name(), *(worker.host for worker in workers if worker.is_alive and PROCESS in worker.operations)}
+    if windlass.settings.storage.url is None and len(hosts) > 1:
+        text = f"{store} is a folder of this machine, and batches run on {', '.join(sorted(hosts))}"
+        return [Finding("store", Level.WARNING, text, "set storage.url to a store that all of them share")]
+    return [Finding("store", Level.OK, f"{store} can be read")]
 
 
 def _workers(n: int) -> Finding:

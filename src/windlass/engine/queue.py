@@ -711,7 +711,15 @@ class Queue:
     @staticmethod
     def _refuse_owned(verb: str, id: UUID, owner: str | None) -> None:
         if owner is not None:
-            raise Conflict(f"job {id} belongs to {owner}; {verb} that instead of its job", holder=owner)
+            raise Conflict(f"job {id} belongs to {owner}; {_INSTEAD[verb]}", holder=owner)
+
+
+_INSTEAD = {
+    "cancel": "cancel that instead of its job",
+    "recover": "there is nothing to do, its job is rescued when the lease of its worker is over",
+    "rerun": "retry that instead of its job",
+}
+"""What the verb of a job is for the object that the job belongs to."""
 
 
 class _Found(NamedTuple):
