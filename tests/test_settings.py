@@ -45,6 +45,7 @@ def test_lists_and_tables_can_come_from_the_environment(tmp_path):
         ("[worker]\npoll_seconds_max = 60", {}, "poll_seconds_max"),
         ("operations = 'shop.jobs'", {}, 'operations = ["shop.jobs"]'),
         ("[engine]\nlease_seconds = 0", {}, "lease_seconds"),
+        ("[batches.tenant_weights]\nacme = 0", {}, "batches.tenant_weights.acme is 0; it must be at least 1"),
         ("worker = 3", {}, "worker"),
         ("[worker", {}, "is not TOML"),
         ("", {"WINDLASS_WORKER_CONCURENCY": "1"}, "did you mean WINDLASS_WORKER_CONCURRENCY?"),

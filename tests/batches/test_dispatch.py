@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from tests.batches.stage import CHAT, jsonl, request, staged
 from windlass.batches.dispatch import FIRST_SHARDS_MAX, End, Work
@@ -19,9 +21,9 @@ ROOM = FIRST_SHARDS_MAX + 1
 
 
 @asynccontextmanager
-async def prepared(database_url, folder, count, **fields):
+async def prepared(database_url, folder, count, *, settings=None, **fields):
     """A dispatcher, a shard of so many requests, and their entries; nothing is begun yet."""
-    async with staged(database_url, folder) as stage:
+    async with staged(database_url, folder, **settings or {}) as stage:
         data = jsonl([request(f"r{n}", **fields) for n in range(count)])
         input = folder / "in.jsonl"
         input.write_bytes(data)
@@ -137,3 +139,19 @@ async def test_what_a_batch_with_a_limit_holds_back_keeps_nobody_from_claiming(d
         dispatcher.end(work, End.STOP)
         work.abort()
         await work.quiet.wait()
+
+
+async def test_a_tenant_that_weighs_three_sends_three_requests_for_one_of_the_others(database_url, tmp_path):
+    settings = {"batches": {"tenant_weights": {"heavy": 3}}}
+    async with prepared(database_url, tmp_path, 40, settings=settings) as (dispatcher, work, entries):
+        works = [replace(work, batch_id=f"batch_{n:032}", tenant=tenant) for n, tenant in enumerate(("light", "heavy"))]
+        for one in works:
+            dispatcher.begin(one, entries, priority=5)
+        tenants = {one.share: one.tenant for one in works}
+        schedule = dispatcher.lanes["small"].schedule
+        taken = [schedule.next(0.0) for _ in range(20)]
+        assert Counter(tenants[item.share] for item in taken) == {"heavy": 15, "light": 5}
+        for item in taken:
+            schedule.finished(item)
+        for one in works:
+            dispatcher.end(one, End.STOP)

@@ -148,6 +148,7 @@ class Dispatcher:
         counts: BatchCounts,
         *,
         budgets: Mapping[Gateway, Budget] | None = None,
+        tenant_weights: Mapping[str, int] | None = None,
         on_demand: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -158,6 +159,7 @@ class Dispatcher:
         """Called when a lane is running dry, so that the next shard may be claimed."""
         self.lanes: dict[str, Lane] = {}
         self._budgets = budgets or {}
+        self._weights = tenant_weights or {}
         self._clock = clock
         self.share(None)
 
@@ -213,7 +215,10 @@ class Dispatcher:
         """Queue the shard's requests; `work.quiet` says when all of them are through."""
         lane = self._lane(work.model)
         work.lane = lane
-        work.share = lane.schedule.add(work.batch_id, work.tenant, work.number, entries, priority=priority)
+        weight = self._weights.get(work.tenant, 1)
+        work.share = lane.schedule.add(
+            work.batch_id, work.tenant, work.number, entries, priority=priority, weight=weight
+        )
         lane.work[work.share] = work
         lane.has_asked = False
         if lane.pump is None or lane.pump.done():

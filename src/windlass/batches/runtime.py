@@ -50,7 +50,13 @@ class Runtime:
         is_shared: bool,
         queues: Sequence[str] | None = None,
     ) -> None:
-        self.dispatcher = Dispatcher(gateways, Limits(inference), counts, budgets=_budgets(batches.queue, gateways))
+        self.dispatcher = Dispatcher(
+            gateways,
+            Limits(inference),
+            counts,
+            budgets=_budgets(batches.queue, gateways),
+            tenant_weights=settings.tenant_weights,
+        )
         checkpoints = Checkpoints(
             batches,
             files.store,

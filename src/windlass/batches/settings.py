@@ -57,8 +57,13 @@ class BatchSettings:
     """The same if the files could not be written, so that `windlass batch repair` can."""
     prices: dict[str, Price] = field(default_factory=dict)
     """What the tokens of a model cost; `*` is for all that are not named."""
+    tenant_weights: dict[str, int] = field(default_factory=dict)
+    """Requests of a tenant in each round of those that wait for the same model; 1 for tenants that are not named."""
 
     def __post_init__(self) -> None:
+        for tenant, weight in self.tenant_weights.items():
+            if weight < 1:
+                raise ConfigurationError(f"batches.tenant_weights.{tenant} is {weight}; it must be at least 1")
         for name in (
             "requests_max",
             "file_bytes_max",
