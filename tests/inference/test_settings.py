@@ -21,7 +21,7 @@ def load(tmp_path, text="", environment=None, flags=None):
 
 
 def test_the_examples_of_the_docs_are_valid(tmp_path):
-    one, many = (load(tmp_path, text) for text in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    one, many, fair = (load(tmp_path, text) for text in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
     # The first example spells out the defaults.
     assert one.global_inference_gateway == GatewaySettings(url="http://inference-gateway:8000")
     assert one.model_gateways == {}
@@ -30,6 +30,7 @@ def test_the_examples_of_the_docs_are_valid(tmp_path):
     assert many.model_gateways["mistral"].tls_ca_cert_file == Path("/etc/tls/ca.pem")
     assert many.model_gateways["llama-3"].request_timeout == 300.0
     assert many.inference.most_per_model == 150
+    assert fair.batches.tenant_weights == {"acme": 3}
 
 
 def test_without_gateways_a_queue_without_batches_starts(tmp_path):
