@@ -19,7 +19,7 @@ from windlass.batches.files import object_key
 from windlass.batches.journal import Journal, scan
 from windlass.batches.metrics import BATCH_METRICS, BatchCounts
 from windlass.batches.planfile import PLANS, Entry, pack_entries
-from windlass.batches.store import Batches
+from windlass.batches.store import Batches, Ending
 from windlass.batches.takeover import Takeover
 from windlass.batches.webhook_settings import WebhookSettings
 from windlass.batches.workspace import Workspace
@@ -418,3 +418,19 @@ async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(d
     planned_twice, refused = took
     assert 3600 <= planned_twice < 3660
     assert 0 < refused < 60
+
+
+@pytest.mark.parametrize(("claims", "recovered"), [(0, []), (1, [(BatchStatus.FAILED, "cleaned_up")])])
+async def test_only_what_a_worker_had_left_behind_counts_as_recovered(
+    database_url, tmp_path, monkeypatch, claims, recovered
+):
+    seen = []
+    monkeypatch.setattr(BatchCounts, "recovered", lambda self, *labels: seen.append(labels))
+    async with staged(database_url, tmp_path) as stage:
+        batch = await stage.get(await stage.submit([request("a")]))
+        ending = Ending(target=BatchStatus.FAILED, sources=(BatchStatus.VALIDATING,))
+        await stage.windlass.batches.end(batch.id, ending)
+        await raw(stage.windlass.queue, f"UPDATE windlass.job SET claims = {claims}")
+        stage.work()
+        await stage.windlass.wait(batch.job_id, timeout=30)
+        assert seen == recovered

@@ -115,7 +115,8 @@ class Processor:
     async def _next(self, ctx: Context, batch: Batch, span: tracing.Span) -> Outcome:
         if batch.has_ended:
             self._counts.skipped("not_runnable_state")
-            self._counts.recovered(batch.status, "cleaned_up")
+            if ctx.claim > 1:
+                self._counts.recovered(batch.status, "cleaned_up")
             return Done()
         if batch.status is BatchStatus.VALIDATING:
             return await self._validate(ctx, batch, span)
