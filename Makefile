@@ -1,19 +1,21 @@
 # Everything a developer types. Needs Python 3.11 with venv, and make; the rest is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# The suite starts a thousand processes; where this is set, each of them would compile Windlass anew.
+# The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-queue clean demo docs lint lock test \
-	test-external test-postgres16
+.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-queue clean demo docs lint lock \
+	test test-external test-postgres16
 
 demo: .venv/ready
-	@$(BIN)/windlass demo
+	@$(BIN)/batchwright demo
 
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: .venv/ready
+	@! grep -rniI 'w[i]ndlass' --exclude=CHANGELOG.md --exclude-dir=.git --exclude-dir='.venv*' --exclude-dir='.*_cache' \
+		--exclude-dir=.hypothesis --exclude-dir=__pycache__ . || { echo 'lint: this is the old name of Batchwright'; exit 1; }
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -21,12 +23,12 @@ lint: .venv/ready
 
 # The statements on one more version; commands, examples and chaos have had theirs on two.
 test-postgres16: .venv/ready
-	WINDLASS_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 2 --dist loadgroup \
+	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 2 --dist loadgroup \
 		--ignore tests/chaos --ignore tests/cli --ignore tests/examples
 
-# The server that WINDLASS_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
+# The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready
-	WINDLASS_TEST_SERVERS=external $(BIN)/pytest -n 2 --dist loadgroup
+	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 2 --dist loadgroup
 
 chaos: chaos-queue chaos-batches
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.batch [--quick] [--json] [--only NAME[,NAME]] [--database-url URL]
 
-Every section has a database and a folder of its own on one PostgreSQL, real `windlass worker` processes, and the
-simulator as the model server, so that nothing but Windlass is measured. What each section measures, and with which
+Every section has a database and a folder of its own on one PostgreSQL, real `batchwright worker` processes, and the
+simulator as the model server, so that nothing but Batchwright is measured. What each section measures, and with which
 settings, stands below its table. Clocks of a shared machine cannot be trusted: where two figures are compared they
 come from the same run, interleaved, and processor time is preferred; the calibration loop tells how busy it was.
 """
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parse()
     wanted = [section for section in SECTIONS if not arguments.only or section.NAME in arguments.only]
     with (
-        tempfile.TemporaryDirectory(prefix="windlass-bench-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(prefix="batchwright-bench-", ignore_cleanup_errors=True) as folder,
         server(arguments.database_url) as running,
     ):
         ground = Ground(folder=Path(folder), is_quick=arguments.quick, server=running, tell=tell)

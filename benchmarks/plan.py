@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from batchwright.batches import lines, order, plan, planfile
 from benchmarks.tools import measure, prefixes, report
-from windlass.batches import lines, order, plan, planfile
 
 ENDPOINT = "/v1/chat/completions"
 LINE_BYTES = 4180
@@ -126,7 +126,7 @@ def order_shares(file: Path) -> dict[str, float]:
     ours = order.order(chains)
     blocks_max = 4 * largest_group(chains, ours)
     by_system = sorted(range(len(chains)), key=systems.__getitem__)
-    orders = {"input order": range(len(chains)), "hash of system prompt": by_system, "windlass": ours.positions}
+    orders = {"input order": range(len(chains)), "hash of system prompt": by_system, "batchwright": ours.positions}
     return {
         name: 100 * prefixes.cached_share([chains[at] for at in positions], blocks_max)
         for name, positions in orders.items()
@@ -159,7 +159,7 @@ def goals(cases: dict[str, dict[str, float]], shares: dict[str, float]) -> list[
             report.at_most(f"check and plan, {name}, processor", SECONDS_MAX, case["processor_seconds"], " s"),
             report.at_most(f"memory above idle, {name}", MEGABYTES_MAX, case["megabytes_above_idle"], " MB"),
         ]
-    return [*found, report.at_least("prefix cache, windlass order", SHARE_MIN, shares["windlass"], " %")]
+    return [*found, report.at_least("prefix cache, batchwright order", SHARE_MIN, shares["batchwright"], " %")]
 
 
 def as_text(results: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # ruff: noqa: A005 - `make bench-NAME` runs the module NAME
-"""Windlass against the other durable queues for PostgreSQL: same server, same machine, same run.
+"""Batchwright against the other durable queues for PostgreSQL: same server, same machine, same run.
 
     python -m benchmarks.queue [--quick] [--json] [--rounds N] [--only NAME ...] [--database-url URL]
 
@@ -24,7 +24,7 @@ from benchmarks.tools.contest import Contestant, RunError
 from benchmarks.tools.queue_results import FINISHED_ROWS, FRESH, OURS, PINNED, Results, as_json, as_text
 from benchmarks.tools.server import Server, server
 
-MODULES = tuple(f"benchmarks.peers.{name}" for name in ("windlass", "pgqueuer", "procrastinate", "dbos", "awa"))
+MODULES = tuple(f"benchmarks.peers.{name}" for name in ("batchwright", "pgqueuer", "procrastinate", "dbos", "awa"))
 PHASES = ("throughput", "latency", "strain")
 
 
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.queue", description="Windlass against its peers.")
+    parser = argparse.ArgumentParser(prog="benchmarks.queue", description="Batchwright against its peers.")
     parser.add_argument("--database-url", help="a server to use; default: one of our own, gone afterwards")
     parser.add_argument("--finished-rows", type=int, help="rows of history; default 1,000,000, quick 50,000")
     parser.add_argument("--jobs-scale", type=float, default=1.0, help="factor on every number of jobs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--limit-seconds", type=float, default=240.0, help="per step; slower is a failure")
-    parser.add_argument("--only", nargs="+", default=[], help="names of contestants, e.g. windlass pgqueuer")
+    parser.add_argument("--only", nargs="+", default=[], help="names of contestants, e.g. batchwright pgqueuer")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--quick", action="store_true", help="about a minute; the figures are rough")
     parser.add_argument("--rounds", type=int, default=1)

@@ -15,15 +15,15 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 
-from windlass.api.access import Needs
-from windlass.api.application import ROUTERS, application
-from windlass.api.settings import ApiSettings
-from windlass.app import VERSION
-from windlass.batches.settings import BatchSettings
-from windlass.batches.webhook_settings import WebhookSettings
-from windlass.engine.exposition import process_counts
-from windlass.settings import PREFIX, Settings, is_table
-from windlass.states import LIFECYCLES, Lifecycle
+from batchwright.api.access import Needs
+from batchwright.api.application import ROUTERS, application
+from batchwright.api.settings import ApiSettings
+from batchwright.app import VERSION
+from batchwright.batches.settings import BatchSettings
+from batchwright.batches.webhook_settings import WebhookSettings
+from batchwright.engine.exposition import process_counts
+from batchwright.settings import PREFIX, Settings, is_table
+from batchwright.states import LIFECYCLES, Lifecycle
 
 DOCS = Path(__file__).parent
 ENTRIES = {"webhooks": ("[[webhooks.TENANT]]", WebhookSettings)}
@@ -52,7 +52,7 @@ def configuration() -> str:
     lines = [
         "# Configuration\n",
         "Generated from the settings classes by `make docs`.\n",
-        f"The file `windlass.toml`, or the one that `{PREFIX}CONFIG` names, comes first,",
+        f"The file `batchwright.toml`, or the one that `{PREFIX}CONFIG` names, comes first,",
         "then the environment, then flags; the last one wins.\n",
         "```toml",
         'operations = ["shop.jobs"]',

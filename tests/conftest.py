@@ -1,4 +1,4 @@
-"""Fixtures: one server per run (the embedded one, and WINDLASS_TEST_DATABASE_URL when set), one database per test."""
+"""Fixtures: one server per run (embedded, and BATCHWRIGHT_TEST_DATABASE_URL when set), one database per test."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from batchwright.app import VERSION
+from batchwright.db.database import Blocking, Pool, complete
+from batchwright.db.embedded import EmbeddedPostgres
+from batchwright.db.migrate import migrate
+from batchwright.engine.queue import EngineSettings, Queue
 from tests.support import DATABASE, Clock
-from windlass.app import VERSION
-from windlass.db.database import Blocking, Pool, complete
-from windlass.db.embedded import EmbeddedPostgres
-from windlass.db.migrate import migrate
-from windlass.engine.queue import EngineSettings, Queue
 
-EXTERNAL = os.environ.get("WINDLASS_TEST_DATABASE_URL")
+pytest_plugins = ("tests.perturb",)
+EXTERNAL = os.environ.get("BATCHWRIGHT_TEST_DATABASE_URL")
 MEMORY_BYTES_MIN = 4 * 1024**3
-MAJOR = int(os.environ.get("WINDLASS_TEST_POSTGRES_MAJOR", "18"))
+MAJOR = int(os.environ.get("BATCHWRIGHT_TEST_POSTGRES_MAJOR", "18"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """xdist's workers inherit the name of the run, and so share one server."""
-    os.environ.setdefault("WINDLASS_TEST_RUN", uuid.uuid4().hex[:12])
+    os.environ.setdefault("BATCHWRIGHT_TEST_RUN", uuid.uuid4().hex[:12])
     global SERVER_ROOT
-    SERVER_ROOT = _roomy_folder() / f"windlass-tests-{os.environ['WINDLASS_TEST_RUN']}"
+    SERVER_ROOT = roomy_folder() / f"batchwright-tests-{os.environ['BATCHWRIGHT_TEST_RUN']}"
 
 
-def _roomy_folder() -> Path:
+def roomy_folder() -> Path:
     """In memory where there is room: a test's database is 300 files, which take a disk ten times as long to copy."""
     memory = Path("/dev/shm")
     is_roomy = memory.is_dir() and shutil.disk_usage(memory).free >= MEMORY_BYTES_MIN
@@ -43,13 +44,13 @@ def _roomy_folder() -> Path:
 
 def skip(reason: str) -> None:
     """Skip for something absent; where everything is required, that is a failure."""
-    if os.environ.get("WINDLASS_REQUIRE_ALL") == "1":
-        pytest.fail(f"WINDLASS_REQUIRE_ALL=1, but {reason}")
+    if os.environ.get("BATCHWRIGHT_REQUIRE_ALL") == "1":
+        pytest.fail(f"BATCHWRIGHT_REQUIRE_ALL=1, but {reason}")
     pytest.skip(reason)
 
 
 SERVERS = ["embedded", *(["external"] if EXTERNAL else [])]
-if only := os.environ.get("WINDLASS_TEST_SERVERS"):
+if only := os.environ.get("BATCHWRIGHT_TEST_SERVERS"):
     SERVERS = [name for name in SERVERS if name == only]
 
 
@@ -67,7 +68,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A run on another server repeats only what touches the server."""
-    if os.environ.get("WINDLASS_TEST_SERVERS") or MAJOR != 18:
+    if os.environ.get("BATCHWRIGHT_TEST_SERVERS") or MAJOR != 18:
         by_use: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
             by_use["server" in getattr(item, "fixturenames", ())].append(item)
@@ -84,7 +85,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def template(server: str) -> Iterator[str]:
     """A migrated database that every test copies."""
-    name = f"windlass_template_{uuid.uuid4().hex[:12]}"
+    name = f"batchwright_template_{uuid.uuid4().hex[:12]}"
     with database(server, name) as url:
         blocking = Blocking(DATABASE, url)
         complete(migrate(blocking, VERSION))
@@ -95,14 +96,14 @@ def template(server: str) -> Iterator[str]:
 @pytest.fixture
 def database_url(server: str, template: str) -> Iterator[str]:
     """A fresh, migrated database of this test's own."""
-    with database(server, f"windlass_test_{uuid.uuid4().hex[:12]}", template) as url:
+    with database(server, f"batchwright_test_{uuid.uuid4().hex[:12]}", template) as url:
         yield url
 
 
 @pytest.fixture
 def empty_database_url(server: str) -> Iterator[str]:
     """A fresh database without a schema."""
-    with database(server, f"windlass_test_{uuid.uuid4().hex[:12]}") as url:
+    with database(server, f"batchwright_test_{uuid.uuid4().hex[:12]}") as url:
         yield url
 
 

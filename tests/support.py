@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from windlass import Job, NewJob
-from windlass.db.database import DatabaseSettings, Pool
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Claim, JobId, Settle
-from windlass.engine.processes import ChildProgram
-from windlass.engine.queue import EngineSettings, Lane, Queue
-from windlass.engine.views import JobFilter, Views
-from windlass.engine.worker import Worker, WorkerSettings
-from windlass.operations.decorator import operation
-from windlass.operations.registry import Registry
-from windlass.states import JobStatus
+from batchwright import Job, NewJob
+from batchwright.db.database import DatabaseSettings, Pool
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Claim, JobId, Settle
+from batchwright.engine.processes import ChildProgram
+from batchwright.engine.queue import EngineSettings, Lane, Queue
+from batchwright.engine.views import JobFilter, Views
+from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.operations.decorator import operation
+from batchwright.operations.registry import Registry
+from batchwright.states import JobStatus
 
 DATABASE = DatabaseSettings(pool_size=6)
 

@@ -14,12 +14,10 @@ from psycopg.rows import dict_row
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session
 
-from tests.engine.faulty import Fault, Faulty
-from tests.support import finished, listed, noop, working
-from windlass import AsyncWindlass, JobCancelled, JobFailed, NewJob, NotFound, WaitTimeout, Windlass, operation
-from windlass.engine.catalog import Catalog
-from windlass.engine.queue import Queue
-from windlass.errors import (
+from batchwright import AsyncBatchwright, Batchwright, JobCancelled, JobFailed, NewJob, NotFound, WaitTimeout, operation
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.queue import Queue
+from batchwright.errors import (
     ConfigurationError,
     Conflict,
     DatabaseUnavailable,
@@ -29,8 +27,10 @@ from windlass.errors import (
     TooLarge,
     UnknownOperation,
 )
-from windlass.states import JobStatus
-from windlass.testing import drain
+from batchwright.states import JobStatus
+from batchwright.testing import drain
+from tests.engine.faulty import Fault, Faulty
+from tests.support import finished, listed, noop, working
 
 
 @operation("break")
@@ -42,14 +42,14 @@ OPERATIONS = [noop, broken]
 
 
 @pytest.fixture
-async def windlass(database_url):
-    async with AsyncWindlass(database_url=database_url, operations=OPERATIONS) as client:
+async def batchwright(database_url):
+    async with AsyncBatchwright(database_url=database_url, operations=OPERATIONS) as client:
         yield client
 
 
 @pytest.fixture
 def plain(database_url):
-    with Windlass(database_url=database_url, operations=OPERATIONS) as client:
+    with Batchwright(database_url=database_url, operations=OPERATIONS) as client:
         yield client
 
 
@@ -65,93 +65,93 @@ def alchemy_url(database_url):
     )
 
 
-def faulty(windlass: AsyncWindlass, *faults: Fault) -> Faulty:
+def faulty(batchwright: AsyncBatchwright, *faults: Fault) -> Faulty:
     """Let this client's database lose answers."""
-    database = Faulty(windlass.pool, list(faults))
-    windlass._queue = Queue(database, windlass.settings.engine)
-    windlass._catalog = Catalog(windlass._queue, windlass.operations)
+    database = Faulty(batchwright.pool, list(faults))
+    batchwright._queue = Queue(database, batchwright.settings.engine)
+    batchwright._catalog = Catalog(batchwright._queue, batchwright.operations)
     return database
 
 
 # Waiting ----------------------------------------------------------------------------------------------------------
 
 
-async def test_wait_returns_the_result(windlass):
-    id = await windlass.enqueue(noop, {"n": 5})
-    await drain(windlass)
-    assert await windlass.wait(id) == 5
-    assert await windlass.wait(str(id)) == 5
+async def test_wait_returns_the_result(batchwright):
+    id = await batchwright.enqueue(noop, {"n": 5})
+    await drain(batchwright)
+    assert await batchwright.wait(id) == 5
+    assert await batchwright.wait(str(id)) == 5
 
 
-async def test_wait_sees_a_job_end_while_it_waits(windlass):
-    id = await windlass.enqueue(noop, {"n": 6})
-    waiting = asyncio.create_task(windlass.wait(id, timeout=30))
-    async with working(windlass.pool, noop):
+async def test_wait_sees_a_job_end_while_it_waits(batchwright):
+    id = await batchwright.enqueue(noop, {"n": 6})
+    waiting = asyncio.create_task(batchwright.wait(id, timeout=30))
+    async with working(batchwright.pool, noop):
         assert await waiting == 6
 
 
-async def test_wait_raises_what_failed(windlass):
-    id = await windlass.enqueue(broken)
-    await drain(windlass)
+async def test_wait_raises_what_failed(batchwright):
+    id = await batchwright.enqueue(broken)
+    await drain(batchwright)
     with pytest.raises(JobFailed, match=f"job {id} failed: broken: it broke") as caught:
-        await windlass.wait(id)
+        await batchwright.wait(id)
     assert caught.value.job_id == str(id)
     assert caught.value.error["kind"] == "fatal"
 
 
-async def test_wait_raises_when_the_job_was_cancelled(windlass):
-    id = await windlass.enqueue(noop)
-    assert await windlass.cancel(id) == 1
-    assert await windlass.cancel(id) == 0
+async def test_wait_raises_when_the_job_was_cancelled(batchwright):
+    id = await batchwright.enqueue(noop)
+    assert await batchwright.cancel(id) == 1
+    assert await batchwright.cancel(id) == 0
     with pytest.raises(JobCancelled, match=str(id)):
-        await windlass.wait(id)
+        await batchwright.wait(id)
 
 
-async def test_wait_gives_up_after_its_timeout_and_the_job_goes_on(windlass):
-    id = await windlass.enqueue(noop)
+async def test_wait_gives_up_after_its_timeout_and_the_job_goes_on(batchwright):
+    id = await batchwright.enqueue(noop)
     for timeout in (0, 0.02):
         with pytest.raises(WaitTimeout, match=f"still QUEUED after {timeout:g} seconds"):
-            await windlass.wait(id, timeout=timeout)
-    assert (await windlass.get(id)).status is JobStatus.QUEUED
+            await batchwright.wait(id, timeout=timeout)
+    assert (await batchwright.get(id)).status is JobStatus.QUEUED
 
 
-async def test_wait_for_an_unknown_job_is_not_found(windlass):
+async def test_wait_for_an_unknown_job_is_not_found(batchwright):
     with pytest.raises(NotFound, match="there is no job"):
-        await windlass.wait(uuid.uuid4())
+        await batchwright.wait(uuid.uuid4())
 
 
-async def test_a_bad_id_is_named(windlass):
+async def test_a_bad_id_is_named(batchwright):
     for verb in ("wait", "get", "events", "cancel", "recover", "rerun"):
         for id in ("nonsense", "", 17, None):
             with pytest.raises(InvalidInput, match="is no job id"):
-                await getattr(windlass, verb)(id)
+                await getattr(batchwright, verb)(id)
 
 
-async def test_an_unknown_id_is_not_found(windlass):
+async def test_an_unknown_id_is_not_found(batchwright):
     for verb in ("wait", "get", "cancel", "recover", "rerun"):
         with pytest.raises(NotFound):
-            await getattr(windlass, verb)(uuid.uuid4())
+            await getattr(batchwright, verb)(uuid.uuid4())
 
 
-async def test_rerun_and_recover_refuse_a_job_that_is_not_theirs(windlass):
-    id = await windlass.enqueue(noop)
+async def test_rerun_and_recover_refuse_a_job_that_is_not_theirs(batchwright):
+    id = await batchwright.enqueue(noop)
     with pytest.raises(Conflict, match="only a FAILED or CANCELLED job can be rerun"):
-        await windlass.rerun(id)
+        await batchwright.rerun(id)
     with pytest.raises(Conflict, match="QUEUED, not RUNNING"):
-        await windlass.recover(id)
+        await batchwright.recover(id)
 
 
 # Enqueue ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_list_is_enqueued_together_and_in_order(windlass):
-    ids = await windlass.enqueue([NewJob(noop, {"n": n}) for n in range(3)])
+async def test_a_list_is_enqueued_together_and_in_order(batchwright):
+    ids = await batchwright.enqueue([NewJob(noop, {"n": n}) for n in range(3)])
     assert ids == sorted(ids)
-    assert [(await windlass.get(id)).payload["n"] for id in ids] == [0, 1, 2]
+    assert [(await batchwright.get(id)).payload["n"] for id in ids] == [0, 1, 2]
 
 
-async def test_an_empty_list_enqueues_nothing(windlass):
-    assert await windlass.enqueue([]) == []
+async def test_an_empty_list_enqueues_nothing(batchwright):
+    assert await batchwright.enqueue([]) == []
 
 
 BAD_INPUT = [
@@ -172,46 +172,46 @@ BAD_INPUT = [
 ]
 
 
-async def test_bad_input_is_refused_and_leaves_nothing(windlass):
+async def test_bad_input_is_refused_and_leaves_nothing(batchwright):
     for arguments, options, error, text in BAD_INPUT:
         with pytest.raises(error, match=text):
-            await windlass.enqueue(*arguments, **options)
-    assert await listed(windlass.queue) == []
+            await batchwright.enqueue(*arguments, **options)
+    assert await listed(batchwright.queue) == []
 
 
-async def test_an_enqueue_whose_answer_was_lost_is_repeated_without_doubling(windlass):
-    faulty(windlass, Fault("enqueue", "after", times=2))
-    ids = await windlass.enqueue([NewJob(noop, {"n": n}) for n in range(3)])
-    assert {job.id for job in await listed(windlass.queue)} == set(ids)
-    assert [len(await windlass.events(id)) for id in ids] == [1, 1, 1]
+async def test_an_enqueue_whose_answer_was_lost_is_repeated_without_doubling(batchwright):
+    faulty(batchwright, Fault("enqueue", "after", times=2))
+    ids = await batchwright.enqueue([NewJob(noop, {"n": n}) for n in range(3)])
+    assert {job.id for job in await listed(batchwright.queue)} == set(ids)
+    assert [len(await batchwright.events(id)) for id in ids] == [1, 1, 1]
 
 
-async def test_an_enqueue_that_never_arrived_is_repeated(windlass):
-    faulty(windlass, Fault("enqueue", "before", times=2))
-    id = await windlass.enqueue(noop)
-    assert [job.id for job in await listed(windlass.queue)] == [id]
+async def test_an_enqueue_that_never_arrived_is_repeated(batchwright):
+    faulty(batchwright, Fault("enqueue", "before", times=2))
+    id = await batchwright.enqueue(noop)
+    assert [job.id for job in await listed(batchwright.queue)] == [id]
 
 
-async def test_an_enqueue_by_policy_whose_commit_was_lost_is_repeated_without_doubling(windlass):
-    database = faulty(windlass)
+async def test_an_enqueue_by_policy_whose_commit_was_lost_is_repeated_without_doubling(batchwright):
+    database = faulty(batchwright)
     for policy in ("reject", "coalesce", "supersede"):
         database.plan(fault := Fault("enqueue", "after"))
-        id = await windlass.enqueue(noop, {"note": policy}, exclusive_key=policy, on_held=policy)
+        id = await batchwright.enqueue(noop, {"note": policy}, exclusive_key=policy, on_held=policy)
         assert fault.struck == 1
-        assert (await windlass.get(id)).status is JobStatus.QUEUED
-    assert len(await listed(windlass.queue)) == 3
+        assert (await batchwright.get(id)).status is JobStatus.QUEUED
+    assert len(await listed(batchwright.queue)) == 3
 
 
-async def test_an_enqueue_gives_up_when_the_database_stays_away(windlass):
-    faulty(windlass, Fault("enqueue", "before", times=100))
+async def test_an_enqueue_gives_up_when_the_database_stays_away(batchwright):
+    faulty(batchwright, Fault("enqueue", "before", times=100))
     with pytest.raises(DatabaseUnavailable):
-        await windlass.enqueue(noop)
+        await batchwright.enqueue(noop)
 
 
-async def test_an_enqueue_chosen_as_a_deadlock_victim_is_repeated(windlass):
-    faulty(windlass, Fault("enqueue", "before", "deadlock", times=3))
-    id = await windlass.enqueue(noop)
-    assert [job.id for job in await listed(windlass.queue)] == [id]
+async def test_an_enqueue_chosen_as_a_deadlock_victim_is_repeated(batchwright):
+    faulty(batchwright, Fault("enqueue", "before", "deadlock", times=3))
+    id = await batchwright.enqueue(noop)
+    assert [job.id for job in await listed(batchwright.queue)] == [id]
 
 
 # Life -------------------------------------------------------------------------------------------------------------
@@ -221,23 +221,23 @@ async def test_an_enqueue_chosen_as_a_deadlock_victim_is_repeated(windlass):
 async def test_a_client_that_is_not_open_says_so(verb):
     argument = noop if verb == "enqueue" else uuid.uuid4()
     with pytest.raises(InvalidInput, match="not open"):
-        await getattr(AsyncWindlass(database_url="postgresql://nowhere", operations=OPERATIONS), verb)(argument)
+        await getattr(AsyncBatchwright(database_url="postgresql://nowhere", operations=OPERATIONS), verb)(argument)
 
 
 @pytest.mark.parametrize("verb", ["wait", "get", "events", "cancel", "recover", "rerun", "enqueue"])
 def test_a_plain_client_that_is_not_open_says_so(verb):
     argument = noop if verb == "enqueue" else uuid.uuid4()
     with pytest.raises(InvalidInput, match="not open"):
-        getattr(Windlass(database_url="postgresql://nowhere", operations=OPERATIONS), verb)(argument)
+        getattr(Batchwright(database_url="postgresql://nowhere", operations=OPERATIONS), verb)(argument)
 
 
 def test_a_plain_client_that_is_not_open_refuses_a_connection_too(database_url):
     with psycopg.connect(database_url) as connection, pytest.raises(InvalidInput, match="not open"):
-        Windlass(database_url=database_url, operations=OPERATIONS).enqueue(noop, connection=connection)
+        Batchwright(database_url=database_url, operations=OPERATIONS).enqueue(noop, connection=connection)
 
 
 async def test_a_closed_client_says_so_at_once(database_url):
-    client = AsyncWindlass(database_url=database_url, operations=OPERATIONS)
+    client = AsyncBatchwright(database_url=database_url, operations=OPERATIONS)
     await client.open()
     await client.close()
     await client.close()
@@ -246,7 +246,7 @@ async def test_a_closed_client_says_so_at_once(database_url):
 
 
 async def test_a_wrong_address_is_an_error_at_open():
-    client = AsyncWindlass(database_url="postgresql://nobody@127.0.0.1:1/x", operations=OPERATIONS)
+    client = AsyncBatchwright(database_url="postgresql://nobody@127.0.0.1:1/x", operations=OPERATIONS)
     with pytest.raises(DatabaseUnavailable):
         await client.open()
     with pytest.raises(InvalidInput, match="not open"):
@@ -255,8 +255,8 @@ async def test_a_wrong_address_is_an_error_at_open():
 
 def test_a_plain_client_with_a_wrong_address_leaves_no_thread_behind():
     with pytest.raises(DatabaseUnavailable):
-        Windlass(database_url="postgresql://nobody@127.0.0.1:1/x").open()
-    assert "windlass-client" not in {thread.name for thread in threading.enumerate()}
+        Batchwright(database_url="postgresql://nobody@127.0.0.1:1/x").open()
+    assert "batchwright-client" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_plain_client_speaks_every_verb(plain):
@@ -304,17 +304,17 @@ def test_a_psycopg_transaction_decides_whether_the_job_exists(plain, database_ur
             plain.get(dropped)
 
 
-async def test_an_async_psycopg_transaction_decides_whether_the_job_exists(windlass, database_url):
+async def test_an_async_psycopg_transaction_decides_whether_the_job_exists(batchwright, database_url):
     async with await psycopg.AsyncConnection.connect(database_url) as connection:
-        kept = await windlass.enqueue(noop, {"n": 1}, connection=connection)
+        kept = await batchwright.enqueue(noop, {"n": 1}, connection=connection)
         with pytest.raises(NotFound):
-            await windlass.get(kept)
+            await batchwright.get(kept)
         await connection.commit()
-        assert (await windlass.get(kept)).status is JobStatus.QUEUED
-        dropped = await windlass.enqueue(noop, {"n": 2}, connection=connection)
+        assert (await batchwright.get(kept)).status is JobStatus.QUEUED
+        dropped = await batchwright.enqueue(noop, {"n": 2}, connection=connection)
         await connection.rollback()
         with pytest.raises(NotFound):
-            await windlass.get(dropped)
+            await batchwright.get(dropped)
 
 
 @pytest.mark.parametrize("open_transaction", [lambda engine: engine.connect(), Session], ids=["connection", "session"])
@@ -336,18 +336,20 @@ def test_a_sqlalchemy_transaction_decides_whether_the_job_exists(plain, alchemy_
 @pytest.mark.parametrize(
     "open_transaction", [lambda engine: engine.connect(), AsyncSession], ids=["connection", "session"]
 )
-async def test_an_async_sqlalchemy_transaction_decides_whether_the_job_exists(windlass, alchemy_url, open_transaction):
+async def test_an_async_sqlalchemy_transaction_decides_whether_the_job_exists(
+    batchwright, alchemy_url, open_transaction
+):
     engine = create_async_engine(alchemy_url)
     async with open_transaction(engine) as transaction:
-        kept = await windlass.enqueue(noop, {"n": 1}, connection=transaction)
+        kept = await batchwright.enqueue(noop, {"n": 1}, connection=transaction)
         with pytest.raises(NotFound):
-            await windlass.get(kept)
+            await batchwright.get(kept)
         await transaction.commit()
-        assert (await windlass.get(kept)).payload["n"] == 1
-        dropped = await windlass.enqueue(noop, {"n": 2}, connection=transaction)
+        assert (await batchwright.get(kept)).payload["n"] == 1
+        dropped = await batchwright.enqueue(noop, {"n": 2}, connection=transaction)
         await transaction.rollback()
         with pytest.raises(NotFound):
-            await windlass.get(dropped)
+            await batchwright.get(dropped)
     await engine.dispose()
 
 
@@ -370,41 +372,41 @@ def test_the_callers_row_factory_and_cursor_class_do_not_matter(plain, database_
     assert plain.get(other).exclusive_key == '["k"]'
 
 
-async def test_the_callers_row_factory_does_not_matter_in_async_code(windlass, database_url):
+async def test_the_callers_row_factory_does_not_matter_in_async_code(batchwright, database_url):
     async with await psycopg.AsyncConnection.connect(database_url, row_factory=dict_row) as connection:
-        first = await windlass.enqueue(noop, {"n": 1}, connection=connection, idempotency_key="a")
-        assert await windlass.enqueue(noop, {"n": 1}, connection=connection, idempotency_key="a") == first
-    assert (await windlass.get(first)).payload["n"] == 1
+        first = await batchwright.enqueue(noop, {"n": 1}, connection=connection, idempotency_key="a")
+        assert await batchwright.enqueue(noop, {"n": 1}, connection=connection, idempotency_key="a") == first
+    assert (await batchwright.get(first)).payload["n"] == 1
 
 
-async def test_an_operation_that_only_a_worker_knows_is_found_on_the_callers_connection(windlass, database_url):
-    async with working(windlass.pool, noop), AsyncWindlass(database_url=database_url) as stranger:
+async def test_an_operation_that_only_a_worker_knows_is_found_on_the_callers_connection(batchwright, database_url):
+    async with working(batchwright.pool, noop), AsyncBatchwright(database_url=database_url) as stranger:
         async with await psycopg.AsyncConnection.connect(database_url) as connection:
             id = await stranger.enqueue("noop", {"n": 8}, connection=connection)
-        assert (await finished(windlass.queue, id)).result == 8
+        assert (await finished(batchwright.queue, id)).result == 8
 
 
-async def test_a_conflict_leaves_the_callers_transaction_usable(windlass, database_url):
-    holder = await windlass.enqueue(noop, exclusive_key="k")
+async def test_a_conflict_leaves_the_callers_transaction_usable(batchwright, database_url):
+    holder = await batchwright.enqueue(noop, exclusive_key="k")
     async with await psycopg.AsyncConnection.connect(database_url) as connection:
         with pytest.raises(Conflict) as caught:
-            await windlass.enqueue(noop, exclusive_key="k", on_held="reject", connection=connection)
+            await batchwright.enqueue(noop, exclusive_key="k", on_held="reject", connection=connection)
         assert caught.value.holder == str(holder)
-        id = await windlass.enqueue(noop, connection=connection)
-    assert (await windlass.get(id)).status is JobStatus.QUEUED
+        id = await batchwright.enqueue(noop, connection=connection)
+    assert (await batchwright.get(id)).status is JobStatus.QUEUED
 
 
-async def test_something_that_is_no_connection_is_refused(windlass, plain):
+async def test_something_that_is_no_connection_is_refused(batchwright, plain):
     for connection in ("postgresql://…", 17, object()):
         with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
-            await windlass.enqueue(noop, connection=connection)
+            await batchwright.enqueue(noop, connection=connection)
         with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
             await asyncio.to_thread(plain.enqueue, noop, connection=connection)
 
 
-async def test_another_driver_is_refused_by_name(windlass):
+async def test_another_driver_is_refused_by_name(batchwright):
     with sqlite3.connect(":memory:") as connection, pytest.raises(ConfigurationError, match=r"not sqlite3\.Connection"):
-        await windlass.enqueue(noop, connection=connection)
+        await batchwright.enqueue(noop, connection=connection)
     connection.close()
 
 
@@ -428,6 +430,6 @@ async def test_the_plain_client_refuses_an_async_connection(plain, database_url,
     ):
         scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
         for one in (driver, connection, session, scoped):
-            with pytest.raises(InvalidInput, match="use AsyncWindlass"):
+            with pytest.raises(InvalidInput, match="use AsyncBatchwright"):
                 plain.enqueue(noop, connection=one)
     await engine.dispose()

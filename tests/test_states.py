@@ -6,11 +6,11 @@ import uuid
 import psycopg
 import pytest
 
+from batchwright.engine.queue import SQL, Queue
+from batchwright.errors import DatabaseError
+from batchwright.states import BATCH, JOB, LIFECYCLES, BatchStatus, JobStatus
 from tests.engine.steps import claim_one, dead, hand_over, release, retry
 from tests.support import fail, put_one, raw, snooze, succeed, take_one
-from windlass.engine.queue import SQL, Queue
-from windlass.errors import DatabaseError
-from windlass.states import BATCH, JOB, LIFECYCLES, BatchStatus, JobStatus
 
 PAIRS = [pair for pair in itertools.product(JobStatus, JobStatus) if pair[0] != pair[1]]
 LEGAL = [pair for pair in PAIRS if JOB.allows(*pair)]
@@ -49,7 +49,7 @@ INSIDE = {"join"}
 
 
 async def move(queue, id, target):
-    sql = f"UPDATE windlass.job SET status = '{target}', {COLUMNS[target]} WHERE id = %(id)s RETURNING status::text"
+    sql = f"UPDATE batchwright.job SET status = '{target}', {COLUMNS[target]} WHERE id = %(id)s RETURNING status::text"
     return await raw(queue, sql, id=id)
 
 
@@ -114,7 +114,7 @@ def test_every_state_is_explained_and_can_be_reached(lifecycle):
 
 
 async def test_the_databases_enum_is_job_status(queue):
-    rows = await raw(queue, "SELECT unnest(enum_range(NULL::windlass.job_status))::text")
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.job_status))::text")
     assert [status for (status,) in rows] == [status.value for status in JobStatus]
 
 
@@ -124,10 +124,10 @@ async def test_a_job_can_only_be_born_queued(queue):
         finished = "now()" if status in JOB.terminal else "NULL"
         lock = "'w', now()" if status is JobStatus.RUNNING else "NULL, NULL"
         birth = (
-            "INSERT INTO windlass.job (id, job_type, queue, tenant, status, priority, run_after, payload, "
+            "INSERT INTO batchwright.job (id, job_type, queue, tenant, status, priority, run_after, payload, "
             "max_attempts, pipeline_id, created_at, finished_at, locked_by, lease_until) "
             f"SELECT gen_random_uuid(), 'noop', 'default', 'default', '{status}', 5, now(), '{{}}', "
-            f"3, id, now(), {finished}, {lock} FROM windlass.job"
+            f"3, id, now(), {finished}, {lock} FROM batchwright.job"
         )
         with pytest.raises(DatabaseError, match=f"illegal move of job .*: nothing to {status}"):
             await raw(queue, birth)
@@ -210,7 +210,7 @@ async def test_the_trigger_stops_a_stranger_with_a_client_of_his_own(queue, data
         psycopg.connect(database_url) as stranger,
         pytest.raises(psycopg.errors.CheckViolation, match="illegal move") as refused,
     ):
-        stranger.execute("UPDATE windlass.job SET status = 'FAILED' WHERE id = %s", [id])
+        stranger.execute("UPDATE batchwright.job SET status = 'FAILED' WHERE id = %s", [id])
     assert refused.value.diag.constraint_name == "legal_moves"
 
 
@@ -230,7 +230,7 @@ async def test_the_database_checks_what_the_machine_promises(queue):
     await put_one(queue)
     for change, constraint in PROMISES.items():
         with pytest.raises(DatabaseError, match=constraint):
-            await raw(queue, f"UPDATE windlass.job SET {change}")
+            await raw(queue, f"UPDATE batchwright.job SET {change}")
 
 
 BATCH_PAIRS = [pair for pair in itertools.product(BatchStatus, BatchStatus) if pair[0] != pair[1]]
@@ -239,7 +239,7 @@ STAMPS = {status: f"{status.value}_at" for status in BATCH.terminal}
 
 async def move_batch(queue, id, target):
     stamps = ", ".join(f"{stamp} = {'now()' if status is target else 'NULL'}" for status, stamp in STAMPS.items())
-    sql = f"UPDATE windlass.batch SET status = '{target}', {stamps} WHERE id = %(id)s RETURNING status::text"
+    sql = f"UPDATE batchwright.batch SET status = '{target}', {stamps} WHERE id = %(id)s RETURNING status::text"
     return await raw(queue, sql, id=id)
 
 
@@ -247,9 +247,9 @@ async def put_batch(queue):
     id = f"batch_{uuid.uuid4().hex}"
     await raw(
         queue,
-        "INSERT INTO windlass.batch (id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, "
-        "family, created_at, expires_at) VALUES (%(id)s, 'default', gen_random_uuid(), 'batches', 5, '/v1/embeddings', "
-        "'file-1', '24h', %(id)s, now(), now() + interval '1 day') RETURNING id",
+        "INSERT INTO batchwright.batch (id, tenant, job_id, queue, priority, endpoint, input_file_id, "
+        "completion_window, family, created_at, expires_at) VALUES (%(id)s, 'default', gen_random_uuid(), 'batches', "
+        "5, '/v1/embeddings', 'file-1', '24h', %(id)s, now(), now() + interval '1 day') RETURNING id",
         id=id,
     )
     return id
@@ -282,11 +282,11 @@ def test_the_moves_of_a_batch_are_those_of_the_design():
     assert targets == {
         "validating": {"in_progress", "failed", "expired", "cancelling"},
         "in_progress": {"finalizing", "expired", "failed", "cancelling"},
-        "finalizing": {"completed", "failed", "cancelling"},
+        "finalizing": {"in_progress", "completed", "failed", "cancelling"},
         "cancelling": {"cancelled", "failed"},
     }
 
 
 async def test_the_databases_enum_is_batch_status(queue):
-    rows = await raw(queue, "SELECT unnest(enum_range(NULL::windlass.batch_status))::text")
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.batch_status))::text")
     assert [status for (status,) in rows] == [status.value for status in BatchStatus]

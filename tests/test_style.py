@@ -4,9 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-import windlass
+import batchwright
 
-SOURCE = Path(windlass.__file__).parent
+SOURCE = Path(batchwright.__file__).parent
 
 
 def functions():
@@ -25,12 +25,12 @@ def test_functions_are_short_in_the_tail():
 
 
 def test_public_names_are_sorted_complete_and_there():
-    assert windlass.__all__ == sorted(windlass.__all__)
+    assert batchwright.__all__ == sorted(batchwright.__all__)
     tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {alias.name for node in froms if str(node.module).startswith("windlass.") for alias in node.names}
-    assert imported == set(windlass.__all__)
-    assert all(hasattr(windlass, name) for name in windlass.__all__)
+    imported = {alias.name for node in froms if str(node.module).startswith("batchwright.") for alias in node.names}
+    assert imported == set(batchwright.__all__)
+    assert all(hasattr(batchwright, name) for name in batchwright.__all__)
 
 
 def test_every_module_says_what_it_is_for():
@@ -39,13 +39,13 @@ def test_every_module_says_what_it_is_for():
 
 
 def test_only_statement_files_write_a_status():
-    writers = re.compile(r"UPDATE\s+windlass\.job\b|INSERT INTO windlass\.job\b", re.IGNORECASE)
+    writers = re.compile(r"UPDATE\s+batchwright\.job\b|INSERT INTO batchwright\.job\b", re.IGNORECASE)
     assert [file.name for file in SOURCE.rglob("*.py") if writers.search(file.read_text(encoding="utf-8"))] == []
     assert [file.name for file in SOURCE.rglob("*.sql") if writers.search(file.read_text())] == ["jobs.sql"]
 
 
 def test_the_error_tree_in_the_docstring_is_the_tree():
-    from windlass import errors
+    from batchwright import errors
 
     drawn = re.findall(r"^ *(?:[│ ]*[├└]── )?(\w+)(?: {2,}.*)?$", errors.__doc__.split("\n\n", 1)[1], re.MULTILINE)
     defined = [

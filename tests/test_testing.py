@@ -2,9 +2,9 @@
 
 import pytest
 
-from windlass import AsyncWindlass, Context, Done, NewJob, Snooze, Transient, Wait, Windlass, operation
-from windlass.errors import WindlassError
-from windlass.testing import drain
+from batchwright import AsyncBatchwright, Batchwright, Context, Done, NewJob, Snooze, Transient, Wait, operation
+from batchwright.errors import BatchwrightError
+from batchwright.testing import drain
 
 
 @operation("page")
@@ -32,34 +32,34 @@ async def endless() -> Snooze:
 
 
 async def test_drain_runs_parents_children_and_chained_jobs(database_url):
-    async with AsyncWindlass(database_url=database_url, operations=[page, report]) as windlass:
-        job = await windlass.enqueue(report, {"pages": 5})
-        assert await drain(windlass) == 5 + 2 + 1
-        assert await windlass.wait(job, timeout=1) == 30
+    async with AsyncBatchwright(database_url=database_url, operations=[page, report]) as batchwright:
+        job = await batchwright.enqueue(report, {"pages": 5})
+        assert await drain(batchwright) == 5 + 2 + 1
+        assert await batchwright.wait(job, timeout=1) == 30
 
 
 async def test_drain_skips_over_delays_and_backoffs(database_url):
-    async with AsyncWindlass(database_url=database_url, operations=[stubborn]) as windlass:
-        job = await windlass.enqueue(stubborn, delay_seconds=86_400)
-        assert await drain(windlass) == 3
-        assert await windlass.wait(job, timeout=1) == 3
+    async with AsyncBatchwright(database_url=database_url, operations=[stubborn]) as batchwright:
+        job = await batchwright.enqueue(stubborn, delay_seconds=86_400)
+        assert await drain(batchwright) == 3
+        assert await batchwright.wait(job, timeout=1) == 3
 
 
 async def test_drain_leaves_the_future_alone_when_told_so(database_url):
-    async with AsyncWindlass(database_url=database_url, operations=[page]) as windlass:
-        await windlass.enqueue(page, {"n": 1}, delay_seconds=60)
-        assert await drain(windlass, fast_forward=False) == 0
+    async with AsyncBatchwright(database_url=database_url, operations=[page]) as batchwright:
+        await batchwright.enqueue(page, {"n": 1}, delay_seconds=60)
+        assert await drain(batchwright, fast_forward=False) == 0
 
 
 async def test_drain_gives_up_on_a_job_that_never_ends(database_url):
-    async with AsyncWindlass(database_url=database_url, operations=[endless]) as windlass:
-        await windlass.enqueue(endless)
-        with pytest.raises(WindlassError, match="snooze for ever"):
-            await drain(windlass, limit=20)
+    async with AsyncBatchwright(database_url=database_url, operations=[endless]) as batchwright:
+        await batchwright.enqueue(endless)
+        with pytest.raises(BatchwrightError, match="snooze for ever"):
+            await drain(batchwright, limit=20)
 
 
 def test_drain_serves_plain_code_too(database_url):
-    with Windlass(database_url=database_url, operations=[page]) as windlass:
-        job = windlass.enqueue(page, {"n": 4})
-        assert drain(windlass) == 1
-        assert windlass.wait(job) == 16
+    with Batchwright(database_url=database_url, operations=[page]) as batchwright:
+        job = batchwright.enqueue(page, {"n": 4})
+        assert drain(batchwright) == 1
+        assert batchwright.wait(job) == 16

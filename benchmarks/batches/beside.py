@@ -5,9 +5,9 @@ import statistics
 from datetime import datetime
 from typing import Any
 
+from batchwright.batches.store import Batch
 from benchmarks.batches.stage import MODEL, Ground, Stage, fixed, write_lines
 from benchmarks.tools import report
-from windlass.batches.store import Batch
 
 NAME = "beside"
 TITLE = "50 lines beside 50,000, same tenant, limit 10"

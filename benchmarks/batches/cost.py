@@ -1,4 +1,4 @@
-"""What a request costs: processor time and requests per second, beside those who do it without Windlass."""
+"""What a request costs: processor time and requests per second, beside those who do it without Batchwright."""
 
 import asyncio
 import itertools
@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from batchwright.batches.store import Batch
 from benchmarks.batches import senders
 from benchmarks.batches.stage import WARM_UP_REQUESTS, Ground, Stage, spent, tracked, write_lines
 from benchmarks.tools import measure as machine
 from benchmarks.tools import report
-from windlass.batches.store import Batch
 
 NAME = "cost"
 TITLE = "CPU per request, 100 connections, no TLS, 4 kB in, 1 kB out"
@@ -24,18 +24,18 @@ OF_BARE_MAX = 2.0
 SENDER_SECONDS_MAX = 120.0
 SETTINGS = f"""
     Every contestant is a process of its own, on uvloop, warmed up with {WARM_UP_REQUESTS} requests, {CONNECTIONS} in
-    flight; rounds are interleaved, figures are medians of rounds, ratios are medians of the ratios of rounds. Windlass
-    is `windlass worker` with concurrency {CONNECTIONS} and everything else at its defaults (journal with fsync,
-    checkpoints, metrics); its CPU is that of the worker process between in_progress_at and finalizing_at, planning
-    and writing the files stand beside it. The bare loop sends with the same client, settings and event loop, splits
-    lines with the same function, parses answers, writes the same lines, and does not fsync. openai and aiohttp have a
-    task per line and a semaphore. The model server is the simulator, which answers at once.
+    flight; rounds are interleaved, figures are medians of rounds, ratios are medians of the ratios of rounds.
+    Batchwright is `batchwright worker` with concurrency {CONNECTIONS} and everything else at its defaults (journal
+    with fsync, checkpoints, metrics); its CPU is that of the worker process between in_progress_at and finalizing_at,
+    planning and writing the files stand beside it. The bare loop sends with the same client, settings and event loop,
+    splits lines with the same function, parses answers, writes the same lines, and does not fsync. openai and aiohttp
+    have a task per line and a semaphore. The model server is the simulator, which answers at once.
 """
 
 
 async def measure(ground: Ground) -> dict[str, Any]:
     counts = {
-        "windlass": ground.pick(20_000, 3_000),
+        "batchwright": ground.pick(20_000, 3_000),
         "bare": ground.pick(20_000, 3_000),
         "aiohttp": ground.pick(6_000, 1_500),
         "openai": ground.pick(1_500, 300),
@@ -55,7 +55,7 @@ async def measure(ground: Ground) -> dict[str, Any]:
 
 async def one(ground: Ground, stage: Stage, name: str, file: Path, warm_up: Path, count: int) -> dict[str, float]:
     before, loop = await stage.stats(), machine.calibrate()
-    if name == "windlass":
+    if name == "batchwright":
         found = await ours(ground, stage, file, count)
     else:
         found = await theirs(stage, name, file, warm_up, count)
@@ -109,18 +109,18 @@ def phases(batch: Batch, track: Any, count: int) -> dict[str, float]:
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
     rounds = figures["rounds"] if figures else {}
     return [
-        report.at_most("CPU per request, Windlass ÷ AsyncOpenAI", OF_OPENAI_MAX, ratio(rounds, "openai")),
-        report.at_most("CPU per request, Windlass ÷ bare loop", OF_BARE_MAX, ratio(rounds, "bare")),
+        report.at_most("CPU per request, Batchwright ÷ AsyncOpenAI", OF_OPENAI_MAX, ratio(rounds, "openai")),
+        report.at_most("CPU per request, Batchwright ÷ bare loop", OF_BARE_MAX, ratio(rounds, "bare")),
     ]
 
 
 def ratio(rounds: dict[str, list[dict[str, float]]], peer: str) -> float | None:
-    pairs = list(zip(rounds.get("windlass", []), rounds.get(peer, []), strict=False))
+    pairs = list(zip(rounds.get("batchwright", []), rounds.get(peer, []), strict=False))
     return statistics.median(ours["cpu"] / theirs["cpu"] for ours, theirs in pairs) if pairs else None
 
 
 def tables(figures: dict[str, Any]) -> str:
-    names = {"windlass": "Windlass", "bare": "bare loop on wreq", "aiohttp": "aiohttp, semaphore"}
+    names = {"batchwright": "Batchwright", "bare": "bare loop on wreq", "aiohttp": "aiohttp, semaphore"}
     names["openai"] = f"AsyncOpenAI {figures['versions']['openai']}, semaphore"
     columns = ("cpu", "rate", "plan", "files", "postgres", "simulator", "loop")
     rows = []

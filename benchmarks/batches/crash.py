@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
+from batchwright.batches.store import SHARD, Batch
 from benchmarks.batches.stage import MODEL, Ground, Stage, fixed, write_lines
 from benchmarks.tools import report
 from benchmarks.tools.measure import percentile
-from windlass.batches.store import SHARD, Batch
 
 NAME = "crash"
 TITLE = "kill -9 of the worker that has the shard, another one idle"
@@ -61,7 +61,7 @@ async def one(stage: Stage) -> dict[str, float]:
 
 async def shard_holder(stage: Stage) -> int:
     """The process that runs the shard: its pid is part of a worker's name."""
-    statement = "SELECT locked_by FROM windlass.job WHERE job_type = %(type)s AND status = 'RUNNING'"
+    statement = "SELECT locked_by FROM batchwright.job WHERE job_type = %(type)s AND status = 'RUNNING'"
     ((name,),) = await stage.sql(statement, type=SHARD)
     return int(name.split(":")[-2])
 

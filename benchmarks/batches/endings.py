@@ -6,10 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from batchwright.batches.store import Batch
 from benchmarks.batches.stage import MODEL, Ground, Stage, write_lines
 from benchmarks.tools import report
 from benchmarks.tools.measure import percentile
-from windlass.batches.store import Batch
 
 NAME = "endings"
 TITLE = "Cancel and expiry, local store"

@@ -6,9 +6,9 @@ from typing import Any
 
 import psutil
 
+from batchwright.batches.store import Batch
 from benchmarks.batches.stage import MODEL, Ground, Stage, Track, tracked, write_lines
 from benchmarks.tools import report
-from windlass.batches.store import Batch
 
 NAME = "memory"
 TITLE = "Memory of the worker, 512 requests in flight, 1 kB answers"

@@ -8,12 +8,12 @@ from typing import Any
 
 import xxhash
 
+from batchwright.batches import lines, order
+from batchwright.simulator.bodies import read
+from batchwright.simulator.prefix_cache import chain
 from benchmarks.batches import cost
 from benchmarks.batches.stage import ENDPOINT, MODEL, Ground, Stage, fixed
 from benchmarks.tools import prefixes, report
-from windlass.batches import lines, order
-from windlass.simulator.bodies import read
-from windlass.simulator.prefix_cache import chain
 
 NAME = "prefix"
 TITLE = "Prefix cache of the server, cache 4 x the largest group"
@@ -40,7 +40,7 @@ async def measure(ground: Ground) -> dict[str, Any]:
         for name, positions in workload.orders().items():
             stage.simulator.reset()
             file = workload.write(stage.folder / "prefix.jsonl", positions)
-            if name == "windlass":
+            if name == "batchwright":
                 async with stage.worker():
                     await stage.run(file)
             else:
@@ -70,13 +70,13 @@ class Workload:
         self._ours = order.order([order.chain(prompt) for prompt in self._prompts])
 
     def orders(self) -> dict[str, Sequence[int]]:
-        """Windlass gets the file as it is, and finds its order itself."""
+        """Batchwright gets the file as it is, and finds its order itself."""
         systems = [xxhash.xxh32_intdigest(json.loads(prompt)[0]["content"].encode()) for prompt in self._prompts]
         everyone = range(len(self.lines))
         return {
             "input order": everyone,
             "hash of system prompt": sorted(everyone, key=systems.__getitem__),
-            "windlass": everyone,
+            "batchwright": everyone,
         }
 
     def largest_group(self) -> int:
@@ -102,8 +102,8 @@ def rename(line: bytes) -> bytes:
 
 
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
-    share = 100 * figures["orders"]["windlass"]["cached_share"] if figures else None
-    return [report.at_least("prefix cache, found of what could be, Windlass", SHARE_MIN, share, " %")]
+    share = 100 * figures["orders"]["batchwright"]["cached_share"] if figures else None
+    return [report.at_least("prefix cache, found of what could be, Batchwright", SHARE_MIN, share, " %")]
 
 
 def tables(figures: dict[str, Any]) -> str:

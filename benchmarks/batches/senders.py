@@ -1,9 +1,9 @@
-"""Contestants that send a file without Windlass, each in a process of its own.
+"""Contestants that send a file without Batchwright, each in a process of its own.
 
     python -m benchmarks.batches.senders NAME --url URL --file FILE --output FILE [--connections N] [--warm-up FILE]
 
-`bare` is the least that does the job with the client of Windlass: 100 coroutines that take a line, split it, send it,
-parse the answer, and write the envelope around it. `aiohttp` and `openai` are written as people write them: a task
+`bare` is the least that does the job with the client of Batchwright: 100 coroutines that take a line, split it, send
+it, parse the answer, and write the envelope around it. `aiohttp` and `openai` are written as people write them: a task
 per line, a semaphore, JSON in and out. Clients are made, and the warm-up is sent, before the clock starts.
 """
 
@@ -53,9 +53,9 @@ def bare(url: str, connections: int) -> Send:
     from orjson import dumps, loads
     from wreq import Client
 
-    from windlass.batches.lines import split
-    from windlass.inference.gateway import _options, network_thread
-    from windlass.inference.settings import GatewaySettings, InferenceSettings
+    from batchwright.batches.lines import split
+    from batchwright.inference.gateway import _options, network_thread
+    from batchwright.inference.settings import GatewaySettings, InferenceSettings
 
     settings = GatewaySettings(url=url)
     client = Client(runtime=network_thread(), **_options(settings, InferenceSettings(concurrency=connections)))
@@ -128,7 +128,7 @@ SENDERS: dict[str, Callable[[str, int], Send]] = {"aiohttp": with_aiohttp, "bare
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("aiohttp", "openai", "uvloop", "windlass", "wreq")}
+    return {name: version(name) for name in ("aiohttp", "openai", "uvloop", "batchwright", "wreq")}
 
 
 if __name__ == "__main__":

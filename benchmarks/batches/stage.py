@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import psutil
 
+from batchwright.app import AsyncBatchwright
+from batchwright.batches.store import Batch, NewBatch
+from batchwright.batches.submission import create, store_input
+from batchwright.settings import CONFIG, PREFIX, load_settings
+from batchwright.simulator import Remote, running_process
 from benchmarks.tools.measure import cpu_seconds
 from benchmarks.tools.prefixes import TEXT
 from benchmarks.tools.server import Server
-from windlass.app import AsyncWindlass
-from windlass.batches.store import Batch, NewBatch
-from windlass.batches.submission import create, store_input
-from windlass.settings import CONFIG, PREFIX, load_settings
-from windlass.simulator import Remote, running_process
 
 T = TypeVar("T")
 BYTES_MAX = 1 << 30
@@ -60,7 +60,7 @@ class Ground:
                 in_thread(running_process(*(simulator or INSTANT))) as remote,
             ):
                 environment = environment_of(folder, url, remote.url, settings)
-                client = AsyncWindlass(settings=load_settings({}, environment=environment))
+                client = AsyncBatchwright(settings=load_settings({}, environment=environment))
                 await client.open(migrated=False)
                 try:
                     await client.migrate()
@@ -83,7 +83,7 @@ async def in_thread(blocking: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 def environment_of(folder: Path, database_url: str, simulator_url: str, settings: dict[str, Any]) -> dict[str, str]:
     """The settings of a stage as the environment of its workers; nothing of the user's own ones."""
-    (folder / "windlass.toml").touch()
+    (folder / "batchwright.toml").touch()
     values = {
         "database_url": database_url,
         "database_folder": folder,
@@ -94,7 +94,7 @@ def environment_of(folder: Path, database_url: str, simulator_url: str, settings
     }
     own = {f"{PREFIX}{name.upper()}": str(value) for name, value in values.items()}
     others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "OTEL_"))}
-    return {**others, **own, CONFIG: str(folder / "windlass.toml")}
+    return {**others, **own, CONFIG: str(folder / "batchwright.toml")}
 
 
 def fixed(limit: int) -> dict[str, int]:
@@ -110,19 +110,19 @@ def fixed(limit: int) -> dict[str, int]:
 class Stage:
     """One database with its workers and its model server."""
 
-    client: AsyncWindlass
+    client: AsyncBatchwright
     environment: dict[str, str]
     folder: Path
     simulator: Remote
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[psutil.Process]:
-        """`windlass worker`, ready to work; it ends with us, and with this block."""
+        """`batchwright worker`, ready to work; it ends with us, and with this block."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with ours, (self.folder / "worker.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "windlass", "worker", "--tether", str(theirs.fileno())),
+                *(sys.executable, "-P", "-m", "batchwright", "worker", "--tether", str(theirs.fileno())),
                 cwd=self.folder,
                 env=self.environment,
                 pass_fds=[theirs.fileno()],
@@ -151,7 +151,7 @@ class Stage:
         batch, _ = await create(self.client.batches, self.client.catalog, new, must_be_served=False)
         if seconds is not None:
             await self.sql(
-                "UPDATE windlass.batch SET expires_at = clock_timestamp() + make_interval(secs => %(seconds)s) "
+                "UPDATE batchwright.batch SET expires_at = clock_timestamp() + make_interval(secs => %(seconds)s) "
                 "WHERE id = %(id)s RETURNING id",
                 id=batch.id,
                 seconds=seconds,

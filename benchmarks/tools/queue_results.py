@@ -12,7 +12,7 @@ from benchmarks.tools.contest import Contestant, Run
 from benchmarks.tools.measure import percentile
 from benchmarks.tools.report import Goal, at_least, at_most, goal_table, note, number, table
 
-OURS = "Windlass"
+OURS = "Batchwright"
 FRESH, FINISHED_ROWS, PINNED = "fresh", "finished rows", "pinned xmin"
 
 RATIO_GOALS = {"PgQueuer": 1.3, "Procrastinate": 2.0, "DBOS": 2.0, "Awa": 2.0}

@@ -81,9 +81,9 @@ def server(database_url: str | None) -> Iterator[Server]:
     if database_url is not None:
         yield connect(database_url)
         return
-    from windlass.db.embedded import EmbeddedPostgres
+    from batchwright.db.embedded import EmbeddedPostgres
 
-    with tempfile.TemporaryDirectory(prefix="windlass-bench-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="batchwright-bench-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)  # root's server runs as another user, who has to reach it
         embedded = EmbeddedPostgres(Path(folder) / "postgres", settings=SETTINGS)
         try:

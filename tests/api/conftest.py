@@ -16,20 +16,20 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from batchwright import AsyncBatchwright, Context, Done, NewJob, Wait, operation
+from batchwright.api.access import Gate, Needs
+from batchwright.api.application import application
+from batchwright.api.keys import Scope
+from batchwright.api.services import Services
+from batchwright.api.settings import ApiSettings
+from batchwright.batches.files import File, NewFile, new_file_id, object_key
+from batchwright.batches.settings import BatchSettings
+from batchwright.errors import Fatal, Transient
+from batchwright.inference.settings import GatewaySettings
+from batchwright.settings import Settings
+from batchwright.storage import StorageSettings
+from batchwright.testing import drain
 from tests.support import DATABASE, raw
-from windlass import AsyncWindlass, Context, Done, NewJob, Wait, operation
-from windlass.api.access import Gate, Needs
-from windlass.api.application import application
-from windlass.api.keys import Scope
-from windlass.api.services import Services
-from windlass.api.settings import ApiSettings
-from windlass.batches.files import File, NewFile, new_file_id, object_key
-from windlass.batches.settings import BatchSettings
-from windlass.errors import Fatal, Transient
-from windlass.inference.settings import GatewaySettings
-from windlass.settings import Settings
-from windlass.storage import StorageSettings
-from windlass.testing import drain
 
 HOST = "http://localhost:8765"
 GATEWAY = GatewaySettings(url="http://127.0.0.1:9")
@@ -78,11 +78,11 @@ OPERATIONS = [greet, echo, broken, flaky, family, chain, odd]
 class Api:
     """A running API and what stands behind it."""
 
-    def __init__(self, windlass: AsyncWindlass, services: Services) -> None:
-        self.windlass = windlass
+    def __init__(self, batchwright: AsyncBatchwright, services: Services) -> None:
+        self.batchwright = batchwright
         self.services = services
         self.app = application(services)
-        self.queue = windlass.queue
+        self.queue = batchwright.queue
         self._stack = contextlib.AsyncExitStack()
         self._doors: dict[str, FastAPI] = {}
 
@@ -93,7 +93,7 @@ class Api:
 
     async def holder(self, *scopes: Scope | str, tenant: str = "default", **options: Any) -> httpx.AsyncClient:
         """A client with a key of its own."""
-        key = await self.windlass.keys.create("test", tenant=tenant, scopes=scopes or tuple(Scope), **options)
+        key = await self.batchwright.keys.create("test", tenant=tenant, scopes=scopes or tuple(Scope), **options)
         return await self.client(Authorization=f"Bearer {key.secret}")
 
     def with_settings(self, **settings: Any) -> FastAPI:
@@ -105,17 +105,17 @@ class Api:
 
     def _door(self, settings: dict[str, Any]) -> FastAPI:
         changed = dataclasses.replace(self.services.settings, **settings)
-        gate = Gate(changed, self.windlass.keys)
+        gate = Gate(changed, self.batchwright.keys)
         return application(dataclasses.replace(self.services, settings=changed, gate=gate))
 
     async def drain(self) -> int:
-        return await drain(self.windlass, fast_forward=False)
+        return await drain(self.batchwright, fast_forward=False)
 
     async def sql(self, statement: str, **params: Any) -> list[Any]:
         return await raw(self.queue, statement, **params)
 
     async def jobs(self) -> int:
-        ((n,),) = await self.sql("SELECT count(*) FROM windlass.job")
+        ((n,),) = await self.sql("SELECT count(*) FROM batchwright.job")
         return int(n)
 
     async def close(self) -> None:
@@ -136,11 +136,11 @@ def configured(url: str, folder: Path, batches: BatchSettings | None = None, **s
 @contextlib.asynccontextmanager
 async def serving(url: str, *, parts: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Api]:
     """An API with these settings of its own, and with these other parts of the whole."""
-    with tempfile.TemporaryDirectory(prefix="windlass-api-") as folder:
+    with tempfile.TemporaryDirectory(prefix="batchwright-api-") as folder:
         given = configured(url, Path(folder), api=ApiSettings(port=0, **settings), **(parts or {}))
-        async with AsyncWindlass(settings=given, operations=OPERATIONS) as windlass:
-            server = await windlass.server()
-            api = Api(windlass, server._services)
+        async with AsyncBatchwright(settings=given, operations=OPERATIONS) as batchwright:
+            server = await batchwright.server()
+            api = Api(batchwright, server._services)
             try:
                 yield api
             finally:
@@ -149,13 +149,18 @@ async def serving(url: str, *, parts: dict[str, Any] | None = None, **settings: 
 
 
 async def stored_file(
-    windlass: AsyncWindlass, data: bytes = b"{}\n", *, tenant: str = "default", purpose: str = "batch", **more: Any
+    batchwright: AsyncBatchwright,
+    data: bytes = b"{}\n",
+    *,
+    tenant: str = "default",
+    purpose: str = "batch",
+    **more: Any,
 ) -> File:
     """A file as an upload leaves it."""
     id = new_file_id()
-    stored = await windlass.store.put(object_key(id), data)
+    stored = await batchwright.store.put(object_key(id), data)
     new = NewFile(id=id, tenant=tenant, purpose=purpose, filename="some.jsonl", stored=stored, **more)
-    file, _ = await windlass.files.add(new)
+    file, _ = await batchwright.files.add(new)
     return file
 
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from windlass import AsyncWindlass
-from windlass.settings import load_settings
+from batchwright import AsyncBatchwright
+from batchwright.settings import load_settings
 
 
 @contextlib.asynccontextmanager
@@ -17,11 +17,11 @@ async def serving(database_url, *operations, **settings):
     """A client with its server; both end with the block."""
     flags = {"database": {"url": database_url}, **settings}
     flags["api"] = {"port": 0, **settings.get("api", {})}
-    async with AsyncWindlass(operations=operations, settings=load_settings(flags, environment={})) as windlass:
-        server = await windlass.server()
+    async with AsyncBatchwright(operations=operations, settings=load_settings(flags, environment={})) as batchwright:
+        server = await batchwright.server()
         server.start()
         try:
-            yield windlass, server
+            yield batchwright, server
         finally:
             await server.close()
 

@@ -12,18 +12,18 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from batchwright import AsyncBatchwright, NewJob
+from batchwright.api import application as application_module
+from batchwright.api.access import require_key
+from batchwright.api.keys import Scope
+from batchwright.api.settings import ApiSettings
+from batchwright.batches.operations import process_job
+from batchwright.batches.store import NewBatch
+from batchwright.errors import ConfigurationError, Deadlock, InvalidInput, NotFound
+from batchwright.settings import Settings
+from batchwright.testing import drain
 from tests.api.conftest import HOST, OPERATIONS, Api, fails, needed_scope, routes, serving, stored_file
 from tests.support import DATABASE
-from windlass import AsyncWindlass, NewJob
-from windlass.api import application as application_module
-from windlass.api.access import require_key
-from windlass.api.keys import Scope
-from windlass.api.settings import ApiSettings
-from windlass.batches.operations import process_job
-from windlass.batches.store import NewBatch
-from windlass.errors import ConfigurationError, Deadlock, InvalidInput, NotFound
-from windlass.settings import Settings
-from windlass.testing import drain
 
 OPEN_ROUTES = {"/healthz", "/readyz"}
 
@@ -32,23 +32,25 @@ OPEN_ROUTES = {"/healthz", "/readyz"}
 
 
 async def test_a_keys_secret_is_nowhere_in_the_database(api: Api) -> None:
-    key = await api.windlass.keys.create("desk")
+    key = await api.batchwright.keys.create("desk")
     http = await api.client(Authorization=f"Bearer {key.secret}")
     assert (await http.post("/v1/jobs", json={"job_type": "echo"})).status_code == 201
-    tables = await api.sql("SELECT format('%I.%I', schemaname, tablename) FROM pg_tables WHERE schemaname = 'windlass'")
+    tables = await api.sql(
+        "SELECT format('%I.%I', schemaname, tablename) FROM pg_tables WHERE schemaname = 'batchwright'"
+    )
     for (table,) in tables:
         found = await api.sql(f"SELECT FROM {table} AS one WHERE one::text LIKE %(secret)s", secret=f"%{key.secret}%")
         assert found == [], table
-    ((digest, hint),) = await api.sql("SELECT digest, hint FROM windlass.api_key")
+    ((digest, hint),) = await api.sql("SELECT digest, hint FROM batchwright.api_key")
     assert len(bytes(digest)) == 32
     assert key.secret.startswith(hint)
     assert len(key.secret) - len(hint) > 32
 
 
 async def test_a_key_that_is_unknown_malformed_or_of_another_kind_is_refused(api: Api) -> None:
-    secret = (await api.windlass.keys.create("desk")).secret
+    secret = (await api.batchwright.keys.create("desk")).secret
     wrong = [
-        "Bearer wl_unknown",
+        "Bearer bw_unknown",
         f"Bearer {secret[:-1]}",
         f"Bearer {secret}x",
         f"Bearer {secret.upper()}",
@@ -57,7 +59,7 @@ async def test_a_key_that_is_unknown_malformed_or_of_another_kind_is_refused(api
         "Bearer",
         "Bearer ",
         "",
-        "Bearer wl_\xff",
+        "Bearer bw_\xff",
         "Bearer x" + "y" * 5000,
     ]
     for authorization in wrong:
@@ -73,34 +75,34 @@ async def test_a_key_that_is_unknown_malformed_or_of_another_kind_is_refused(api
 async def test_a_key_ends_when_its_time_is_over(api: Api) -> None:
     holder = await api.holder(lifetime=timedelta(hours=1))
     assert (await holder.get("/v1/jobs")).status_code == 200
-    await api.sql("UPDATE windlass.api_key SET expires_at = now()")
+    await api.sql("UPDATE batchwright.api_key SET expires_at = now()")
     fails(await holder.get("/v1/jobs"), 401, "unauthorized")
 
 
 async def test_a_revoked_key_opens_nothing_from_then_on(api: Api) -> None:
-    key = await api.windlass.keys.create("desk")
+    key = await api.batchwright.keys.create("desk")
     http = await api.client(Authorization=f"Bearer {key.secret}")
     assert (await http.get("/v1/jobs")).status_code == 200
-    revoked = await api.windlass.keys.revoke(key.key.id)
+    revoked = await api.batchwright.keys.revoke(key.key.id)
     fails(await http.get("/v1/jobs"), 401, "unauthorized")
-    assert (await api.windlass.keys.revoke(key.key.id)).revoked_at == revoked.revoked_at
+    assert (await api.batchwright.keys.revoke(key.key.id)).revoked_at == revoked.revoked_at
     fails(await (await api.client()).get("/v1/jobs"), 401, "unauthorized")
-    with pytest.raises(NotFound, match="windlass key list"):
-        await api.windlass.keys.revoke(uuid4())
+    with pytest.raises(NotFound, match="batchwright key list"):
+        await api.batchwright.keys.revoke(uuid4())
 
 
 async def test_the_last_use_of_a_key_is_noted_once_a_minute(api: Api) -> None:
     holder = await api.holder()
-    (before,) = await api.windlass.keys.list()
+    (before,) = await api.batchwright.keys.list()
     assert before.last_used_at is None
     await holder.get("/v1/jobs")
-    (used,) = await api.windlass.keys.list()
+    (used,) = await api.batchwright.keys.list()
     assert used.last_used_at is not None
     await holder.get("/v1/jobs")
-    assert await api.windlass.keys.list() == [used]
-    await api.sql("UPDATE windlass.api_key SET last_used_at = last_used_at - interval '61 seconds'")
+    assert await api.batchwright.keys.list() == [used]
+    await api.sql("UPDATE batchwright.api_key SET last_used_at = last_used_at - interval '61 seconds'")
     await holder.get("/v1/jobs")
-    ((later,),) = await api.sql("SELECT last_used_at FROM windlass.api_key")
+    ((later,),) = await api.sql("SELECT last_used_at FROM batchwright.api_key")
     assert later > used.last_used_at
 
 
@@ -117,12 +119,12 @@ async def test_keys_are_checked_when_they_are_made(api: Api) -> None:
     ]
     for options, message in wrong:
         with pytest.raises(InvalidInput, match=message):
-            await api.windlass.keys.create(**{"name": "desk", **options})
-    assert await api.windlass.keys.list() == []
-    made = await api.windlass.keys.create("desk", scopes=["read", "read", Scope.ADMIN], tenant="t")
+            await api.batchwright.keys.create(**{"name": "desk", **options})
+    assert await api.batchwright.keys.list() == []
+    made = await api.batchwright.keys.create("desk", scopes=["read", "read", Scope.ADMIN], tenant="t")
     assert made.key.scopes == (Scope.READ, Scope.ADMIN)
-    assert await api.windlass.keys.list(tenant="t") == [made.key]
-    assert await api.windlass.keys.list(tenant="u") == []
+    assert await api.batchwright.keys.list(tenant="t") == [made.key]
+    assert await api.batchwright.keys.list(tenant="u") == []
 
 
 # Scopes -----------------------------------------------------------------------------------------------------------
@@ -194,15 +196,15 @@ async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Ap
     assert (await http.post("/v1/jobs", json={"job_type": "echo"})).json()["tenant"] == "default"
     for path in ("/v1/jobs", "/v1/workers", "/metrics", "/v1/jobs?tenant=*"):
         assert (await http.get(path)).status_code == 200
-    fails(await http.get("/v1/jobs", headers={"Authorization": "Bearer wl_x"}), 401, "unauthorized")
+    fails(await http.get("/v1/jobs", headers={"Authorization": "Bearer bw_x"}), 401, "unauthorized")
     placeholder = {"Authorization": "Bearer sk-none"}
     assert (await http.get("/v1/jobs", headers=placeholder)).status_code == 200
     elsewhere = await api.client(api.with_settings(host="192.0.2.1"), url="http://192.0.2.1")
     fails(await elsewhere.get("/v1/jobs"), 401, "unauthorized")
-    key = await api.windlass.keys.create("desk")
+    key = await api.batchwright.keys.create("desk")
     fails(await http.get("/v1/jobs"), 401, "unauthorized")
     fails(await http.get("/v1/jobs", headers=placeholder), 401, "unauthorized")
-    await api.windlass.keys.revoke(key.key.id)
+    await api.batchwright.keys.revoke(key.key.id)
     fails(await http.get("/v1/jobs"), 401, "unauthorized")
 
 
@@ -210,16 +212,16 @@ async def test_the_server_does_not_start_for_strangers_without_a_key(database_ur
     settings = Settings(
         database=dataclasses.replace(DATABASE, url=database_url), api=ApiSettings(port=0, host="0.0.0.0")
     )
-    async with AsyncWindlass(settings=settings, operations=OPERATIONS) as windlass:
-        with pytest.raises(ConfigurationError, match=r"not on 0\.0\.0\.0; .* windlass key create"):
-            await windlass.server()
+    async with AsyncBatchwright(settings=settings, operations=OPERATIONS) as batchwright:
+        with pytest.raises(ConfigurationError, match=r"not on 0\.0\.0\.0; .* batchwright key create"):
+            await batchwright.server()
         for host in ("::", "192.0.2.1", "example.com", ""):
-            with pytest.raises(ConfigurationError, match="windlass key create"):
-                await require_key(ApiSettings(host=host), windlass.keys)
+            with pytest.raises(ConfigurationError, match="batchwright key create"):
+                await require_key(ApiSettings(host=host), batchwright.keys)
         for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-            await require_key(ApiSettings(host=host), windlass.keys)
-        await windlass.keys.create("desk")
-        await (await windlass.server()).close()
+            await require_key(ApiSettings(host=host), batchwright.keys)
+        await batchwright.keys.create("desk")
+        await (await batchwright.server()).close()
 
 
 # Tenants ----------------------------------------------------------------------------------------------------------
@@ -241,33 +243,31 @@ class Theirs:
 
 @pytest.fixture
 async def theirs(api: Api) -> Theirs:
-    windlass = api.windlass
-    failed = await windlass.enqueue("broken", tenant="b")
-    pipeline = await windlass.enqueue("chain", tenant="b")
-    parent = await windlass.enqueue("family", tenant="b")
-    await drain(windlass, fast_forward=False)
-    waiting = await windlass.enqueue("echo", tenant="b", idempotency_key="theirs", exclusive_key=["k"])
-    await windlass.schedules.create("nightly", "0 3 * * *", NewJob("echo"), tenant="b")
+    batchwright = api.batchwright
+    failed = await batchwright.enqueue("broken", tenant="b")
+    pipeline = await batchwright.enqueue("chain", tenant="b")
+    parent = await batchwright.enqueue("family", tenant="b")
+    await drain(batchwright, fast_forward=False)
+    waiting = await batchwright.enqueue("echo", tenant="b", idempotency_key="theirs", exclusive_key=["k"])
+    await batchwright.schedules.create("nightly", "0 3 * * *", NewJob("echo"), tenant="b")
     theirs = await api.holder("submit", tenant="b")
     body = {"job_type": "echo", "queue": "theirs"}
     assert (await theirs.post("/v1/jobs", json=body, headers={"Idempotency-Key": "theirs"})).status_code == 201
-    file = await stored_file(windlass, tenant="b")
+    file = await stored_file(batchwright, tenant="b")
     new = NewBatch(tenant="b", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="1h")
-    (job,) = await windlass.catalog.prepare([process_job(new)])
-    await windlass.batches.create(new, job)
+    (job,) = await batchwright.catalog.prepare([process_job(new)])
+    await batchwright.batches.create(new, job)
     return Theirs(str(waiting), str(failed), str(pipeline), str(parent), file.id, new.id)
 
 
 async def everything_of(api: Api, tenant: str) -> list[Any]:
     """The tenant's rows as they stand."""
     rows = [
-        await api.sql(f"SELECT to_jsonb(one) FROM windlass.{table} AS one WHERE tenant = %(t)s ORDER BY 1", t=tenant)
+        await api.sql(f"SELECT to_jsonb(one) FROM batchwright.{table} AS one WHERE tenant = %(t)s ORDER BY 1", t=tenant)
         for table in ("api_request", "batch", "file", "job", "schedule")
     ]
-    events = (
-        "SELECT event.id FROM windlass.job_event AS event JOIN windlass.job ON job.id = job_id WHERE tenant = %(t)s"
-    )
-    return [*rows, await api.sql(f"{events} ORDER BY 1", t=tenant)]
+    events = "SELECT event.id FROM batchwright.job_event AS event JOIN batchwright.job ON job.id = job_id"
+    return [*rows, await api.sql(f"{events} WHERE tenant = %(t)s ORDER BY 1", t=tenant)]
 
 
 async def test_every_route_with_another_tenants_object_finds_nothing_and_changes_nothing(
@@ -275,7 +275,7 @@ async def test_every_route_with_another_tenants_object_finds_nothing_and_changes
 ) -> None:
     before = await everything_of(api, "b")
     mine = await api.holder("read", "submit", "operate", tenant="a")
-    schedule_id = str((await api.windlass.schedules.get("nightly", tenant="b")).id)
+    schedule_id = str((await api.batchwright.schedules.get("nightly", tenant="b")).id)
     plan = {"cron": "0 4 * * *", "job": {"job_type": "echo"}}
     tried = 0
     for route in routes(api.app):
@@ -434,7 +434,7 @@ async def test_other_names_are_known_by_their_patterns(api: Api) -> None:
 
 
 async def test_a_server_on_all_addresses_is_known_by_any_of_them(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.api.access.socket.gethostname", lambda: "Pod-7")
+    monkeypatch.setattr("batchwright.api.access.socket.gethostname", lambda: "Pod-7")
     for bound in ("0.0.0.0", "::"):
         for host in ("192.0.2.7", "192.0.2.7:8765", "[2001:db8::8]:1", "localhost", "pod-7", "POD-7:8765"):
             assert (await asked(api, host, {"host": bound})).status_code == 200, host
@@ -498,7 +498,7 @@ async def away(database_url: str) -> AsyncIterator[httpx.AsyncClient]:
     async with serving(database_url) as api:
         http = await api.client()
         assert (await http.get("/readyz")).json()["status"] == "ok"
-        await api.windlass.pool.close()
+        await api.batchwright.pool.close()
         yield http
 
 
@@ -594,7 +594,7 @@ async def test_queues_are_paused_and_resumed_by_admins(api: Api) -> None:
 async def test_operations_and_workers_are_listed(api: Api) -> None:
     http = await api.client()
     assert (await http.get("/v1/workers")).json()["data"] == []
-    worker = api.windlass.worker()
+    worker = api.batchwright.worker()
     await worker.register()
     try:
         (shown,) = (await http.get("/v1/workers")).json()["data"]

@@ -11,14 +11,14 @@ import httpx
 import orjson
 import pytest
 
+from batchwright.batches.envelopes import request_id
+from batchwright.batches.journal import Journal, Outcome
+from batchwright.batches.settings import BatchSettings, Price
+from batchwright.batches.store import Ending
+from batchwright.batches.workspace import segment_key
+from batchwright.errors import BatchwrightError, DatabaseUnavailable, StorageUnavailable
+from batchwright.states import BatchStatus
 from tests.api.conftest import GATEWAY, Api, fails, serving, stored_file
-from windlass.batches.envelopes import request_id
-from windlass.batches.journal import Journal, Outcome
-from windlass.batches.settings import BatchSettings, Price
-from windlass.batches.store import Ending
-from windlass.batches.workspace import segment_key
-from windlass.errors import DatabaseUnavailable, StorageUnavailable, WindlassError
-from windlass.states import BatchStatus
 
 PRICES = {"small": Price(input=1.0, output=2.0, cached=0.5), "large": Price(input=10.0, output=20.0)}
 PARTS = {"global_inference_gateway": GATEWAY, "batches": BatchSettings(prices=PRICES)}
@@ -39,7 +39,7 @@ async def http(api: Api) -> httpx.AsyncClient:
 
 async def asked(api: Api, **changes: Any) -> dict[str, Any]:
     """The body of a request for a batch of a new file."""
-    file = await stored_file(api.windlass)
+    file = await stored_file(api.batchwright)
     body = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h", **changes}
     return {name: value for name, value in body.items() if value is not ...}
 
@@ -54,14 +54,14 @@ async def made(api: Api, http: httpx.AsyncClient, **changes: Any) -> dict[str, A
 async def begun(api: Api, http: httpx.AsyncClient, models: Sequence[str] = ("small",), total: int = 10) -> str:
     """A batch that a worker has planned."""
     id: str = (await made(api, http))["id"]
-    assert await api.windlass.batches.begin(id, total=total, models=models, input_sha256="0" * 64)
+    assert await api.batchwright.batches.begin(id, total=total, models=models, input_sha256="0" * 64)
     return id
 
 
 async def ended(api: Api, http: httpx.AsyncClient, **ending: Any) -> str:
     """A batch that has ended with some lines in its error file."""
     id = await begun(api, http)
-    error_file = await stored_file(api.windlass, purpose="batch_output")
+    error_file = await stored_file(api.batchwright, purpose="batch_output")
     given: dict[str, Any] = {
         "target": BatchStatus.EXPIRED,
         "sources": [BatchStatus.IN_PROGRESS],
@@ -69,7 +69,7 @@ async def ended(api: Api, http: httpx.AsyncClient, **ending: Any) -> str:
         "error_summary": {"rate_limit": (2, "r1"), "batch_expired": (1, "r9")},
         "error_file_id": error_file.id,
     }
-    assert await api.windlass.batches.end(id, Ending(**{**given, **ending}))
+    assert await api.batchwright.batches.end(id, Ending(**{**given, **ending}))
     return id
 
 
@@ -79,7 +79,7 @@ async def shown(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
 
 
 async def batches(api: Api) -> int:
-    ((n,),) = await api.sql("SELECT count(*) FROM windlass.batch")
+    ((n,),) = await api.sql("SELECT count(*) FROM batchwright.batch")
     return int(n)
 
 
@@ -112,7 +112,7 @@ async def test_a_new_batch_is_shown_with_every_field(api: Api, http: httpx.Async
     }
     assert batch["id"].startswith("batch_")
     assert await shown(http, batch["id"]) == batch
-    ((job,),) = await api.sql("SELECT to_jsonb(job) FROM windlass.job")
+    ((job,),) = await api.sql("SELECT to_jsonb(job) FROM batchwright.job")
     assert (job["job_type"], job["owner"], job["payload"]) == ("batch.process", batch["id"], {"batch_id": batch["id"]})
 
 
@@ -206,17 +206,17 @@ async def test_metadata_up_to_its_limits_is_shown_again(api: Api, http: httpx.As
 async def test_the_input_must_be_a_file_of_this_tenant_with_the_purpose_batch(
     api: Api, http: httpx.AsyncClient
 ) -> None:
-    theirs = await stored_file(api.windlass, tenant="b")
-    gone = await stored_file(api.windlass)
-    await api.windlass.files.delete(gone.id, tenant="default")
-    old = await stored_file(api.windlass, expires_seconds=0)
+    theirs = await stored_file(api.batchwright, tenant="b")
+    gone = await stored_file(api.batchwright)
+    await api.batchwright.files.delete(gone.id, tenant="default")
+    old = await stored_file(api.batchwright, expires_seconds=0)
     for id in (theirs.id, gone.id, old.id, "file-unknown"):
         answer = await http.post("/v1/batches", json=await asked(api, input_file_id=id))
         said = fails(answer, 400, param="file_id")
         assert said == f"Cannot find file {id}, or project default does not have access to it."
         assert answer.json()["error"]["code"] is None
     for purpose in ("evals", "batch_output"):
-        other = await stored_file(api.windlass, purpose=purpose)
+        other = await stored_file(api.batchwright, purpose=purpose)
         answer = await http.post("/v1/batches", json=await asked(api, input_file_id=other.id))
         assert f"'{purpose}'" in fails(answer, 400, "invalid_value", "input_file_id")
     assert await batches(api) == 0
@@ -232,7 +232,7 @@ async def test_what_a_batch_may_use_and_how_long_its_files_stay_is_kept(api: Api
     )
     assert (batch["priority"], batch["limits"]) == (0, {"max_in_flight": 3})
     ((priority, kept),) = await api.sql(
-        "SELECT job.priority, output_expires_seconds FROM windlass.batch JOIN windlass.job ON job.id = job_id"
+        "SELECT job.priority, output_expires_seconds FROM batchwright.batch JOIN batchwright.job ON job.id = job_id"
     )
     assert (priority, kept) == (0, 3600)
 
@@ -243,8 +243,8 @@ async def test_the_trace_of_the_call_goes_with_the_job(
 ) -> None:
     headers = {} if sent is None else {"traceparent": sent}
     assert (await http.post("/v1/batches", json=await asked(api), headers=headers)).status_code == 200
-    assert await api.sql("SELECT job.traceparent FROM windlass.job") == [(kept,)]
-    assert await api.sql("SELECT traceparent FROM windlass.batch") == [(kept,)]
+    assert await api.sql("SELECT job.traceparent FROM batchwright.job") == [(kept,)]
+    assert await api.sql("SELECT traceparent FROM batchwright.batch") == [(kept,)]
 
 
 async def test_without_a_gateway_a_batch_is_taken_only_if_some_worker_runs_batches(database_url: str) -> None:
@@ -277,7 +277,7 @@ async def test_the_same_key_gives_the_same_batch_and_another_body_is_a_conflict(
     fails(other, 409, "conflict")
     assert other.headers["x-should-retry"] == "false"
     # A replay is answered also when a new batch could not be made any more.
-    await api.windlass.files.delete(body["input_file_id"], tenant="default")
+    await api.batchwright.files.delete(body["input_file_id"], tenant="default")
     late = await http.post("/v1/batches", json=body, headers=key)
     assert (late.status_code, late.json()["id"]) == (200, first.json()["id"])
     fails(await http.post("/v1/batches", json=body, headers={"Idempotency-Key": "other"}), 400, param="file_id")
@@ -289,7 +289,7 @@ async def test_keys_are_the_tenants_and_the_routes_own(api: Api) -> None:
     mine, theirs = await api.holder(tenant="default"), await api.holder(tenant="b")
     body = await asked(api)
     assert (await mine.post("/v1/batches", json=body, headers=key)).status_code == 200
-    their_file = await stored_file(api.windlass, tenant="b")
+    their_file = await stored_file(api.batchwright, tenant="b")
     their_body = {**body, "input_file_id": their_file.id}
     assert (await theirs.post("/v1/batches", json=their_body, headers=key)).status_code == 200
     sent = await mine.post("/v1/jobs", json={"job_type": "echo"}, headers=key)
@@ -313,7 +313,7 @@ async def test_of_requests_with_one_key_at_the_same_time_one_batch_comes(api: Ap
 async def test_a_commit_whose_answer_was_lost_is_no_second_batch(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, calls = api.windlass.batches.create, 0
+    create, calls = api.batchwright.batches.create, 0
 
     async def forgetful(self: Any, *given: Any, **options: Any) -> Any:
         nonlocal calls
@@ -377,7 +377,7 @@ async def test_tenants_see_only_their_own_batches(api: Api) -> None:
 async def test_counts_usage_model_and_times_are_those_of_the_row(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     await api.sql(
-        """UPDATE windlass.batch SET completed = 4, failed = 2, expired = 1, cancelled = 1, input_tokens = 1000,
+        """UPDATE batchwright.batch SET completed = 4, failed = 2, expired = 1, cancelled = 1, input_tokens = 1000,
         cached_tokens = 400, output_tokens = 50, reasoning_tokens = 20, usage_by_model = %(usage)s,
         error_summary = %(errors)s""",
         usage='{"small": {"input": 1000, "cached": 400, "output": 50, "reasoning": 20}}',
@@ -400,7 +400,7 @@ async def test_counts_usage_model_and_times_are_those_of_the_row(api: Api, http:
     assert batch["cost"] == pytest.approx((600 * 1.0 + 400 * 0.5 + 50 * 2.0) / 1_000_000)
     assert (batch["model"], batch["prefix_saved_tokens"], batch["status"]) == ("small", 400, "in_progress")
     assert batch["in_progress_at"] >= batch["created_at"]
-    await api.sql("UPDATE windlass.batch SET usage_by_model = %(usage)s", usage='{"unknown": {"input": 1}}')
+    await api.sql("UPDATE batchwright.batch SET usage_by_model = %(usage)s", usage='{"unknown": {"input": 1}}')
     assert (await shown(http, id))["cost"] is None
 
 
@@ -415,7 +415,7 @@ async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncC
     ending = Ending(
         target=BatchStatus.FAILED, sources=[BatchStatus.VALIDATING], errors={"data": [problem], "total": 2_000}
     )
-    await api.windlass.batches.end(id, ending)
+    await api.batchwright.batches.end(id, ending)
     batch = await shown(http, id)
     assert batch["errors"] == {"object": "list", "data": [problem], "total": 2_000}
     assert batch["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
@@ -425,9 +425,9 @@ async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncC
 
 async def test_what_broke_a_batch_is_told_where_its_input_was_good(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
-    await api.windlass.batches.stop(id, "error", {"code": "input_gone", "message": "The input is gone."})
+    await api.batchwright.batches.stop(id, "error", {"code": "input_gone", "message": "The input is gone."})
     assert (await shown(http, id))["errors"] is None
-    await api.windlass.batches.end(id, Ending(target=BatchStatus.FAILED, sources=[BatchStatus.IN_PROGRESS]))
+    await api.batchwright.batches.end(id, Ending(target=BatchStatus.FAILED, sources=[BatchStatus.IN_PROGRESS]))
     (problem,) = (await shown(http, id))["errors"]["data"]
     assert problem == {"code": "input_gone", "line": None, "message": "The input is gone.", "param": None}
 
@@ -439,7 +439,7 @@ async def test_the_end_is_foretold_from_the_pace_of_the_last_minute(
     """Five of ten lines in thirty seconds: thirty more for the rest."""
     id = await begun(api, http)
     await api.sql(
-        """UPDATE windlass.batch SET completed = %(done)s, in_progress_at = now() - interval '30 seconds',
+        """UPDATE batchwright.batch SET completed = %(done)s, in_progress_at = now() - interval '30 seconds',
         expires_at = now() + %(window)s""",
         done=done,
         window=timedelta(seconds=seconds),
@@ -458,7 +458,7 @@ async def test_the_end_is_foretold_from_the_pace_of_the_last_minute(
 
 async def registered(api: Api, id: str, *, lines: int, ago: float = 1.0, seq: int = 0) -> None:
     await api.sql(
-        """INSERT INTO windlass.batch_segment
+        """INSERT INTO batchwright.batch_segment
             (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, registered_at)
         VALUES (%(id)s, 0, 1, %(seq)s, 'h', 0, 1, %(lines)s, '{}', now() - make_interval(secs => %(ago)s))""",
         id=id,
@@ -472,19 +472,19 @@ async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
     api: Api, http: httpx.AsyncClient
 ) -> None:
     id = await begun(api, http, total=1_000_000)
-    await api.sql("UPDATE windlass.batch SET in_progress_at = now() - interval '1 hour'")
+    await api.sql("UPDATE batchwright.batch SET in_progress_at = now() - interval '1 hour'")
     await registered(api, id, lines=6_000, ago=120.0)
-    assert await api.windlass.batches.rate(id) is None
+    assert await api.batchwright.batches.rate(id) is None
     await registered(api, id, lines=600, ago=30.0, seq=1)
-    assert await api.windlass.batches.rate(id) == pytest.approx(10, rel=0.05)
+    assert await api.batchwright.batches.rate(id) == pytest.approx(10, rel=0.05)
     await api.sql(
-        """INSERT INTO windlass.batch_segment
+        """INSERT INTO batchwright.batch_segment
             (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, registered_at)
         SELECT %(id)s, 1, 1, n, 'h', 0, 1, 7, '{}', now() - make_interval(secs => 10 - n / 60.0)
         FROM generate_series(1, 500) AS n""",
         id=id,
     )
-    assert await api.windlass.batches.rate(id) == pytest.approx(499 * 7 / 9.98, rel=0.05)
+    assert await api.batchwright.batches.rate(id) == pytest.approx(499 * 7 / 9.98, rel=0.05)
 
 
 # Cancel, pause and the rest ---------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ async def test_a_batch_is_cancelled_as_often_as_one_likes(api: Api, http: httpx.
     assert first["cancelling_at"] is not None
     assert (await http.post(f"/v1/batches/{id}/cancel")).json() == first
     ending = Ending(target=BatchStatus.CANCELLED, sources=[BatchStatus.CANCELLING])
-    await api.windlass.batches.end(id, ending)
+    await api.batchwright.batches.end(id, ending)
     assert (await http.post(f"/v1/batches/{id}/cancel")).json()["status"] == "cancelled"
 
 
@@ -526,7 +526,7 @@ async def test_a_batch_is_paused_and_resumed(api: Api, http: httpx.AsyncClient) 
     assert (paused["status"], paused["paused_at"] is None) == ("in_progress", False)
     assert (await http.post(f"/v1/batches/{id}/pause")).json()["paused_at"] == paused["paused_at"]
     assert (await http.post(f"/v1/batches/{id}/resume")).json()["paused_at"] is None
-    assert await api.windlass.batches.finalize(id)
+    assert await api.batchwright.batches.finalize(id)
     for verb in ("pause", "resume"):
         assert "'finalizing'" in fails(await http.post(f"/v1/batches/{id}/{verb}"), 409, "conflict")
 
@@ -534,10 +534,10 @@ async def test_a_batch_is_paused_and_resumed(api: Api, http: httpx.AsyncClient) 
 async def test_priority_and_limits_are_changed_while_it_is_open(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     assert (await http.post(f"/v1/batches/{id}/priority", json={"priority": 0})).json()["priority"] == 0
-    assert await api.sql("SELECT priority FROM windlass.job") == [(0,)]
+    assert await api.sql("SELECT priority FROM batchwright.job") == [(0,)]
     limits = {"max_in_flight": 4}
     assert (await http.post(f"/v1/batches/{id}/limits", json=limits)).json()["limits"] == limits
-    assert (await api.windlass.batches.orders([id]))[id].limits == limits
+    assert (await api.batchwright.batches.orders([id]))[id].limits == limits
     lifted = await http.post(f"/v1/batches/{id}/limits", json={"max_in_flight": None})
     assert lifted.json()["limits"] == {"max_in_flight": None}
     fails(await http.post(f"/v1/batches/{id}/priority", json={"priority": 10}), 400, param="priority")
@@ -562,12 +562,14 @@ async def test_failed_lines_are_asked_again_in_a_batch_of_their_own(api: Api, ht
     for name in ("endpoint", "completion_window", "metadata", "priority", "limits"):
         assert again[name] == before[name]
     rows = await api.sql(
-        "SELECT retry_codes, family, traceparent FROM windlass.batch WHERE id = %(id)s", id=again["id"]
+        "SELECT retry_codes, family, traceparent FROM batchwright.batch WHERE id = %(id)s", id=again["id"]
     )
     assert rows == [(["rate_limit"], id, TRACE)]
     assert await shown(http, id) == before
     everything = (await http.post(f"/v1/batches/{id}/retry")).json()
-    assert await api.sql("SELECT retry_codes FROM windlass.batch WHERE id = %(id)s", id=everything["id"]) == [(None,)]
+    assert await api.sql("SELECT retry_codes FROM batchwright.batch WHERE id = %(id)s", id=everything["id"]) == [
+        (None,)
+    ]
 
 
 async def test_a_retry_is_repeated_by_its_key(api: Api, http: httpx.AsyncClient) -> None:
@@ -587,7 +589,7 @@ async def test_a_batch_that_cannot_be_retried_says_why(api: Api, http: httpx.Asy
     id = await begun(api, http) if which == "open" else await ended(api, http, **endings.get(which, {}))
     batch = await shown(http, id)
     if which in ("input", "error"):
-        await api.windlass.files.delete(batch[f"{which}_file_id"], tenant="default")
+        await api.batchwright.files.delete(batch[f"{which}_file_id"], tenant="default")
     body = {"codes": ["unheard_of"]} if which == "codes" else None
     answer = await http.post(f"/v1/batches/{id}/retry", json=body)
     said = fails(answer, 409, "conflict")
@@ -648,9 +650,9 @@ class Shard:
         self.api = api
         self.id = id
         self.number = number
-        self.host = host or api.windlass.workspace.id
+        self.host = host or api.batchwright.workspace.id
         self.stored = stored
-        self.path = api.windlass.workspace.journal(id, number, 1)
+        self.path = api.batchwright.workspace.journal(id, number, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._seq = 0
         self._lines = 0
@@ -670,9 +672,9 @@ class Shard:
         key = None
         if self.stored:
             key = segment_key(self.id, self.number, 1, part.start, part.end)
-            await self.api.windlass.store.put(key, self.path.read_bytes()[part.start : part.end])
+            await self.api.batchwright.store.put(key, self.path.read_bytes()[part.start : part.end])
         await self.api.sql(
-            """INSERT INTO windlass.batch_segment
+            """INSERT INTO batchwright.batch_segment
                 (batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tally, registered_at)
             VALUES (%(id)s, %(shard)s, 1, %(seq)s, %(host)s, %(key)s, %(start)s, %(end)s, %(lines)s, '{}', now())""",
             id=self.id,
@@ -741,10 +743,10 @@ async def test_the_last_page_of_an_ended_batch_has_no_cursor(api: Api, http: htt
     running = await http.get(f"/v1/batches/{id}/results")
     assert (custom_ids(running.content), "x-next-cursor" in running.headers) == (names, True)
     ending = Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS], output_file_id="file-out")
-    await api.windlass.batches.end(id, ending)
+    await api.batchwright.batches.end(id, ending)
     over = await http.get(f"/v1/batches/{id}/results")
     assert (custom_ids(over.content), "x-next-cursor" in over.headers) == (names, False)
-    await api.sql("UPDATE windlass.batch SET segments_gone_at = now()")
+    await api.sql("UPDATE batchwright.batch SET segments_gone_at = now()")
     assert "its output file is file-out" in fails(await http.get(f"/v1/batches/{id}/results"), 410, "gone")
 
 
@@ -763,7 +765,7 @@ async def test_a_cursor_that_was_made_up_is_refused(api: Api, http: httpx.AsyncC
     await shard.answer(2)
     if stored:
         shard.path.unlink()
-    ((segment, end),) = await api.sql("SELECT id, end_byte FROM windlass.batch_segment")
+    ((segment, end),) = await api.sql("SELECT id, end_byte FROM batchwright.batch_segment")
     for cursor in (
         "x",
         "1",
@@ -838,7 +840,7 @@ async def test_journals_that_were_removed_meanwhile_are_gone(api: Api, http: htt
 @pytest.fixture
 async def live(api: Api) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server on a socket."""
-    server = await api.windlass.server()
+    server = await api.batchwright.server()
     server.start()
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
         yield client
@@ -860,7 +862,7 @@ async def test_results_are_followed_until_the_batch_has_ended(
         wanted += await shard.answer(1)
         found.append(await anext(lines))
         wanted += await shard.answer(2)
-        await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+        await api.batchwright.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
         found += [line async for line in lines]
     assert [orjson.loads(line)["custom_id"] for line in found] == wanted
 
@@ -870,9 +872,9 @@ async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
 ) -> None:
     id = await begun(api, http)
     await Shard(api, id).answer(1)
-    key = await api.windlass.keys.create("follower")
-    monkeypatch.setattr("windlass.api.access.LIVE_SECONDS", 0.0)
-    server = await api.windlass.server()
+    key = await api.batchwright.keys.create("follower")
+    monkeypatch.setattr("batchwright.api.access.LIVE_SECONDS", 0.0)
+    server = await api.batchwright.server()
     server.start()
     headers = {"Authorization": f"Bearer {key.secret}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=20) as client:
@@ -882,7 +884,7 @@ async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
         async with client.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
-            await api.windlass.keys.revoke(key.key.id)
+            await api.batchwright.keys.revoke(key.key.id)
             with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
                 await anext(lines)
     counts = server._services.counts
@@ -897,7 +899,7 @@ async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
 async def test_a_server_that_ends_lets_its_followers_go(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     await Shard(api, id).answer(1)
-    server = await api.windlass.server()
+    server = await api.batchwright.server()
     server.start()
     async with (
         httpx.AsyncClient(base_url=server.url, timeout=20) as client,
@@ -933,7 +935,7 @@ async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
         nonlocal calls
         calls += 1
         if calls == 2:
-            await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+            await api.batchwright.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
         if calls in (2, 3):
             raise DatabaseUnavailable("away")
         return await page(self, *given, **options)
@@ -954,11 +956,11 @@ async def test_a_follower_gets_every_page_of_an_ended_batch_though_one_cannot_be
     http: httpx.AsyncClient,
     live: httpx.AsyncClient,
     monkeypatch: pytest.MonkeyPatch,
-    error: type[WindlassError],
+    error: type[BatchwrightError],
 ) -> None:
     id = await begun(api, http)
     names = await Shard(api, id).answer(6)
-    await api.windlass.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+    await api.batchwright.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
     page, calls = type(api.services.results).page, 0
 
     async def faltering(self: Any, *given: Any, **options: Any) -> Any:
@@ -982,7 +984,7 @@ async def test_a_follower_who_was_cut_off_goes_on_behind_the_last_line_that_he_h
     names = await shard.answer(3)
     found: list[dict[str, Any]] = []
     for n in range(3):
-        server = await api.windlass.server()
+        server = await api.batchwright.server()
         server.start()
         params = {"follow": "true", "cursors": "true", **({"after": found[-1]["cursor"]} if found else {})}
         async with (

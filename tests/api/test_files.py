@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from batchwright.api import files as files_module
+from batchwright.batches.settings import BatchSettings
+from batchwright.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
 from tests.api.conftest import Api, fails, serving, stored_file
-from windlass.api import files as files_module
-from windlass.batches.settings import BatchSettings
-from windlass.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
 
 LIMIT = 100_000
 LINES = b'{"custom_id": "a"}\n{"custom_id": "b"}'
@@ -51,13 +51,13 @@ PURPOSE = ('name="purpose"', b"batch")
 
 
 async def rows(api: Api) -> int:
-    ((n,),) = await api.sql("SELECT count(*) FROM windlass.file")
+    ((n,),) = await api.sql("SELECT count(*) FROM batchwright.file")
     return int(n)
 
 
 async def objects(api: Api) -> list[str]:
     """What the store has, drafts included."""
-    root = Path(str(api.windlass.store))
+    root = Path(str(api.batchwright.store))
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
@@ -87,7 +87,7 @@ async def test_an_upload_is_shown_as_openai_shows_it(api: Api) -> None:
     }
     assert (await http.get(f"/v1/files/{file['id']}")).json() == file
     assert (await http.get(f"/v1/files/{file['id']}/content")).content == LINES
-    ((digest, key),) = await api.sql("SELECT sha256, key FROM windlass.file")
+    ((digest, key),) = await api.sql("SELECT sha256, key FROM batchwright.file")
     assert digest == hashlib.sha256(LINES).hexdigest()
     assert await objects(api) == [key]
 
@@ -148,7 +148,7 @@ async def test_a_file_expires_when_it_is_told_to(api: Api) -> None:
         for purpose in ("batch", "user_data"):
             file = (await upload(http, purpose=purpose, **times)).json()
             assert file["expires_at"] - file["created_at"] == seconds
-    await api.sql("UPDATE windlass.file SET expires_at = now()")
+    await api.sql("UPDATE batchwright.file SET expires_at = now()")
     for path in (f"/v1/files/{file['id']}", f"/v1/files/{file['id']}/content"):
         fails(await http.get(path), 404, "not_found")
     fails(await http.delete(f"/v1/files/{file['id']}"), 404, "not_found")
@@ -288,7 +288,7 @@ async def test_a_key_is_free_again_when_its_file_is_gone(api: Api) -> None:
     await http.delete(f"/v1/files/{first['id']}")
     second = (await upload(http, headers=key)).json()
     assert second["id"] != first["id"]
-    await api.sql("UPDATE windlass.file SET expires_at = now()")
+    await api.sql("UPDATE batchwright.file SET expires_at = now()")
     third = await upload(http, headers=key)
     assert third.json()["id"] not in (first["id"], second["id"])
     assert "idempotent-replayed" not in third.headers
@@ -315,7 +315,7 @@ async def test_of_uploads_with_one_key_at_the_same_time_one_file_comes(api: Api)
 
 
 async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, calls = api.windlass.files.add, 0
+    add, calls = api.batchwright.files.add, 0
 
     async def forgetful(self: Any, new: Any, **options: Any) -> Any:
         nonlocal calls
@@ -358,7 +358,7 @@ async def test_a_store_that_does_not_take_the_file_asks_for_patience(
     async def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(type(api.windlass.store), "put", failing)
+    monkeypatch.setattr(type(api.batchwright.store), "put", failing)
     answer = await upload(await api.client())
     assert "secret" not in fails(answer, 503, code)
     assert "retry-after" in answer.headers
@@ -369,15 +369,15 @@ async def test_a_client_that_goes_away_in_the_middle_leaves_nothing_and_is_no_er
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = asyncio.Event()
-    put = api.windlass.store.put
+    put = api.batchwright.store.put
 
     async def noted(self: Any, key: str, source: Any, **options: Any) -> Any:
         begun.set()
         return await put(key, source, **options)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(api.windlass.store), "put", noted)
-        server = await api.windlass.server()
+        patched.setattr(type(api.batchwright.store), "put", noted)
+        server = await api.batchwright.server()
         server.start()
         try:
             for body in (form(PURPOSE, FILE)["content"][:-40], form(FILE, PURPOSE)["content"][:-5]):
@@ -406,7 +406,7 @@ async def gone_away(url: str, body: bytes, begun: asyncio.Event) -> None:
 
 async def test_files_are_listed_page_by_page_in_both_orders(api: Api) -> None:
     http = await api.client()
-    ids = [(await stored_file(api.windlass, purpose="batch" if n % 2 else "evals")).id for n in range(7)]
+    ids = [(await stored_file(api.batchwright, purpose="batch" if n % 2 else "evals")).id for n in range(7)]
     for order, wanted in (("desc", ids[::-1]), ("asc", ids)):
         found: list[str] = []
         after: dict[str, str] = {}
@@ -472,7 +472,7 @@ async def test_a_deleted_file_is_gone(api: Api) -> None:
 async def test_a_range_is_served(api: Api, range: str, part: tuple[int, int] | None) -> None:
     http = await api.client()
     data = b"0123456789"
-    id = (await stored_file(api.windlass, data)).id
+    id = (await stored_file(api.batchwright, data)).id
     answer = await http.get(f"/v1/files/{id}/content", headers={"Range": range})
     if part is None:
         fails(answer, 416, "range_not_satisfiable", "range")
@@ -498,7 +498,7 @@ async def test_a_range_is_served(api: Api, range: str, part: tuple[int, int] | N
 )
 async def test_what_is_no_single_range_gets_the_whole_file(api: Api, range: str) -> None:
     http = await api.client()
-    id = (await stored_file(api.windlass, b"0123456789")).id
+    id = (await stored_file(api.batchwright, b"0123456789")).id
     answer = await http.get(f"/v1/files/{id}/content", headers={"Range": range})
     assert (answer.status_code, answer.content, answer.headers["content-length"]) == (200, b"0123456789", "10")
     assert answer.headers["accept-ranges"] == "bytes"
@@ -507,7 +507,7 @@ async def test_what_is_no_single_range_gets_the_whole_file(api: Api, range: str)
 
 async def test_a_range_is_served_only_of_the_file_that_the_client_has_begun(api: Api) -> None:
     http = await api.client()
-    ids = [(await stored_file(api.windlass, data)).id for data in (b"0123456789", b"abcdefghij")]
+    ids = [(await stored_file(api.batchwright, data)).id for data in (b"0123456789", b"abcdefghij")]
     mine, other = [(await http.get(f"/v1/files/{id}/content")).headers["etag"] for id in ids]
     for validator, status, content in (
         (mine, 206, b"56789"),
@@ -522,7 +522,7 @@ async def test_a_range_is_served_only_of_the_file_that_the_client_has_begun(api:
 
 async def test_an_empty_file_has_no_range(api: Api) -> None:
     http = await api.client()
-    id = (await stored_file(api.windlass, b"")).id
+    id = (await stored_file(api.batchwright, b"")).id
     assert (await http.get(f"/v1/files/{id}/content")).content == b""
     fails(await http.get(f"/v1/files/{id}/content", headers={"Range": "bytes=0-"}), 416)
 
@@ -531,16 +531,16 @@ async def test_a_download_is_read_a_part_at_a_time_and_only_while_somebody_liste
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = 1024 * 1024
-    id = (await stored_file(api.windlass, bytes(8 * mib))).id
+    id = (await stored_file(api.batchwright, bytes(8 * mib))).id
     asked: list[int] = []
-    part = type(api.windlass.store)._part
+    part = type(api.batchwright.store)._part
 
     async def noted(self: Any, key: str, start: int, end: int, etag: Any) -> bytes:
         asked.append(end - start)
         return await part(self, key, start, end, etag)
 
-    monkeypatch.setattr(type(api.windlass.store), "_part", noted)
-    server = await api.windlass.server()
+    monkeypatch.setattr(type(api.batchwright.store), "_part", noted)
+    server = await api.batchwright.server()
     server.start()
     try:
         async with (
@@ -559,14 +559,14 @@ async def test_a_download_is_read_a_part_at_a_time_and_only_while_somebody_liste
 
 async def test_an_object_that_is_missing_is_no_half_answer(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     http = await api.client()
-    file = await stored_file(api.windlass)
-    await api.windlass.store.delete(file.key)
+    file = await stored_file(api.batchwright)
+    await api.batchwright.store.delete(file.key)
     fails(await http.get(f"/v1/files/{file.id}/content"), 404, "not_found")
 
     async def away(*_: object) -> None:
         raise StorageUnavailable("away")
 
-    monkeypatch.setattr(type(api.windlass.store), "head", away)
+    monkeypatch.setattr(type(api.batchwright.store), "head", away)
     fails(await http.get(f"/v1/files/{file.id}/content"), 503, "storage_unavailable")
 
 

@@ -10,10 +10,10 @@ import httpx
 import orjson
 import pytest
 
+from batchwright.api import jobs, submit
+from batchwright.errors import DatabaseUnavailable, Deadlock
 from tests.api.conftest import Api, fails, gathered
 from tests.support import take_one
-from windlass.api import jobs, submit
-from windlass.errors import DatabaseUnavailable, Deadlock
 
 JSON = {"Content-Type": "application/json"}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -167,7 +167,7 @@ async def test_a_death_before_the_commit_leaves_neither_key_nor_job(
     with monkeypatch.context() as patch:
         patch.setattr(submit, "SQL", broken)
         assert (await post(http, ADA, "k")).status_code >= 400
-    assert await api.sql("SELECT FROM windlass.api_request") == []
+    assert await api.sql("SELECT FROM batchwright.api_request") == []
     assert await api.jobs() == 0
     assert (await post(http, ADA, "k")).status_code == 201
 
@@ -196,7 +196,7 @@ async def test_a_key_that_retention_removes_meanwhile_is_taken_anew(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await post(http, ADA, "k")
-    gone = "WITH gone AS (DELETE FROM windlass.api_request RETURNING digest, answer) SELECT * FROM gone WHERE false"
+    gone = "WITH gone AS (DELETE FROM batchwright.api_request RETURNING digest, answer) SELECT * FROM gone WHERE false"
     monkeypatch.setattr(submit, "SQL", {**submit.SQL, "known": gone})
     assert (await post(http, ADA, "k")).status_code == 201
     assert await api.jobs() == 2
@@ -205,11 +205,11 @@ async def test_a_key_that_retention_removes_meanwhile_is_taken_anew(
 async def test_a_key_whose_job_was_removed_says_so(api: Api, http: httpx.AsyncClient) -> None:
     await post(http, ADA, "k")
     await post(http, {"jobs": [ADA]}, "m")
-    await api.sql("DELETE FROM windlass.job_event")
-    await api.sql("DELETE FROM windlass.job")
+    await api.sql("DELETE FROM batchwright.job_event")
+    await api.sql("DELETE FROM batchwright.job")
     assert "removed" in fails(await post(http, ADA, "k"), 409, "conflict")
     assert (await post(http, {"jobs": [ADA]}, "m")).json()["data"] == []
-    await api.sql("DELETE FROM windlass.api_request")
+    await api.sql("DELETE FROM batchwright.api_request")
     assert (await post(http, ADA, "k")).status_code == 201
 
 
@@ -344,7 +344,7 @@ async def test_cancel_is_a_no_op_on_a_job_that_has_ended(api: Api, http: httpx.A
 
 async def test_a_job_of_another_object_is_left_to_it(api: Api, http: httpx.AsyncClient) -> None:
     id = await made(http)
-    await api.sql("UPDATE windlass.job SET owner = 'batch b1'")
+    await api.sql("UPDATE batchwright.job SET owner = 'batch b1'")
     for verb in ("cancel", "recover", "rerun"):
         assert "batch b1" in fails(await http.post(f"/v1/jobs/{id}/{verb}"), 409, "conflict")
 
@@ -354,7 +354,7 @@ async def test_recover_is_for_jobs_whose_lease_is_over(api: Api, http: httpx.Asy
     assert "QUEUED" in fails(await http.post(f"/v1/jobs/{id}/recover"), 409, "conflict")
     await take_one(api.queue, types=["echo"])
     assert "its lease is alive" in fails(await http.post(f"/v1/jobs/{id}/recover"), 409, "conflict")
-    await api.sql("UPDATE windlass.job SET lease_until = now() - interval '1 second'")
+    await api.sql("UPDATE batchwright.job SET lease_until = now() - interval '1 second'")
     answer = await http.post(f"/v1/jobs/{id}/recover")
     assert (answer.status_code, answer.json()["status"], answer.json()["attempts"]) == (200, "QUEUED", 0)
 

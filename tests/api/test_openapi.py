@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from batchwright import AsyncBatchwright, NewJob
+from batchwright.api.application import application
+from batchwright.batches.operations import process_job
+from batchwright.batches.store import NewBatch
+from batchwright.testing import drain
 from tests.api.conftest import GATEWAY, OPERATIONS, Api, configured, routes, stored_file
-from windlass import AsyncWindlass, NewJob
-from windlass.api.application import application
-from windlass.batches.operations import process_job
-from windlass.batches.store import NewBatch
-from windlass.testing import drain
 
-EXAMPLES = int(os.environ.get("WINDLASS_TEST_FUZZ_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_FUZZ_EXAMPLES", "4"))
 """Cases per route in the fuzzing phase; a thousand are good company over lunch."""
 
 CONFIG = """\
@@ -71,17 +71,17 @@ async def test_the_server_keeps_to_its_document_whatever_is_sent(database_url: s
     settings = configured(database_url, tmp_path)
     offers_batches = dataclasses.replace(settings, global_inference_gateway=GATEWAY)
     async with (
-        AsyncWindlass(settings=settings, operations=OPERATIONS) as windlass,
-        AsyncWindlass(settings=offers_batches) as front,
+        AsyncBatchwright(settings=settings, operations=OPERATIONS) as batchwright,
+        AsyncBatchwright(settings=offers_batches) as front,
     ):
-        jobs = [await windlass.enqueue(name) for name in ("echo", "broken", "family")]
-        await windlass.schedules.create("nightly", "0 3 * * *", NewJob("echo"))
-        await drain(windlass, fast_forward=False)
-        key = await windlass.keys.create("fuzzer", scopes=["read", "submit", "operate", "admin"])
+        jobs = [await batchwright.enqueue(name) for name in ("echo", "broken", "family")]
+        await batchwright.schedules.create("nightly", "0 3 * * *", NewJob("echo"))
+        await drain(batchwright, fast_forward=False)
+        key = await batchwright.keys.create("fuzzer", scopes=["read", "submit", "operate", "admin"])
         config = tmp_path / "schemathesis.toml"
         ids = json.dumps([*map(str, jobs), *await files_and_batches(front)])
         config.write_text(CONFIG.format(seed=1, secret=key.secret, examples=EXAMPLES, ids=ids))
-        server, worker = await front.server(), windlass.worker()
+        server, worker = await front.server(), batchwright.worker()
         running = [server.start(), asyncio.create_task(worker.run())]
         try:
             code, said = await fuzz(f"{server.url}/openapi.json", config)
@@ -95,14 +95,14 @@ async def test_the_server_keeps_to_its_document_whatever_is_sent(database_url: s
         assert f"✅ {phase}" in said
 
 
-async def files_and_batches(windlass: AsyncWindlass) -> list[str]:
+async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
     """The ids of some that are there to be looked at and changed."""
     ids = []
     for n in range(3):
-        file = await stored_file(windlass, b"{}\n" * n)
+        file = await stored_file(batchwright, b"{}\n" * n)
         new = NewBatch(tenant="default", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="24h")
-        (job,) = await windlass.catalog.prepare([process_job(new)])
-        await windlass.batches.create(new, job)
+        (job,) = await batchwright.catalog.prepare([process_job(new)])
+        await batchwright.batches.create(new, job)
         ids += [file.id, new.id]
     return ids
 
@@ -195,7 +195,7 @@ async def test_the_document_is_there_for_everybody_and_its_examples_are_true(api
     http = await api.client()
     answer = await http.get("/openapi.json")
     assert answer.status_code == 200
-    assert answer.json()["info"]["title"] == "Windlass"
+    assert answer.json()["info"]["title"] == "Batchwright"
     holder = await api.holder("submit")
     (example,) = answer.json()["components"]["schemas"]["JobToBe"]["examples"]
     assert (await holder.post("/v1/jobs", json=example)).status_code == 201

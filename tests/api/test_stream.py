@@ -9,13 +9,13 @@ import httpx
 import orjson
 import pytest
 
+from batchwright import NewJob
+from batchwright.api import access
+from batchwright.api import jobs as routes
+from batchwright.api import server as server_module
+from batchwright.engine import feeds as module
 from tests.api.streaming import Stream, serving
 from tests.support import emit, noop, other, put, succeed, take_one
-from windlass import NewJob
-from windlass.api import access
-from windlass.api import jobs as routes
-from windlass.api import server as server_module
-from windlass.engine import feeds as module
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,8 @@ def no_complaints(caplog):
 
 @pytest.fixture
 async def served(database_url):
-    async with serving(database_url, noop, other, api={"streams_max": 30}) as (windlass, server):
-        yield windlass, server
+    async with serving(database_url, noop, other, api={"streams_max": 30}) as (batchwright, server):
+        yield batchwright, server
 
 
 @pytest.fixture
@@ -154,10 +154,10 @@ async def test_a_job_that_is_not_there_is_404(queue, url):
 
 
 async def test_a_job_of_another_tenant_is_404(served, queue, url):
-    windlass, _ = served
+    batchwright, _ = served
     (theirs,) = await put(queue, NewJob("noop", tenant="theirs"))
     (ours,) = await put(queue, NewJob("noop", tenant="ours"))
-    _, secret = await windlass.keys.create("reader", tenant="ours", scopes=["read"])
+    _, secret = await batchwright.keys.create("reader", tenant="ours", scopes=["read"])
     key = {"Authorization": f"Bearer {secret}"}
     async with await Stream.open(url, theirs, **key) as stream:
         assert stream.status == 404
@@ -183,16 +183,16 @@ async def test_a_silent_stream_is_kept_alive_by_pings(queue, url, monkeypatch):
 async def test_a_stream_ends_when_its_key_opens_nothing_any_more(served, queue, url, monkeypatch, begins_with_key):
     monkeypatch.setattr(routes, "_PING_SECONDS", 0.01)
     monkeypatch.setattr(access, "LIVE_SECONDS", 0.0)
-    windlass, _ = served
+    batchwright, _ = served
     id, _ = await running(queue)
     key, headers = None, {}
     if begins_with_key:
-        key, secret = await windlass.keys.create("reader", scopes=["read"])
+        key, secret = await batchwright.keys.create("reader", scopes=["read"])
         headers = {"Authorization": f"Bearer {secret}"}
     async with await Stream.open(url, id, **headers) as stream:
         while await stream.next() != {"": "ping"}:
             pass
-        await (windlass.keys.revoke(key.id) if key else windlass.keys.create("first"))
+        await (batchwright.keys.revoke(key.id) if key else batchwright.keys.create("first"))
         _, last = await stream.events()
         assert last is None, "the job has not ended, so nobody says so"
     async with await Stream.open(url, id, **headers) as stream:
@@ -249,11 +249,11 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_leaves_as_easily(
 
 async def test_closing_does_not_wait_for_a_client_that_does_not_read(database_url, monkeypatch):
     monkeypatch.setattr(server_module, "_ABORT_SECONDS", 0.2)
-    async with serving(database_url, noop) as (windlass, server):
-        id, claim = await running(windlass.queue)
+    async with serving(database_url, noop) as (batchwright, server):
+        id, claim = await running(batchwright.queue)
         async with await Stream.open(server.url, id, limit=1024):
             for _ in range(60):
-                await emit(windlass.queue, claim, 5, message="x" * 50_000)
+                await emit(batchwright.queue, claim, 5, message="x" * 50_000)
             feeds = server._services.feeds
             await until(lambda: feeds._feeds[id].place.after > 250)
             async with asyncio.timeout(3):
@@ -278,8 +278,8 @@ async def test_more_streams_than_the_limit_are_refused_until_one_leaves(queue, u
 
 async def test_closing_ends_500_open_streams_quickly_and_without_an_end_message(database_url):
     """Without `end` the clients know that the job goes on, and come back."""
-    async with serving(database_url, noop, other) as (windlass, server):
-        ids = await put(windlass.queue, *(NewJob("noop") for _ in range(100)))
+    async with serving(database_url, noop, other) as (batchwright, server):
+        ids = await put(batchwright.queue, *(NewJob("noop") for _ in range(100)))
         streams = await asyncio.gather(*(Stream.open(server.url, id) for id in ids for _ in range(5)))
         for stream in streams:
             assert await stream.next() == {"retry": "1000"}

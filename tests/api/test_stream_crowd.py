@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from batchwright import Context, NewJob, operation
+from batchwright.states import JobStatus
 from tests.api.streaming import Stream, serving
-from windlass import Context, NewJob, operation
-from windlass.states import JobStatus
 
 JOBS, CLIENTS_EACH, CLIENTS_ON_ONE = 40, 10, 100
 EVENTS = 50
@@ -111,31 +111,31 @@ async def test_500_clients_see_every_event_once_while_a_worker_runs_at_full_spee
     dice = random.Random(500)
     chatter, noop = operations()
     settings = {"database": {"url": database_url, "pool_size": POOL_SIZE}, "worker": {"concurrency": 200}}
-    async with serving(database_url, chatter, noop, **settings) as (windlass, server):
-        worker = windlass.worker()
+    async with serving(database_url, chatter, noop, **settings) as (batchwright, server):
+        worker = batchwright.worker()
         working = asyncio.create_task(worker.run())
         await worker.started.wait()
-        ids = await windlass.enqueue([NewJob(chatter, priority=1) for _ in range(JOBS + 1)])
+        ids = await batchwright.enqueue([NewJob(chatter, priority=1) for _ in range(JOBS + 1)])
         followed = [id for id in ids[1:] for _ in range(CLIENTS_EACH)] + [ids[0]] * CLIENTS_ON_ONE
         assert len(followed) == 500
         clients = [Client(server.url, id, dice, dice.randrange(1, 6) * (n % 3 == 0)) for n, id in enumerate(followed)]
         over = asyncio.Event()
-        waiting = asyncio.create_task(measure_waits(windlass.pool, over))
+        waiting = asyncio.create_task(measure_waits(batchwright.pool, over))
         began, cpu = time.perf_counter(), time.process_time()
         runs = [asyncio.create_task(client.run()) for client in clients]
-        await windlass.enqueue([NewJob(noop) for _ in range(NOOPS)])
+        await batchwright.enqueue([NewJob(noop) for _ in range(NOOPS)])
         await asyncio.gather(*runs)
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
         over.set()
         waits = await waiting
-        stats = windlass.pool._pool.get_stats()
+        stats = batchwright.pool._pool.get_stats()
         worker.stop()
         await working
         for id in ids:
-            events = [event.id for event in await windlass.queue.events(id)]
+            events = [event.id for event in await batchwright.queue.events(id)]
             assert len(events) == EVENTS + 3
             assert all(client.seen == events for client in clients if client.id == id)
-            assert (await windlass.get(id)).status is JobStatus.SUCCEEDED
+            assert (await batchwright.get(id)).status is JobStatus.SUCCEEDED
         assert server._services.feeds.followers == 0
     delivered = sum(len(client.seen) for client in clients)
     delays = sorted(delay for client in clients for delay in client.delays)

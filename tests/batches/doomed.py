@@ -16,8 +16,8 @@ import signal
 import sys
 from typing import Any
 
-from windlass.app import AsyncWindlass
-from windlass.settings import settings_of
+from batchwright.app import AsyncBatchwright
+from batchwright.settings import settings_of
 
 
 def doom(at: str, when: str, call: int) -> None:
@@ -63,8 +63,8 @@ def doom(at: str, when: str, call: int) -> None:
 async def main(brief: dict[str, Any]) -> None:
     if "at" in brief:
         doom(brief["at"], brief["when"], brief["call"])
-    async with AsyncWindlass(settings=settings_of(brief["settings"])) as windlass:
-        worker = windlass.worker()
+    async with AsyncBatchwright(settings=settings_of(brief["settings"])) as batchwright:
+        worker = batchwright.worker()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         await worker.run()
 

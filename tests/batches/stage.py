@@ -11,14 +11,14 @@ from typing import Any
 
 import orjson
 
-from windlass.app import AsyncWindlass
-from windlass.batches.files import NewFile, new_file_id, object_key
-from windlass.batches.operations import process_job
-from windlass.batches.store import Batch, NewBatch
-from windlass.engine.worker import Worker
-from windlass.settings import Settings, load_settings
-from windlass.simulator import Simulator, SimulatorSettings, running
-from windlass.states import BatchStatus
+from batchwright.app import AsyncBatchwright
+from batchwright.batches.files import NewFile, new_file_id, object_key
+from batchwright.batches.operations import process_job
+from batchwright.batches.store import Batch, NewBatch
+from batchwright.engine.worker import Worker
+from batchwright.settings import Settings, load_settings
+from batchwright.simulator import Simulator, SimulatorSettings, running
+from batchwright.states import BatchStatus
 
 CHAT = "/v1/chat/completions"
 
@@ -39,15 +39,15 @@ def jsonl(lines: Sequence[Any]) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Stage:
-    windlass: AsyncWindlass
+    batchwright: AsyncBatchwright
     simulator: Simulator
     workers: list[tuple[Worker, asyncio.Task[bool]]] = field(default_factory=list)
 
     async def upload(self, data: bytes, *, tenant: str = "default") -> str:
         id = new_file_id()
-        stored = await self.windlass.store.put(object_key(id), data)
+        stored = await self.batchwright.store.put(object_key(id), data)
         new = NewFile(id=id, tenant=tenant, purpose="batch", filename="in.jsonl", stored=stored)
-        file, _ = await self.windlass.files.add(new)
+        file, _ = await self.batchwright.files.add(new)
         return file.id
 
     async def submit(self, lines: Sequence[Any] | bytes, *, tenant: str = "default", **options: Any) -> str:
@@ -70,16 +70,16 @@ class Stage:
         return await self.create(new)
 
     async def create(self, new: NewBatch) -> str:
-        (row,) = await self.windlass.catalog.prepare([process_job(new)])
-        batch, _ = await self.windlass.batches.create(new, row)
-        self.windlass.doorbell.ring([batch.queue])
+        (row,) = await self.batchwright.catalog.prepare([process_job(new)])
+        batch, _ = await self.batchwright.batches.create(new, row)
+        self.batchwright.doorbell.ring([batch.queue])
         return batch.id
 
     async def get(self, id: str) -> Batch:
-        return await self.windlass.batches.get(id, tenant=None)
+        return await self.batchwright.batches.get(id, tenant=None)
 
     def work(self) -> Worker:
-        worker = self.windlass.worker()
+        worker = self.batchwright.worker()
         self.workers.append((worker, asyncio.create_task(worker.run())))
         return worker
 
@@ -103,8 +103,8 @@ class Stage:
     async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
         if file_id is None:
             return []
-        file = await self.windlass.files.get(file_id, tenant=None)
-        data = b"".join([part async for part in self.windlass.files.content(file)])
+        file = await self.batchwright.files.get(file_id, tenant=None)
+        data = b"".join([part async for part in self.batchwright.files.content(file)])
         return [orjson.loads(line) for line in data.splitlines()]
 
     async def results(self, batch: Batch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -138,8 +138,8 @@ async def staged(
 ) -> AsyncIterator[Stage]:
     async with running(simulator) as server:
         settings = stage_settings(database_url, folder, server.url, **parts)
-        async with AsyncWindlass(settings=settings) as windlass:
-            stage = Stage(windlass=windlass, simulator=server)
+        async with AsyncBatchwright(settings=settings) as batchwright:
+            stage = Stage(batchwright=batchwright, simulator=server)
             try:
                 yield stage
             finally:

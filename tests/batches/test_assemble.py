@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.batches import assemble as module
-from windlass.batches.assemble import Counts, Piece, assemble, error_summary, manifest
-from windlass.batches.envelopes import MESSAGES, answered, request_id
-from windlass.batches.journal import Journal, Outcome, Tally, scan
-from windlass.batches.planfile import Entry, pack_entries
-from windlass.errors import Conflict, NotFound, StorageError, StorageUnavailable
-from windlass.inference.answers import Reply, Usage, classify
-from windlass.storage import Store
-from windlass.storage.local import Local
+from batchwright.batches import assemble as module
+from batchwright.batches.assemble import Counts, Piece, assemble, error_summary, manifest
+from batchwright.batches.envelopes import MESSAGES, answered, request_id
+from batchwright.batches.journal import Journal, Outcome, Tally, scan
+from batchwright.batches.planfile import Entry, pack_entries
+from batchwright.errors import Conflict, NotFound, StorageError, StorageUnavailable
+from batchwright.inference.answers import Reply, Usage, classify
+from batchwright.storage import Store
+from batchwright.storage.local import Local
 
 BATCH = "batch_" + "ab" * 16
 MIB = 1024 * 1024

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
+from batchwright.batches import execution
+from batchwright.batches.journal import Journal
+from batchwright.batches.store import window_seconds
+from batchwright.errors import InvalidInput, StorageFull
+from batchwright.states import BatchStatus
 from tests.batches.stage import jsonl, request, staged
-from windlass.batches import execution
-from windlass.batches.journal import Journal
-from windlass.batches.store import window_seconds
-from windlass.errors import InvalidInput, StorageFull
-from windlass.states import BatchStatus
 
 GOOD = request("good")
 
@@ -86,8 +86,8 @@ def test_windows_go_from_a_minute_to_thirty_days(window, seconds):
 async def test_an_input_whose_bytes_are_gone_fails_the_batch(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([GOOD])
-        file = await stage.windlass.files.get((await stage.get(id)).input_file_id, tenant="default")
-        await stage.windlass.store.delete(file.key)
+        file = await stage.batchwright.files.get((await stage.get(id)).input_file_id, tenant="default")
+        await stage.batchwright.store.delete(file.key)
         stage.work()
         batch = await stage.ended(id)
         assert batch.status is BatchStatus.FAILED

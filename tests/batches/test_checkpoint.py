@@ -8,13 +8,13 @@ from uuid import uuid4
 
 import pytest
 
-from windlass.batches.checkpoint import UPLOADS_MAX, Checkpoints, Owner
-from windlass.batches.journal import Outcome, Part, adopt
-from windlass.batches.metrics import BATCH_METRICS, BatchCounts
-from windlass.batches.workspace import Workspace
-from windlass.engine.counts import WorkerCounts
-from windlass.errors import StorageUnavailable
-from windlass.storage import StorageSettings, Store, open_store
+from batchwright.batches.checkpoint import UPLOADS_MAX, Checkpoints, Owner
+from batchwright.batches.journal import Outcome, Part, adopt
+from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
+from batchwright.batches.workspace import Workspace
+from batchwright.engine.counts import WorkerCounts
+from batchwright.errors import StorageUnavailable
+from batchwright.storage import StorageSettings, Store, open_store
 
 FIRST = b'{"id":"1","custom_id":"a","response":null}\n'
 SECOND = b'{"id":"2","custom_id":"b","response":null}\n'

@@ -9,12 +9,12 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from batchwright.batches.dispatch import FIRST_SHARDS_MAX, End, Work
+from batchwright.batches.journal import Journal
+from batchwright.batches.planfile import Entry
+from batchwright.inference.budgets import Budget, Rate
+from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import CHAT, jsonl, request, staged
-from windlass.batches.dispatch import FIRST_SHARDS_MAX, End, Work
-from windlass.batches.journal import Journal
-from windlass.batches.planfile import Entry
-from windlass.inference.budgets import Budget, Rate
-from windlass.simulator import Profile, SimulatorSettings
 
 BATCH = "batch_" + "0" * 32
 ROOM = FIRST_SHARDS_MAX + 1
@@ -29,7 +29,7 @@ async def prepared(database_url, folder, count, *, settings=None, **fields):
         input.write_bytes(data)
         descriptor = os.open(input, os.O_RDONLY)
         journal = Journal(folder / "0.1.seg")
-        runtime = stage.windlass.batch_runtime()
+        runtime = stage.batchwright.batch_runtime()
         work = Work(
             batch_id=BATCH,
             tenant="default",

@@ -8,50 +8,50 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from batchwright.batches import execution, process
+from batchwright.batches.care import Care
+from batchwright.batches.dispatch import End, Work
+from batchwright.batches.execution import Shards
+from batchwright.batches.files import object_key
+from batchwright.batches.journal import Journal, scan
+from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
+from batchwright.batches.planfile import PLANS, Entry, pack_entries
+from batchwright.batches.store import Batches, Ending
+from batchwright.batches.takeover import Takeover
+from batchwright.batches.webhook_settings import WebhookSettings
+from batchwright.batches.workspace import Workspace
+from batchwright.engine.counts import WorkerCounts
+from batchwright.engine.jobs import Done
+from batchwright.errors import ConfigurationError, DatabaseUnavailable, StorageFull, StorageUnavailable
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
+from batchwright.storage import Store
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
 from tests.support import raw
-from windlass.batches import execution, process
-from windlass.batches.care import Care
-from windlass.batches.dispatch import End, Work
-from windlass.batches.execution import Shards
-from windlass.batches.files import object_key
-from windlass.batches.journal import Journal, scan
-from windlass.batches.metrics import BATCH_METRICS, BatchCounts
-from windlass.batches.planfile import PLANS, Entry, pack_entries
-from windlass.batches.store import Batches, Ending
-from windlass.batches.takeover import Takeover
-from windlass.batches.webhook_settings import WebhookSettings
-from windlass.batches.workspace import Workspace
-from windlass.engine.counts import WorkerCounts
-from windlass.engine.jobs import Done
-from windlass.errors import ConfigurationError, DatabaseUnavailable, StorageFull, StorageUnavailable
-from windlass.simulator import Profile, SimulatorSettings
-from windlass.states import BatchStatus
-from windlass.storage import Store
 
 HANGING = SimulatorSettings(any_model=Profile(), faults=("hang",))
 HOOK = WebhookSettings(url="https://example.com/hook", secret_env="SECRET")
 ERROR = '{"code": "odd", "message": "m"}'
-STOP = f"UPDATE windlass.batch SET stop_reason = 'error', stop_at = now(), stop_error = '{ERROR}'"
-LATE = "UPDATE windlass.batch SET expires_at = now() - interval '1 second'"
+STOP = f"UPDATE batchwright.batch SET stop_reason = 'error', stop_at = now(), stop_error = '{ERROR}'"
+LATE = "UPDATE batchwright.batch SET expires_at = now() - interval '1 second'"
 
 
 def care_of(stage):
-    windlass = stage.windlass
+    batchwright = stage.batchwright
     counts = BatchCounts(WorkerCounts(BATCH_METRICS))
-    return Care(windlass.batches, windlass.catalog, counts, 30.0, {"default": (HOOK,)})
+    return Care(batchwright.batches, batchwright.catalog, counts, 30.0, {"default": (HOOK,)})
 
 
 async def look(stage):
-    async with stage.windlass.queue.upkeep("batches") as session:
+    async with stage.batchwright.queue.upkeep("batches") as session:
         await care_of(stage).look(session)
 
 
 async def told(stage):
     event = "payload->'event'->>'type', payload->'event'->>'batch_id'"
-    sql = f"SELECT {event} FROM windlass.job WHERE job_type = 'batch.webhook' ORDER BY created_at"
-    return [tuple(row) for row in await raw(stage.windlass.queue, sql)]
+    sql = f"SELECT {event} FROM batchwright.job WHERE job_type = 'batch.webhook' ORDER BY created_at"
+    return [tuple(row) for row in await raw(stage.batchwright.queue, sql)]
 
 
 def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
@@ -75,13 +75,15 @@ def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
 async def test_shards_that_come_back_after_an_error_do_not_keep_their_batch_open(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await stage.windlass.batches.pause(id, tenant=None)
+        await stage.batchwright.batches.pause(id, tenant=None)
         stage.work()
-        asleep = "SELECT FROM windlass.job WHERE job_type = 'batch.shard' AND status = 'QUEUED' AND run_after > now()"
+        asleep = (
+            "SELECT FROM batchwright.job WHERE job_type = 'batch.shard' AND status = 'QUEUED' AND run_after > now()"
+        )
         async with asyncio.timeout(20):
-            while not await raw(stage.windlass.queue, asleep):
+            while not await raw(stage.batchwright.queue, asleep):
                 await asyncio.sleep(0.02)
-        await raw(stage.windlass.queue, STOP)
+        await raw(stage.batchwright.queue, STOP)
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.failed, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, 1, "odd")
 
@@ -93,15 +95,15 @@ async def test_after_an_error_too_requests_in_flight_do_not_outlive_the_window(d
         async with asyncio.timeout(20):
             while not stage.simulator.stats()["in_flight"]:
                 await asyncio.sleep(0.02)
-        await raw(stage.windlass.queue, STOP)
-        await raw(stage.windlass.queue, LATE)
+        await raw(stage.batchwright.queue, STOP)
+        await raw(stage.batchwright.queue, LATE)
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.failed) == (BatchStatus.FAILED, 1)
 
 
 async def test_a_cancellation_after_an_error_has_its_grace_and_after_the_deadline_none(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
-        batches = stage.windlass.batches
+        batches = stage.batchwright.batches
         for reason, expected in (("error", "cancel"), ("deadline", "deadline")):
             id = await stage.submit([request("a")])
             await batches.begin(id, total=1, models=["small"], input_sha256="")
@@ -121,7 +123,7 @@ async def test_shards_say_that_the_window_is_over_before_they_end(database_url, 
     failing(monkeypatch, Batches, "stop", away, when=lambda _, reason, *__: reason == "deadline")
     async with staged(database_url, tmp_path, simulator=HANGING) as stage:
         id = await stage.submit([request("a"), request("b")])
-        await raw(stage.windlass.queue, "UPDATE windlass.batch SET expires_at = now() + interval '2 seconds'")
+        await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now() + interval '2 seconds'")
         stage.work()
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.completed + batch.failed + batch.expired) == (BatchStatus.EXPIRED, 2)
@@ -143,12 +145,12 @@ async def test_a_batch_that_is_resumed_while_its_requests_end_goes_on_at_once(da
         async with asyncio.timeout(20):
             while not stage.simulator.stats()["in_flight"]:
                 await asyncio.sleep(0.02)
-        await stage.windlass.batches.pause(id, tenant=None)
-        shards = stage.windlass.runtime.shards
+        await stage.batchwright.batches.pause(id, tenant=None)
+        shards = stage.batchwright.runtime.shards
         async with asyncio.timeout(20):
             while not any(work.end is End.PAUSE for work in shards._held):
                 await asyncio.sleep(0.02)
-        await stage.windlass.batches.resume(id, tenant=None)
+        await stage.batchwright.batches.resume(id, tenant=None)
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 15)
 
@@ -167,7 +169,7 @@ async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon
     monkeypatch.setattr(Batches, "orders", then_resume)
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await stage.windlass.batches.pause(id, tenant=None)
+        await stage.batchwright.batches.pause(id, tenant=None)
         stage.work()
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
@@ -179,10 +181,10 @@ async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon
 async def test_a_batch_that_upkeep_ends_tells_its_webhooks(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         late = await stage.submit([request("a")])
-        await raw(stage.windlass.queue, LATE)
+        await raw(stage.batchwright.queue, LATE)
         await look(stage)
         lost = await stage.submit([request("a")])
-        await raw(stage.windlass.queue, "DELETE FROM windlass.job WHERE owner = %(id)s", id=lost)
+        await raw(stage.batchwright.queue, "DELETE FROM batchwright.job WHERE owner = %(id)s", id=lost)
         await look(stage)
         assert [(await stage.get(id)).status for id in (late, lost)] == [BatchStatus.EXPIRED, BatchStatus.FAILED]
         await look(stage)
@@ -192,7 +194,7 @@ async def test_a_batch_that_upkeep_ends_tells_its_webhooks(database_url, tmp_pat
 async def test_a_batch_that_cannot_be_looked_after_keeps_no_other_from_it(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         ids = [await stage.submit([request("a")]) for _ in range(2)]
-        await raw(stage.windlass.queue, "DELETE FROM windlass.job")
+        await raw(stage.batchwright.queue, "DELETE FROM batchwright.job")
         failing(monkeypatch, Batches, "fence", RuntimeError("odd"))
         await look(stage)
         assert {(await stage.get(id)).status for id in ids} == {BatchStatus.VALIDATING, BatchStatus.FAILED}
@@ -255,8 +257,8 @@ async def test_a_batch_that_has_sent_nothing_yet_waits_for_a_store_that_is_away(
         batch = await stage.ended(await stage.submit([request("a")]))
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
         assert stage.simulator.asked(over=1)["count"] == 0
-        said = "SELECT DISTINCT message FROM windlass.job_event WHERE event = 'job.retry_later'"
-        assert await raw(stage.windlass.queue, said) == [("away",)]
+        said = "SELECT DISTINCT message FROM batchwright.job_event WHERE event = 'job.retry_later'"
+        assert await raw(stage.batchwright.queue, said) == [("away",)]
 
 
 async def test_answers_wait_for_a_store_that_is_away(database_url, tmp_path, monkeypatch):
@@ -268,9 +270,9 @@ async def test_answers_wait_for_a_store_that_is_away(database_url, tmp_path, mon
         batch = await stage.ended(await stage.submit([request(f"r{n}") for n in range(3)]))
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3)
         assert stage.simulator.asked(over=1)["count"] == 0
-        assert await raw(stage.windlass.queue, "SELECT claims FROM windlass.job WHERE job_type = 'batch.shard'") == [
-            (1,)
-        ]
+        assert await raw(
+            stage.batchwright.queue, "SELECT claims FROM batchwright.job WHERE job_type = 'batch.shard'"
+        ) == [(1,)]
 
 
 @pytest.mark.parametrize("harm", ["a file", "no right"])
@@ -290,7 +292,7 @@ async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_req
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(200)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        shutil.rmtree(stage.windlass.workspace.folder(id))
+        shutil.rmtree(stage.batchwright.workspace.folder(id))
         batch = await stage.ended(id)
         assert batch.status is BatchStatus.FAILED
         assert batch.errors["data"][0]["message"].endswith("were in the work folder of this machine, and are gone")
@@ -317,8 +319,8 @@ async def test_last_words_are_said_although_something_is_still_under_way(databas
 async def test_an_input_of_which_the_store_lost_the_end_is_not_taken_for_a_shorter_one(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a"), request("b")])
-        file = await stage.windlass.files.get((await stage.get(id)).input_file_id, tenant="default")
-        path = stage.windlass.store.local_path(file.key)
+        file = await stage.batchwright.files.get((await stage.get(id)).input_file_id, tenant="default")
+        path = stage.batchwright.store.local_path(file.key)
         path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
         stage.work()
         batch = await stage.ended(id)
@@ -332,7 +334,7 @@ async def test_a_retry_does_not_take_a_damaged_error_file_for_one_with_fewer_lin
         stage.work()
         lines = [request(f"r{n}", prompt=f"{n} [[fault:400:times=1]]") for n in range(4)]
         first = await stage.ended(await stage.submit(lines))
-        path = stage.windlass.store.local_path(object_key(first.error_file_id))
+        path = stage.batchwright.store.local_path(object_key(first.error_file_id))
         data = path.read_bytes()
         path.write_bytes(data[: data.rindex(b"\n", 0, -1) + 1] if harm == "cut" else data.replace(b"r1", b"\xff\xff"))
         if harm == "gone":
@@ -350,9 +352,9 @@ async def test_a_batch_that_is_answered_needs_its_input_no_more(database_url, tm
         finalize = Batches.finalize
 
         async def without_input(self, id):
-            file = await stage.windlass.files.get((await stage.get(id)).input_file_id, tenant="default")
-            await stage.windlass.store.delete(file.key)
-            stage.windlass.workspace.input(id).unlink()
+            file = await stage.batchwright.files.get((await stage.get(id)).input_file_id, tenant="default")
+            await stage.batchwright.store.delete(file.key)
+            stage.batchwright.workspace.input(id).unlink()
             return await finalize(self, id)
 
         monkeypatch.setattr(Batches, "finalize", without_input)
@@ -367,14 +369,14 @@ async def test_what_an_earlier_planner_left_behind_is_no_part_of_the_plan(databa
     """It knew a gateway for another model, and died before the batch began."""
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        plans = stage.windlass.workspace.folder(id) / PLANS
+        plans = stage.batchwright.workspace.folder(id) / PLANS
         plans.mkdir(parents=True)
         (plans / "other-00000000.plan").write_bytes(pack_entries([Entry(0, 10, 0)]))
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
         assert [
-            one.key async for one in stage.windlass.store.list(f"batches/{id}/plans", None) if "other" in one.key
+            one.key async for one in stage.batchwright.store.list(f"batches/{id}/plans", None) if "other" in one.key
         ] == []
 
 
@@ -383,7 +385,7 @@ async def test_a_plan_of_another_length_than_was_planned_writes_no_files(databas
         finalize = Batches.finalize
 
         async def miscount(self, id):
-            await raw(stage.windlass.queue, "UPDATE windlass.batch SET total = total + 1")
+            await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET total = total + 1")
             return await finalize(self, id)
 
         monkeypatch.setattr(Batches, "finalize", miscount)
@@ -411,7 +413,7 @@ async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(d
     monkeypatch.setattr(BatchCounts, "ended", lambda self, *reason, **figures: took.append(figures["seconds"]))
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await raw(stage.windlass.queue, "UPDATE windlass.batch SET taken_up_at = now() - interval '1 hour'")
+        await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET taken_up_at = now() - interval '1 hour'")
         stage.work()
         assert (await stage.ended(id)).status is BatchStatus.COMPLETED
         assert (await stage.ended(await stage.submit(b"no json\n"))).status is BatchStatus.FAILED
@@ -429,8 +431,8 @@ async def test_only_what_a_worker_had_left_behind_counts_as_recovered(
     async with staged(database_url, tmp_path) as stage:
         batch = await stage.get(await stage.submit([request("a")]))
         ending = Ending(target=BatchStatus.FAILED, sources=(BatchStatus.VALIDATING,))
-        await stage.windlass.batches.end(batch.id, ending)
-        await raw(stage.windlass.queue, f"UPDATE windlass.job SET claims = {claims}")
+        await stage.batchwright.batches.end(batch.id, ending)
+        await raw(stage.batchwright.queue, f"UPDATE batchwright.job SET claims = {claims}")
         stage.work()
-        await stage.windlass.wait(batch.job_id, timeout=30)
+        await stage.batchwright.wait(batch.job_id, timeout=30)
         assert seen == recovered

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from windlass.batches.envelopes import (
+from batchwright.batches.envelopes import (
     MESSAGES,
     answered,
     custom_id_of,
@@ -13,7 +13,7 @@ from windlass.batches.envelopes import (
     request_id,
     unanswered,
 )
-from windlass.inference.answers import Failure, Reply, classify
+from batchwright.inference.answers import Failure, Reply, classify
 
 BATCH = "batch_0198f0c2a7b47c1e9d2f4a6b8c0d1e2f"
 ID = request_id(BATCH, 77)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.batches import journal as module
-from windlass.batches.envelopes import answered, request_id, unanswered
-from windlass.batches.journal import (
+from batchwright.batches import journal as module
+from batchwright.batches.envelopes import answered, request_id, unanswered
+from batchwright.batches.journal import (
     CODES_MAX,
     HEADER_BYTES,
     SYNC_LINES,
@@ -30,8 +30,8 @@ from windlass.batches.journal import (
     tally_of,
     valid_end,
 )
-from windlass.errors import Conflict, NotFound, StorageError, StorageFull, StorageUnavailable
-from windlass.inference.answers import Reply, Usage, classify
+from batchwright.errors import Conflict, NotFound, StorageError, StorageFull, StorageUnavailable
+from batchwright.inference.answers import Reply, Usage, classify
 
 BATCH = "batch_" + "0" * 32
 SECONDS_MAX = 20

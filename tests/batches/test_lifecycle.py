@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
+from batchwright.errors import Conflict, JobFailed
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
 from tests.batches.stage import request, staged
 from tests.support import raw
-from windlass.errors import Conflict, JobFailed
-from windlass.simulator import Profile, SimulatorSettings
-from windlass.states import BatchStatus
 
 SLOW = SimulatorSettings(any_model=Profile(decode_rate=20.0, output_sigma=0.0, max_running=1000))
 """Four tokens take a fifth of a second."""
@@ -72,7 +72,7 @@ async def test_at_the_deadline_what_is_answered_stays_and_the_rest_expires(datab
     slow = SimulatorSettings(any_model=Profile(decode_rate=8.0, output_sigma=0.0, max_running=10))
     async with staged(database_url, tmp_path, simulator=slow) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(200)])
-        await raw(stage.windlass.queue, "UPDATE windlass.batch SET expires_at = now() + interval '3 seconds'")
+        await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now() + interval '3 seconds'")
         stage.work()
         batch = await stage.ended(id)
         late = (batch.expired_at - batch.expires_at).total_seconds()
@@ -89,7 +89,7 @@ async def test_at_the_deadline_what_is_answered_stays_and_the_rest_expires(datab
 async def test_a_batch_whose_window_was_over_before_its_start_expires_without_a_request(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await raw(stage.windlass.queue, "UPDATE windlass.batch SET expires_at = now() - interval '1 second'")
+        await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now() - interval '1 second'")
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.total, batch.output_file_id) == (BatchStatus.EXPIRED, 0, None)
@@ -101,7 +101,7 @@ async def test_a_cancelled_batch_lets_requests_in_flight_end_and_keeps_their_ans
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(500)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        cancelling = await stage.windlass.batches.cancel(id, tenant="default")
+        cancelling = await stage.batchwright.batches.cancel(id, tenant="default")
         assert cancelling.status is BatchStatus.CANCELLING
         batch = await stage.ended(id)
         output, errors = await stage.results(batch)
@@ -109,7 +109,7 @@ async def test_a_cancelled_batch_lets_requests_in_flight_end_and_keeps_their_ans
         assert set(codes(errors)) == {"batch_cancelled"}
         assert len(output) == batch.completed == stage.simulator.stats()["received"]
         assert batch.cancelled == 500 - batch.completed > 0
-        assert (await stage.windlass.batches.cancel(id, tenant="default")).status is BatchStatus.CANCELLED
+        assert (await stage.batchwright.batches.cancel(id, tenant="default")).status is BatchStatus.CANCELLED
 
 
 async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_path):
@@ -122,7 +122,7 @@ async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_
         async with asyncio.timeout(20):
             while stage.simulator.stats()["in_flight"] < 5:
                 await asyncio.sleep(0.02)
-        await stage.windlass.batches.cancel(id, tenant="default")
+        await stage.batchwright.batches.cancel(id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.cancelled) == (BatchStatus.CANCELLED, 5)
         async with asyncio.timeout(5):
@@ -133,7 +133,7 @@ async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_
 async def test_a_batch_found_in_cancelling_before_its_plan_ends_cancelled(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await stage.windlass.batches.cancel(id, tenant="default")
+        await stage.batchwright.batches.cancel(id, tenant="default")
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.total) == (BatchStatus.CANCELLED, 0)
@@ -145,9 +145,9 @@ async def test_an_ended_batch_cannot_be_cancelled_or_paused(database_url, tmp_pa
         id = await stage.submit([request("a")])
         await stage.ended(id)
         with pytest.raises(Conflict, match="Cannot cancel a batch with status 'completed'"):
-            await stage.windlass.batches.cancel(id, tenant="default")
+            await stage.batchwright.batches.cancel(id, tenant="default")
         with pytest.raises(Conflict, match="Cannot pause a batch with status 'completed'"):
-            await stage.windlass.batches.pause(id, tenant="default")
+            await stage.batchwright.batches.pause(id, tenant="default")
 
 
 async def test_a_paused_batch_sends_nothing_until_it_is_resumed(database_url, tmp_path):
@@ -155,16 +155,16 @@ async def test_a_paused_batch_sends_nothing_until_it_is_resumed(database_url, tm
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(300)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        await stage.windlass.batches.pause(id, tenant="default")
-        sql = "SELECT status::text FROM windlass.job WHERE parent_job_id IS NOT NULL"
+        await stage.batchwright.batches.pause(id, tenant="default")
+        sql = "SELECT status::text FROM batchwright.job WHERE parent_job_id IS NOT NULL"
         async with asyncio.timeout(10):
-            while await raw(stage.windlass.queue, sql) != [("QUEUED",)]:
+            while await raw(stage.batchwright.queue, sql) != [("QUEUED",)]:
                 await asyncio.sleep(0.02)
         before = stage.simulator.stats()["received"]
         paused = await stage.get(id)
         assert (paused.status, paused.completed) == (BatchStatus.IN_PROGRESS, before)
         assert paused.paused_at is not None
-        await stage.windlass.batches.resume(id, tenant="default")
+        await stage.batchwright.batches.resume(id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 300)
         assert stage.simulator.asked(over=1)["requests"] == {}
@@ -193,7 +193,7 @@ async def test_workers_may_have_different_models_whoever_of_them_plans(database_
             for stage in (first, second):
                 stage.work()
             async with asyncio.timeout(20):
-                while len(await first.windlass.batches.served()) < 2:
+                while len(await first.batchwright.batches.served()) < 2:
                     await asyncio.sleep(0.02)
             lines = [request(model, model=model) for model in ("one", "two", "none")]
             batch = await first.ended(await first.submit(lines))
@@ -205,7 +205,7 @@ async def test_workers_may_have_different_models_whoever_of_them_plans(database_
 async def test_where_another_worker_takes_any_model_none_is_unknown(database_url, tmp_path):
     async with staged(database_url, tmp_path, model_gateways={"one": {"url": "http://127.0.0.1:9"}}) as stage:
         queues = {"queues": [], "on_demand_types": ["batch.shard"], "on_demand_queues": ["shard/"]}
-        await stage.windlass.queue.register_worker(
+        await stage.batchwright.queue.register_worker(
             id="w", host="h", pid=1, version="0", operations=["batch.shard"], concurrency=1, **queues
         )
         stage.work()
@@ -220,10 +220,10 @@ async def test_two_workers_share_one_batch(database_url, tmp_path):
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3500)
         sql = (
-            "SELECT DISTINCT worker FROM windlass.job_event AS event JOIN windlass.job ON job.id = event.job_id "
+            "SELECT DISTINCT worker FROM batchwright.job_event AS event JOIN batchwright.job ON job.id = event.job_id "
             "WHERE event.event = 'job.started' AND job.job_type = 'batch.shard'"
         )
-        assert {worker for (worker,) in await raw(stage.windlass.queue, sql)} == {first.id, second.id}
+        assert {worker for (worker,) in await raw(stage.batchwright.queue, sql)} == {first.id, second.id}
         assert stage.simulator.asked(over=1)["requests"] == {}
 
 
@@ -267,9 +267,9 @@ async def test_jobs_that_somebody_enqueues_by_hand_do_nothing_to_a_batch(databas
         await stage.until(id, lambda batch: batch.completed > 0)
         shard = {"batch_id": id, "model": "small", "number": 7, "start": 0, "count": 100}
         for job_type, payload in (("batch.process", {"batch_id": id}), ("batch.shard", shard)):
-            job = await stage.windlass.enqueue(job_type, payload, queue=None if shard != payload else "shard/small")
+            job = await stage.batchwright.enqueue(job_type, payload, queue=None if shard != payload else "shard/small")
             with pytest.raises(JobFailed, match=f"belongs to {id}"):
-                await stage.windlass.wait(job, timeout=20)
+                await stage.batchwright.wait(job, timeout=20)
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 100)
         assert stage.simulator.asked(over=1)["count"] == 0
@@ -278,7 +278,7 @@ async def test_jobs_that_somebody_enqueues_by_hand_do_nothing_to_a_batch(databas
 async def test_a_batch_whose_job_is_gone_fails_and_says_so(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await raw(stage.windlass.queue, "DELETE FROM windlass.job")
+        await raw(stage.batchwright.queue, "DELETE FROM batchwright.job")
         stage.work()
         batch = await stage.ended(id)
         assert batch.status is BatchStatus.FAILED
@@ -291,6 +291,6 @@ async def test_an_input_that_is_deleted_while_the_batch_runs_is_read_to_the_end(
         id = await stage.submit([request(f"r{n}") for n in range(50)])
         stage.work()
         batch = await stage.until(id, lambda batch: batch.completed > 0)
-        await stage.windlass.files.delete(batch.input_file_id, tenant="default")
+        await stage.batchwright.files.delete(batch.input_file_id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 50)

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from windlass.batches.lines import ENDPOINTS, BadLine, LineCheck, Request, split
-from windlass.errors import InvalidInput
+from batchwright.batches.lines import ENDPOINTS, BadLine, LineCheck, Request, split
+from batchwright.errors import InvalidInput
 
 CHAT = "/v1/chat/completions"
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from windlass.batches import metrics
-from windlass.batches.dispatch import Dispatcher
-from windlass.batches.metrics import (
+from batchwright.batches import metrics
+from batchwright.batches.dispatch import Dispatcher
+from batchwright.batches.metrics import (
     BATCH_METRICS,
     MODELS_MAX,
     OWN_METRICS,
@@ -21,17 +21,17 @@ from windlass.batches.metrics import (
     rooms,
     size_bucket,
 )
-from windlass.engine.counts import CountsWriter, WorkerCounts
-from windlass.engine.exposition import Exposition, process_counts
-from windlass.errors import StorageUnavailable
-from windlass.inference.answers import Failure, Reply, classify
-from windlass.inference.gateway import Gateways
-from windlass.inference.limits import Limits
-from windlass.inference.settings import GatewaySettings, InferenceSettings
-from windlass.storage import StorageSettings, Store
-from windlass.storage import store as store_module
-from windlass.storage.local import Local
-from windlass.telemetry.metrics import Counts, series
+from batchwright.engine.counts import CountsWriter, WorkerCounts
+from batchwright.engine.exposition import Exposition, process_counts
+from batchwright.errors import StorageUnavailable
+from batchwright.inference.answers import Failure, Reply, classify
+from batchwright.inference.gateway import Gateways
+from batchwright.inference.limits import Limits
+from batchwright.inference.settings import GatewaySettings, InferenceSettings
+from batchwright.storage import StorageSettings, Store
+from batchwright.storage import store as store_module
+from batchwright.storage.local import Local
+from batchwright.telemetry.metrics import Counts, series
 
 SOURCE = {
     "jobs_processed_total": ("counter", "result", "reason"),
@@ -115,7 +115,7 @@ async def living(queue, name, models=()):
 def test_every_metric_of_the_source_is_there_by_its_name_and_labels():
     named = {one.full_name: (one.kind, *one.labels) for one in BATCH_METRICS if one not in OWN_METRICS}
     assert named == SOURCE
-    assert all(one.full_name.startswith("windlass_") for one in OWN_METRICS)
+    assert all(one.full_name.startswith("batchwright_") for one in OWN_METRICS)
 
 
 async def test_the_page_shows_them_all(queue):
@@ -289,7 +289,7 @@ async def test_counts_add_up_over_workers_and_outlive_them(queue, clock):
         await row.write()
     await clock.advance(queue, 61)
     samples, _ = await page(queue)
-    assert samples["windlass_workers",] == 0
+    assert samples["batchwright_workers",] == 0
     assert samples["jobs_processed_total", "none", "success"] == 2
     assert samples["batch_request_prompt_tokens_total", "a"] == 20
     assert samples["model_request_execution_duration_seconds_count", "a"] == 2
@@ -315,7 +315,7 @@ async def test_the_load_adds_up_over_processes_and_a_dead_one_does_not_count(que
     assert (samples["total_workers",], samples["active_workers",]) == (512, 3)
     assert (samples["processor_inflight_requests",], samples["processor_max_inflight_concurrency",]) == (11, 150)
     assert (samples["model_inflight_requests", "a"], samples["model_inflight_requests", "b"]) == (9, 2)
-    assert (samples["windlass_model_limit", "a"], samples["windlass_model_limit", "b"]) == (12, 10)
+    assert (samples["batchwright_model_limit", "a"], samples["batchwright_model_limit", "b"]) == (12, 10)
 
 
 async def test_the_load_is_asked_for_at_each_writing(queue):
@@ -331,7 +331,7 @@ async def test_the_load_is_asked_for_at_each_writing(queue):
 async def test_a_process_without_batches_has_no_gauges(queue):
     _, row = await living(queue, "w1")
     await row.write()
-    assert await queue.database.rows("SELECT gauges FROM windlass.worker") == [(None,)]
+    assert await queue.database.rows("SELECT gauges FROM batchwright.worker") == [(None,)]
     samples, _ = await page(queue)
     assert samples["total_workers",] == 0
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from windlass.batches.outlook import DeadlineRisk, Outlook, cost, outlook
-from windlass.batches.settings import Price
-from windlass.batches.store import Batch, Pace
-from windlass.states import BatchStatus
+from batchwright.batches.outlook import DeadlineRisk, Outlook, cost, outlook
+from batchwright.batches.settings import Price
+from batchwright.batches.store import Batch, Pace
+from batchwright.states import BatchStatus
 
 NOW = datetime(2026, 12, 24, 18, tzinfo=UTC)
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchwright.batches.plan import Limits, Rules, read, write
+from batchwright.batches.planfile import Entry, pack_entries, plan_path, read_entries, safe_name, write_file
+from batchwright.errors import ConfigurationError
 from tests.batches.reference import REQUIRED, problems
-from windlass.batches.plan import Limits, Rules, read, write
-from windlass.batches.planfile import Entry, pack_entries, plan_path, read_entries, safe_name, write_file
-from windlass.errors import ConfigurationError
 
 CHAT = "/v1/chat/completions"
 
@@ -196,7 +196,7 @@ def files(folder):
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from windlass.batches import plan, planfile
+from batchwright.batches import plan, planfile
 calls = int(sys.argv[3])
 def fsync(descriptor, real=os.fsync):
     global calls
@@ -301,7 +301,7 @@ def test_a_plan_holds_every_line_exactly_once(tmp_path_factory, bodies, blanks, 
 
 def test_reading_takes_no_more_memory_for_a_long_file_than_its_plan(tmp_path):
     code = (
-        "import resource, sys; from pathlib import Path; from windlass.batches import plan;"
+        "import resource, sys; from pathlib import Path; from batchwright.batches import plan;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "before = peak(); plan.read(Path(sys.argv[1]), plan.Rules(endpoint=sys.argv[2])); print(peak() - before)"
     )

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from batchwright.batches import planner
+from batchwright.batches.plan import Rules
+from batchwright.states import BatchStatus
 from tests.batches.stage import CHAT, jsonl, request, staged
-from windlass.batches import planner
-from windlass.batches.plan import Rules
-from windlass.states import BatchStatus
 
 RULES = Rules(endpoint=CHAT)
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from batchwright.settings import settings_document
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
 from tests.batches.stage import request, stage_settings, staged
 from tests.support import raw
-from windlass.settings import settings_document
-from windlass.simulator import Profile, SimulatorSettings
-from windlass.states import BatchStatus
 
 LEASE = {"engine": {"lease_seconds": 1.0, "rescue_jitter_seconds": 0.0}}
 QUICK = SimulatorSettings(any_model=Profile(decode_rate=200.0, output_sigma=0.0, max_running=1000))
@@ -22,30 +22,30 @@ REQUESTS = 60
 IN_FLIGHT = 16
 
 POINTS = [
-    ("windlass.batches.plan:read", "before", 1),
-    ("windlass.batches.plan:write", "after", 1),
-    ("windlass.batches.workspace:Workspace.keep_plan", "after", 1),
-    ("windlass.batches.store:Batches.begin", "before", 1),
-    ("windlass.batches.store:Batches.begin", "after", 1),
-    ("windlass.engine.queue:Queue.wait", "before", 1),
-    ("windlass.engine.queue:Queue.wait", "after", 1),
-    ("windlass.batches.dispatch:Dispatcher.begin", "after", 1),
-    ("windlass.batches.journal:Journal.append", "before", 20),
-    ("windlass.batches.journal:Journal.append", "after", 20),
-    ("windlass.batches.store:Batches.register", "before", 2),
-    ("windlass.batches.store:Batches.register", "after", 2),
-    ("windlass.batches.store:Batches.finalize", "before", 1),
-    ("windlass.batches.store:Batches.finalize", "after", 1),
-    ("windlass.batches.finalize:Finalizer.write", "after", 1),
-    ("windlass.batches.store:Batches.end", "after", 1),
-    ("windlass.batches.finalize:Finalizer.add_files", "after", 1),
-    ("windlass.engine.queue:Queue.succeed_with", "after", 1),
+    ("batchwright.batches.plan:read", "before", 1),
+    ("batchwright.batches.plan:write", "after", 1),
+    ("batchwright.batches.workspace:Workspace.keep_plan", "after", 1),
+    ("batchwright.batches.store:Batches.begin", "before", 1),
+    ("batchwright.batches.store:Batches.begin", "after", 1),
+    ("batchwright.engine.queue:Queue.wait", "before", 1),
+    ("batchwright.engine.queue:Queue.wait", "after", 1),
+    ("batchwright.batches.dispatch:Dispatcher.begin", "after", 1),
+    ("batchwright.batches.journal:Journal.append", "before", 20),
+    ("batchwright.batches.journal:Journal.append", "after", 20),
+    ("batchwright.batches.store:Batches.register", "before", 2),
+    ("batchwright.batches.store:Batches.register", "after", 2),
+    ("batchwright.batches.store:Batches.finalize", "before", 1),
+    ("batchwright.batches.store:Batches.finalize", "after", 1),
+    ("batchwright.batches.finalize:Finalizer.write", "after", 1),
+    ("batchwright.batches.store:Batches.end", "after", 1),
+    ("batchwright.batches.finalize:Finalizer.add_files", "after", 1),
+    ("batchwright.engine.queue:Queue.succeed_with", "after", 1),
 ]
 
 
 @asynccontextmanager
 async def doomed(stage, folder, **fate):
-    settings = settings_document(stage.windlass.settings)
+    settings = settings_document(stage.batchwright.settings)
     brief = json.dumps({"settings": settings, **fate})
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.batches.doomed", brief)
     try:
@@ -77,19 +77,19 @@ async def test_a_worker_that_dies_here_loses_nothing(database_url, tmp_path, at,
 async def test_a_shard_that_killed_two_workers_runs_alone_and_the_batch_completes(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=QUICK, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
-        await raw(stage.windlass.queue, "UPDATE windlass.job SET rescues = 2")
+        await raw(stage.batchwright.queue, "UPDATE batchwright.job SET rescues = 2")
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, REQUESTS)
-        sql = "SELECT DISTINCT worker FROM windlass.job_event WHERE event = 'job.started'"
-        assert len(await raw(stage.windlass.queue, sql)) == 2
+        sql = "SELECT DISTINCT worker FROM batchwright.job_event WHERE event = 'job.started'"
+        assert len(await raw(stage.batchwright.queue, sql)) == 2
 
 
 async def test_answers_that_were_never_registered_are_adopted_on_the_same_machine(database_url, tmp_path):
     """The worker dies with a journal that no checkpoint has seen."""
     async with staged(database_url, tmp_path, simulator=QUICK, batches={"checkpoint_seconds": 60.0}, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
-        point = {"at": "windlass.batches.journal:Journal.append", "when": "after", "call": 30}
+        point = {"at": "batchwright.batches.journal:Journal.append", "when": "after", "call": 30}
         async with doomed(stage, tmp_path, **point) as process, asyncio.timeout(30):
             await process.wait()
         assert (await stage.get(id)).completed == 0
@@ -99,8 +99,8 @@ async def test_answers_that_were_never_registered_are_adopted_on_the_same_machin
         again = stage.simulator.asked(over=1)["requests"]
         assert len(again) <= REQUESTS - 30
         ((adopted,),) = await raw(
-            stage.windlass.queue,
-            "SELECT fields->>'answers' FROM windlass.job_event WHERE event = 'batch.answers_adopted'",
+            stage.batchwright.queue,
+            "SELECT fields->>'answers' FROM batchwright.job_event WHERE event = 'batch.answers_adopted'",
         )
         assert int(adopted) == 30
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.batches import schedule as module
-from windlass.batches.planfile import Entry
-from windlass.batches.schedule import Schedule
-from windlass.errors import Conflict
+from batchwright.batches import schedule as module
+from batchwright.batches.planfile import Entry
+from batchwright.batches.schedule import Schedule
+from batchwright.errors import Conflict
 
 
 def plan(*groups):
@@ -858,7 +858,7 @@ class Duel:
         assert (self.schedule.next(self.now), self.schedule.next_due(self.now)) == (None, None)
 
 
-@settings(max_examples=int(os.environ.get("WINDLASS_TEST_MODEL_EXAMPLES", "20")), deadline=None)
+@settings(max_examples=int(os.environ.get("BATCHWRIGHT_TEST_MODEL_EXAMPLES", "20")), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 150))
 def test_whatever_happens_only_what_the_rules_allow_is_handed_out(seed, steps):
     Duel(seed).play(steps)

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.batches.planfile import Entry
-from windlass.batches.shards import Shard, cut
+from batchwright.batches.planfile import Entry
+from batchwright.batches.shards import Shard, cut
 
 
 def plan(groups, length=10):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 
+from batchwright.states import BatchStatus
+from batchwright.storage import Store
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
 from tests.batches.test_recovery import LEASE, QUICK, doomed
 from tests.storage.conftest import s3, s3_port
 from tests.support import raw
-from windlass.states import BatchStatus
-from windlass.storage import Store
 
 __all__ = ["s3", "s3_port"]
 REQUESTS = 200
@@ -19,11 +19,11 @@ SHARED = {"checkpoint_seconds": 0.1, "shared_checkpoint_seconds": 0.2}
 
 
 async def test_a_lost_machine_costs_what_it_had_not_uploaded_and_nothing_else(database_url, tmp_path, s3):
-    url = {"url": f"s3://{s3.bucket}/windlass"}
+    url = {"url": f"s3://{s3.bucket}/batchwright"}
     lost, heir = tmp_path / "lost", tmp_path / "heir"
     async with staged(database_url, lost, simulator=SLOW, storage=url, batches=SHARED, **LEASE) as first:
         id = await first.submit([request(f"r{n}") for n in range(REQUESTS)])
-        point = {"at": "windlass.batches.store:Batches.register", "when": "after", "call": 2}
+        point = {"at": "batchwright.batches.store:Batches.register", "when": "after", "call": 2}
         async with doomed(first, lost, **point) as process, asyncio.timeout(40):
             await process.wait()
         registered = (await first.get(id)).completed
@@ -39,14 +39,14 @@ async def test_a_lost_machine_costs_what_it_had_not_uploaded_and_nothing_else(da
         assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(REQUESTS)]
         assert errors == []
         assert first.simulator.stats()["received"] - asked == REQUESTS - registered
-        hosts = await raw(first.windlass.queue, "SELECT DISTINCT host FROM windlass.batch_segment")
+        hosts = await raw(first.batchwright.queue, "SELECT DISTINCT host FROM batchwright.batch_segment")
         assert len(hosts) == 2
 
 
 async def test_an_upload_that_fails_for_good_ends_the_batch_with_counts_and_the_answers_wait_for_repair(
     database_url, tmp_path, s3, monkeypatch
 ):
-    storage = {"url": f"s3://{s3.bucket}/windlass", "attempts": 2, "retry_seconds_max": 1.0}
+    storage = {"url": f"s3://{s3.bucket}/batchwright", "attempts": 2, "retry_seconds_max": 1.0}
     async with staged(database_url, tmp_path, simulator=QUICK, storage=storage, batches=SHARED, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
         put = Store.put
@@ -62,5 +62,5 @@ async def test_an_upload_that_fails_for_good_ends_the_batch_with_counts_and_the_
         assert batch.status is BatchStatus.FAILED
         assert (batch.completed, batch.total, batch.output_file_id) == (REQUESTS, REQUESTS, None)
         assert batch.errors["data"][0]["code"] == "files_not_written"
-        ((segments,),) = await raw(stage.windlass.queue, "SELECT count(*) FROM windlass.batch_segment")
+        ((segments,),) = await raw(stage.batchwright.queue, "SELECT count(*) FROM batchwright.batch_segment")
         assert segments > 0

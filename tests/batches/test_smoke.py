@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from batchwright.states import BatchStatus
 from tests.batches.stage import request, staged
-from windlass.states import BatchStatus
 
 
 async def test_a_batch_over_two_models_ends_completed_with_every_line(database_url, tmp_path):

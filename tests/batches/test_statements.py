@@ -8,27 +8,27 @@ from typing import Any
 import psycopg
 import pytest
 
+from batchwright.batches import files, store
+from batchwright.db.database import DatabaseSettings, connect_arguments
 from tests.engine.planning import indexes, nodes, numbered, plan, touched
-from windlass.batches import files, store
-from windlass.db.database import DatabaseSettings, connect_arguments
 
 BATCHES, FILES, SEGMENTS = 20_000, 20_000, 20_000
 CROWD = f"""
-    INSERT INTO windlass.batch (id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, family,
-        created_at, expires_at, in_progress_at, idempotency_key)
+    INSERT INTO batchwright.batch (id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window,
+        family, created_at, expires_at, in_progress_at, idempotency_key)
     SELECT 'batch_' || lpad(to_hex(n), 32, '0'), CASE n % 100 WHEN 0 THEN 'few' ELSE 'many' END, gen_random_uuid(),
         'batches', 5, '/v1/embeddings', 'file-' || n, '24h', 'batch_' || n, now(), now() + interval '1 day', now(),
         CASE n % 2 WHEN 0 THEN 'key ' || n END
     FROM generate_series(1, {BATCHES}) AS n;
-    INSERT INTO windlass.file (id, tenant, purpose, filename, bytes, sha256, key, created_at, idempotency_key)
+    INSERT INTO batchwright.file (id, tenant, purpose, filename, bytes, sha256, key, created_at, idempotency_key)
     SELECT 'file-' || lpad(to_hex(n), 32, '0'), CASE n % 100 WHEN 0 THEN 'few' ELSE 'many' END, 'batch', 'f', 1,
         repeat('0', 64), 'files/' || n, now(), CASE n % 2 WHEN 0 THEN 'key ' || n END
     FROM generate_series(1, {FILES}) AS n;
-    INSERT INTO windlass.batch_segment (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally,
+    INSERT INTO batchwright.batch_segment (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally,
         registered_at)
     SELECT 'batch_' || lpad('1', 32, '0'), 0, 1, n, 'h', 0, 1, 1, '{{}}', now()
     FROM generate_series(1, {SEGMENTS}) AS n;
-    ANALYZE windlass.batch, windlass.file, windlass.batch_segment;
+    ANALYZE batchwright.batch, batchwright.file, batchwright.batch_segment;
 """
 IN_THE_MIDDLE = f"{BATCHES // 2:032x}"
 PAGES_MAX = 300
@@ -38,7 +38,7 @@ PAGES_MAX = 300
 def crowd(server: str, template: str) -> Iterator[psycopg.Connection[Any]]:
     from tests.conftest import database
 
-    with database(server, f"windlass_statements_{template[-12:]}", template) as url:
+    with database(server, f"batchwright_statements_{template[-12:]}", template) as url:
         arguments = connect_arguments(DatabaseSettings())
         with psycopg.connect(url, autocommit=True, **arguments) as connection:
             connection.execute(CROWD.encode())

@@ -16,20 +16,20 @@ from typing import Any
 
 import pytest
 
+from batchwright.batches import execution, process
+from batchwright.batches.runtime import Runtime
+from batchwright.batches.store import Batch
+from batchwright.batches.workspace import JOURNAL
+from batchwright.db.database import Pool
+from batchwright.engine.worker import Worker
+from batchwright.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
+from batchwright.storage import Store
 from tests.batches.stage import Stage, request, staged
 from tests.support import raw
-from windlass.batches import execution, process
-from windlass.batches.runtime import Runtime
-from windlass.batches.store import Batch
-from windlass.batches.workspace import JOURNAL
-from windlass.db.database import Pool
-from windlass.engine.worker import Worker
-from windlass.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
-from windlass.simulator import Profile, SimulatorSettings
-from windlass.states import BatchStatus
-from windlass.storage import Store
 
-SEEDS = [int(seed) for seed in os.environ.get("WINDLASS_STORM_SEEDS", "1 4 23 106").split()]
+SEEDS = [int(seed) for seed in os.environ.get("BATCHWRIGHT_STORM_SEEDS", "1 4 23 106").split()]
 BATCHES = 2
 REQUESTS = 90
 MOVES = 12
@@ -138,34 +138,34 @@ class Storm:
                 return True
 
     async def cancel(self, id: str) -> None:
-        if await self.insist(lambda: self.stage.windlass.batches.cancel(id, tenant=None)):
+        if await self.insist(lambda: self.stage.batchwright.batches.cancel(id, tenant=None)):
             self.cancelled.add(id)
 
     async def pause(self, id: str) -> None:
-        await self.insist(lambda: self.stage.windlass.batches.pause(id, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.batches.pause(id, tenant=None))
 
     async def resume(self, id: str) -> None:
-        await self.insist(lambda: self.stage.windlass.batches.resume(id, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.batches.resume(id, tenant=None))
 
     async def limit(self, id: str) -> None:
         limits = self.chance.choice([{}, {"max_in_flight": 1}, {"max_in_flight": 5}])
-        await self.insist(lambda: self.stage.windlass.batches.set_limits(id, limits, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.batches.set_limits(id, limits, tenant=None))
 
     async def hurry(self, id: str) -> None:
         priority = self.chance.randrange(10)
-        await self.insist(lambda: self.stage.windlass.batches.set_priority(id, priority, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.batches.set_priority(id, priority, tenant=None))
 
     async def shorten(self, id: str) -> None:
-        sql = "UPDATE windlass.batch SET expires_at = now() + interval '0.5 seconds' WHERE id = %(id)s"
+        sql = "UPDATE batchwright.batch SET expires_at = now() + interval '0.5 seconds' WHERE id = %(id)s"
         self.shortened.add(id)
-        await self.insist(lambda: raw(self.stage.windlass.queue, sql, id=id))
+        await self.insist(lambda: raw(self.stage.batchwright.queue, sql, id=id))
 
     # Operators
 
     async def reinforce(self, _: str) -> None:
         """One that finds no database when it starts gives up, and is started again."""
         while True:
-            worker, runtime = self.stage.work(), self.stage.windlass.runtime
+            worker, runtime = self.stage.work(), self.stage.batchwright.runtime
             assert runtime is not None
             _, running = self.stage.workers[-1]
             started = asyncio.create_task(worker.started.wait())
@@ -193,7 +193,7 @@ class Storm:
     async def break_connections(self, _: str) -> None:
         sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
         with suppress(DatabaseUnavailable):
-            await raw(self.stage.windlass.queue, sql)
+            await raw(self.stage.batchwright.queue, sql)
 
     # Afterwards
 
@@ -226,7 +226,7 @@ class Storm:
 
     async def leftovers(self) -> list[Any]:
         held = "lease_until IS NOT NULL OR status IN ('QUEUED', 'RUNNING')"
-        jobs = await raw(self.stage.windlass.queue, f"SELECT job_type, status FROM windlass.job WHERE {held}")
+        jobs = await raw(self.stage.batchwright.queue, f"SELECT job_type, status FROM batchwright.job WHERE {held}")
         journals = [path for path in _open_files() if path.suffix == JOURNAL]
         in_hand = [one for _, runtime in self.crew for one in _in_hand(runtime)]
         in_flight = self.stage.simulator.stats()["in_flight"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from batchwright.states import BatchStatus
+from batchwright.telemetry import tracing
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
 from tests.telemetry.test_tracing import ERROR, collector, environment, traced
-from windlass.states import BatchStatus
-from windlass.telemetry import tracing
 
 __all__ = ["collector", "environment", "traced"]
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

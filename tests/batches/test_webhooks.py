@@ -18,18 +18,18 @@ from pathlib import Path
 import openai
 import pytest
 
+from batchwright import Context, Done, Fatal, JobStatus, NewJob, RateLimited, Transient, operation
+from batchwright.batches.webhook_settings import EVENT_TYPES, WebhookSettings
+from batchwright.batches.webhooks import PATIENCE_SECONDS, Event, Webhooks, deliver_webhook, sign
+from batchwright.engine.catalog import MARK
+from batchwright.engine.policy import backoff
+from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.errors import ConfigurationError, PayloadInvalid
+from batchwright.inference import gateway as gateway_module
+from batchwright.operations.registry import Registry
+from batchwright.settings import load_settings
 from tests.inference.server import RawServer, answer
 from tests.support import event_names, listed, put, raw
-from windlass import Context, Done, Fatal, JobStatus, NewJob, RateLimited, Transient, operation
-from windlass.batches.webhook_settings import EVENT_TYPES, WebhookSettings
-from windlass.batches.webhooks import PATIENCE_SECONDS, Event, Webhooks, deliver_webhook, sign
-from windlass.engine.catalog import MARK
-from windlass.engine.policy import backoff
-from windlass.engine.worker import Worker, WorkerSettings
-from windlass.errors import ConfigurationError, PayloadInvalid
-from windlass.inference import gateway as gateway_module
-from windlass.operations.registry import Registry
-from windlass.settings import load_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "webhooks.md"
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
@@ -438,7 +438,7 @@ async def test_a_removed_endpoint_ends_in_the_inbox_and_is_not_told(pool, queue,
     worker = working_with(pool, queue, before)
     (job,) = await end(queue, worker)
     await worker.close()
-    await raw(queue, "UPDATE windlass.job SET max_attempts = 1 WHERE job_type = 'batch.webhook'")
+    await raw(queue, "UPDATE batchwright.job SET max_attempts = 1 WHERE job_type = 'batch.webhook'")
     worker = working_with(pool, queue, after)
     assert await worker.run_once() == 1
     failed = await queue.get(job.id)
@@ -477,8 +477,8 @@ async def test_nothing_shows_the_secret_or_the_path(pool, queue, clock, receiver
     worker = working_with(pool, queue, webhooks)
     (job,) = await end(queue, worker)
     assert await worker.run_once() == 1
-    (rows,) = await raw(queue, "SELECT jsonb_agg(to_jsonb(job))::text FROM windlass.job")
-    (events,) = await raw(queue, "SELECT jsonb_agg(to_jsonb(event))::text FROM windlass.job_event event")
+    (rows,) = await raw(queue, "SELECT jsonb_agg(to_jsonb(job))::text FROM batchwright.job")
+    (events,) = await raw(queue, "SELECT jsonb_agg(to_jsonb(event))::text FROM batchwright.job_event event")
     inner = webhooks._endpoints["default"][settings.name]
     seen = [caplog.text, *rows, *events, *(repr(one) for one in (webhooks, job, event()))]
     assert all(word in rows[0] for word in ("http_500", settings.name))
@@ -538,7 +538,7 @@ def test_the_attempts_of_a_delivery_span_about_a_day():
 
 
 def load(tmp_path, text="", environment=None):
-    file = tmp_path / "windlass.toml"
+    file = tmp_path / "batchwright.toml"
     file.write_text(text)
     return load_settings(environment=environment or {}, file=file)
 
@@ -557,7 +557,7 @@ def test_the_environment_names_endpoints_as_json_and_replaces_those_of_the_file(
     text = '[[webhooks.default]]\nurl = "http://file:1"\nsecret_env = "A"'
     value = '{"a": [{"url": "http://env:1", "secret_env": "B"}]}'
     assert set(load(tmp_path, text).webhooks) == {"default"}
-    found = load(tmp_path, text, {"WINDLASS_WEBHOOKS": value}).webhooks
+    found = load(tmp_path, text, {"BATCHWRIGHT_WEBHOOKS": value}).webhooks
     assert found == {"a": (WebhookSettings(url="http://env:1", secret_env="B"),)}
     assert load(tmp_path).webhooks == {}
 
@@ -630,5 +630,5 @@ def test_an_endpoint_keeps_its_name_while_its_url_stays():
 
 
 def test_reading_settings_loads_no_http_client():
-    code = "import sys, windlass.settings; print('wreq' in sys.modules)"
+    code = "import sys, batchwright.settings; print('wreq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,4 +1,4 @@
-"""`windlass api` on a tether, as workers have one: `python -m tests.chaos.api --tether N --config FILE`.
+"""`batchwright api` on a tether, as workers have one: `python -m tests.chaos.api --tether N --config FILE`.
 
 It says when it answers, and ends when the harness does, so that nothing is left behind by one that was killed.
 """
@@ -12,8 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-from windlass.cli import main
-from windlass.settings import load_settings
+from batchwright.cli import main
+from batchwright.settings import load_settings
 
 _POLL_SECONDS = 0.05
 
@@ -38,5 +38,5 @@ if __name__ == "__main__":
     descriptor, config = int(sys.argv[2]), sys.argv[4]
     port = load_settings({}, file=Path(config)).api.port
     threading.Thread(target=_hold, args=(socket.socket(fileno=descriptor), port), daemon=True).start()
-    sys.argv = ["windlass", "api", "--config", config]
+    sys.argv = ["batchwright", "api", "--config", config]
     main()

@@ -18,9 +18,9 @@ from typing import Literal
 import psutil
 import psycopg
 
+from batchwright.db.embedded import EmbeddedPostgres
+from batchwright.errors import DatabaseUnavailable
 from tests.chaos.monkey import environment
-from windlass.db.embedded import EmbeddedPostgres
-from windlass.errors import DatabaseUnavailable
 
 Deed = Literal["worker", "workers", "api", "postgres", "everything", "stop"]
 Phase = Literal["uploading", "creating", "validating", "in_progress", "finalizing", "ended"]
@@ -122,7 +122,7 @@ class Fleet:
         """Processes that outlive their worker, because a job runs alone in them; they know our folder by its name."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if str(self._config.parent) in process.environ().get("WINDLASS_CHILD", ""):
+                if str(self._config.parent) in process.environ().get("BATCHWRIGHT_CHILD", ""):
                     process.kill()
 
     async def _keep(self, kind: Literal["worker", "api"], place: int) -> None:
@@ -143,7 +143,7 @@ class Fleet:
     async def _hire(self, kind: Literal["worker", "api"], place: int, theirs: socket.socket) -> Victim:
         """It holds one end of a line to us, and leaves when ours is gone, whatever way we die."""
         tether = ["--tether", str(theirs.fileno())]
-        module = ["windlass", "worker"] if kind == "worker" else ["tests.chaos.api"]
+        module = ["batchwright", "worker"] if kind == "worker" else ["tests.chaos.api"]
         with (self._logs / f"{kind}-{place}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,

@@ -16,13 +16,13 @@ import orjson
 import psycopg
 from psycopg.rows import dict_row
 
+from batchwright.batches.envelopes import request_id
+from batchwright.batches.journal import scan
+from batchwright.states import BatchStatus
 from tests.chaos.batch_client import Found, Request
 from tests.chaos.batch_fleet import Fleet, Monkey, Span, Victim, overlaps, pid_of
 from tests.chaos.history import TERMINAL, Event, History, read_history
 from tests.chaos.verdict import Breach, replay
-from windlass.batches.envelopes import request_id
-from windlass.batches.journal import scan
-from windlass.states import BatchStatus
 
 Kind = Literal["plain", "alone", "in line", "nobody", "restart"]
 KINDS: dict[Kind, str] = {
@@ -34,9 +34,9 @@ KINDS: dict[Kind, str] = {
 }
 _ROW = """
 SELECT id, status::text, total, completed, failed, expired, cancelled, input_tokens, output_tokens, manifest
-FROM windlass.batch
+FROM batchwright.batch
 """
-_SEGMENTS = "SELECT shard, claim, seq, start_byte, end_byte, lines FROM windlass.batch_segment ORDER BY id"
+_SEGMENTS = "SELECT shard, claim, seq, start_byte, end_byte, lines FROM batchwright.batch_segment ORDER BY id"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,15 +30,15 @@ from typing import Any
 import orjson
 import psycopg
 
+from batchwright.db.embedded import EmbeddedPostgres
+from batchwright.simulator import Remote, running_process
+from batchwright.states import BATCH
 from tests.chaos.batch_client import MODELS, Client, Workload, workload
 from tests.chaos.batch_fleet import Ambushes, Deed, Fleet, Monkey, Phase, Scene, Span, free_port
 from tests.chaos.batch_verdict import KINDS, Evidence, Resumed, judge, read_evidence, resumed
 from tests.chaos.queue import Goal, breaches_as_json, breaches_as_text, goals_as_json, goals_as_text
 from tests.chaos.recovery import percentile
 from tests.chaos.verdict import Breach
-from windlass.db.embedded import EmbeddedPostgres
-from windlass.simulator import Remote, running_process
-from windlass.states import BATCH
 
 _HURRY = 10
 _IN_FLIGHT_MIN = 10
@@ -136,8 +136,8 @@ class Run:
 
 async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> Run:
     """The whole play on a PostgreSQL of its own, which is gone afterwards."""
-    folder = Path(tempfile.gettempdir()) / f"windlass-chaos-batches-{os.getpid()}"
-    logs = Path(tempfile.mkdtemp(prefix="windlass-chaos-logs-"))
+    folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-batches-{os.getpid()}"
+    logs = Path(tempfile.mkdtemp(prefix="batchwright-chaos-logs-"))
     result = Run(seed, size)
     try:
         with _simulator(size) as simulator, EmbeddedPostgres(folder) as postgres:
@@ -247,7 +247,7 @@ async def _watch(scene: Scene, url: str, say: Callable[[str], None]) -> None:
         with contextlib.suppress(psycopg.Error):
             async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
                 while not scene.is_over:
-                    sql = "SELECT status::text, completed + failed FROM windlass.batch"
+                    sql = "SELECT status::text, completed + failed FROM batchwright.batch"
                     for status, done in await (await connection.execute(sql)).fetchall():
                         phase: Phase = "ended" if status in BATCH.terminal else phases[status]
                         if phase != scene.phase:

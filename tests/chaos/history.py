@@ -15,11 +15,11 @@ _JOBS = """
 SELECT id, job_type, status::text, payload, result, error ->> 'code' AS code, error ->> 'message' AS reason,
        attempts, max_attempts, claims, locked_by, exclusive_key, parent_job_id, round, waits,
        children_open, children_failed, progress_total, idempotency_key, deadline, priority, queue
-FROM windlass.job ORDER BY id
+FROM batchwright.job ORDER BY id
 """
 _EVENTS = """
 SELECT id, job_id, extract(epoch FROM ts)::float8, event, status::text, claim, attempt, worker
-FROM windlass.job_event ORDER BY id
+FROM batchwright.job_event ORDER BY id
 """
 
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")

@@ -18,8 +18,8 @@ from typing import Literal
 import orjson
 import psycopg
 
-from windlass.db.embedded import EmbeddedPostgres
-from windlass.errors import DatabaseUnavailable
+from batchwright.db.embedded import EmbeddedPostgres
+from batchwright.errors import DatabaseUnavailable
 
 Deed = Literal["kill", "stop", "terminate", "restart"]
 DECK: tuple[Deed, ...] = (*["kill"] * 9, *["stop"] * 5, *["terminate"] * 5, *["restart"] * 2)
@@ -222,7 +222,7 @@ class Monkey:
         count = self._random.choice((1, 1, 2, 3))
         sql = """
             SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-            WHERE application_name = 'windlass' AND pid <> pg_backend_pid() ORDER BY random() LIMIT %s
+            WHERE application_name = 'batchwright' AND pid <> pg_backend_pid() ORDER BY random() LIMIT %s
         """
         with contextlib.suppress(psycopg.Error), psycopg.connect(self._postgres.url, autocommit=True) as admin:
             ended = len(admin.execute(sql, [count]).fetchall())
@@ -258,6 +258,6 @@ class Monkey:
 
 def environment() -> dict[str, str]:
     """Ours, without settings that would point the workers elsewhere."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHWRIGHT_")}
     root = str(Path(__file__).parents[2])
     return {**kept, "PYTHONPATH": os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])}

@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from windlass import Context, Done, Fatal, NewJob, RetryLater, Snooze, Transient, Wait, operation
-from windlass.engine.jobs import Outcome
+from batchwright import Context, Done, Fatal, NewJob, RetryLater, Snooze, Transient, Wait, operation
+from batchwright.engine.jobs import Outcome
 
 BULK = 8
 """The priority of jobs that are many: whoever is rescued must not stand in line behind them."""

@@ -28,6 +28,8 @@ from typing import Any
 
 import orjson
 
+from batchwright.app import AsyncBatchwright
+from batchwright.errors import DatabaseUnavailable
 from tests.chaos.history import History, read_history
 from tests.chaos.monkey import Fleet, Monkey
 from tests.chaos.operations import EFFECTS, OPERATIONS
@@ -35,8 +37,6 @@ from tests.chaos.recovery import KINDS, Recoveries, percentile, recoveries
 from tests.chaos.verdict import Breach, judge
 from tests.chaos.worker import settings
 from tests.chaos.workload import Ledger, Size, Workload
-from windlass.app import AsyncWindlass
-from windlass.errors import DatabaseUnavailable
 
 LEASE_SECONDS = 3.0
 RECOVERY_SECONDS_MAX = LEASE_SECONDS + 3.0
@@ -49,7 +49,7 @@ _SAMPLE_SECONDS = 0.2
 
 @dataclass(slots=True)
 class Goal:
-    """One line of the result, as every benchmark of Windlass prints it."""
+    """One line of the result, as every benchmark of Batchwright prints it."""
 
     name: str
     goal: float
@@ -87,12 +87,12 @@ async def run(
     say: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """The whole play on a PostgreSQL of its own, which is gone afterwards."""
-    folder = Path(tempfile.gettempdir()) / f"windlass-chaos-{os.getpid()}"
-    logs = Path(tempfile.mkdtemp(prefix="windlass-chaos-logs-"))
+    folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-{os.getpid()}"
+    logs = Path(tempfile.mkdtemp(prefix="batchwright-chaos-logs-"))
     result = Run(seed, seconds)
     try:
-        async with _windlass(folder) as windlass:
-            await _play(windlass, result, folder=folder, logs=logs, size=size, drain_seconds=drain_seconds, say=say)
+        async with _batchwright(folder) as batchwright:
+            await _play(batchwright, result, folder=folder, logs=logs, size=size, drain_seconds=drain_seconds, say=say)
     finally:
         if keep:
             say(f"kept: {folder} and {logs}")
@@ -103,15 +103,15 @@ async def run(
 
 
 @contextlib.asynccontextmanager
-async def _windlass(folder: Path) -> AsyncIterator[AsyncWindlass]:
-    async with AsyncWindlass(settings=settings(str(folder), LEASE_SECONDS), operations=OPERATIONS) as windlass:
+async def _batchwright(folder: Path) -> AsyncIterator[AsyncBatchwright]:
+    async with AsyncBatchwright(settings=settings(str(folder), LEASE_SECONDS), operations=OPERATIONS) as batchwright:
         for statement in EFFECTS.split(";"):
-            await windlass.pool.rows(statement)
-        yield windlass
+            await batchwright.pool.rows(statement)
+        yield batchwright
 
 
 async def _play(
-    windlass: AsyncWindlass,
+    batchwright: AsyncBatchwright,
     result: Run,
     *,
     folder: Path,
@@ -120,37 +120,37 @@ async def _play(
     drain_seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    assert windlass.embedded is not None
+    assert batchwright.embedded is not None
     fleet = Fleet(folder, logs, lease_seconds=LEASE_SECONDS, size=WORKERS)
-    monkey = Monkey(fleet, windlass.embedded, lease_seconds=LEASE_SECONDS, seed=result.seed, say=say)
-    workload = Workload(windlass, size, result.seed)
-    sampler = Sampler(windlass)
+    monkey = Monkey(fleet, batchwright.embedded, lease_seconds=LEASE_SECONDS, seed=result.seed, say=say)
+    workload = Workload(batchwright, size, result.seed)
+    sampler = Sampler(batchwright)
     sampling = asyncio.create_task(sampler.watch())
     began = time.monotonic()
     try:
         fleet.start()
         await asyncio.gather(workload.feed(result.seconds), monkey.play(result.seconds))
         say("the monkey sleeps; the workers clear up")
-        drained = await _drain(windlass, drain_seconds)
+        drained = await _drain(batchwright, drain_seconds)
         took = time.monotonic() - began
     finally:
         sampling.cancel()
         await asyncio.gather(sampling, return_exceptions=True)
         await fleet.close()
-    history = await asyncio.to_thread(read_history, windlass.pool.url)
+    history = await asyncio.to_thread(read_history, batchwright.pool.url)
     _judge(result, history, workload.ledger, fleet, sampler)
     _measure(result, history, fleet, monkey, sampler)
     result.counts |= _counts(history, workload.ledger, fleet, monkey, took)
     result.counts["drain seconds"] = round(drained, 1)
 
 
-async def _drain(windlass: AsyncWindlass, seconds: float) -> float:
+async def _drain(batchwright: AsyncBatchwright, seconds: float) -> float:
     """Until every job has ended and every lock is gone, but no longer than this; answers how long it took."""
     began = time.monotonic()
-    sql = "SELECT count(*) FROM windlass.job WHERE finished_at IS NULL OR locked_by IS NOT NULL"
+    sql = "SELECT count(*) FROM batchwright.job WHERE finished_at IS NULL OR locked_by IS NOT NULL"
     while time.monotonic() - began < seconds:
         with contextlib.suppress(DatabaseUnavailable):
-            ((open,),) = await windlass.pool.rows(sql)
+            ((open,),) = await batchwright.pool.rows(sql)
             if open == 0:
                 break
         await asyncio.sleep(0.25)
@@ -158,30 +158,31 @@ async def _drain(windlass: AsyncWindlass, seconds: float) -> float:
 
 
 _DOUBLES = """
-SELECT exclusive_key, count(*) FROM windlass.job
+SELECT exclusive_key, count(*) FROM batchwright.job
 WHERE status = 'RUNNING' AND exclusive_key IS NOT NULL AND finished_at IS NULL
 GROUP BY tenant, exclusive_key HAVING count(*) > 1
 """
 _STALLS = """
 SELECT extract(epoch FROM state_change)::float8, extract(epoch FROM clock_timestamp())::float8 FROM pg_stat_activity
-WHERE application_name = 'windlass' AND state LIKE 'idle in transaction%' AND clock_timestamp() - state_change > '0.5 s'
+WHERE application_name = 'batchwright' AND state LIKE 'idle in transaction%'
+    AND clock_timestamp() - state_change > '0.5 s'
 """
 
 
 class Sampler:
     """Looks at the table while everything runs: never two RUNNING of one key; and who keeps transactions open."""
 
-    def __init__(self, windlass: AsyncWindlass) -> None:
+    def __init__(self, batchwright: AsyncBatchwright) -> None:
         self.breaches: list[Breach] = []
         self.stalls: list[tuple[float, float]] = []
-        self._windlass = windlass
+        self._batchwright = batchwright
 
     async def watch(self) -> None:
         while True:
             with contextlib.suppress(DatabaseUnavailable):
-                rows = await self._windlass.pool.rows(_DOUBLES)
+                rows = await self._batchwright.pool.rows(_DOUBLES)
                 self.breaches += [(key, f"{count} jobs RUNNING at once") for key, count in rows]
-                self.stalls += await self._windlass.pool.rows(_STALLS)
+                self.stalls += await self._batchwright.pool.rows(_STALLS)
             await asyncio.sleep(_SAMPLE_SECONDS)
 
 

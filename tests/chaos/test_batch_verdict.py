@@ -11,12 +11,12 @@ from uuid import UUID
 import orjson
 import pytest
 
+from batchwright.batches.envelopes import request_id
 from tests.chaos.batch_client import Found, Request, workload
 from tests.chaos.batch_fleet import Kill, Victim
 from tests.chaos.batch_verdict import Evidence, Segment, judge, resumed
 from tests.chaos.history import Event, History
 from tests.chaos.test_verdict import job, told
-from windlass.batches.envelopes import request_id
 
 A, B = UUID(int=1), UUID(int=2)
 BATCH = "batch_" + 32 * "0"

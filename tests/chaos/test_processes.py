@@ -8,34 +8,34 @@ from types import SimpleNamespace
 
 import pytest
 
+from batchwright import AsyncBatchwright, Context
+from batchwright.engine.processes import Processes
+from batchwright.states import JobStatus
 from tests.chaos.operations import cpu
 from tests.support import noop, put_one, raw, take
-from windlass import AsyncWindlass, Context
-from windlass.engine.processes import Processes
-from windlass.states import JobStatus
 
 SILENT = SimpleNamespace(emit=lambda *_: None, progress=lambda *_: None)
 
 
 @pytest.fixture
-async def windlass(database_url):
-    async with AsyncWindlass(database_url=database_url, operations=[cpu, noop]) as windlass:
-        yield windlass
+async def batchwright(database_url):
+    async with AsyncBatchwright(database_url=database_url, operations=[cpu, noop]) as batchwright:
+        yield batchwright
 
 
 @pytest.fixture
-async def processes(windlass):
-    processes = Processes(windlass._child_program(), 1)
+async def processes(batchwright):
+    processes = Processes(batchwright._child_program(), 1)
     yield processes
     await processes.close()
 
 
-async def test_a_suspect_is_not_parked_because_the_worker_that_sent_it_away_was_killed(queue, windlass):
+async def test_a_suspect_is_not_parked_because_the_worker_that_sent_it_away_was_killed(queue, batchwright):
     id = await put_one(queue)
-    await raw(queue, "UPDATE windlass.job SET rescues = 2 WHERE id = %(id)s", id=id)
+    await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     reader, writer = os.pipe()
     os.close(reader)  # as the kernel does when the worker that holds it is killed
-    program = windlass._child_program()
+    program = batchwright._child_program()
     process = await asyncio.create_subprocess_exec(
         *(*program.command, "isolate", str(id)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -49,18 +49,18 @@ async def test_a_suspect_is_not_parked_because_the_worker_that_sent_it_away_was_
     assert (job.status, job.rescues, job.locked_by) == (JobStatus.SUCCEEDED, 0, None)
 
 
-async def test_a_child_that_died_while_idle_is_not_given_the_next_job(queue, windlass, processes):
-    assert await perform(queue, windlass, processes) == 0
+async def test_a_child_that_died_while_idle_is_not_given_the_next_job(queue, batchwright, processes):
+    assert await perform(queue, batchwright, processes) == 0
     (child,) = processes._idle
     child.process.kill()
     await child.process.wait()
-    assert await perform(queue, windlass, processes) == 0
+    assert await perform(queue, batchwright, processes) == 0
 
 
-async def test_a_child_killed_while_its_answer_is_on_the_way_is_not_given_the_next_job(queue, windlass, processes):
+async def test_a_child_killed_while_its_answer_is_on_the_way_is_not_given_the_next_job(queue, batchwright, processes):
     """As it happens to a worker that was stopped, finds its lease lost and the answer in the pipe at once."""
     running = SimpleNamespace(kill=None)
-    performing = asyncio.create_task(perform(queue, windlass, processes, running))
+    performing = asyncio.create_task(perform(queue, batchwright, processes, running))
     while not processes._busy:
         await asyncio.sleep(0.01)
     (child,) = processes._busy
@@ -69,12 +69,12 @@ async def test_a_child_killed_while_its_answer_is_on_the_way_is_not_given_the_ne
     running.kill()
     assert await performing == 0
     assert not processes._idle
-    assert await perform(queue, windlass, processes) == 0
+    assert await perform(queue, batchwright, processes) == 0
 
 
-async def perform(queue, windlass, processes, running=None):
+async def perform(queue, batchwright, processes, running=None):
     """No rounds: the child says nothing before its answer."""
-    await windlass.enqueue("chaos.cpu", {"rounds": 0})
+    await batchwright.enqueue("chaos.cpu", {"rounds": 0})
     (claim,) = await take(queue, types=["chaos.cpu"])
-    operation = windlass.operations.get("chaos.cpu")
+    operation = batchwright.operations.get("chaos.cpu")
     return await processes.perform(operation, claim, Context(claim, SILENT), running or SimpleNamespace(kill=None))

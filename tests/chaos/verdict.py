@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
+from batchwright.states import JOB, JobStatus
 from tests.chaos.history import TERMINAL, Event, History
 from tests.chaos.operations import has_effect
 from tests.chaos.workload import Ledger
-from windlass.states import JOB, JobStatus
 
 Breach = tuple[UUID | str, str]
 

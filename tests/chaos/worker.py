@@ -15,14 +15,14 @@ import threading
 import orjson
 import uvloop
 
+from batchwright.app import AsyncBatchwright
+from batchwright.db.database import DatabaseSettings
+from batchwright.engine.queue import EngineSettings
+from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.errors import DatabaseUnavailable
+from batchwright.settings import Settings
+from batchwright.telemetry.logs import configure_logs
 from tests.chaos.operations import OPERATIONS
-from windlass.app import AsyncWindlass
-from windlass.db.database import DatabaseSettings
-from windlass.engine.queue import EngineSettings
-from windlass.engine.worker import Worker, WorkerSettings
-from windlass.errors import DatabaseUnavailable
-from windlass.settings import Settings
-from windlass.telemetry.logs import configure_logs
 
 CONCURRENCY = 16
 _SAY_SECONDS = 0.25
@@ -40,7 +40,7 @@ def main() -> None:
     configure_logs("INFO", "json")
     threading.Thread(target=_end_with_the_harness, daemon=True).start()
     folder, lease_seconds = sys.argv[1], float(sys.argv[2])
-    uvloop.run(_work(AsyncWindlass(settings=settings(folder, lease_seconds), operations=OPERATIONS)))
+    uvloop.run(_work(AsyncBatchwright(settings=settings(folder, lease_seconds), operations=OPERATIONS)))
     os._exit(0)  # a thread that still waits for standard input must not hold us
 
 
@@ -49,13 +49,13 @@ def _end_with_the_harness() -> None:
     os._exit(3)
 
 
-async def _work(windlass: AsyncWindlass) -> None:
+async def _work(batchwright: AsyncBatchwright) -> None:
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     while not stopping.is_set():
         try:
-            async with windlass:
-                await _run(windlass.worker(), stopping)
+            async with batchwright:
+                await _run(batchwright.worker(), stopping)
             return
         except DatabaseUnavailable:  # it went away before we had begun; a supervisor would start us again as well
             await asyncio.sleep(0.2)

@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
+from batchwright import AsyncBatchwright, Conflict, JobId, NewJob, OnHeld
+from batchwright.errors import DatabaseUnavailable
 from tests.chaos.operations import BULK
-from windlass import AsyncWindlass, Conflict, JobId, NewJob, OnHeld
-from windlass.errors import DatabaseUnavailable
 
 T = TypeVar("T")
 _ANSWER_SECONDS_MAX = 90.0
@@ -50,9 +50,9 @@ class Size:
 class Workload:
     """Feeds the queue until it is told to stop, and never lets a long line build up."""
 
-    def __init__(self, windlass: AsyncWindlass, size: Size, seed: int) -> None:
+    def __init__(self, batchwright: AsyncBatchwright, size: Size, seed: int) -> None:
         self.ledger = Ledger()
-        self._windlass = windlass
+        self._batchwright = batchwright
         self._size = size
         self._random = random.Random(f"workload {seed}")
         self._recent: list[JobId] = []
@@ -105,7 +105,7 @@ class Workload:
 
     async def _put(self, jobs: Sequence[NewJob], *, cancellable: bool = True) -> None:
         try:
-            ids = await self._answered(lambda: self._windlass.enqueue(jobs))
+            ids = await self._answered(lambda: self._batchwright.enqueue(jobs))
         except Conflict:
             self.ledger.asked["refused: key is held"] += 1
             return
@@ -120,7 +120,7 @@ class Workload:
         key = self._random.choice(self._keys[-20:])
         calls = [
             self._answered(
-                lambda: self._windlass.enqueue("chaos.write", {"seconds": 0.05}, idempotency_key=key, priority=4)
+                lambda: self._batchwright.enqueue("chaos.write", {"seconds": 0.05}, idempotency_key=key, priority=4)
             )
             for _ in range(self._random.choice((1, 1, 3)))
         ]
@@ -134,16 +134,16 @@ class Workload:
             return
         id = self._random.choice(self._recent[-60:])
         if self._random.random() < 0.3:
-            sql = "SELECT id FROM windlass.job WHERE parent_job_id = %(id)s AND finished_at IS NULL LIMIT 1"
-            rows = await self._answered(lambda: self._windlass.pool.rows(sql, {"id": id}))
+            sql = "SELECT id FROM batchwright.job WHERE parent_job_id = %(id)s AND finished_at IS NULL LIMIT 1"
+            rows = await self._answered(lambda: self._batchwright.pool.rows(sql, {"id": id}))
             id = JobId(rows[0][0]) if rows else id
         self.ledger.cancelled.add(id)
-        await self._answered(lambda: self._windlass.cancel(id))
+        await self._answered(lambda: self._batchwright.cancel(id))
 
     async def _backlog(self) -> int:
         """Due jobs, without those that are meant to stand in line."""
-        sql = "SELECT count(*) FROM windlass.job WHERE status = 'QUEUED' AND run_after <= now() AND priority < 8"
-        ((count,),) = await self._answered(lambda: self._windlass.pool.rows(sql))
+        sql = "SELECT count(*) FROM batchwright.job WHERE status = 'QUEUED' AND run_after <= now() AND priority < 8"
+        ((count,),) = await self._answered(lambda: self._batchwright.pool.rows(sql))
         return int(count)
 
     async def _answered(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -1,4 +1,4 @@
-"""What the tests of `windlass batch` share: input files, a simulated model server, and batches in any state."""
+"""What the tests of `batchwright batch` share: input files, a simulated model server, and batches in any state."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from batchwright.batches.store import Batch
 from tests.batches.stage import Stage, jsonl, request, staged
-from windlass.batches.store import Batch
 
 GOOD = [request(f"r{n}") for n in range(4)]
 MIXED = [request("good"), request("bad", prompt="[[fault:400:code=odd]]"), request("also good", model="large")]

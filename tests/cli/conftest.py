@@ -20,12 +20,12 @@ import orjson
 import psycopg
 import pytest
 
+from batchwright.cli import main
 from tests.cli.stage import Stage, staged
-from windlass.cli import main
 
 SAMPLE = str(Path(__file__).with_name("sample.py"))
 SECONDS_MAX = 45.0
-SETTINGS = {"WINDLASS_API_PORT": "0", "WINDLASS_WORKER_STOP_GRACE_SECONDS": "0.3"}
+SETTINGS = {"BATCHWRIGHT_API_PORT": "0", "BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS": "0.3"}
 
 
 class Running:
@@ -69,13 +69,13 @@ class Running:
 
 
 class Cli:
-    """`windlass …` with one environment."""
+    """`batchwright …` with one environment."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
         self.url = url
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
-        self.environment = {**kept, **SETTINGS, "WINDLASS_DATABASE_URL": url}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHWRIGHT_")}
+        self.environment = {**kept, **SETTINGS, "BATCHWRIGHT_DATABASE_URL": url}
 
     def __call__(
         self, *arguments: str, input: str = "", code: int | None = 0, seconds: float = SECONDS_MAX
@@ -130,10 +130,10 @@ class Cli:
         return rows
 
     def begun(self, id: str, event: str) -> None:
-        self.until("SELECT FROM windlass.job_event WHERE job_id = %s AND event = %s", id, event)
+        self.until("SELECT FROM batchwright.job_event WHERE job_id = %s AND event = %s", id, event)
 
     def _command(self, arguments: tuple[str, ...]) -> list[str]:
-        return [sys.executable, "-P", "-m", "windlass", *arguments]
+        return [sys.executable, "-P", "-m", "batchwright", *arguments]
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def empty_cli(tmp_path: Path, empty_database_url: str) -> Cli:
 
 
 class Inside:
-    """`windlass …` in the test's own process: quicker, for commands that only answer."""
+    """`batchwright …` in the test's own process: quicker, for commands that only answer."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
@@ -156,7 +156,7 @@ class Inside:
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
         """The exit code, standard output and standard error."""
-        self._monkeypatch.setattr(sys, "argv", ["windlass", *arguments])
+        self._monkeypatch.setattr(sys, "argv", ["batchwright", *arguments])
         with pytest.raises(SystemExit) as left:
             main()
         out, err = self._capsys.readouterr()
@@ -173,9 +173,9 @@ class Inside:
 def inside(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, database_url: str
 ) -> Iterator[Inside]:
-    for name in [name for name in os.environ if name.startswith("WINDLASS_")]:
+    for name in [name for name in os.environ if name.startswith("BATCHWRIGHT_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("WINDLASS_DATABASE_URL", database_url)
+    monkeypatch.setenv("BATCHWRIGHT_DATABASE_URL", database_url)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     root = logging.getLogger()
@@ -191,11 +191,11 @@ def inside(
 @pytest.fixture
 def publish(database_url: str) -> None:
     """Make the sample's operations known, as a worker does that was here before."""
+    from batchwright.db.database import Blocking, complete
+    from batchwright.engine.queue import Queue
+    from batchwright.operations.registry import Registry
     from tests.cli import sample
     from tests.support import DATABASE
-    from windlass.db.database import Blocking, complete
-    from windlass.engine.queue import Queue
-    from windlass.operations.registry import Registry
 
     registry = Registry([sample.greet, sample.linger, sample.block, sample.sulk, sample.fail, sample.family])
     database = Blocking(DATABASE, database_url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from windlass import Context, Done, Fatal, NewJob, Wait, operation
+from batchwright import Context, Done, Fatal, NewJob, Wait, operation
 
 
 @operation("sample.greet")

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from batchwright import NewJob, Wait
+from batchwright.db.database import Blocking, complete
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Claim, JobId, Settle
+from batchwright.engine.queue import Queue
+from batchwright.operations.registry import Registry
 from tests.cli import sample
 from tests.support import DATABASE, fail, succeed
-from windlass import NewJob, Wait
-from windlass.db.database import Blocking, complete
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Claim, JobId, Settle
-from windlass.engine.queue import Queue
-from windlass.operations.registry import Registry
 
 SAMPLES = Registry([sample.greet, sample.linger, sample.block, sample.sulk, sample.fail, sample.family])
 

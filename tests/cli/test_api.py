@@ -1,4 +1,4 @@
-"""`windlass api`, and the HTTP server of `windlass up`, as processes."""
+"""`batchwright api`, and the HTTP server of `batchwright up`, as processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import SAMPLE, SECONDS_MAX, Cli, Running
 
-WORKERS = "SELECT pid FROM windlass.worker"
+WORKERS = "SELECT pid FROM batchwright.worker"
 
 
 def free_port() -> int:
@@ -43,7 +43,7 @@ def serving(cli: Cli, *arguments: str) -> Iterator[tuple[Running, httpx.Client]]
 
 
 def test_up_goes_on_serving_when_its_worker_is_killed_and_the_job_ends(cli: Cli) -> None:
-    cli.environment["WINDLASS_ENGINE_LEASE_SECONDS"] = "1"
+    cli.environment["BATCHWRIGHT_ENGINE_LEASE_SECONDS"] = "1"
     with serving(cli, "up", SAMPLE) as (up, http):
         ((first,),) = cli.until(WORKERS)
         id = http.post("/v1/jobs", json={"job_type": "sample.slow", "payload": {"seconds": 1.5}}).json()["id"]
@@ -63,7 +63,7 @@ def test_up_goes_on_serving_when_its_worker_is_killed_and_the_job_ends(cli: Cli)
 def test_an_open_stream_does_not_keep_the_server_from_leaving(cli: Cli) -> None:
     with serving(cli, "api") as (api, http):
         cli.rows(
-            "INSERT INTO windlass.operation (name, payload_schema, defaults, published_at, published_by) "
+            "INSERT INTO batchwright.operation (name, payload_schema, defaults, published_at, published_by) "
             "VALUES ('later', '{}', %s, now(), 'nobody') RETURNING name",
             '{"queue": "default", "priority": 5, "max_attempts": 3, "exclusive_key": [], "on_held": "queue"}',
         )
@@ -89,7 +89,7 @@ def test_from_the_first_key_on_nobody_gets_in_without_one(cli: Cli) -> None:
 def test_without_a_key_only_a_loopback_address_is_served(cli: Cli, command: str) -> None:
     said = cli(command, "--host", "0.0.0.0", code=1).stderr
     assert "without a key the server answers on a loopback address only, not on 0.0.0.0" in said
-    assert "windlass key create" in said
+    assert "batchwright key create" in said
 
 
 def test_a_port_that_is_taken_is_said_with_its_remedy(cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""`windlass batch …` on batches in any state; what was made by another process is staged in this one."""
+"""`batchwright batch …` on batches in any state; what was made by another process is staged in this one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import orjson
 import pytest
 from rich.console import Console
 
+from batchwright.batches.finalize import Finalizer
+from batchwright.batches.store import Batch, Pace
+from batchwright.cli.batch_show import Seen, exit_code, money, size
+from batchwright.cli.batch_watch import Lines, Load, Meter, View
+from batchwright.cli.show import print_facts
+from batchwright.errors import StorageUnavailable
+from batchwright.settings import load_settings
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
 from tests.batches.stage import Stage, request, staged
 from tests.cli.batches import GOOD, MIXED, ended, ids, on_stage, read, waiting, write
 from tests.cli.conftest import Cli, Inside
-from windlass.batches.finalize import Finalizer
-from windlass.batches.store import Batch, Pace
-from windlass.cli.batch_show import Seen, exit_code, money, size
-from windlass.cli.batch_watch import Lines, Load, Meter, View
-from windlass.cli.show import print_facts
-from windlass.errors import StorageUnavailable
-from windlass.settings import load_settings
-from windlass.simulator import Profile, SimulatorSettings
-from windlass.states import BatchStatus
 
 VERBS = [
     ["show"],
@@ -48,19 +48,19 @@ def folder(inside: Inside, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Where files and the work folder are, for the command line and for what is staged."""
     found = tmp_path / "data"
     found.mkdir()
-    monkeypatch.setenv("WINDLASS_DATABASE_FOLDER", str(found))
-    cli.environment["WINDLASS_DATABASE_FOLDER"] = str(found)
+    monkeypatch.setenv("BATCHWRIGHT_DATABASE_FOLDER", str(found))
+    cli.environment["BATCHWRIGHT_DATABASE_FOLDER"] = str(found)
     return found
 
 
 @pytest.fixture
 def gateway(folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
-    cli.environment["WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL"] = "http://127.0.0.1:9"
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
+    cli.environment["BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL"] = "http://127.0.0.1:9"
 
 
 def files(cli: Cli) -> int:
-    return len(cli.rows("SELECT FROM windlass.file"))
+    return len(cli.rows("SELECT FROM batchwright.file"))
 
 
 # submit -----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_submit_list_show_and_cancel_tell_one_story(cli: Cli, tmp_path: Path) ->
     assert "validating" in shown
     assert "no live worker knows the operation 'batch.process' and serves the queue 'batches'" in shown
     assert "is cancelling" in cli("batch", "cancel", id).stdout
-    assert cli.rows("SELECT status::text, queue FROM windlass.batch") == [("cancelling", "batches")]
+    assert cli.rows("SELECT status::text, queue FROM batchwright.batch") == [("cancelling", "batches")]
 
 
 @pytest.mark.usefixtures("gateway")
@@ -109,7 +109,7 @@ def test_without_a_model_server_anywhere_submit_says_what_to_write(cli: Cli, ins
     code, out, err = inside("batch", "submit", str(write(tmp_path / "in.jsonl")))
     assert (code, out) == (1, "")
     assert err.startswith("error: no worker runs batches: no model server is configured.")
-    assert "windlass batch run FILE --url" in err
+    assert "batchwright batch run FILE --url" in err
     assert '\n    [global_inference_gateway]\n    url = "http://gateway:8000"\n' in err
     assert files(cli) == 0
 
@@ -118,7 +118,7 @@ def test_without_a_model_server_anywhere_submit_says_what_to_write(cli: Cli, ins
 def test_submit_says_that_nobody_is_there_to_run_it(inside: Inside, tmp_path: Path) -> None:
     code, out, err = inside("batch", "submit", str(write(tmp_path / "in.jsonl")))
     assert (code, out.startswith("batch_")) == (0, True)
-    assert err == "no worker that runs batches is there now; start one: windlass up, or windlass worker\n"
+    assert err == "no worker that runs batches is there now; start one: batchwright up, or batchwright worker\n"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_bad_words_are_answered_in_one_line(
 def test_a_file_over_the_limit_is_refused_and_leaves_nothing(
     cli: Cli, inside: Inside, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WINDLASS_BATCHES_FILE_BYTES_MAX", "100")
+    monkeypatch.setenv("BATCHWRIGHT_BATCHES_FILE_BYTES_MAX", "100")
     code, _, err = inside("batch", "submit", str(write(tmp_path / "in.jsonl")))
     assert (code, err) == (1, "error: the file is larger than 100 bytes, which is the limit\n")
     assert files(cli) == 0
@@ -214,7 +214,7 @@ def test_retry_asks_failed_lines_again_by_code(inside: Inside, folder: Path, dat
 def test_show_tells_counts_errors_tokens_cost_and_files(
     inside: Inside, folder: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WINDLASS_BATCHES_PRICES", '{"*": {"input": 1000000, "output": 1000000}}')
+    monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"*": {"input": 1000000, "output": 1000000}}')
     batch = ended(database_url, folder, MIXED)
     found = inside.json("batch", "show", batch.id)
     assert (found["status"], found["done"], found["completed"], found["failed"]) == ("completed", 3, 2, 1)
@@ -278,7 +278,7 @@ async def test_submit_waits_for_the_end_if_it_is_asked_to(
     async with staged(database_url, folder) as stage:
         stage.work()
         done = await asyncio.to_thread(cli, "batch", "submit", "in.jsonl", "--wait", code=4)
-        (batch,) = await stage.windlass.batches.list(None)
+        (batch,) = await stage.batchwright.batches.list(None)
     assert done.stdout.splitlines()[0] == batch.id
     assert done.stdout.splitlines()[-1].endswith("3/3 · 2 completed · 1 failed")
 
@@ -408,9 +408,9 @@ def test_money_has_four_digits_below_one(amount: float, text: str) -> None:
 def test_facts_are_whole_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("windlass.cli.show.console", lambda: Console(width=30))
-    print_facts([("look", f"windlass batch show batch_{'0' * 32}")])
-    assert "".join(capsys.readouterr().out.split()) == f"lookwindlassbatchshowbatch_{'0' * 32}"
+    monkeypatch.setattr("batchwright.cli.show.console", lambda: Console(width=30))
+    print_facts([("look", f"batchwright batch show batch_{'0' * 32}")])
+    assert "".join(capsys.readouterr().out.split()) == f"lookbatchwrightbatchshowbatch_{'0' * 32}"
 
 
 # Results ----------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_results_that_cannot_be_had_are_explained(
 
 def test_a_reader_that_had_enough_is_no_error(cli: Cli, folder: Path, database_url: str) -> None:
     batch = ended(database_url, folder, [request(f"r{n}", max_tokens=2000) for n in range(200)])
-    command = [sys.executable, "-P", "-m", "windlass", "batch", "results", batch.id]
+    command = [sys.executable, "-P", "-m", "batchwright", "batch", "results", batch.id]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=cli.folder, env=cli.environment, **pipes) as reading:
         assert reading.stdout is not None
@@ -520,7 +520,7 @@ def test_repair_writes_the_files_of_a_batch_that_ended_without_them(
         patched.setattr(Finalizer, "write", broken)
         batch = ended(database_url, folder, MIXED)
     assert (batch.status, batch.manifest, batch.completed) == (BatchStatus.FAILED, None, 2)
-    hint = f"the batch {batch.id} has no files: it is failed; try windlass batch repair {batch.id}"
+    hint = f"the batch {batch.id} has no files: it is failed; try batchwright batch repair {batch.id}"
     assert inside("batch", "results", batch.id)[2] == f"error: {hint}\n"
     assert inside.json("batch", "repair", batch.id)["counts"] == {
         "total": 3,
@@ -543,7 +543,7 @@ def test_gc_counts_first_and_then_removes(inside: Inside, cli: Cli, folder: Path
     batch = ended(database_url, folder)
     assert inside("batch", "gc", "--dry-run") == (0, "", "nothing to remove\n")
     cli.rows(
-        "UPDATE windlass.file SET deleted_at = now() - interval '1 day' WHERE id = %s RETURNING id",
+        "UPDATE batchwright.file SET deleted_at = now() - interval '1 day' WHERE id = %s RETURNING id",
         batch.output_file_id,
     )
     found = inside.json("batch", "gc", "--dry-run")
@@ -551,4 +551,4 @@ def test_gc_counts_first_and_then_removes(inside: Inside, cli: Cli, folder: Path
     assert found["bytes"] == found["deleted_files"]["bytes"] > 0
     out = inside("batch", "gc")[1]
     assert out.splitlines()[1].split()[:3] == ["deleted", "files", "1"]
-    assert cli.rows("SELECT FROM windlass.file WHERE id = %s", batch.output_file_id) == []
+    assert cli.rows("SELECT FROM batchwright.file WHERE id = %s", batch.output_file_id) == []

@@ -1,4 +1,4 @@
-"""`windlass batch check`: a dry run on a file, without any database."""
+"""`batchwright batch check`: a dry run on a file, without any database."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.cli.batch_check import about
 from tests.batches.stage import request
 from tests.cli.batches import write
 from tests.cli.conftest import Inside
-from windlass.cli.batch_check import about
 
 SHARED = "You are a careful translator, and you never leave out a word. " * 40
 
 
 @pytest.fixture(autouse=True)
 def no_database(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WINDLASS_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/nothing")
+    monkeypatch.setenv("BATCHWRIGHT_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/nothing")
 
 
 def test_a_good_file_is_counted_by_model_and_estimated(inside: Inside, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_good_file_is_counted_by_model_and_estimated(inside: Inside, tmp_path:
 def test_prices_make_it_a_cost_with_a_cache_and_without(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WINDLASS_BATCHES_PRICES", '{"small": {"input": 1.0, "cached": 0.0, "output": 10.0}}')
+    monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"small": {"input": 1.0, "cached": 0.0, "output": 10.0}}')
     lines = [request(f"r{n}", prompt=f"{SHARED} {n}") for n in range(8)]
     file = str(write(tmp_path / "in.jsonl", lines))
     found = inside.json("batch", "check", file, "--output-tokens", "100")
@@ -50,7 +50,7 @@ def test_prices_make_it_a_cost_with_a_cache_and_without(
 def test_a_model_without_a_price_leaves_the_whole_without_a_cost(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WINDLASS_BATCHES_PRICES", '{"small": {"input": 1.0}}')
+    monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"small": {"input": 1.0}}')
     lines = [request("a"), request("b", model="large")]
     found = inside.json("batch", "check", str(write(tmp_path / "in.jsonl", lines)))
     assert [one["cost"] is None for one in found["models"]] == [True, False]
@@ -98,7 +98,7 @@ def test_the_endpoint_is_that_of_the_first_request_unless_it_is_named(inside: In
 def test_models_without_a_gateway_are_said_to_fail(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WINDLASS_MODEL_GATEWAYS", '{"large": {"url": "http://127.0.0.1:1"}}')
+    monkeypatch.setenv("BATCHWRIGHT_MODEL_GATEWAYS", '{"large": {"url": "http://127.0.0.1:1"}}')
     file = write(tmp_path / "in.jsonl", [request("a"), request("b", model="large")])
     code, out, _ = inside("batch", "check", str(file))
     assert code == 0

@@ -1,4 +1,4 @@
-"""`windlass batch run`: a whole batch in one command, killed and interrupted and resumed."""
+"""`batchwright batch run`: a whole batch in one command, killed and interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
+from batchwright.batches.lines import MODEL_CHARACTERS_MAX
+from batchwright.batches.process import shard_queue
+from batchwright.cli.batch_run import Plan, _gateway_set
+from batchwright.cli.batch_work import only_one, private_settings
+from batchwright.errors import ConfigurationError, Conflict
+from batchwright.settings import Settings, load_settings
+from batchwright.simulator import Remote, running_process
 from tests.batches.stage import request
 from tests.cli.batches import MIXED, ids, read, write
 from tests.cli.conftest import Cli, Inside, Running
 from tests.examples.test_docs import example, shell
 from tests.telemetry.test_tracing import Collector, collector, environment, traced
-from windlass.batches.lines import MODEL_CHARACTERS_MAX
-from windlass.batches.process import shard_queue
-from windlass.cli.batch_run import Plan, _gateway_set
-from windlass.cli.batch_work import only_one, private_settings
-from windlass.errors import ConfigurationError, Conflict
-from windlass.settings import Settings, load_settings
-from windlass.simulator import Remote, running_process
 
 __all__ = ["collector", "environment", "traced"]
-KEY = "WINDLASS_TEST_KEY"
+KEY = "BATCHWRIGHT_TEST_KEY"
 OURS = {"url": "http://ours:8000", "api_key_env": KEY, "tls_insecure_skip_verify": True, "max_retries": 7}
 IN_FLIGHT = 8
 
@@ -53,11 +53,11 @@ def folder(inside: Inside, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = tmp_path / "data"
     found.mkdir()
     settings = {
-        "WINDLASS_DATABASE_FOLDER": str(found),
-        "WINDLASS_BATCHES_CHECKPOINT_SECONDS": "0.1",
-        "WINDLASS_GLOBAL_INFERENCE_GATEWAY_MAX_RETRIES": "0",
-        "WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9",
-        "WINDLASS_WORKER_STOP_GRACE_SECONDS": "8",
+        "BATCHWRIGHT_DATABASE_FOLDER": str(found),
+        "BATCHWRIGHT_BATCHES_CHECKPOINT_SECONDS": "0.1",
+        "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_MAX_RETRIES": "0",
+        "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9",
+        "BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS": "8",
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -77,12 +77,12 @@ def command(simulator: Remote, *more: str) -> list[str]:
 def begun(cli: Cli, arguments: Sequence[str], done: int) -> Iterator[Running]:
     """A run that has so many answers, and goes on."""
     with cli.start(*arguments) as running:
-        cli.until("SELECT FROM windlass.batch WHERE completed >= %s", done)
+        cli.until("SELECT FROM batchwright.batch WHERE completed >= %s", done)
         yield running
 
 
 def read_id(cli: Cli) -> str:
-    ((id,),) = cli.rows("SELECT id FROM windlass.batch")
+    ((id,),) = cli.rows("SELECT id FROM batchwright.batch")
     return str(id)
 
 
@@ -109,10 +109,10 @@ def test_nothing_but_the_batch_is_left_behind(
     found = inside.json(*command(simulator, "-o", "answers.jsonl"))
     assert (found["status"], found["exit_code"], found["completed"]) == ("completed", 0, 4)
     assert (found["output"], found["errors"]) == (str(tmp_path / "answers.jsonl"), None)
-    ((queue,),) = cli.rows("SELECT queue FROM windlass.batch")
+    ((queue,),) = cli.rows("SELECT queue FROM batchwright.batch")
     assert queue.startswith("~run-")
-    assert cli.rows("SELECT FROM windlass.queue") == []
-    assert cli.rows("SELECT FROM windlass.worker") == []
+    assert cli.rows("SELECT FROM batchwright.queue") == []
+    assert cli.rows("SELECT FROM batchwright.worker") == []
     assert [path.name for path in (folder / "work").glob("*.lock")] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "data", "in.jsonl"]
 
@@ -180,14 +180,14 @@ def test_bad_input_is_explained_and_can_be_tried_again(
 ) -> None:
     write(tmp_path / "in.jsonl")
     with monkeypatch.context() as strict:
-        strict.setenv("WINDLASS_BATCHES_REQUESTS_MAX", "3")
+        strict.setenv("BATCHWRIGHT_BATCHES_REQUESTS_MAX", "3")
         code, out, _ = inside(*command(simulator))
     assert code == 1
     assert "✗ failed: nothing was sent" in out
     assert "✗ too_many_tasks: The batch has more than the 3 requests maximum." in out
     assert not (tmp_path / "in.out.jsonl").exists()
     assert inside(*command(simulator))[0] == 0
-    assert sorted(cli.rows("SELECT status::text FROM windlass.batch")) == [("completed",), ("failed",)]
+    assert sorted(cli.rows("SELECT status::text FROM batchwright.batch")) == [("completed",), ("failed",)]
 
 
 def test_a_limit_holds_for_all_models_together(inside: Inside, simulator: Remote, folder: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_the_key_of_the_server_is_read_from_the_environment(
             err
             == f"error: the gateway's key is the environment variable {KEY}, which does not hold a key in one line\n"
         )
-        assert cli.rows("SELECT FROM windlass.file") == []
+        assert cli.rows("SELECT FROM batchwright.file") == []
         monkeypatch.setenv(KEY, "secret")
         assert inside(*arguments)[0] == 0
 
@@ -264,7 +264,7 @@ def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_fli
     with begun(cli, arguments, 60) as first:
         first.signal(signal.SIGKILL)
         first.ended()
-    assert len(cli.rows("SELECT FROM windlass.job WHERE locked_by IS NOT NULL AND status = 'RUNNING'")) == 1
+    assert len(cli.rows("SELECT FROM batchwright.job WHERE locked_by IS NOT NULL AND status = 'RUNNING'")) == 1
     began = time.monotonic()
     found = cli.json(*arguments)
     assert time.monotonic() - began < 25, "the lease of the dead, 30 s, was waited for"
@@ -273,7 +273,7 @@ def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_fli
     asked = simulator.asked(over=1)
     assert asked["distinct"] == 240
     assert 0 < asked["repeated"] <= IN_FLIGHT
-    assert len(cli.rows("SELECT FROM windlass.batch")) == 1
+    assert len(cli.rows("SELECT FROM batchwright.batch")) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -286,10 +286,10 @@ def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
         first.signal(number)
         assert first.ended() == 128 + number
         first.until(r"stopped at \d+/240; what is answered is kept")
-        first.until(r"give up:  windlass batch cancel batch_")
-    assert cli.rows("SELECT FROM windlass.worker") == []
+        first.until(r"give up:  batchwright batch cancel batch_")
+    assert cli.rows("SELECT FROM batchwright.worker") == []
     shown = cli("batch", "show", read_id(cli)).stdout
-    assert "start that windlass batch run again" in shown
+    assert "start that batchwright batch run again" in shown
     assert cli.json(*arguments)["completed"] == 240
     assert simulator.asked(over=1)["repeated"] == 0
 
@@ -301,7 +301,7 @@ def test_a_run_that_waits_for_its_server_can_be_interrupted_and_goes_on_with_it(
     simulator.put_faults(["503"])
     arguments = command(simulator)
     with cli.start(*arguments) as first:
-        cli.until("SELECT FROM windlass.batch WHERE status = 'in_progress'")
+        cli.until("SELECT FROM batchwright.batch WHERE status = 'in_progress'")
         first.signal(signal.SIGINT)
         assert first.ended() == 130
     simulator.put_faults([])
@@ -314,7 +314,7 @@ def test_the_same_run_twice_at_a_time_is_refused(cli: Cli, simulator: Remote, fo
     with begun(cli, command(simulator), 3) as first:
         second = cli(*command(simulator), code=1)
         assert second.stderr == (
-            f"error: the process {first.pid} runs this batch already; see how far it is: windlass batch list\n"
+            f"error: the process {first.pid} runs this batch already; see how far it is: batchwright batch list\n"
         )
 
 
@@ -329,7 +329,7 @@ def test_a_run_that_was_left_can_be_cancelled_and_keeps_its_answers(
     id = read_id(cli)
     found = cli.json("batch", "cancel", id)
     assert (found["status"], found["completed"] >= 10, found["done"]) == ("cancelled", True, 200)
-    assert cli.rows("SELECT FROM windlass.queue") == []
+    assert cli.rows("SELECT FROM batchwright.queue") == []
     assert len(cli("batch", "results", id).stdout.splitlines()) == found["completed"]
     again = cli(*arguments, "--json", code=3)
     assert '"status": "cancelled"' in again.stdout
@@ -337,7 +337,7 @@ def test_a_run_that_was_left_can_be_cancelled_and_keeps_its_answers(
 
 
 def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
-    cli.environment["WINDLASS_BATCHES_CANCEL_GRACE_SECONDS"] = "0.2"
+    cli.environment["BATCHWRIGHT_BATCHES_CANCEL_GRACE_SECONDS"] = "0.2"
     write(tmp_path / "in.jsonl", slow(20))
     simulator.put_faults(["hang:match=Say r7."])
     with begun(cli, command(simulator), 19) as first:
@@ -376,14 +376,14 @@ def test_what_is_off_is_said_before_anything_is_paid_for(
     code, out, err = inside("batch", "run", *arguments)
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {complaint}")
-    assert cli.rows("SELECT FROM windlass.file") == []
+    assert cli.rows("SELECT FROM batchwright.file") == []
 
 
 def test_without_a_server_it_says_what_to_write(
     inside: Inside, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL")
-    monkeypatch.delenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_MAX_RETRIES")
+    monkeypatch.delenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL")
+    monkeypatch.delenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_MAX_RETRIES")
     write(tmp_path / "in.jsonl")
     err = inside("batch", "run", "in.jsonl")[2]
     assert err.startswith("error: there is no model server to send to; write --url http://127.0.0.1:8000, or configure")
@@ -406,7 +406,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
         1,
         "error: in.jsonl was changed while it was read; wait until it is written, and start again\n",
     )
-    assert cli.rows("SELECT FROM windlass.batch") == []
+    assert cli.rows("SELECT FROM batchwright.batch") == []
     assert [path for path in (folder / "files").rglob("*") if path.is_file()] == []
 
 
@@ -505,7 +505,7 @@ def test_a_lock_on_a_file_that_is_removed_meanwhile_is_taken_again(
 def test_what_the_docs_print_works_with_the_embedded_database() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="windlass-docs-") as name:
+    with tempfile.TemporaryDirectory(prefix="batchwright-docs-") as name:
         Path(name).chmod(0o755)
         said = shell(Path(name), example("batch-run.sh").replace("9000", port))
     assert said.returncode == 0, said.stderr

@@ -1,4 +1,4 @@
-"""`windlass check`: what is wrong is named, with the remedy."""
+"""`batchwright check`: what is wrong is named, with the remedy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import orjson
 import psycopg
 import pytest
 
+from batchwright.db import check
+from batchwright.db.check import Finding, Level, check_database, describe
+from batchwright.db.database import Pool
+from batchwright.engine.queue import Queue
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.support import DATABASE
-from windlass.db import check
-from windlass.db.check import Finding, Level, check_database, describe
-from windlass.db.database import Pool
-from windlass.engine.queue import Queue
 
 
 async def find(pool: Pool, name: str, **options) -> Finding:
@@ -29,25 +29,25 @@ def test_a_database_without_schema_is_an_error_with_its_remedy(empty_cli: Cli) -
     said = empty_cli("check", SAMPLE, code=1).stdout
     assert "✓ operations  sample.block, sample.fail" in said
     assert "✗ schema" in said
-    assert "→ run: windlass migrate" in said
+    assert "→ run: batchwright migrate" in said
 
 
 def test_a_good_database_without_workers_has_warnings_only(inside: Inside, publish: None) -> None:
     inside("job", "submit", "sample.greet")
     found = {one["name"]: one for one in inside.json("check")}
     assert {name for name, one in found.items() if one["level"] == "error"} == set()
-    assert found["workers"]["remedy"] == "start one: windlass up, or windlass worker"
+    assert found["workers"]["remedy"] == "start one: batchwright up, or batchwright worker"
     assert found["due jobs"]["text"] == "no live worker knows sample.greet (1)"
     assert found["operations"]["level"] == "warning"
     assert found["server"]["level"] == found["session"]["level"] == found["schema"]["level"] == "ok"
 
 
 def test_wrong_settings_and_sources_are_findings(inside: Inside, tmp_path) -> None:
-    (tmp_path / "windlass.toml").write_text("[worker]\nconcurency = 3\n")
+    (tmp_path / "batchwright.toml").write_text("[worker]\nconcurency = 3\n")
     code, out, _ = inside("check")
     assert code == 1
     assert "there is no setting worker.concurency; did you mean worker.concurrency?" in out
-    (tmp_path / "windlass.toml").write_text('operations = ["nowhere"]\n')
+    (tmp_path / "batchwright.toml").write_text('operations = ["nowhere"]\n')
     code, out, _ = inside("check")
     assert code == 1
     assert "✗ operations" in out
@@ -82,7 +82,7 @@ def test_what_keeps_a_worker_from_running_batches_is_a_finding(
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         for name, value in {"GLOBAL_INFERENCE_GATEWAY_URL": url, **settings}.items():
-            monkeypatch.setenv(f"WINDLASS_{name}", value)
+            monkeypatch.setenv(f"BATCHWRIGHT_{name}", value)
         (found,) = [one for one in orjson.loads(inside("check", "--json")[1]) if one["name"] == "gateways"]
     assert found["level"] == level
     assert words in found["text"]
@@ -91,8 +91,8 @@ def test_what_keeps_a_worker_from_running_batches_is_a_finding(
 async def test_a_store_that_the_machines_of_workers_do_not_share_is_a_warning(
     inside: Inside, queue: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WINDLASS_DATABASE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("BATCHWRIGHT_DATABASE_FOLDER", str(tmp_path))
     monkeypatch.setenv("HOSTNAME", "here")
 
     async def found() -> tuple[str, str]:
@@ -106,16 +106,16 @@ async def test_a_store_that_the_machines_of_workers_do_not_share_is_a_warning(
     assert await found() == ("ok", f"{folder} can be read")
     await queue.register_worker(id="c", host="there", operations=["batch.process"], **about)
     assert await found() == ("warning", f"{folder} is a folder of this machine, and batches run on here, there")
-    monkeypatch.setenv("WINDLASS_STORAGE_URL", f"file://{tmp_path}/shared")
+    monkeypatch.setenv("BATCHWRIGHT_STORAGE_URL", f"file://{tmp_path}/shared")
     assert await found() == ("ok", f"{tmp_path.resolve()}/shared can be read")
 
 
 def test_a_store_that_cannot_be_read_is_an_error(
     inside: Inside, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
-    settings = {"WINDLASS_STORAGE_URL": "s3://b", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{unused_tcp_port}"}
-    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "WINDLASS_STORAGE_ATTEMPTS": "1"}
-    gateway = {"WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9"}
+    settings = {"BATCHWRIGHT_STORAGE_URL": "s3://b", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{unused_tcp_port}"}
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "BATCHWRIGHT_STORAGE_ATTEMPTS": "1"}
+    gateway = {"BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9"}
     for name, value in {**settings, **keys, **gateway}.items():
         monkeypatch.setenv(name, value)
     code, out, *_ = inside("check", "--json")

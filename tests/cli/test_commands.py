@@ -12,9 +12,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from windlass.cli import app
-from windlass.cli.simulate import PROFILE_NAMES
-from windlass.simulator import PROFILES
+from batchwright.cli import app
+from batchwright.cli.simulate import PROFILE_NAMES
+from batchwright.simulator import PROFILES
 
 SERVERS = {("up",), ("worker",), ("api",)}
 """Commands that run until they are stopped, and so have no result."""
@@ -78,10 +78,10 @@ def complete(shell: str, line: str) -> subprocess.CompletedProcess[str]:
     """What the shell's completion would offer behind this line."""
     words = line.split(" ")
     return subprocess.run(
-        [sys.executable, "-P", "-m", "windlass"],
+        [sys.executable, "-P", "-m", "batchwright"],
         env={
             **os.environ,
-            "_WINDLASS_COMPLETE": f"complete_{shell}",
+            "_BATCHWRIGHT_COMPLETE": f"complete_{shell}",
             "COMP_WORDS": line,
             "COMP_CWORD": str(len(words) - 1),
             "_TYPER_COMPLETE_ARGS": line,
@@ -94,32 +94,37 @@ def complete(shell: str, line: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_shell_completes_commands_and_the_values_of_flags() -> None:
-    assert complete("bash", "windlass pipe").stdout.split() == ["pipeline"]
-    offered = complete("bash", "windlass job list --status ").stdout.split()
+    assert complete("bash", "batchwright pipe").stdout.split() == ["pipeline"]
+    offered = complete("bash", "batchwright job list --status ").stdout.split()
     assert offered == ["QUEUED", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_is_printed(shell: str) -> None:
     shown = subprocess.run(
-        [sys.executable, "-P", "-m", "windlass", "--show-completion", shell],
+        [sys.executable, "-P", "-m", "batchwright", "--show-completion", shell],
         env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
         capture_output=True,
         text=True,
         check=True,
         timeout=45,
     )
-    assert f"_WINDLASS_COMPLETE=complete_{shell}" in shown.stdout
+    assert f"_BATCHWRIGHT_COMPLETE=complete_{shell}" in shown.stdout
     assert shown.stderr == ""
 
 
 def test_a_command_loads_neither_the_demo_nor_the_simulator_nor_a_workers_upkeep() -> None:
     """Each takes a part of the half second in which a command has to be there."""
-    asked = "import sys, windlass.cli; print(*sys.modules)"
+    asked = "import sys, batchwright.cli; print(*sys.modules)"
     there = set(
         subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout.split()
     )
-    others = {"windlass.cli.demo_batch", "windlass.simulator", "windlass.batches.collector", "windlass.batches.runtime"}
+    others = {
+        "batchwright.cli.demo_batch",
+        "batchwright.simulator",
+        "batchwright.batches.collector",
+        "batchwright.batches.runtime",
+    }
     assert there.isdisjoint(others | {"starlette", "wreq", "opentelemetry"})
 
 

@@ -2,18 +2,18 @@
 
 import signal
 
+from batchwright import NewJob
+from batchwright.db.database import Blocking, complete
+from batchwright.engine.counts import counted, fold
+from batchwright.engine.queue import Queue
+from batchwright.operations.registry import Registry
+from batchwright.telemetry.metrics import series
 from tests.cli import sample
 from tests.cli.conftest import SAMPLE
 from tests.support import DATABASE, Clock, put
-from windlass import NewJob
-from windlass.db.database import Blocking, complete
-from windlass.engine.counts import counted, fold
-from windlass.engine.queue import Queue
-from windlass.operations.registry import Registry
-from windlass.telemetry.metrics import series
 
 SETTLED = """
-    SELECT FROM windlass.worker_counts, jsonb_each_text(counts)
+    SELECT FROM batchwright.worker_counts, jsonb_each_text(counts)
     WHERE key LIKE '["jobs_settled_total"%%' GROUP BY () HAVING sum(value::numeric) >= %s
 """
 

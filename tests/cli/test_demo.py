@@ -1,4 +1,4 @@
-"""`windlass demo` as `make demo` runs it, only smaller; and what it says when the numbers do not add up."""
+"""`batchwright demo` as `make demo` runs it, only smaller; and what it says when the numbers do not add up."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import orjson
 import pytest
 from rich.console import Console
 
+from batchwright.app import AsyncBatchwright
+from batchwright.cli import demo_requests
+from batchwright.cli.demo_batch import Server, Stage
+from batchwright.cli.demo_report import Report, print_report
+from batchwright.cli.demo_requests import MODELS, input_order_share, write_requests
+from batchwright.cli.demo_stage import Tethered, own_environment
+from batchwright.db.check import Finding, Level
+from batchwright.errors import BatchwrightError
+from batchwright.settings import load_settings
+from batchwright.simulator import Remote
+from batchwright.states import BatchStatus
 from tests.cli.conftest import Cli, Inside
-from windlass.app import AsyncWindlass
-from windlass.cli import demo_requests
-from windlass.cli.demo_batch import Server, Stage
-from windlass.cli.demo_report import Report, print_report
-from windlass.cli.demo_requests import MODELS, input_order_share, write_requests
-from windlass.cli.demo_stage import Tethered, own_environment
-from windlass.db.check import Finding, Level
-from windlass.errors import WindlassError
-from windlass.settings import load_settings
-from windlass.simulator import Remote
-from windlass.states import BatchStatus
 
 SLOW = 120.0
 IN_FLIGHT_MAX = 48
@@ -103,7 +103,7 @@ def test_the_demo_loses_no_answer_and_touches_no_database_of_the_users(cli: Cli)
     samples = [line for line in said.splitlines() if line.startswith('{"id":"batch_req_')]
     assert re.findall(r'"custom_id":"(letter-\d+)"', "".join(samples)) == ["letter-00000", "letter-00001"]
     assert "no answer was lost or is there twice" in said
-    assert cli.rows("SELECT count(*) FROM windlass.job") == [(0,)]
+    assert cli.rows("SELECT count(*) FROM batchwright.job") == [(0,)]
     assert_gone(said)
 
 
@@ -114,7 +114,7 @@ def test_the_pipeline_loses_nothing_and_touches_no_database_of_the_users(cli: Cl
     assert "20 of 20" in said
     assert "20, 20 distinct" in said
     assert "nothing was lost or done twice" in said
-    assert cli.rows("SELECT count(*) FROM windlass.job") == [(0,)]
+    assert cli.rows("SELECT count(*) FROM batchwright.job") == [(0,)]
     assert_gone(said)
 
 
@@ -157,7 +157,7 @@ def test_the_exit_code_says_whether_it_adds_up(
         assert out.quiet
         return report
 
-    monkeypatch.setattr("windlass.cli.demo_batch.run_batch", run_batch)
+    monkeypatch.setattr("batchwright.cli.demo_batch.run_batch", run_batch)
     ended, said, _ = inside("demo", "--json")
     assert ended == code
     told = orjson.loads(said)
@@ -199,7 +199,7 @@ def test_whatever_does_not_add_up_is_said(values: dict[str, Any], problem: str) 
     assert not report.is_right
     assert any(problem in one for one in report.problems), report.problems
     said = printed(report)
-    assert "this is a bug in Windlass" in said
+    assert "this is a bug in Batchwright" in said
     assert "✓ A worker died" not in said
 
 
@@ -243,11 +243,11 @@ def test_the_order_of_the_file_saves_less_than_the_order_of_the_prompts(tmp_path
 
 
 def test_nothing_of_the_users_settings_reaches_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WINDLASS_DATABASE_URL", "WINDLASS_CONFIG", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+    for name in ("BATCHWRIGHT_DATABASE_URL", "BATCHWRIGHT_CONFIG", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         monkeypatch.setenv(name, "the user's")
     environment = own_environment(tmp_path, "[log]\n")
     assert "the user's" not in environment.values()
-    assert Path(environment["WINDLASS_CONFIG"]).read_text() == "[log]\n"
+    assert Path(environment["BATCHWRIGHT_CONFIG"]).read_text() == "[log]\n"
     assert environment["PATH"]
 
 
@@ -257,16 +257,16 @@ async def test_a_worker_that_ends_by_itself_ends_the_demo_with_its_last_words(tm
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     with subprocess.Popen([sys.executable, "-c", "input(); exit(3)"], stdin=subprocess.PIPE) as simulator:
         stage = Stage(
-            windlass=AsyncWindlass(settings=load_settings(environment={})),
+            batchwright=AsyncBatchwright(settings=load_settings(environment={})),
             server=Server(Remote("http://127.0.0.1:1", simulator, None)),
             crew=[Tethered(process=worker, log=log)],
             folder=tmp_path,
         )
         await worker.wait()
-        with pytest.raises(WindlassError, match="ended by itself: once; the disk is on fire"):
+        with pytest.raises(BatchwrightError, match="ended by itself: once; the disk is on fire"):
             stage.check()
         stage.killed.add(worker.pid)
         stage.check()
         simulator.communicate(b"\n")
-        with pytest.raises(WindlassError, match="the simulated model server has ended with 3"):
+        with pytest.raises(BatchwrightError, match="the simulated model server has ended with 3"):
             stage.check()

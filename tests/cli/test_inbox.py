@@ -1,11 +1,11 @@
-"""`windlass inbox …`."""
+"""`batchwright inbox …`."""
 
 from __future__ import annotations
 
+from batchwright import NewJob
 from tests.cli.conftest import Inside
 from tests.cli.sample import fail
 from tests.cli.stage import Stage
-from windlass import NewJob
 
 
 def test_the_inbox_shows_groups_and_what_to_do(inside: Inside, stage: Stage) -> None:
@@ -18,7 +18,7 @@ def test_the_inbox_shows_groups_and_what_to_do(inside: Inside, stage: Stage) -> 
     assert (code, lines[0].split()) == (0, ["failed", "type", "code", "last", "message"])
     assert lines[1].split()[:3] == ["2", "sample.fail", "no_paper"]
     assert lines[1].rstrip().endswith("it broke")
-    assert "windlass inbox rerun | dismiss --type NAME [--code CODE]" in err
+    assert "batchwright inbox rerun | dismiss --type NAME [--code CODE]" in err
     assert inside("inbox", "list")[1].splitlines()[2].split()[:3] == ["1", "sample.greet", "no_ink"]
     first, second = inside.json("inbox")
     assert (first["count"], sorted(first["samples"]), first["is_retryable"]) == (2, sorted(map(str, ids)), False)
@@ -57,9 +57,9 @@ def test_a_group_must_be_named_and_options_stand_behind_the_command(inside: Insi
     assert inside("inbox", "rerun", "--yes") == (
         2,
         "",
-        "error: Missing option '--type'. See: windlass inbox rerun --help\n",
+        "error: Missing option '--type'. See: batchwright inbox rerun --help\n",
     )
     code, out, err = inside("inbox", "--type", "sample.fail", "rerun", "--type", "sample.fail", "--yes")
     assert (code, out) == (1, "")
-    assert err == "error: put the options behind the command: windlass inbox rerun --type NAME\n"
+    assert err == "error: put the options behind the command: batchwright inbox rerun --type NAME\n"
     assert stage.status(id) == "FAILED"

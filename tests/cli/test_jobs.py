@@ -1,4 +1,4 @@
-"""`windlass job …`, `migrate` and the forms of errors, in real processes."""
+"""`batchwright job …`, `migrate` and the forms of errors, in real processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import uuid
 
 import pytest
 
+from batchwright import NewJob
+from batchwright.app import VERSION
+from batchwright.db.database import complete
+from batchwright.engine import bulk
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.cli.sample import family, greet
 from tests.cli.stage import Stage
-from windlass import NewJob
-from windlass.app import VERSION
-from windlass.db.database import complete
-from windlass.engine import bulk
 
 pytestmark = pytest.mark.usefixtures("publish")
 
@@ -47,7 +47,7 @@ def test_submit_passes_every_option_on(inside: Inside, tmp_path) -> None:
 
 def test_submit_reads_the_payload_from_standard_input(cli: Cli) -> None:
     id = cli("job", "submit", "sample.greet", "-p", "-", input='{"name": "Alan"}').stdout.strip()
-    assert cli.rows("SELECT payload FROM windlass.job WHERE id = %s", id) == [({"name": "Alan"},)]
+    assert cli.rows("SELECT payload FROM batchwright.job WHERE id = %s", id) == [({"name": "Alan"},)]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_submit_reads_the_payload_from_standard_input(cli: Cli) -> None:
         (["submit", "sample.greet", "--priority", "12"], 2, "--priority"),
         (["show", "here"], 1, "'here' is no job id"),
         (["list", "--status", "LOST"], 2, "LOST"),
-        (["submit"], 2, "Missing argument 'TYPE'. See: windlass job submit --help"),
+        (["submit"], 2, "Missing argument 'TYPE'. See: batchwright job submit --help"),
     ],
 )
 def test_bad_words_are_answered_in_one_line(inside: Inside, arguments: list[str], code: int, complaint: str) -> None:
@@ -86,7 +86,7 @@ def test_recover_and_rerun_say_why_not(cli: Cli, inside: Inside) -> None:
     inside("job", "cancel", id)
     assert inside("job", "rerun", id) == (0, f"job {id} was rerun: QUEUED\n", "")
     cli.rows(
-        "UPDATE windlass.job SET status = 'RUNNING', locked_by = 'gone', locked_at = now(), lease_until = now(), "
+        "UPDATE batchwright.job SET status = 'RUNNING', locked_by = 'gone', locked_at = now(), lease_until = now(), "
         "started_at = now() WHERE id = %s RETURNING id",
         id,
     )
@@ -166,7 +166,7 @@ def test_every_filter_of_the_list_is_passed_on(inside: Inside, stage: Stage) -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "which jobs? windlass job {verb} ID, or a filter such as --type NAME or --status STATUS"),
+        ([], "which jobs? batchwright job {verb} ID, or a filter such as --type NAME or --status STATUS"),
         (["--yes"], "which jobs? "),
         (["--type", "sample.greet"], "nobody is here to be asked; add --yes to {verb} them, or --dry-run to count"),
         ([str(uuid.uuid4()), "--type", "x"], "{verb} jobs by their ids or by a filter"),
@@ -249,10 +249,10 @@ def test_watch_of_a_cancelled_job_leaves_with_3(inside: Inside) -> None:
 
 
 def test_a_database_that_is_not_there_is_one_line_with_a_remedy(cli: Cli) -> None:
-    cli.environment["WINDLASS_DATABASE_URL"] = "postgresql://nobody:secret@127.0.0.1:1/nothing"
+    cli.environment["BATCHWRIGHT_DATABASE_URL"] = "postgresql://nobody:secret@127.0.0.1:1/nothing"
     said = cli("job", "list", code=1).stderr
     assert said.startswith("error: ")
-    assert said.endswith("start the server, or correct host and port in WINDLASS_DATABASE_URL\n")
+    assert said.endswith("start the server, or correct host and port in BATCHWRIGHT_DATABASE_URL\n")
     assert said.count("\n") == 1
     assert "secret" not in said
 
@@ -266,4 +266,4 @@ def test_a_url_that_cannot_be_read_is_not_repeated(inside: Inside) -> None:
 
 
 def test_the_version_is_printed(inside: Inside) -> None:
-    assert inside("--version") == (0, f"windlass {VERSION}\n", "")
+    assert inside("--version") == (0, f"batchwright {VERSION}\n", "")

@@ -1,4 +1,4 @@
-"""`windlass key …`: made once, shown once, revoked for good."""
+"""`batchwright key …`: made once, shown once, revoked for good."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def test_a_key_alone_goes_to_standard_output_and_nowhere_else(inside: Inside) ->
     code, out, err = inside("key", "create", "laptop", "--tenant", "acme", "--expires-in", "90d")
     secret = out.strip()
     assert code == 0
-    assert secret.startswith("wl_")
+    assert secret.startswith("bw_")
     assert secret not in err
     assert "tenant acme · read submit operate" in err
     (key,) = inside.json("key", "list")
@@ -45,7 +45,7 @@ def test_without_keys_the_list_says_what_that_means(inside: Inside) -> None:
         (["create", "x", "--expires-in", "0d"], "a key lives for some time"),
         (["create", ""], "1 to 100 characters"),
         (["create", "x", "--tenant", "*"], "'*' stands for all tenants"),
-        (["revoke", "01a1e1b4-7c09-7b40-820c-12011338a22d"], "windlass key list shows them"),
+        (["revoke", "01a1e1b4-7c09-7b40-820c-12011338a22d"], "batchwright key list shows them"),
         (["revoke", "laptop"], "'laptop' is no"),
     ],
 )

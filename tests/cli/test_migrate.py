@@ -1,4 +1,4 @@
-"""`windlass migrate`: once, twice, and two at a time."""
+"""`batchwright migrate`: once, twice, and two at a time."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def test_two_processes_migrate_at_once_and_one_of_them_does_it(empty_cli: Cli) -
 def test_a_schema_that_is_behind_is_refused_with_the_remedy(empty_cli: Cli) -> None:
     for arguments in (["job", "list"], ["worker", SAMPLE]):
         said = empty_cli(*arguments, code=1).stderr
-        assert said.splitlines()[-1].endswith("run: windlass migrate")
+        assert said.splitlines()[-1].endswith("run: batchwright migrate")

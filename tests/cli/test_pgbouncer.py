@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from batchwright.db.check import require_sessions
+from batchwright.errors import ConfigurationError, DatabaseUnavailable
 from tests.cli.conftest import SAMPLE, SECONDS_MAX, Cli, Inside
 from tests.conftest import skip
 from tests.support import DATABASE
-from windlass.db.check import require_sessions
-from windlass.errors import ConfigurationError, DatabaseUnavailable
 
 IGNORING = "ignore_startup_parameters = options"
 
@@ -92,7 +92,7 @@ async def test_a_pooler_that_refuses_our_options_is_explained(database_url: str,
 
 
 async def test_a_session_pool_that_is_too_small_is_explained(database_url: str, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("windlass.db.check._PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("batchwright.db.check._PROBE_SECONDS", 0.5)
     with (
         pgbouncer(tmp_path, database_url, "session", IGNORING, "default_pool_size = 1") as url,
         pytest.raises(DatabaseUnavailable, match="gave no second connection within"),
@@ -109,7 +109,7 @@ def test_check_up_and_worker_refuse_transaction_mode(inside: Inside, database_ur
         for command in ("up", "worker"):
             code, _, err = inside(command, SAMPLE, "--database-url", url)
             assert (code, err.count("\n")) == (1, 1)
-            assert "Windlass needs sessions" in err
+            assert "Batchwright needs sessions" in err
 
 
 def test_session_mode_is_accepted_and_works(inside: Inside, cli: Cli, tmp_path) -> None:
@@ -119,7 +119,7 @@ def test_session_mode_is_accepted_and_works(inside: Inside, cli: Cli, tmp_path) 
         assert found["database"]["level"] == "ok"
         assert found["session"]["level"] == "warning"
         assert "SET statement_timeout = '10s'" in found["session"]["remedy"]
-        cli.environment["WINDLASS_DATABASE_URL"] = url
+        cli.environment["BATCHWRIGHT_DATABASE_URL"] = url
         with cli.start("up", SAMPLE) as up:
             up.until("runs sample.block")
             assert cli("job", "submit", "sample.greet", "--wait").stdout.endswith('"hello you"\n')

@@ -1,4 +1,4 @@
-"""`windlass pipeline …`."""
+"""`batchwright pipeline …`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import uuid
 
 import orjson
 
+from batchwright import NewJob
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.cli.sample import family, greet
 from tests.cli.stage import Stage
-from windlass import NewJob
 
 
 def test_a_pipeline_is_shown_with_its_steps_and_its_jobs(inside: Inside, stage: Stage) -> None:
@@ -29,7 +29,7 @@ def test_a_pipeline_is_shown_with_its_steps_and_its_jobs(inside: Inside, stage: 
     for id in (root, one, two, follower):
         assert str(id) in said
     short = inside("pipeline", "show", str(root), "--jobs", "1")[1]
-    assert short.splitlines()[-1] == f"the newest 1 of 4; see: windlass job list --pipeline {root} --limit 4"
+    assert short.splitlines()[-1] == f"the newest 1 of 4; see: batchwright job list --pipeline {root} --limit 4"
 
 
 def test_a_pipeline_as_json_has_its_counts_and_why_its_jobs_wait(inside: Inside, stage: Stage) -> None:

@@ -1,11 +1,11 @@
-"""`windlass queue …`."""
+"""`batchwright queue …`."""
 
 from __future__ import annotations
 
+from batchwright import NewJob
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.cli.sample import greet
 from tests.cli.stage import Stage
-from windlass import NewJob
 
 
 def test_queues_are_listed_with_what_waits_in_them(inside: Inside, stage: Stage) -> None:
@@ -37,7 +37,7 @@ def test_pause_and_resume_take_many_and_name_what_is_not_there(inside: Inside, s
         "",
         "error: there is no queue 'leters'; did you mean 'letters'?\n",
     )
-    assert inside("queue", "pause")[2] == "error: Missing argument 'NAME...'. See: windlass queue pause --help\n"
+    assert inside("queue", "pause")[2] == "error: Missing argument 'NAME...'. See: batchwright queue pause --help\n"
 
 
 def test_a_worker_goes_on_with_a_queue_that_was_resumed(cli: Cli, publish: None) -> None:

@@ -1,4 +1,4 @@
-"""`windlass schedule …`, on a real database and with a real worker."""
+"""`batchwright schedule …`, on a real database and with a real worker."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_create_again_is_refused_and_with_replace_changes_the_schedule(inside: I
 
 
 def test_preview_needs_no_database(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WINDLASS_DATABASE_URL", "postgresql://127.0.0.1:1/nothing")
+    monkeypatch.setenv("BATCHWRIGHT_DATABASE_URL", "postgresql://127.0.0.1:1/nothing")
     code, out, err = inside("schedule", "preview", "0 12 * * *", "--timezone", "Asia/Tokyo", "-n", "3")
     assert (code, err) == (0, "")
     assert [line.endswith("12:00 JST)") and " 03:00 UTC  (" in line for line in out.splitlines()] == [True] * 3
@@ -109,9 +109,9 @@ def test_bad_words_are_answered_in_one_line(inside: Inside) -> None:
 
 def test_a_worker_fires_what_is_due(cli: Cli) -> None:
     cli("schedule", "create", "often", "--cron", "* * * * *", "--type", "sample.greet", "-p", '{"name": "Ada"}')
-    cli.rows("UPDATE windlass.schedule SET next_at = date_trunc('minute', now()) RETURNING next_at")
+    cli.rows("UPDATE batchwright.schedule SET next_at = date_trunc('minute', now()) RETURNING next_at")
     with cli.start("worker", SAMPLE):
-        (row,) = cli.until("SELECT result FROM windlass.job WHERE status = 'SUCCEEDED'")
+        (row,) = cli.until("SELECT result FROM batchwright.job WHERE status = 'SUCCEEDED'")
     assert row == ("hello Ada",)
     assert cli.json("schedule", "show", "often")["last_error"] is None
 
@@ -119,7 +119,7 @@ def test_a_worker_fires_what_is_due(cli: Cli) -> None:
 def test_every_command_has_help_and_every_flag_says_what_it_does(inside: Inside) -> None:
     from typer.main import get_command
 
-    from windlass.cli import app
+    from batchwright.cli import app
 
     group = get_command(app).commands["schedule"]
     assert set(group.commands) == {"create", "list", "show", "pause", "resume", "delete", "run", "preview"}

@@ -1,4 +1,4 @@
-"""`windlass up` and `windlass worker` as an operator meets them: signals, dead children, dead parents."""
+"""`batchwright up` and `batchwright worker` as an operator meets them: signals, dead children, dead parents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import SAMPLE, SECONDS_MAX, Cli, Inside
 
 READY = "runs .*sample.block"
-WORKERS = "SELECT pid FROM windlass.worker"
+WORKERS = "SELECT pid FROM batchwright.worker"
 
 
 def submit(cli: Cli, job_type: str) -> str:
@@ -22,8 +22,8 @@ def submit(cli: Cli, job_type: str) -> str:
 def stands(cli: Cli, id: str) -> tuple[str, int, str]:
     """Status, attempts, and the last event."""
     (row,) = cli.rows(
-        "SELECT status::text, attempts, (SELECT event FROM windlass.job_event WHERE job_id = job.id "
-        "ORDER BY id DESC LIMIT 1) FROM windlass.job WHERE id = %s",
+        "SELECT status::text, attempts, (SELECT event FROM batchwright.job_event WHERE job_id = job.id "
+        "ORDER BY id DESC LIMIT 1) FROM batchwright.job WHERE id = %s",
         id,
     )
     return row
@@ -38,7 +38,7 @@ def is_gone(pid: int) -> bool:
 
 def test_up_migrates_runs_jobs_and_on_sigterm_gives_them_back_unused(empty_cli: Cli) -> None:
     (empty_cli.folder / "hello.py").write_text(
-        "from windlass import operation\n@operation('hello')\nasync def hello() -> str:\n    return 'from here'\n"
+        "from batchwright import operation\n@operation('hello')\nasync def hello() -> str:\n    return 'from here'\n"
     )
     with empty_cli.start("up", SAMPLE, "hello") as up:
         up.until("runs hello, sample.block")
@@ -64,7 +64,7 @@ def test_a_thread_that_does_not_end_cannot_keep_the_process(cli: Cli) -> None:
 
 @pytest.mark.parametrize("job_type", ["sample.linger", "sample.block"])
 def test_a_second_sigterm_leaves_at_once_whatever_the_loop_does(cli: Cli, job_type: str) -> None:
-    cli.environment["WINDLASS_WORKER_STOP_GRACE_SECONDS"] = "60"
+    cli.environment["BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS"] = "60"
     with cli.start("worker", SAMPLE) as worker:
         worker.until(READY)
         id = submit(cli, job_type)
@@ -79,12 +79,12 @@ def test_a_second_sigterm_leaves_at_once_whatever_the_loop_does(cli: Cli, job_ty
 
 def test_a_dead_child_is_replaced_and_sigterm_reaches_all(cli: Cli) -> None:
     with cli.start("worker", "--processes", "2", "--concurrency", "3", SAMPLE) as supervisor:
-        cli.until("SELECT FROM windlass.worker HAVING count(*) = 2")
+        cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
         first, second = sorted(pid for (pid,) in cli.rows(WORKERS))
         os.kill(first, signal.SIGKILL)
         supervisor.until("a worker process ended .killed by SIGKILL.")
-        ((third,),) = cli.until("SELECT pid FROM windlass.worker WHERE pid NOT IN (%s, %s)", first, second)
-        assert cli.rows("SELECT DISTINCT concurrency FROM windlass.worker") == [(3,)]
+        ((third,),) = cli.until("SELECT pid FROM batchwright.worker WHERE pid NOT IN (%s, %s)", first, second)
+        assert cli.rows("SELECT DISTINCT concurrency FROM batchwright.worker") == [(3,)]
         id = submit(cli, "sample.linger")
         cli.begun(id, "linger.began")
         supervisor.signal(signal.SIGTERM)
@@ -97,22 +97,22 @@ def test_a_dead_child_is_replaced_and_sigterm_reaches_all(cli: Cli) -> None:
 
 def test_children_leave_when_their_supervisor_is_killed(cli: Cli) -> None:
     with cli.start("up", "--processes", "2", SAMPLE) as supervisor:
-        cli.until("SELECT FROM windlass.worker HAVING count(*) = 2")
+        cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
         pids = [pid for (pid,) in cli.rows(WORKERS)]
         id = submit(cli, "sample.linger")
         cli.begun(id, "linger.began")
         supervisor.signal(signal.SIGKILL)
         supervisor.ended()
-        cli.until("SELECT WHERE NOT EXISTS (SELECT FROM windlass.worker)")
+        cli.until("SELECT WHERE NOT EXISTS (SELECT FROM batchwright.worker)")
     assert stands(cli, id) == ("QUEUED", 0, "job.released")
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=SECONDS_MAX)
     assert all(map(is_gone, pids))
 
 
 def test_a_second_sigterm_takes_the_children_along(cli: Cli) -> None:
-    cli.environment["WINDLASS_WORKER_STOP_GRACE_SECONDS"] = "60"
+    cli.environment["BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS"] = "60"
     with cli.start("worker", "--processes", "2", SAMPLE) as supervisor:
-        cli.until("SELECT FROM windlass.worker HAVING count(*) = 2")
+        cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
         pids = [pid for (pid,) in cli.rows(WORKERS)]
         id = submit(cli, "sample.linger")
         cli.begun(id, "linger.began")
@@ -127,7 +127,7 @@ def test_a_second_sigterm_takes_the_children_along(cli: Cli) -> None:
 def test_a_signal_to_the_whole_group_is_one_signal_and_running_jobs_are_given_back(cli: Cli) -> None:
     """As systemd sends it by default: the children hear it from there, and from their supervisor."""
     with cli.start("up", "--processes", "2", SAMPLE) as supervisor:
-        cli.until("SELECT FROM windlass.worker HAVING count(*) = 2")
+        cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
         pids = [pid for (pid,) in cli.rows(WORKERS)]
         id = submit(cli, "sample.linger")
         cli.begun(id, "linger.began")
@@ -143,9 +143,9 @@ def test_children_that_cannot_start_end_their_supervisor(cli: Cli) -> None:
 
 
 def test_up_without_a_worker_only_keeps_the_database(empty_cli: Cli) -> None:
-    empty_cli.environment["WINDLASS_WORKER_RUN_BACKGROUND_POLLER"] = "false"
+    empty_cli.environment["BATCHWRIGHT_WORKER_RUN_BACKGROUND_POLLER"] = "false"
     with empty_cli.start("up", SAMPLE) as up:
-        empty_cli.until("SELECT WHERE to_regclass('windlass.worker') IS NOT NULL")
+        empty_cli.until("SELECT WHERE to_regclass('batchwright.worker') IS NOT NULL")
         assert empty_cli.rows(WORKERS) == []
         up.signal(signal.SIGTERM)
         assert up.ended() == 0
@@ -154,7 +154,7 @@ def test_up_without_a_worker_only_keeps_the_database(empty_cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        ([], 1, "there is nothing to run: name the source of operations (windlass worker hello.py)"),
+        ([], 1, "there is nothing to run: name the source of operations (batchwright worker hello.py)"),
         (["broken.py"], 1, "the operations cannot be loaded: ZeroDivisionError: division by zero"),
         (["--queue-limit", "gpu"], 2, "--queue-limit 'gpu' is not NAME=N, such as gpu=1."),
         (["--processes", "0"], 2, "--processes"),

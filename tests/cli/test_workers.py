@@ -1,4 +1,4 @@
-"""`windlass workers` and `windlass operations`."""
+"""`batchwright workers` and `batchwright operations`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from datetime import UTC, datetime
 
 import pytest
 
+from batchwright.app import AsyncBatchwright
+from batchwright.cli.banner import banner
+from batchwright.db.database import complete
+from batchwright.engine.views import OperationView
+from batchwright.settings import load_settings
 from tests.cli.conftest import Inside
 from tests.cli.stage import Stage
-from windlass.app import AsyncWindlass
-from windlass.cli.banner import banner
-from windlass.db.database import complete
-from windlass.engine.views import OperationView
-from windlass.settings import load_settings
 
 
 def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage) -> None:
-    assert inside("workers") == (0, "", "no workers; start one: windlass up, or windlass worker\n")
+    assert inside("workers") == (0, "", "no workers; start one: batchwright up, or batchwright worker\n")
     stage.worker("w1")
     stage.worker("w2", stopping=True, pid=8, queues=["gpu", "slow"], operations=["sample.greet"])
     stage.worker("w3", pid=9)
-    complete(stage.queue.database.rows("UPDATE windlass.worker SET heartbeat_at = '2020-01-01' WHERE id = 'w3'"))
+    complete(stage.queue.database.rows("UPDATE batchwright.worker SET heartbeat_at = '2020-01-01' WHERE id = 'w3'"))
     lines = [line.split() for line in inside("workers")[1].splitlines()]
     assert lines[0] == ["host", "pid", "state", "running", "heartbeat", "up", "version", "operations", "queues"]
     assert lines[1][:4] == ["here", "7", "alive", "1/2"]
@@ -46,11 +46,11 @@ def test_an_operation_is_shown_with_its_payload_and_a_command_that_runs(inside: 
     said = inside("operations", "sample.family")[1]
     assert ["children", "integer", "required"] in [line.split() for line in said.splitlines()]
     command = shlex.split(said.splitlines()[-1])
-    assert command[:4] == ["windlass", "job", "submit", "sample.family"]
+    assert command[:4] == ["batchwright", "job", "submit", "sample.family"]
     assert inside(*command[1:-1])[0] == 0, "without --watch"
     greet = inside("operations", "sample.greet")[1]
     assert ["name", "string", '"you"'] in [line.split() for line in greet.splitlines()]
-    assert greet.splitlines()[-1] == "windlass job submit sample.greet --watch"
+    assert greet.splitlines()[-1] == "batchwright job submit sample.greet --watch"
     assert inside.json("operations", "sample.greet")["payload_schema"]["properties"]["name"]["type"] == "string"
 
 
@@ -64,20 +64,20 @@ def test_an_operation_that_is_not_there_is_named(inside: Inside, stage: Stage) -
 
 def test_without_any_operation_the_remedy_is_said(inside: Inside) -> None:
     said = inside("operations")[2]
-    assert said == "no operations; start a worker that has some: windlass up hello.py\n"
+    assert said == "no operations; start a worker that has some: batchwright up hello.py\n"
 
 
 @pytest.mark.parametrize(
     ("names", "hint"),
     [
-        (["batch.process", "batch.shard"], "windlass batch submit FILE --wait"),
-        (["batch.process", "greet"], "windlass job submit greet --watch"),
+        (["batch.process", "batch.shard"], "batchwright batch submit FILE --wait"),
+        (["batch.process", "greet"], "batchwright job submit greet --watch"),
     ],
 )
 async def test_who_starts_workers_is_told_what_to_submit(database_url: str, names: list[str], hint: str) -> None:
     flags = {"database": {"url": database_url}, "global_inference_gateway": {"url": "http://127.0.0.1:9"}}
     facts = {"description": None, "payload_schema": {}, "defaults": {}, "published_at": datetime.now(UTC), "workers": 1}
-    async with AsyncWindlass(settings=load_settings(flags, environment={})) as windlass:
+    async with AsyncBatchwright(settings=load_settings(flags, environment={})) as batchwright:
         operations = [OperationView(name=name, **facts) for name in names]
-        said = dict(banner(windlass, operations, url=None, has_key=False, processes=1))
+        said = dict(banner(batchwright, operations, url=None, has_key=False, processes=1))
     assert said["submit"] == hint

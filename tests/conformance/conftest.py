@@ -1,4 +1,4 @@
-"""A whole Windlass on a loopback address, with a simulated model server behind it, and the official clients before it.
+"""A whole Batchwright on a loopback address, a simulated model server behind it, and the official clients before it.
 
 It runs in a thread of its own, because the blocking client is to block a thread that is not the server's.
 """
@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import openai
 import pytest
 
+from batchwright.api.keys import DEFAULT_SCOPES
+from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import Stage, staged
 from tests.conftest import database
-from windlass.api.keys import DEFAULT_SCOPES
-from windlass.simulator import Profile, SimulatorSettings
 
 T = TypeVar("T")
 SLOW = "slow"
@@ -61,7 +61,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     def secret(self, tenant: str, *scopes: str) -> str:
-        made = self.call(self.stage.windlass.keys.create("test", tenant=tenant, scopes=scopes or DEFAULT_SCOPES))
+        made = self.call(self.stage.batchwright.keys.create("test", tenant=tenant, scopes=scopes or DEFAULT_SCOPES))
         return made.secret
 
     def _run(self) -> None:
@@ -77,7 +77,7 @@ class Running:
         batches = {"cancel_grace_seconds": 0.5, "checkpoint_seconds": 0.1, "file_bytes_max": FILE_BYTES_MAX}
         parts = {"api": {"port": 0}, "batches": batches}
         async with staged(self._database_url, self._folder, simulator=SIMULATOR, **parts) as self.stage:
-            server = await self.stage.windlass.server()
+            server = await self.stage.batchwright.server()
             server.start()
             await self.stage.work().started.wait()
             self.url = f"{server.url}/v1"
@@ -89,8 +89,8 @@ class Running:
 @pytest.fixture(scope="module")
 def running(server: str, template: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One for all tests, each of which is a tenant of its own."""
-    with database(server, f"windlass_conformance_{uuid.uuid4().hex[:12]}", template) as url:
-        running = Running(url, tmp_path_factory.mktemp("windlass"))
+    with database(server, f"batchwright_conformance_{uuid.uuid4().hex[:12]}", template) as url:
+        running = Running(url, tmp_path_factory.mktemp("batchwright"))
         running.start()
         yield running
         running.stop()

@@ -9,10 +9,10 @@ import openai
 import orjson
 import pytest
 
+from batchwright.batches.store import NewBatch
 from tests.batches.stage import jsonl, request
 from tests.conformance.conftest import SLOW, Client, Running
 from tests.conformance.test_files import was_sent_once
-from windlass.batches.store import NewBatch
 
 ONE = jsonl([request("a")])
 

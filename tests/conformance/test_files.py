@@ -142,7 +142,7 @@ async def test_an_upload_is_repeated_by_its_key(client: Client) -> None:
 
 async def test_keys_open_what_they_are_for(running: Running, tenant: str) -> None:
     reader = await asyncio.to_thread(running.secret, tenant, "read")
-    async with official("async", running, "wl_unknown") as client:
+    async with official("async", running, "bw_unknown") as client:
         with pytest.raises(openai.AuthenticationError):
             await client.files.list()
     async with official("async", running, reader) as client:

@@ -7,9 +7,9 @@ import asyncio
 import psycopg
 import pytest
 
+from batchwright.db.database import Pool
+from batchwright.db.doorbell import listen
 from tests.support import DATABASE
-from windlass.db.database import Pool
-from windlass.db.doorbell import listen
 
 BACKENDS = "pg_stat_activity WHERE datname = current_database() AND query LIKE '%%pg_sleep(60)%%' AND pid <> %s"
 

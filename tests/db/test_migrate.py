@@ -5,11 +5,11 @@ import dataclasses
 
 import pytest
 
+from batchwright.db import migrate as module
+from batchwright.db.database import Pool
+from batchwright.db.migrate import Migration, migrate, migrations, pending, require_current
+from batchwright.errors import ConfigurationError, DatabaseError
 from tests.support import DATABASE
-from windlass.db import migrate as module
-from windlass.db.database import Pool
-from windlass.db.migrate import Migration, migrate, migrations, pending, require_current
-from windlass.errors import ConfigurationError, DatabaseError
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_processes_that_migrate_at_once_apply_each_migration_once(empty_da
 
 
 async def test_a_schema_that_is_behind_is_refused_with_the_remedy(empty):
-    with pytest.raises(ConfigurationError, match="run: windlass migrate"):
+    with pytest.raises(ConfigurationError, match="run: batchwright migrate"):
         await require_current(empty, "0.1.0")
 
 
@@ -49,7 +49,7 @@ async def test_a_program_that_a_migration_no_longer_serves_is_refused(empty, mon
     with_extra(monkeypatch, Migration(number, "leap", "SELECT 1", "2.0.0"))
     await migrate(empty, "2.0.0")
     monkeypatch.undo()
-    with pytest.raises(ConfigurationError, match=r"this is Windlass 0\.1\.0.*_leap.*serves 2\.0\.0.*pip install"):
+    with pytest.raises(ConfigurationError, match=r"this is Batchwright 0\.1\.0.*_leap.*serves 2\.0\.0.*pip install"):
         await require_current(empty, "0.1.0")
     with pytest.raises(ConfigurationError, match="upgrade"):
         await migrate(empty, "0.1.0")
@@ -65,11 +65,11 @@ async def test_a_newer_schema_that_still_serves_the_program_is_fine(empty, monke
 
 
 async def test_a_migration_that_fails_leaves_nothing_behind(empty, monkeypatch):
-    broken = Migration(len(migrations()) + 1, "broken", "CREATE TABLE windlass.half (); SELECT 1/0", "0.1.0")
+    broken = Migration(len(migrations()) + 1, "broken", "CREATE TABLE batchwright.half (); SELECT 1/0", "0.1.0")
     with_extra(monkeypatch, broken)
     with pytest.raises(DatabaseError):
         await migrate(empty, "0.1.0")
-    assert await empty.rows("SELECT to_regclass('windlass.half'), to_regclass('windlass.job')") == [(None, None)]
+    assert await empty.rows("SELECT to_regclass('batchwright.half'), to_regclass('batchwright.job')") == [(None, None)]
 
 
 async def test_a_migration_whose_text_changed_is_refused(empty, monkeypatch):
@@ -92,7 +92,7 @@ async def test_events_of_a_week_without_a_partition_go_to_the_default_one(queue,
 
     await clock.advance(queue, 60 * 86_400)
     id = await put_one(queue)
-    rows = await queue.database.rows("SELECT tableoid::regclass::text FROM windlass.job_event")
+    rows = await queue.database.rows("SELECT tableoid::regclass::text FROM batchwright.job_event")
     assert rows[0][0].endswith("job_event_default")
     await queue.make_event_partitions()
     assert [event.job_id for event in await queue.events(id)] == [id]

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from batchwright import NewJob, operation
+from batchwright.app import VERSION
+from batchwright.db.database import Pool
+from batchwright.db.embedded import EmbeddedPostgres
+from batchwright.db.migrate import migrate
+from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.operations.registry import Registry
+from batchwright.states import JobStatus
 from tests.support import DATABASE, finished, put, working
-from windlass import NewJob, operation
-from windlass.app import VERSION
-from windlass.db.database import Pool
-from windlass.db.embedded import EmbeddedPostgres
-from windlass.db.migrate import migrate
-from windlass.engine.queue import EngineSettings, Queue
-from windlass.operations.registry import Registry
-from windlass.states import JobStatus
 
 
 @pytest.fixture
 def server():
-    root = Path(tempfile.mkdtemp(prefix="windlass-outage-"))
+    root = Path(tempfile.mkdtemp(prefix="batchwright-outage-"))
     root.chmod(0o755)
     with EmbeddedPostgres(root / "pg") as server:
         yield server
@@ -90,6 +90,6 @@ async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(ser
     held, _, _ = held_operation()
     (id,) = await put(queue, NewJob(held), operations=Registry([held]))
     assert await queue.claim_job("w1", id, ["held"])
-    await pool.rows("UPDATE windlass.job SET lease_until = now() - interval '1 hour'")
+    await pool.rows("UPDATE batchwright.job SET lease_until = now() - interval '1 hour'")
     assert await queue.rescue() == []
     assert (await queue.get(id)).status is JobStatus.RUNNING

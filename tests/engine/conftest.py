@@ -3,18 +3,18 @@
 import psycopg
 import pytest
 
+from batchwright.db.database import connect_arguments
 from tests.conftest import database
 from tests.engine.planning import CROWD
 from tests.support import DATABASE
-from windlass.db.database import connect_arguments
 
 
 @pytest.fixture(scope="module")
 def crowded_url(server, template):
-    with database(server, "windlass_test_crowd_" + template[-8:], template) as url:
+    with database(server, "batchwright_test_crowd_" + template[-8:], template) as url:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(CROWD)
-            connection.execute("VACUUM ANALYZE windlass.job")
+            connection.execute("VACUUM ANALYZE batchwright.job")
         yield url
 
 

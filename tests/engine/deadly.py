@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from windlass import Context, NewJob, Wait, operation
+from batchwright import Context, NewJob, Wait, operation
 
 
 @operation("cpu.pid", cpu=True)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.db.database import Database, Params, Row, Session
-from windlass.engine.queue import SQL
-from windlass.errors import DatabaseUnavailable, Deadlock, UniqueViolation
+from batchwright.db.database import Database, Params, Row, Session
+from batchwright.engine.queue import SQL
+from batchwright.errors import DatabaseUnavailable, Deadlock, UniqueViolation
 
 When = Literal["before", "after"]
 NAMES = {sql: name for name, sql in SQL.items()}

@@ -4,15 +4,15 @@ import re
 
 from psycopg import sql
 
-from windlass.engine.queue import SQL
+from batchwright.engine.queue import SQL
 
 FINISHED, QUEUED = 20_000, 10_000
 CROWD = f"""
-    ALTER TABLE windlass.job DISABLE TRIGGER USER;
-    INSERT INTO windlass.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
+    ALTER TABLE batchwright.job DISABLE TRIGGER USER;
+    INSERT INTO batchwright.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
         attempts, claims, pipeline_id, created_at, started_at, finished_at, parent_job_id, round, idempotency_key,
         exclusive_key, deadline)
-    SELECT pile.id, 'noop', 'default', 'default', pile.status::windlass.job_status, 5,
+    SELECT pile.id, 'noop', 'default', 'default', pile.status::batchwright.job_status, 5,
            now() - interval '1 hour' + n * interval '10 milliseconds', '{{"n": 1, "note": null}}', 3,
            (status <> 'QUEUED')::integer, (status <> 'QUEUED')::integer, pile.id, now() - interval '1 hour',
            CASE WHEN status <> 'QUEUED' THEN now() END, CASE WHEN status <> 'QUEUED' THEN now() END,
@@ -26,11 +26,11 @@ CROWD = f"""
                CASE WHEN n > {FINISHED} THEN 'QUEUED' WHEN n % 20 = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END AS status
         FROM generate_series(1, {FINISHED + QUEUED}) AS n
     ) AS pile;
-    ALTER TABLE windlass.job ENABLE TRIGGER USER;
-    INSERT INTO windlass.queue (name) VALUES ('default');
-    UPDATE windlass.job SET status = 'RUNNING', locked_by = 'w1', locked_at = now(), attempts = 1, claims = 1,
+    ALTER TABLE batchwright.job ENABLE TRIGGER USER;
+    INSERT INTO batchwright.queue (name) VALUES ('default');
+    UPDATE batchwright.job SET status = 'RUNNING', locked_by = 'w1', locked_at = now(), attempts = 1, claims = 1,
         lease_until = now() + interval '30 seconds', is_current = exclusive_key IS NOT NULL
-    WHERE id IN (SELECT id FROM windlass.job WHERE status = 'QUEUED' ORDER BY id LIMIT 50);
+    WHERE id IN (SELECT id FROM batchwright.job WHERE status = 'QUEUED' ORDER BY id LIMIT 50);
 """
 
 

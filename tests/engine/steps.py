@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
+from batchwright import JobStatus, NewJob, Wait
+from batchwright.db.database import Pool
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Claim, JobId, Settle
+from batchwright.engine.queue import Queue
 from tests.support import BASIC, DATABASE, Clock, fail, succeed
-from windlass import JobStatus, NewJob, Wait
-from windlass.db.database import Pool
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Claim, JobId, Settle
-from windlass.engine.queue import Queue
 
 
 async def hand_over(queue: Queue, claim: Claim, children: int | list[NewJob], **wait: Any) -> list[JobId]:
@@ -91,6 +91,6 @@ async def blocked(queue: Queue, n: int) -> None:
 
 async def pause(queue: Queue, name: str = "default", paused: bool = True) -> None:
     await queue.database.rows(
-        "UPDATE windlass.queue SET paused_at = CASE WHEN %(paused)s THEN now() END WHERE name = %(name)s",
+        "UPDATE batchwright.queue SET paused_at = CASE WHEN %(paused)s THEN now() END WHERE name = %(name)s",
         {"paused": paused, "name": name},
     )

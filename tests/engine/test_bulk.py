@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
+from batchwright import Done, JobStatus, NewJob, NotFound, Wait, operation
+from batchwright.engine import bulk as bulk_module
+from batchwright.engine import views as views_module
+from batchwright.engine.bulk import Bulk, Changed
+from batchwright.engine.views import JobFilter, Views
+from batchwright.operations.registry import Registry
 from tests.engine.steps import claim_one, hand_over, status
 from tests.engine.test_views import chain, end_as, failed, single, some, walk
 from tests.support import fail, noop, put, raw, take, working
-from windlass import Done, JobStatus, NewJob, NotFound, Wait, operation
-from windlass.engine import bulk as bulk_module
-from windlass.engine import views as views_module
-from windlass.engine.bulk import Bulk, Changed
-from windlass.engine.views import JobFilter, Views
-from windlass.operations.registry import Registry
 
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 EVERYTHING = JobFilter()
@@ -195,13 +195,13 @@ async def test_cancelling_while_a_worker_settles_leaves_every_job_with_one_end(p
     async with working(pool, parent, noop, concurrency=10):
         while await bulk.count("cancel", EVERYTHING):
             await to_the_end(bulk.cancel, EVERYTHING)
-        while await raw(queue, "SELECT FROM windlass.job WHERE locked_by IS NOT NULL"):
+        while await raw(queue, "SELECT FROM batchwright.job WHERE locked_by IS NOT NULL"):
             await asyncio.sleep(0.02)  # the worker lets go of what was cancelled in its hands
-    found = await raw(queue, "SELECT DISTINCT status::text, children_open FROM windlass.job")
+    found = await raw(queue, "SELECT DISTINCT status::text, children_open FROM batchwright.job")
     assert set(found) <= {("SUCCEEDED", 0), ("CANCELLED", 0)}
     ends = await raw(
         queue,
-        "SELECT job_id FROM windlass.job_event WHERE event IN ('job.succeeded', 'job.cancelled', 'job.joined') "
+        "SELECT job_id FROM batchwright.job_event WHERE event IN ('job.succeeded', 'job.cancelled', 'job.joined') "
         "GROUP BY job_id HAVING count(*) > 1",
     )
     assert ends == []
@@ -211,7 +211,7 @@ async def test_two_at_once_rerun_each_job_once(queue, bulk):
     ids = await failed(queue, 30)
     one, two = await asyncio.gather(bulk.rerun(EVERYTHING), bulk.rerun(EVERYTHING))
     assert one.changed + two.changed == 30
-    assert await raw(queue, "SELECT count(*) FROM windlass.job_event WHERE event = 'job.rerun'") == [(30,)]
+    assert await raw(queue, "SELECT count(*) FROM batchwright.job_event WHERE event = 'job.rerun'") == [(30,)]
     assert set(await statuses(queue, ids)) == {QUEUED}
 
 
@@ -279,4 +279,4 @@ async def test_a_running_pipeline_ends_for_good(pool, queue, bulk):
         assert await bulk.cancel_pipeline(root) >= 1
         assert (await Views(queue).pipeline(root)).finished_at is not None
     assert await take(queue, types=["link"]) == []
-    assert await raw(queue, "SELECT count(*) FROM windlass.job WHERE status = 'CANCELLED'") == [(1,)]
+    assert await raw(queue, "SELECT count(*) FROM batchwright.job WHERE status = 'CANCELLED'") == [(1,)]

@@ -8,18 +8,18 @@ from datetime import timedelta
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from batchwright import Context, Fatal, NewJob, Snooze, Transient, Wait, operation
+from batchwright.db.database import Pool
+from batchwright.engine import counts as counts_module
+from batchwright.engine.counts import SQL, WORKER_METRICS, CountsWriter, WorkerCounts, counted, fold, standing
+from batchwright.engine.exposition import CONTENT_TYPE, STANDING_METRICS, Exposition, process_counts
+from batchwright.engine.queue import Queue
+from batchwright.errors import DatabaseError
+from batchwright.operations.registry import Registry
+from batchwright.telemetry.metrics import Counts, Metric, Room, series
 from tests.engine.faulty import Fault, Faulty
 from tests.engine.planning import indexes, numbered, plan, scanned, touched, whole_table_scans
 from tests.support import DATABASE, fail, make_worker, put, raw, take, take_one, working
-from windlass import Context, Fatal, NewJob, Snooze, Transient, Wait, operation
-from windlass.db.database import Pool
-from windlass.engine import counts as counts_module
-from windlass.engine.counts import SQL, WORKER_METRICS, CountsWriter, WorkerCounts, counted, fold, standing
-from windlass.engine.exposition import CONTENT_TYPE, STANDING_METRICS, Exposition, process_counts
-from windlass.engine.queue import Queue
-from windlass.errors import DatabaseError
-from windlass.operations.registry import Registry
-from windlass.telemetry.metrics import Counts, Metric, Room, series
 
 GONE = counts_module._SILENT_SECONDS + 1
 FORGOTTEN = counts_module._FOLDED_SECONDS + 1
@@ -36,7 +36,7 @@ async def page(queue, own=None, **options):
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             bound = [sample.labels.pop("le")] if "le" in sample.labels else []
-            found[sample.name.removeprefix("windlass_"), *sample.labels.values(), *bound] = sample.value
+            found[sample.name.removeprefix("batchwright_"), *sample.labels.values(), *bound] = sample.value
     return found
 
 
@@ -153,7 +153,7 @@ async def test_folding_the_dead_changes_no_sum(queue, clock):
     assert await fold(queue) == 0
     assert await counted(queue) == before
     assert await total(queue) == 10
-    rows = await raw(queue, "SELECT worker FROM windlass.worker_counts WHERE folded_at IS NULL")
+    rows = await raw(queue, "SELECT worker FROM batchwright.worker_counts WHERE folded_at IS NULL")
     assert rows == [("",)]
 
 
@@ -165,7 +165,7 @@ async def test_the_dead_of_later_days_are_added_to_those_of_earlier_ones(queue, 
         await clock.advance(queue, FORGOTTEN)
         assert await fold(queue) == 1
     assert await total(queue) == 30
-    assert len(await raw(queue, "SELECT FROM windlass.worker_counts")) <= 2, "old marks are removed"
+    assert len(await raw(queue, "SELECT FROM batchwright.worker_counts")) <= 2, "old marks are removed"
 
 
 async def test_a_worker_that_was_only_frozen_is_not_counted_twice(queue, clock):
@@ -279,7 +279,7 @@ async def test_upkeep_folds(pool, queue, clock):
     worker = make_worker(pool, queue=queue)
     await worker._upkeep.run_due()
     await worker.close()
-    assert await raw(queue, "SELECT FROM windlass.worker_counts WHERE worker = 'w1' AND folded_at IS NOT NULL")
+    assert await raw(queue, "SELECT FROM batchwright.worker_counts WHERE worker = 'w1' AND folded_at IS NOT NULL")
     assert await total(queue) == 3
 
 
@@ -374,7 +374,7 @@ async def test_metrics_that_a_part_brings_are_on_the_page_under_their_own_name(q
     await row.write()
     text = (await Exposition(queue, process_counts(), more=[LOAD, WORK]).render()).decode()
     assert 'work_total{part="a"} 4.0' in text.splitlines()
-    assert 'windlass_load{part="a"} 1.0' in text.splitlines()
+    assert 'batchwright_load{part="a"} 1.0' in text.splitlines()
 
 
 async def test_workers_name_the_same_values_where_there_is_no_room_for_all(queue):
@@ -471,7 +471,7 @@ async def test_the_depths_are_those_of_a_known_population(pool, queue, clock):
     waiting = make_worker(pool, varied, queue=queue)
     await waiting.run_once()
     await waiting.close()
-    await raw(queue, "UPDATE windlass.queue SET paused_at = now() WHERE name = 'b'")
+    await raw(queue, "UPDATE batchwright.queue SET paused_at = now() WHERE name = 'b'")
     await clock.advance(queue, 20)
     found = await page(queue)
     jobs = {key[1:]: n for key, n in found.items() if key[0] == "jobs"}
@@ -498,7 +498,7 @@ async def test_workers_and_their_slots_are_shown_while_they_are_alive(queue, clo
     for n, silent in enumerate([0, 30, 90]):
         await raw(
             queue,
-            "INSERT INTO windlass.worker (id, host, pid, version, operations, concurrency, running, started_at, "
+            "INSERT INTO batchwright.worker (id, host, pid, version, operations, concurrency, running, started_at, "
             "heartbeat_at) VALUES (%(id)s, 'h', 1, '0', '{}', 20, %(n)s, %(at)s, %(at)s)",
             id=f"w{n}",
             n=n + 1,
@@ -540,9 +540,9 @@ async def test_what_the_process_counts_itself_is_never_stale(queue):
     own.observe("http_request_seconds", 0.02, ("/v1/jobs",))
     own.add("event_streams", 3)
     text = (await exposition.render()).decode()
-    assert 'windlass_http_requests_total{method="POST",route="/v1/jobs",status="201"} 1.0' in text
-    assert 'windlass_http_request_seconds_bucket{le="0.025",route="/v1/jobs"} 1.0' in text
-    assert "windlass_event_streams 3.0" in text
+    assert 'batchwright_http_requests_total{method="POST",route="/v1/jobs",status="201"} 1.0' in text
+    assert 'batchwright_http_request_seconds_bucket{le="0.025",route="/v1/jobs"} 1.0' in text
+    assert "batchwright_event_streams 3.0" in text
     assert CONTENT_TYPE.startswith("text/plain")
 
 
@@ -551,18 +551,18 @@ async def test_without_a_database_the_page_still_says_what_the_process_knows(dat
         exposition = Exposition(Queue(_Away(pool)), process_counts())
         text = (await exposition.render()).decode()
     names = {family.name for family in text_string_to_metric_families(text)}
-    assert "windlass_database_up 0.0" in text
-    assert "windlass_event_streams" in names
-    assert "windlass_jobs" not in names
+    assert "batchwright_database_up 0.0" in text
+    assert "batchwright_event_streams" in names
+    assert "batchwright_jobs" not in names
 
 
 async def test_when_depths_cannot_be_read_the_sums_are_shown_all_the_same(pool, queue):
     database = Faulty(pool)
     database.plan(Fault(SQL["depths"], "before"))
     text = (await Exposition(Queue(database), process_counts()).render()).decode()
-    assert "windlass_database_up 1.0" in text
-    assert "windlass_jobs_rescued_total 0.0" in text
-    assert "windlass_workers" not in text
+    assert "batchwright_database_up 1.0" in text
+    assert "batchwright_jobs_rescued_total 0.0" in text
+    assert "batchwright_workers" not in text
 
 
 class _Away:
@@ -577,7 +577,7 @@ async def test_every_metric_explains_itself_and_those_of_the_database_say_how_to
     text = (await Exposition(queue, process_counts()).render()).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for metric in (*WORKER_METRICS, *STANDING_METRICS):
-        family = families["windlass_" + metric.name.removesuffix("_total")]
+        family = families["batchwright_" + metric.name.removesuffix("_total")]
         assert family.type == metric.kind
         assert "aggregate with max, not sum" in family.documentation
         assert (metric.kind == "counter") == metric.name.endswith("_total")

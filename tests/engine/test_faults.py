@@ -7,6 +7,14 @@ import contextlib
 
 import pytest
 
+from batchwright import Context, Done, Fatal, NewJob, Snooze, Transient, Wait, operation
+from batchwright.db.database import Blocking, complete
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Settle
+from batchwright.engine.lease import Lease
+from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.errors import DatabaseUnavailable, Deadlock
+from batchwright.states import JobStatus
 from tests.engine.faulty import Fault, Faulty
 from tests.support import (
     BASIC,
@@ -25,14 +33,6 @@ from tests.support import (
     take_one,
     working,
 )
-from windlass import Context, Done, Fatal, NewJob, Snooze, Transient, Wait, operation
-from windlass.db.database import Blocking, complete
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Settle
-from windlass.engine.lease import Lease
-from windlass.engine.queue import EngineSettings, Queue
-from windlass.errors import DatabaseUnavailable, Deadlock
-from windlass.states import JobStatus
 
 ENGINE = EngineSettings(lease_seconds=3.0)
 
@@ -114,7 +114,7 @@ async def enqueue(queue, name, **options):
 
 
 def queue_catalog():
-    from windlass.operations.registry import Registry
+    from batchwright.operations.registry import Registry
 
     return Registry(OPERATIONS)
 
@@ -463,7 +463,7 @@ async def rerun(queue, faults):
 
 async def recover(queue, faults):
     claim = await _held(queue)
-    await raw(queue, "UPDATE windlass.job SET lease_until = now() - interval '1 second'")
+    await raw(queue, "UPDATE batchwright.job SET lease_until = now() - interval '1 second'")
     faults()
     await queue.recover(claim.id)
     assert (await queue.get(claim.id)).status is JobStatus.QUEUED
@@ -478,7 +478,7 @@ async def rescue(queue, faults):
 
 async def expire(queue, faults):
     id = await put_one(queue, delay_seconds=60)
-    await raw(queue, "UPDATE windlass.job SET deadline = now() - interval '1 second'")
+    await raw(queue, "UPDATE batchwright.job SET deadline = now() - interval '1 second'")
     faults()
     assert await queue.expire() == 1
     assert await event_names(queue, id) == ["job.enqueued", "job.expired"]

@@ -10,15 +10,15 @@ import random
 import psycopg
 import pytest
 
+from batchwright import NewJob
+from batchwright.engine import feeds as module
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.feeds import SQL, Feeds
+from batchwright.engine.jobs import Settle, Wait
+from batchwright.engine.queue import Queue
+from batchwright.errors import DatabaseUnavailable
 from tests.engine.planning import nodes, plan
 from tests.support import BASIC, emit, fail, put, raw, snooze, succeed, take, take_one
-from windlass import NewJob
-from windlass.engine import feeds as module
-from windlass.engine.catalog import Catalog
-from windlass.engine.feeds import SQL, Feeds
-from windlass.engine.jobs import Settle, Wait
-from windlass.engine.queue import Queue
-from windlass.errors import DatabaseUnavailable
 
 
 class Time:
@@ -350,7 +350,7 @@ async def test_a_follower_of_a_job_that_is_gone_is_let_go(queue, feeds, time):
     reader = Reader(feeds, job)
     await reader.until(await last(queue, job.id))
     await feeds.look()
-    await raw(queue, "DELETE FROM windlass.job WHERE id = %(id)s", id=job.id)
+    await raw(queue, "DELETE FROM batchwright.job WHERE id = %(id)s", id=job.id)
     await feeds.look()
     await settled()
     assert not reader.task.done()
@@ -372,7 +372,7 @@ async def test_a_follower_whose_next_events_were_removed_goes_on_with_what_is_ke
         await feeds.look()
         whole = await ids(queue, job.id)
         (feed,) = feeds._feeds.values()
-        await raw(queue, "DELETE FROM windlass.job_event")
+        await raw(queue, "DELETE FROM batchwright.job_event")
         seen += [int(frame) async for frames in slow for frame in frames]
     assert seen == whole[:2] + [id for id in whole if id > feed.floor]
     assert len(seen) > module._KEPT_MAX // 2
@@ -421,9 +421,9 @@ async def test_however_late_a_commit_is_it_is_seen_soon_compared_to_that(queue, 
 
 async def test_the_numbers_of_events_are_handed_out_one_by_one(queue):
     """A cache of numbers per connection would break their order."""
-    assert await raw(queue, "SELECT seqcache FROM pg_sequence WHERE seqrelid = 'windlass.job_event_id'::regclass") == [
-        (1,)
-    ]
+    assert await raw(
+        queue, "SELECT seqcache FROM pg_sequence WHERE seqrelid = 'batchwright.job_event_id'::regclass"
+    ) == [(1,)]
 
 
 async def retry(queue, claim):
@@ -432,7 +432,7 @@ async def retry(queue, claim):
 
 
 async def outlive_its_lease(queue, claim):
-    sql = "UPDATE windlass.job SET lease_until = now() - interval '1 minute' WHERE id = %(id)s"
+    sql = "UPDATE batchwright.job SET lease_until = now() - interval '1 minute' WHERE id = %(id)s"
     await raw(queue, sql, id=claim.id)
 
 
@@ -449,14 +449,14 @@ VERBS = {
     "rerun": (fail, lambda queue, claim: queue.rerun(claim.id)),
     "dismiss": (fail, lambda queue, claim: queue.dismiss([claim.id])),
 }
-WRITTEN = "SELECT last_value FROM windlass.job_event_id"
+WRITTEN = "SELECT last_value FROM batchwright.job_event_id"
 
 
 async def number_while_locked(queue, id, moving):
     """The last number that was taken when the verb waits for the lock of this job."""
     blocked = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     async with queue.database.transaction() as session:
-        await session.rows("SELECT FROM windlass.job WHERE id = %(id)s FOR UPDATE", {"id": id})
+        await session.rows("SELECT FROM batchwright.job WHERE id = %(id)s FOR UPDATE", {"id": id})
         task = asyncio.create_task(moving())
         while await raw(queue, blocked) == [(0,)]:
             await asyncio.sleep(0.01)  # only the server knows when somebody waits for a lock

@@ -11,6 +11,12 @@ from datetime import timedelta
 
 import pytest
 
+from batchwright import Context, Done, JobStatus, NewJob, Snooze, Transient, operation
+from batchwright.engine import policy
+from batchwright.engine.jobs import Settle
+from batchwright.engine.worker import worker_id
+from batchwright.errors import Conflict, Fenced
+from batchwright.operations.registry import Registry
 from tests.engine.steps import another, claim_one, dead, hand_over, retry, snapshot, status
 from tests.support import (
     event_names,
@@ -26,12 +32,6 @@ from tests.support import (
     take,
     take_one,
 )
-from windlass import Context, Done, JobStatus, NewJob, Snooze, Transient, operation
-from windlass.engine import policy
-from windlass.engine.jobs import Settle
-from windlass.engine.worker import worker_id
-from windlass.errors import Conflict, Fenced
-from windlass.operations.registry import Registry
 
 
 def settle_done(claim, result=None):
@@ -39,7 +39,7 @@ def settle_done(claim, result=None):
 
 
 async def running_of_key(queue):
-    count = "SELECT count(*) FROM windlass.job WHERE status = 'RUNNING' AND exclusive_key = '[\"k\"]'"
+    count = "SELECT count(*) FROM batchwright.job WHERE status = 'RUNNING' AND exclusive_key = '[\"k\"]'"
     return (await raw(queue, count))[0][0]
 
 
@@ -60,7 +60,7 @@ async def test_hole_1_the_database_refuses_a_running_job_with_a_key_that_is_not_
     await put_one(queue, exclusive_key="k")
     await take_one(queue)
     with pytest.raises(Exception, match="running_with_a_key_is_current"):
-        await raw(queue, "UPDATE windlass.job SET is_current = false")
+        await raw(queue, "UPDATE batchwright.job SET is_current = false")
 
 
 async def test_hole_2_polls_at_the_same_time_take_different_jobs_and_lock_them_by_taking(queue, pool):
@@ -312,7 +312,9 @@ async def test_hole_9_polling_rewrites_one_small_row_and_not_the_state_of_every_
     """
     noise = "".join(os.urandom(2).hex() for _ in range(20_000))
     id = await put_one(queue, payload={"note": noise})
-    toast = await raw(queue, "SELECT reltoastrelid::regclass::text FROM pg_class WHERE oid = 'windlass.job'::regclass")
+    toast = await raw(
+        queue, "SELECT reltoastrelid::regclass::text FROM pg_class WHERE oid = 'batchwright.job'::regclass"
+    )
     count = f"SELECT count(*) FROM {toast[0][0]}"
     before = await raw(queue, count)
     assert before[0][0] > 0
@@ -331,7 +333,7 @@ async def test_hole_10_two_reconcilers_share_the_due_rows_each_under_its_own_lea
             batches = await asyncio.gather(take(queue, 15, worker="w1"), take(second, 15, worker="w2"))
             claims = [(claim, f"w{n}") for n, batch in enumerate(batches, 1) for claim in batch]
             assert sorted(claim.id for claim, _ in claims) == sorted(ids)
-            leases = await raw(queue, "SELECT DISTINCT locked_by, lease_until FROM windlass.job")
+            leases = await raw(queue, "SELECT DISTINCT locked_by, lease_until FROM batchwright.job")
             assert {lease for _, lease in leases} == {clock.time + timedelta(seconds=30)}
             for n, (claim, worker) in enumerate(claims):
                 assert await snooze(queue, claim, 60 + n, worker=worker)

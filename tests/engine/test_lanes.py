@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
-from windlass.engine.jobs import Claim, new_id
-from windlass.engine.lanes import Lanes
-from windlass.engine.queue import NOWHERE, Claimed
+from batchwright.engine.jobs import Claim, new_id
+from batchwright.engine.lanes import Lanes
+from batchwright.engine.queue import NOWHERE, Claimed
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

@@ -1,6 +1,6 @@
 """Random verbs on a real PostgreSQL against an oracle in memory: after every step the two must agree.
 
-`WINDLASS_TEST_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py` is the long form. A failure prints the steps and
+`BATCHWRIGHT_TEST_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py` is the long form. A failure prints the steps and
 a blob for `@reproduce_failure`.
 """
 
@@ -22,18 +22,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from batchwright import NewJob
+from batchwright.db.database import Blocking, complete
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Claim, Settle, Wait
+from batchwright.engine.queue import EngineSettings, Lane, Queue
+from batchwright.errors import Conflict, InvalidInput
+from batchwright.states import JOB, JobStatus
 from tests.engine.oracle import LEASE, OPEN, STALE, Oracle, Refused, Row
 from tests.support import BASIC, DATABASE
-from windlass import NewJob
-from windlass.db.database import Blocking, complete
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Claim, Settle, Wait
-from windlass.engine.queue import EngineSettings, Lane, Queue
-from windlass.errors import Conflict, InvalidInput
-from windlass.states import JOB, JobStatus
 
-IS_LONG = "WINDLASS_TEST_MODEL_EXAMPLES" in os.environ
-EXAMPLES = int(os.environ.get("WINDLASS_TEST_MODEL_EXAMPLES", "60"))
+IS_LONG = "BATCHWRIGHT_TEST_MODEL_EXAMPLES" in os.environ
+EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_MODEL_EXAMPLES", "60"))
 STEPS = 8
 MOVES_MAX = 10
 ENGINE = EngineSettings(
@@ -45,9 +45,9 @@ COMPARED = (
     "lease_until", "is_current", "waits", "round", "parent_job_id", "on_join", "children_open", "children_failed",
     "progress_current", "progress_total", "message",
 )  # fmt: skip
-READ_JOBS = f"SELECT id, finished_at IS NOT NULL, {', '.join(COMPARED)} FROM windlass.job"
+READ_JOBS = f"SELECT id, finished_at IS NOT NULL, {', '.join(COMPARED)} FROM batchwright.job"
 READ_EVENTS = """
-SELECT id, job_id, status::text, claim, attempt FROM windlass.job_event WHERE id > %(after)s ORDER BY id
+SELECT id, job_id, status::text, claim, attempt FROM batchwright.job_event WHERE id > %(after)s ORDER BY id
 """
 
 indexes = st.integers(0, 10**6)
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, database: Blocking) -> None:
         super().__init__()
-        complete(database.rows("TRUNCATE windlass.job, windlass.job_event, windlass.queue"))
+        complete(database.rows("TRUNCATE batchwright.job, batchwright.job_event, batchwright.queue"))
         ((start,),) = complete(database.rows("SELECT now() + interval '1 day'"))
         self.database = database
         self.oracle = Oracle(start)

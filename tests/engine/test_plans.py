@@ -11,11 +11,11 @@ from uuid import UUID
 import orjson
 import pytest
 
+from batchwright import NewJob
+from batchwright.db.database import Pool
+from batchwright.engine.queue import NOWHERE, SQL, Queue
 from tests.engine.planning import QUEUED, indexes, numbered, plan, scanned, touched, whole_table_scans
 from tests.support import BASIC, DATABASE, put, take
-from windlass import NewJob
-from windlass.db.database import Pool
-from windlass.engine.queue import NOWHERE, SQL, Queue
 
 ID = UUID("00000000-0000-0000-0000-000000000001")
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
@@ -45,7 +45,7 @@ def lanes(slots=20, after=NOWHERE, queues=("default",)):
 
 def held(connection, n=20):
     """Jobs that the crowd's worker holds, as rows for a settle."""
-    rows = connection.execute("SELECT id, claims FROM windlass.job WHERE locked_by = 'w1' LIMIT %s", [n]).fetchall()
+    rows = connection.execute("SELECT id, claims FROM batchwright.job WHERE locked_by = 'w1' LIMIT %s", [n]).fetchall()
     done = [
         {"id": id, "claim": claim, "worker": "w1", "result": 1, "error": ERROR, "delay_seconds": 1.0}
         for id, claim in rows
@@ -128,7 +128,7 @@ def test_statements_that_name_a_job_find_it_by_the_primary_key(crowd, name):
 
 
 def test_the_scan_finder_finds_one(crowd):
-    (everything,) = crowd.execute("EXPLAIN (FORMAT JSON) SELECT FROM windlass.job WHERE message = 'x'").fetchone()
+    (everything,) = crowd.execute("EXPLAIN (FORMAT JSON) SELECT FROM batchwright.job WHERE message = 'x'").fetchone()
     assert len(whole_table_scans(everything[0]["Plan"])) == 1
 
 
@@ -164,7 +164,7 @@ def _mark(connection):
 def _newcomer(connection):
     """A job that anybody may take, behind all the others."""
     connection.execute(
-        "INSERT INTO windlass.job (id, job_type, queue, tenant, priority, run_after, payload, max_attempts, "
+        "INSERT INTO batchwright.job (id, job_type, queue, tenant, priority, run_after, payload, max_attempts, "
         "pipeline_id, created_at) VALUES (%(id)s, 'noop', 'default', 'default', 5, now(), '{}', 3, %(id)s, now())",
         {"id": ID},
     )
@@ -172,16 +172,16 @@ def _newcomer(connection):
 
 def _only(connection, change):
     """Change all queued jobs of the crowd, and let the planner know."""
-    connection.execute(f"UPDATE windlass.job SET {change} WHERE status = 'QUEUED'")
-    connection.execute("ANALYZE windlass.job")
+    connection.execute(f"UPDATE batchwright.job SET {change} WHERE status = 'QUEUED'")
+    connection.execute("ANALYZE batchwright.job")
 
 
 def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_once_and_nothing_behind_the_watermark(crowd):
     _only(crowd, "exclusive_key = '[\"busy\"]', is_current = false")
     crowd.execute(
-        "UPDATE windlass.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL; "
-        "UPDATE windlass.job SET is_current = true, exclusive_key = '[\"busy\"]' "
-        "WHERE id = (SELECT id FROM windlass.job WHERE locked_by IS NOT NULL LIMIT 1)"
+        "UPDATE batchwright.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL; "
+        "UPDATE batchwright.job SET is_current = true, exclusive_key = '[\"busy\"]' "
+        "WHERE id = (SELECT id FROM batchwright.job WHERE locked_by IS NOT NULL LIMIT 1)"
     )
     _newcomer(crowd)
     crowd.execute("SAVEPOINT before")
@@ -198,7 +198,7 @@ def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_once_and_nothing_
 def test_ten_thousand_jobs_waiting_for_a_free_key_do_not_make_the_claim_quadratic(crowd):
     """Each asks whether another stands before it: that is one look into the index, not a walk along the line."""
     _only(crowd, "exclusive_key = '[\"line\"]', is_current = false")
-    crowd.execute("UPDATE windlass.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
+    crowd.execute("UPDATE batchwright.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
     claimed = plan(crowd, "claim", run=True, **lanes(20))
     assert claimed["Actual Rows"] == 1
     assert scanned(claimed) < QUEUED * 6
@@ -221,7 +221,7 @@ def test_ten_thousand_jobs_of_an_unknown_type_cost_less_than_a_page_each_once(cr
 
 def test_a_freed_key_finds_its_next_job_without_walking_the_line(crowd):
     _only(crowd, "exclusive_key = '[\"line\"]', is_current = false")
-    crowd.execute("UPDATE windlass.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
+    crowd.execute("UPDATE batchwright.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
     freed = {"freed_tenants": ["default"], "freed_keys": ['["line"]']}
     claimed = plan(crowd, "claim", run=True, **{**lanes(20, NOWHERE._replace(run_after=LATER)), **freed})
     assert claimed["Actual Rows"] == 1
@@ -251,7 +251,7 @@ async def test_renewals_progress_and_emits_are_hot(database_url):
 async def _updates(pool):
     await pool.rows("SELECT pg_stat_force_next_flush()")
     await pool.rows("SELECT pg_stat_clear_snapshot()")
-    table = "'windlass.job'::regclass"
+    table = "'batchwright.job'::regclass"
     ((updated, hot),) = await pool.rows(
         f"SELECT pg_stat_get_tuples_updated({table}), pg_stat_get_tuples_hot_updated({table})"
     )
@@ -261,11 +261,11 @@ async def _updates(pool):
 async def test_lease_progress_and_message_stand_in_no_index(queue):
     rows = await queue.database.rows(
         "SELECT DISTINCT attname FROM pg_index JOIN pg_attribute ON attrelid = indexrelid OR "
-        "(attrelid = indrelid AND attnum = ANY(indkey)) WHERE indrelid = 'windlass.job'::regclass"
+        "(attrelid = indrelid AND attnum = ANY(indkey)) WHERE indrelid = 'batchwright.job'::regclass"
     )
     named = {name for (name,) in rows}
     predicates = await queue.database.rows(
-        "SELECT string_agg(pg_get_indexdef(indexrelid), ' ') FROM pg_index WHERE indrelid = 'windlass.job'::regclass"
+        "SELECT string_agg(pg_get_indexdef(indexrelid), ' ') FROM pg_index WHERE indrelid = 'batchwright.job'::regclass"
     )
     for column in ("lease_until", "progress_current", "progress_total", "message"):
         assert column not in named

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pydantic
 import pytest
 
-from windlass import operation
-from windlass.engine import policy
-from windlass.engine.catalog import MARK
-from windlass.engine.jobs import Claim, Done, Snooze
-from windlass.errors import (
+from batchwright import operation
+from batchwright.engine import policy
+from batchwright.engine.catalog import MARK
+from batchwright.engine.jobs import Claim, Done, Snooze
+from batchwright.errors import (
     DatabaseUnavailable,
     Fatal,
     InvalidInput,

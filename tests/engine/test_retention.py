@@ -9,22 +9,22 @@ from uuid import UUID
 import psycopg
 import pytest
 
+from batchwright import AsyncBatchwright, JobStatus, NewJob, NotFound
+from batchwright.db.database import DatabaseSettings
+from batchwright.engine import retention as module
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Settle
+from batchwright.engine.processes import Processes
+from batchwright.engine.queue import SQL as JOBS
+from batchwright.engine.retention import SQL, Removed, Retention, RetentionSettings
+from batchwright.engine.upkeep import Upkeep
+from batchwright.errors import ConfigurationError
+from batchwright.settings import Settings, load_settings
 from tests.conftest import database
 from tests.engine import planning
 from tests.engine.planning import indexes, nodes, scanned, touched, whole_table_scans
 from tests.engine.steps import another, blocked, claim_one, end, hand_over, snapshot, status
 from tests.support import BASIC, event_names, fail, put, put_one, raw, snooze, succeed, take, take_one
-from windlass import AsyncWindlass, JobStatus, NewJob, NotFound
-from windlass.db.database import DatabaseSettings
-from windlass.engine import retention as module
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Settle
-from windlass.engine.processes import Processes
-from windlass.engine.queue import SQL as JOBS
-from windlass.engine.retention import SQL, Removed, Retention, RetentionSettings
-from windlass.engine.upkeep import Upkeep
-from windlass.errors import ConfigurationError
-from windlass.settings import Settings, load_settings
 
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 HOUR, DAY = 3600.0, 86_400.0
@@ -67,15 +67,15 @@ async def left(queue, *ids):
 
 
 async def count(queue, table):
-    ((n,),) = await raw(queue, f"SELECT count(*) FROM windlass.{table}")
+    ((n,),) = await raw(queue, f"SELECT count(*) FROM batchwright.{table}")
     return n
 
 
 async def partitions(queue):
     rows = await raw(
-        queue, "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'windlass.job_event'::regclass"
+        queue, "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'batchwright.job_event'::regclass"
     )
-    return {name.removeprefix("windlass.") for (name,) in rows}
+    return {name.removeprefix("batchwright.") for (name,) in rows}
 
 
 async def go_to(queue, clock, moment):
@@ -130,7 +130,7 @@ async def test_a_job_that_its_worker_still_holds_stays(queue, clock, retention):
     await claim_one(queue, id)
     await queue.cancel([id])
     await clock.advance(queue, 31 * DAY)
-    await raw(queue, "UPDATE windlass.job SET lease_until = %(until)s", until=clock.time + timedelta(seconds=1))
+    await raw(queue, "UPDATE batchwright.job SET lease_until = %(until)s", until=clock.time + timedelta(seconds=1))
     assert await swept(queue, retention) == [Removed()]
     await clock.advance(queue, 2)
     assert await swept(queue, retention) == [Removed(jobs=1)]
@@ -212,7 +212,7 @@ async def test_a_chained_job_goes_on_without_the_root_of_its_pipeline(queue, clo
 async def test_a_key_whose_last_job_is_gone_is_free(queue, clock, retention):
     await clock.advance(queue, 0)
     await ended(queue, exclusive_key="k")
-    ((current,),) = await raw(queue, "SELECT is_current FROM windlass.job")
+    ((current,),) = await raw(queue, "SELECT is_current FROM batchwright.job")
     assert current
     waiting = await put_one(queue, exclusive_key="k", delay_seconds=8 * DAY)
     await clock.advance(queue, 8 * DAY)
@@ -241,7 +241,7 @@ async def test_an_enqueue_whose_first_job_goes_at_that_very_moment_still_answers
 
         async def rows(self, sql, params=None):
             if sql == JOBS["find_enqueued"] and await left(queue, first):
-                await raw(queue, "DELETE FROM windlass.job WHERE id = %(id)s", id=first)
+                await raw(queue, "DELETE FROM batchwright.job WHERE id = %(id)s", id=first)
                 if is_overtaken:
                     rows = await queue.database.rows(sql, params)
                     overtaking.append(await put_one(queue, idempotency_key="once"))
@@ -256,11 +256,11 @@ async def test_an_enqueue_whose_first_job_goes_at_that_very_moment_still_answers
 
 async def test_requests_of_the_api_go_after_their_days(queue, clock, retention):
     await clock.advance(queue, 0)
-    insert = "INSERT INTO windlass.api_request VALUES ('t', %(key)s, '', '{}', %(at)s)"
+    insert = "INSERT INTO batchwright.api_request VALUES ('t', %(key)s, '', '{}', %(at)s)"
     await raw(queue, insert, key="old", at=clock.time - timedelta(days=7, seconds=1))
     await raw(queue, insert, key="new", at=clock.time - timedelta(days=7))
     assert await swept(queue, retention) == [Removed(requests=1)]
-    assert await raw(queue, "SELECT key FROM windlass.api_request") == [("new",)]
+    assert await raw(queue, "SELECT key FROM batchwright.api_request") == [("new",)]
 
 
 # Rounds -------------------------------------------------------------------------------------------------------------
@@ -279,7 +279,8 @@ async def test_a_round_looks_at_so_many_rows_and_the_next_goes_on_behind_them(qu
     await clock.advance(queue, 0)
     await _finish(queue, 25)
     await raw(
-        queue, "UPDATE windlass.job SET owner = 'batch' WHERE id IN (SELECT id FROM windlass.job ORDER BY id LIMIT 12)"
+        queue,
+        "UPDATE batchwright.job SET owner = 'batch' WHERE id IN (SELECT id FROM batchwright.job ORDER BY id LIMIT 12)",
     )
     await clock.advance(queue, 8 * DAY)
     retention = Retention(RetentionSettings(jobs_per_round=10), clock=clock)
@@ -311,7 +312,7 @@ async def test_upkeep_gives_a_backlog_turn_after_turn_and_then_rests(queue, cloc
     await clock.advance(queue, 8 * DAY)
     keeper = upkeep(queue, *Retention(RetentionSettings(jobs_per_round=10), clock=clock).rounds())
     seen = []
-    with caplog.at_level(logging.INFO, "windlass.engine.retention"):
+    with caplog.at_level(logging.INFO, "batchwright.engine.retention"):
         for _ in range(4):
             await keeper.run_due()
             seen.append(await count(queue, "job"))
@@ -383,7 +384,7 @@ async def test_two_rounds_at_once_beside_working_workers_remove_each_row_once_an
         first, second, *_ = await asyncio.gather(*sweeps, work(queue, "w1"), work(elsewhere, "w2"))
     await swept(queue, final := Retention(settings, clock=clock))
     assert sum(round.jobs for round in first + second) <= 920
-    assert await raw(queue, "SELECT FROM windlass.job WHERE created_at < %(now)s", now=clock.time) == []
+    assert await raw(queue, "SELECT FROM batchwright.job WHERE created_at < %(now)s", now=clock.time) == []
     assert await swept(queue, final) == [Removed()]
     assert await count(queue, "job") == 120
 
@@ -497,7 +498,7 @@ async def test_events_that_are_older_than_their_job_by_a_clock_set_back_are_not_
     clock.time = OLD_MONDAY + timedelta(days=7, minutes=5)
     id = await put_one(queue)
     clock.time -= timedelta(minutes=10)
-    await raw(queue, "UPDATE windlass.job SET run_after = %(now)s", now=clock.time)
+    await raw(queue, "UPDATE batchwright.job SET run_after = %(now)s", now=clock.time)
     await claim_one(queue, id)
     assert await count(queue, OLD_WEEK) == 1
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=60))
@@ -544,7 +545,7 @@ async def test_a_drop_that_is_not_committed_has_not_happened(queue, clock, reten
     with pytest.raises(ConnectionResetError):
         async with queue.database.transaction() as session:
             assert (await retention.drop_partition(session)).partitions == 1
-            assert await session.rows(f"SELECT to_regclass('windlass.{OLD_WEEK}')") == [(None,)]
+            assert await session.rows(f"SELECT to_regclass('batchwright.{OLD_WEEK}')") == [(None,)]
             raise ConnectionResetError
     assert await count(queue, OLD_WEEK) == 1
     assert await event_names(queue, id) == ["job.enqueued"]
@@ -593,7 +594,7 @@ async def test_weeks_are_dropped_while_workers_work(queue, clock, pool):
     rows = await raw(
         queue,
         "SELECT status::text, queue, "
-        "(SELECT array_agg(event ORDER BY id) FROM windlass.job_event WHERE job_id = job.id) FROM windlass.job",
+        "(SELECT array_agg(event ORDER BY id) FROM batchwright.job_event WHERE job_id = job.id) FROM batchwright.job",
     )
     asleep = [events for state, _, events in rows if state == "QUEUED"]
     assert asleep == [["job.enqueued"]] * 6
@@ -614,30 +615,30 @@ async def test_nothing_is_dropped_when_jobs_are_kept_for_ever(queue, clock):
 
 
 CROWD = """
-    ALTER TABLE windlass.job DISABLE TRIGGER USER;
-    INSERT INTO windlass.job (id, job_type, queue, tenant, owner, status, priority, run_after, payload, max_attempts,
+    ALTER TABLE batchwright.job DISABLE TRIGGER USER;
+    INSERT INTO batchwright.job (id, job_type, queue, tenant, owner, status, priority, run_after, payload, max_attempts,
         pipeline_id, created_at, finished_at, parent_job_id)
     SELECT id, 'noop', 'default', 'tenant ' || n % 50, CASE WHEN n <= 5000 THEN 'batch' END, 'SUCCEEDED', 5, now(),
            '{}', 3, id, now() - interval '90 days', now() - interval '60 days' + n * interval '1 second',
            CASE WHEN n BETWEEN 5001 AND 10000 THEN '00000000-0000-0000-0000-000000000001'::uuid END
     FROM (SELECT n, gen_random_uuid() AS id FROM generate_series(1, 30000) AS n) AS pile;
-    INSERT INTO windlass.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
+    INSERT INTO batchwright.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
         pipeline_id, created_at)
     SELECT id, 'noop', 'default', 'tenant', 'QUEUED', 5, now(), '{}', 3, id, now()
     FROM (VALUES ('00000000-0000-0000-0000-000000000001'::uuid)) AS parent (id);
-    ALTER TABLE windlass.job ENABLE TRIGGER USER;
-    INSERT INTO windlass.job_event (job_id, ts, event)
-    SELECT id, created_at, 'e' FROM windlass.job WHERE created_at < now() - interval '1 day';
+    ALTER TABLE batchwright.job ENABLE TRIGGER USER;
+    INSERT INTO batchwright.job_event (job_id, ts, event)
+    SELECT id, created_at, 'e' FROM batchwright.job WHERE created_at < now() - interval '1 day';
 """
 
 
 @pytest.fixture(scope="module")
 def crowded_url(server, template):
     """30,000 old jobs, of which the first 10,000 must stay, and their events in the default partition."""
-    with database(server, "windlass_test_retention_" + template[-8:], template) as url:
+    with database(server, "batchwright_test_retention_" + template[-8:], template) as url:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(CROWD)
-            connection.execute("VACUUM ANALYZE windlass.job, windlass.job_event")
+            connection.execute("VACUUM ANALYZE batchwright.job, batchwright.job_event")
         yield url
 
 
@@ -661,7 +662,7 @@ def plan(connection, name, **values):
 
 
 def jobs_left(connection):
-    return connection.execute("SELECT count(*) FROM windlass.job").fetchone()[0]
+    return connection.execute("SELECT count(*) FROM batchwright.job").fetchone()[0]
 
 
 @pytest.mark.parametrize("name", list(SQL))
@@ -671,7 +672,7 @@ def test_every_statement_can_be_prepared_and_run(crowd, name):
 
 def test_a_step_walks_the_index_and_removes_what_it_looked_at(crowd):
     behind = crowd.execute(
-        "SELECT finished_at, id FROM windlass.job ORDER BY finished_at OFFSET 9999 LIMIT 1"
+        "SELECT finished_at, id FROM batchwright.job ORDER BY finished_at OFFSET 9999 LIMIT 1"
     ).fetchone()
     walked = plan(crowd, "remove_jobs", after_time=behind[0], after_id=behind[1])
     assert jobs_left(crowd) == 29_001
@@ -685,7 +686,7 @@ def test_a_step_walks_the_index_and_removes_what_it_looked_at(crowd):
 def test_a_step_over_jobs_that_must_stay_costs_no_more_than_one_that_removes(crowd, first):
     """Ten thousand of them stand in front: a step passes a thousand, and the next one goes on behind those."""
     place = crowd.execute(
-        "SELECT finished_at, id FROM windlass.job ORDER BY finished_at OFFSET %s LIMIT 1", [first]
+        "SELECT finished_at, id FROM batchwright.job ORDER BY finished_at OFFSET %s LIMIT 1", [first]
     ).fetchone()
     walked = plan(crowd, "remove_jobs", after_time=place[0], after_id=place[1])
     assert jobs_left(crowd) == 30_001
@@ -701,9 +702,9 @@ def test_a_step_with_nothing_to_do_touches_a_handful_of_pages(crowd):
 
 
 def test_events_are_walked_along_their_index_and_ask_for_their_jobs_by_key(crowd):
-    crowd.execute("DELETE FROM windlass.job WHERE id IN (SELECT id FROM windlass.job ORDER BY id LIMIT 5000)")
+    crowd.execute("DELETE FROM batchwright.job WHERE id IN (SELECT id FROM batchwright.job ORDER BY id LIMIT 5000)")
     walked = plan(crowd, "remove_events")
-    assert crowd.execute("SELECT count(*) FROM windlass.job_event").fetchone() == (29_000,)
+    assert crowd.execute("SELECT count(*) FROM batchwright.job_event").fetchone() == (29_000,)
     assert whole_table_scans(walked) == []
     assert all(node["Node Type"] != "Seq Scan" for node in nodes(walked))
     assert touched(walked) < 1000 * 20
@@ -735,14 +736,14 @@ def test_a_round_of_nothing_or_of_everything_is_refused(rows):
 
 
 def test_retention_is_configured_like_the_other_parts(tmp_path):
-    file = tmp_path / "windlass.toml"
+    file = tmp_path / "batchwright.toml"
     file.write_text("[retention]\nsucceeded_days = 1\nended_days = inf")
-    settings = load_settings(environment={"WINDLASS_RETENTION_REQUESTS_DAYS": "inf"}, file=file)
+    settings = load_settings(environment={"BATCHWRIGHT_RETENTION_REQUESTS_DAYS": "inf"}, file=file)
     assert settings.retention == RetentionSettings(succeeded_days=1, ended_days=math.inf, requests_days=math.inf)
 
 
 async def test_the_client_gives_its_workers_the_rounds(pool):
     settings = Settings(database=DatabaseSettings(url=pool.url), retention=RetentionSettings(succeeded_days=1))
-    async with AsyncWindlass(settings=settings, operations=BASIC) as windlass:
-        worker = windlass.worker()
+    async with AsyncBatchwright(settings=settings, operations=BASIC) as batchwright:
+        worker = batchwright.worker()
         assert {"retention", "retention of events"} <= {round.name for round in worker._upkeep._rounds}

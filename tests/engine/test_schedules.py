@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from psycopg import sql
 
+from batchwright import NewJob
+from batchwright.db.database import Pool, connect_arguments
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.cron import Cron, preview
+from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.engine.schedules import SQL, TICKS_PER_ROUND_MAX, Missed, Schedules
+from batchwright.engine.upkeep import Upkeep
+from batchwright.errors import Conflict, InvalidInput, NotFound, PayloadInvalid, UnknownOperation
+from batchwright.operations.decorator import operation
+from batchwright.operations.registry import Registry
 from tests.support import DATABASE, Clock, put, raw, take_one
-from windlass import NewJob
-from windlass.db.database import Pool, connect_arguments
-from windlass.engine.catalog import Catalog
-from windlass.engine.cron import Cron, preview
-from windlass.engine.queue import EngineSettings, Queue
-from windlass.engine.schedules import SQL, TICKS_PER_ROUND_MAX, Missed, Schedules
-from windlass.engine.upkeep import Upkeep
-from windlass.errors import Conflict, InvalidInput, NotFound, PayloadInvalid, UnknownOperation
-from windlass.operations.decorator import operation
-from windlass.operations.registry import Registry
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -70,7 +70,7 @@ async def fire(queue, schedules) -> int:
 
 async def fired_ticks(queue, schedule) -> list[datetime]:
     """The tick of each job that the schedule has made, by the jobs' idempotency keys."""
-    rows = await raw(queue, "SELECT idempotency_key FROM windlass.job WHERE idempotency_key IS NOT NULL")
+    rows = await raw(queue, "SELECT idempotency_key FROM batchwright.job WHERE idempotency_key IS NOT NULL")
     keys = sorted(key.split("/") for (key,) in rows)
     return [datetime.fromisoformat(tick) for word, id, tick in keys if (word, id) == ("schedule", str(schedule.id))]
 
@@ -265,7 +265,7 @@ async def test_what_could_not_fire_is_refused_at_creation(queue, schedules):
         shape = {"name": "bad", "cron": EVERY_MINUTE, "job": REPORT, **words}
         with pytest.raises(error, match=re.escape(says)):
             await schedules.create(**shape)
-    assert await raw(queue, "SELECT FROM windlass.schedule") == []
+    assert await raw(queue, "SELECT FROM batchwright.schedule") == []
 
 
 async def test_a_name_stands_for_one_schedule_of_its_tenant(schedules):
@@ -397,7 +397,7 @@ async def test_a_next_tick_that_was_moved_back_by_hand_makes_no_second_job(queue
     clock.time += MINUTE
     await fire(queue, schedules)
     first = (await schedules.get("daily")).last_job_id
-    await raw(queue, "UPDATE windlass.schedule SET next_at = %(next)s", next=NOON + MINUTE)
+    await raw(queue, "UPDATE batchwright.schedule SET next_at = %(next)s", next=NOON + MINUTE)
     await fire(queue, schedules)
     assert (await schedules.get("daily")).last_job_id == first
     assert await fired_ticks(queue, schedule) == [NOON + MINUTE]
@@ -407,7 +407,7 @@ async def test_the_ring_for_new_jobs_comes_with_the_commit(queue, clock, schedul
     await schedules.create("daily", EVERY_MINUTE, NewJob("report", queue="slow"))
     clock.time += MINUTE
     async with await psycopg.AsyncConnection.connect(database_url, autocommit=True) as ear:
-        await ear.execute("LISTEN windlass")
+        await ear.execute("LISTEN batchwright")
         async with queue.database.transaction() as session:
             await schedules.fire_due(session)
             assert [ring async for ring in ear.notifies(timeout=0.05)] == []
@@ -458,9 +458,9 @@ async def test_five_rounds_under_a_stepping_clock_fire_each_tick_exactly_once(da
         assert await fired_ticks(queue, schedule) == expected
     ticks = await fired_ticks(queue, latest)
     assert len(ticks) == len(set(ticks)) > 3
-    assert await raw(queue, "SELECT name FROM windlass.schedule WHERE last_error IS NOT NULL") == []
+    assert await raw(queue, "SELECT name FROM batchwright.schedule WHERE last_error IS NOT NULL") == []
     counted = await raw(
-        queue, "SELECT sum(fires)::int, (SELECT count(*) FROM windlass.job)::int FROM windlass.schedule"
+        queue, "SELECT sum(fires)::int, (SELECT count(*) FROM batchwright.job)::int FROM batchwright.schedule"
     )
     assert counted[0][0] == counted[0][1], "no fire found its job made already: next_at alone was enough"
 
@@ -591,7 +591,7 @@ async def test_a_superseding_tick_cancels_the_one_before(queue, clock, schedules
     for _ in range(2):
         clock.time += MINUTE
         assert await fire(queue, schedules) == 1
-    rows = await raw(queue, "SELECT status::text FROM windlass.job ORDER BY created_at")
+    rows = await raw(queue, "SELECT status::text FROM batchwright.job ORDER BY created_at")
     assert rows == [("CANCELLED",), ("QUEUED",)]
 
 
@@ -609,7 +609,7 @@ async def test_bad_schedules_are_noted_and_stop_neither_themselves_nor_the_other
     first = await schedules.create("a", EVERY_MINUTE, REPORT)
     for name, (damage, _) in BROKEN.items():
         await schedules.create(name, EVERY_MINUTE, REPORT, missed=Missed.ALL)
-        await raw(queue, f"UPDATE windlass.schedule SET {damage} WHERE name = %(name)s", name=name)
+        await raw(queue, f"UPDATE batchwright.schedule SET {damage} WHERE name = %(name)s", name=name)
     last = await schedules.create("z", EVERY_MINUTE, REPORT)
     clock.time += MINUTE
     assert await fire(queue, schedules) == 2

@@ -1,5 +1,5 @@
+from batchwright.states import JobStatus
 from tests.support import event_names, finished, put_one, succeed, take_one, working
-from windlass.states import JobStatus
 
 
 async def test_claim_and_succeed_write_their_events(queue):

@@ -5,6 +5,9 @@ from collections import Counter
 
 import pytest
 
+from batchwright import Conflict, JobStatus, NewJob, NotFound, operation
+from batchwright.engine.queue import EngineSettings
+from batchwright.errors import UniqueViolation
 from tests.engine.steps import another, blocked, claim_one, end, hand_over, pause, retry, snapshot, status
 from tests.support import (
     BASIC,
@@ -20,9 +23,6 @@ from tests.support import (
     take_one,
     working,
 )
-from windlass import Conflict, JobStatus, NewJob, NotFound, operation
-from windlass.engine.queue import EngineSettings
-from windlass.errors import UniqueViolation
 
 TERMINAL = [JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED]
 
@@ -111,7 +111,7 @@ async def test_claim_job_refuses_a_job_that_has_ended(queue, how):
 
 async def test_claim_job_refuses_a_job_that_does_not_exist(queue):
     id = await put_one(queue)
-    await raw(queue, "DELETE FROM windlass.job WHERE id = %(id)s", id=id)
+    await raw(queue, "DELETE FROM batchwright.job WHERE id = %(id)s", id=id)
     assert await queue.claim_job("w1", id, BASIC.names()) is None
 
 
@@ -175,7 +175,7 @@ async def test_concurrent_batch_claims_never_run_two_jobs_of_one_key(queue, pool
             batches = await asyncio.gather(take(queue, 50, worker="pod-1"), take(second, 50, worker="pod-2"))
             running = await raw(
                 queue,
-                "SELECT exclusive_key, count(*) FROM windlass.job WHERE status = 'RUNNING' GROUP BY 1",
+                "SELECT exclusive_key, count(*) FROM batchwright.job WHERE status = 'RUNNING' GROUP BY 1",
             )
             assert all(n == 1 for _, n in running)
             for claim in [claim for batch in batches for claim in batch]:
@@ -189,11 +189,11 @@ async def test_a_claim_that_trips_over_the_unique_index_is_rolled_back_and_refus
     old, mine, theirs = await put(queue, *[NewJob("noop", exclusive_key="2026") for _ in range(3)])
     await succeed(queue, await claim_one(queue, old))
     async with pool.transaction() as other:
-        await other.rows("UPDATE windlass.job SET is_current = false WHERE id = %(id)s", {"id": old})
+        await other.rows("UPDATE batchwright.job SET is_current = false WHERE id = %(id)s", {"id": old})
         claiming = asyncio.create_task(queue.claim_job("pod-1", mine, BASIC.names()))
         await blocked(queue, 1)
         await other.rows(
-            "UPDATE windlass.job SET status = 'RUNNING', is_current = true, locked_by = 'pod-2', locked_at = now(), "
+            "UPDATE batchwright.job SET status = 'RUNNING', is_current = true, locked_by = 'pod-2', locked_at = now(), "
             "lease_until = now() + interval '30 seconds', claims = 1, attempts = 1 WHERE id = %(id)s",
             {"id": theirs},
         )
@@ -208,11 +208,11 @@ async def test_a_batch_claim_that_trips_over_the_unique_index_still_brings_the_j
     await succeed(queue, await claim_one(queue, old))
     plain = await put_one(queue)
     async with pool.transaction() as other:
-        await other.rows("UPDATE windlass.job SET is_current = false WHERE id = %(id)s", {"id": old})
+        await other.rows("UPDATE batchwright.job SET is_current = false WHERE id = %(id)s", {"id": old})
         claiming = asyncio.create_task(take(queue))
         await blocked(queue, 1)
         await other.rows(
-            "UPDATE windlass.job SET status = 'RUNNING', is_current = true, locked_by = 'pod-2', locked_at = now(), "
+            "UPDATE batchwright.job SET status = 'RUNNING', is_current = true, locked_by = 'pod-2', locked_at = now(), "
             "lease_until = now() + interval '30 seconds', claims = 1, attempts = 1 WHERE id = %(id)s",
             {"id": theirs},
         )
@@ -223,7 +223,7 @@ async def test_the_database_itself_refuses_a_second_current_row_of_a_key(queue):
     one, two = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop", exclusive_key="k"))
     await claim_one(queue, one)
     with pytest.raises(UniqueViolation):
-        await raw(queue, "UPDATE windlass.job SET is_current = true WHERE id = %(id)s", id=two)
+        await raw(queue, "UPDATE batchwright.job SET is_current = true WHERE id = %(id)s", id=two)
 
 
 # The sequential case, which the source's own test misses
@@ -334,7 +334,7 @@ async def test_recover_refuses_jobs_that_no_worker_holds(queue, clock):
 
 async def test_recover_of_a_job_that_does_not_exist_is_not_a_conflict(queue):
     id = await put_one(queue)
-    await raw(queue, "DELETE FROM windlass.job WHERE id = %(id)s", id=id)
+    await raw(queue, "DELETE FROM batchwright.job WHERE id = %(id)s", id=id)
     with pytest.raises(NotFound):
         await queue.recover(id)
 
@@ -356,7 +356,7 @@ async def test_the_poller_picks_up_a_job_of_a_crashed_pod(queue, pool):
     quick = EngineSettings(lease_seconds=1.0, rescue_jitter_seconds=0.0)
     id = await put_one(queue, payload={"n": 13})
     await claim_one(queue, id, worker="crashed-pod")
-    await raw(queue, "UPDATE windlass.job SET lease_until = now() - interval '1 second'")
+    await raw(queue, "UPDATE batchwright.job SET lease_until = now() - interval '1 second'")
     async with working(pool, engine=quick):
         job = await finished(queue, id)
     assert (job.result, job.attempts, job.claims) == (13, 1, 2)

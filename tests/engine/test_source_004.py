@@ -8,6 +8,9 @@ from datetime import timedelta
 import psycopg
 import pytest
 
+from batchwright import Context, Done, Fatal, JobStatus, NewJob, RetryLater, Snooze, Wait, operation
+from batchwright.errors import Fenced, InvalidInput
+from batchwright.operations.registry import Registry
 from tests.engine.steps import claim_one, end, hand_over, snapshot, status
 from tests.support import (
     event_names,
@@ -22,9 +25,6 @@ from tests.support import (
     take_one,
     working,
 )
-from windlass import Context, Done, Fatal, JobStatus, NewJob, RetryLater, Snooze, Wait, operation
-from windlass.errors import Fenced, InvalidInput
-from windlass.operations.registry import Registry
 
 OPEN_TRANSACTIONS = """
     SELECT pid, state, query FROM pg_stat_activity
@@ -107,7 +107,7 @@ async def test_running_and_its_event_are_visible_to_others_before_the_operation_
     async def visible(ctx: Context) -> None:
         async with looking(pool) as connection:
             cursor = await connection.execute(
-                "SELECT job.status::text, locked_by, event FROM windlass.job JOIN windlass.job_event "
+                "SELECT job.status::text, locked_by, event FROM batchwright.job JOIN batchwright.job_event "
                 "ON job_id = job.id WHERE job.id = %s ORDER BY job_event.id DESC LIMIT 1",
                 [ctx.job_id],
             )
@@ -177,7 +177,7 @@ async def test_the_result_and_its_event_are_one_commit(queue, pool):
 
     async def write(connection):
         async with looking(pool) as outside:
-            sql = "SELECT status::text, (SELECT count(*) FROM windlass.job_event) FROM windlass.job"
+            sql = "SELECT status::text, (SELECT count(*) FROM batchwright.job_event) FROM batchwright.job"
             inside = await (await connection.execute(sql)).fetchone()
             seen.append((inside, await (await outside.execute(sql)).fetchone()))
 
@@ -359,7 +359,7 @@ async def test_the_database_refuses_levels_that_do_not_exist(queue):
     with pytest.raises(Exception, match="level"):
         await raw(
             queue,
-            "INSERT INTO windlass.job_event (job_id, ts, event, level) VALUES (%(id)s, now(), 'x', 'debug')",
+            "INSERT INTO batchwright.job_event (job_id, ts, event, level) VALUES (%(id)s, now(), 'x', 'debug')",
             id=id,
         )
 

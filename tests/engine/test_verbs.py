@@ -7,6 +7,12 @@ from datetime import timedelta
 
 import pytest
 
+from batchwright import Conflict, Context, JobStatus, NewJob, NotFound, Wait, operation
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Settle, new_id
+from batchwright.engine.queue import Lane, Watermark
+from batchwright.errors import Fenced, InvalidInput
+from batchwright.operations.registry import Registry
 from tests.engine.steps import (
     another,
     blocked,
@@ -36,12 +42,6 @@ from tests.support import (
     take,
     take_one,
 )
-from windlass import Conflict, Context, JobStatus, NewJob, NotFound, Wait, operation
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Settle, new_id
-from windlass.engine.queue import Lane, Watermark
-from windlass.errors import Fenced, InvalidInput
-from windlass.operations.registry import Registry
 
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 
@@ -57,7 +57,7 @@ async def test_enqueue_inserts_many_and_answers_in_the_order_of_the_list(queue):
     assert [claim.payload["n"] for claim in sorted(await take(queue, 2000), key=lambda claim: claim.id)] == list(
         range(2000)
     )
-    events = await raw(queue, "SELECT count(*) FROM windlass.job_event WHERE event = 'job.enqueued'")
+    events = await raw(queue, "SELECT count(*) FROM batchwright.job_event WHERE event = 'job.enqueued'")
     assert events == [(2000,)]
 
 
@@ -309,7 +309,7 @@ async def test_renew_skips_a_row_that_somebody_is_just_changing(queue, pool):
     id = await put_one(queue)
     claim = await take_one(queue)
     async with pool.transaction() as session:
-        await session.rows("SELECT FROM windlass.job WHERE id = %(id)s FOR UPDATE", {"id": id})
+        await session.rows("SELECT FROM batchwright.job WHERE id = %(id)s FOR UPDATE", {"id": id})
         assert await queue.renew([(id, claim.claim)]) == set()
     assert await queue.renew([(id, claim.claim)]) == {id}
 
@@ -400,7 +400,7 @@ async def test_a_batch_of_different_settles_is_one_commit_and_each_is_fenced_by_
     ]
     assert await queue.settle(settles, "w1") == {claim.id for claim in claims[1:]}
     assert [await status(queue, claim.id) for claim in claims] == [CANCELLED, SUCCEEDED, FAILED, QUEUED, QUEUED]
-    commits = await raw(queue, "SELECT count(DISTINCT xmin::text) FROM windlass.job WHERE status <> 'CANCELLED'")
+    commits = await raw(queue, "SELECT count(DISTINCT xmin::text) FROM batchwright.job WHERE status <> 'CANCELLED'")
     assert commits == [(1,)]
 
 
@@ -553,7 +553,7 @@ async def test_two_last_children_that_wait_for_each_others_parent_lock_join_once
     await hand_over(queue, await take_one(queue), 2)
     claims = await take(queue)
     async with pool.transaction() as session:
-        await session.rows("SELECT FROM windlass.job WHERE id = %(id)s FOR UPDATE", {"id": parent})
+        await session.rows("SELECT FROM batchwright.job WHERE id = %(id)s FOR UPDATE", {"id": parent})
         settles = [asyncio.create_task(succeed(queue, claim)) for claim in claims]
         await blocked(queue, 2)
     assert await asyncio.gather(*settles) == [True, True]
@@ -732,7 +732,7 @@ async def test_cancel_finds_children_that_are_born_while_it_waits(queue, pool):
     parent = await put_one(queue)
     claim = await take_one(queue)
     async with pool.transaction() as session:
-        await session.rows("SELECT FROM windlass.job WHERE id = %(id)s FOR UPDATE", {"id": parent})
+        await session.rows("SELECT FROM batchwright.job WHERE id = %(id)s FOR UPDATE", {"id": parent})
         waiting = asyncio.create_task(hand_over(queue, claim, 3))
         await blocked(queue, 1)
         cancelling = asyncio.create_task(queue.cancel([parent]))
@@ -860,7 +860,7 @@ async def test_children_without_a_deadline_are_cancelled_when_that_of_their_pare
     """Children inherit the deadline; one that lost it by a rerun is still ended with its parent."""
     parent = await put_one(queue, deadline=timedelta(seconds=10))
     (child,) = await hand_over(queue, await take_one(queue), 1)
-    await raw(queue, "UPDATE windlass.job SET deadline = NULL WHERE id = %(id)s", id=child)
+    await raw(queue, "UPDATE batchwright.job SET deadline = NULL WHERE id = %(id)s", id=child)
     await clock.advance(queue, 11)
     await queue.expire()
     assert [await status(queue, id) for id in (child, parent)] == [CANCELLED, FAILED]
@@ -905,7 +905,7 @@ async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(que
     id = await put_one(queue)
     ((started,),) = await raw(queue, "SELECT pg_postmaster_start_time()")
     clock.time = started - timedelta(seconds=25)
-    await raw(queue, "UPDATE windlass.job SET run_after = %(at)s", at=clock.time)
+    await raw(queue, "UPDATE batchwright.job SET run_after = %(at)s", at=clock.time)
     await take_one(queue)
     clock.time = started + timedelta(seconds=29)
     assert await queue.rescue() == [], "the lease is over, but while the database was away nobody could renew"
@@ -944,7 +944,7 @@ async def test_an_ordinary_job_is_not_a_suspect(queue):
 
 async def test_a_suspect_of_a_private_queue_is_for_those_who_name_that_queue(queue):
     (id,) = await put(queue, NewJob("noop", queue="~run-1/shard/small"))
-    await raw(queue, "UPDATE windlass.job SET rescues = 2")
+    await raw(queue, "UPDATE batchwright.job SET rescues = 2")
     assert await queue.suspects(BASIC.names(), 10) == []
     assert await queue.suspects(BASIC.names(), 10, private=["~run-2"]) == []
     assert await queue.suspects(BASIC.names(), 10, private=["~run-1"]) == [id]
@@ -1263,7 +1263,7 @@ async def test_policies_are_decided_one_after_the_other_even_when_they_come_at_o
             )
             (open_jobs,) = await raw(
                 queue,
-                "SELECT count(*) FROM windlass.job WHERE exclusive_key = %(key)s AND finished_at IS NULL",
+                "SELECT count(*) FROM batchwright.job WHERE exclusive_key = %(key)s AND finished_at IS NULL",
                 key=f'["k",{n}]',
             )
             assert open_jobs == (1,), f"{policy} in round {n}"

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from batchwright import JobStatus, NewJob, NotFound
+from batchwright.db.doorbell import Doorbell
+from batchwright.engine import views as views_module
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.jobs import Settle
+from batchwright.engine.views import SQL, Cursor, JobFilter, Views
+from batchwright.errors import InvalidInput
 from tests.engine.planning import numbered, plan, touched, whole_table_scans
 from tests.engine.steps import claim_one, dead, end, hand_over
 from tests.support import BASIC, fail, noop, put, raw, snooze, succeed, take, working
-from windlass import JobStatus, NewJob, NotFound
-from windlass.db.doorbell import Doorbell
-from windlass.engine import views as views_module
-from windlass.engine.catalog import Catalog
-from windlass.engine.jobs import Settle
-from windlass.engine.views import SQL, Cursor, JobFilter, Views
-from windlass.errors import InvalidInput
 
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 EVERYTHING = JobFilter()
@@ -46,7 +46,7 @@ async def walk(views, wanted=EVERYTHING, *, limit=7, between=None, pages_max=200
 
 
 async def newest_first(queue, where="true"):
-    rows = await raw(queue, f"SELECT id FROM windlass.job WHERE {where} ORDER BY created_at DESC, id DESC")
+    rows = await raw(queue, f"SELECT id FROM batchwright.job WHERE {where} ORDER BY created_at DESC, id DESC")
     return [id for (id,) in rows]
 
 
@@ -468,7 +468,7 @@ async def test_all_reasons_at_once_and_a_job_among_others(queue):
     id = await single(queue, exclusive_key="k", delay_seconds=60)
     plain = await single(queue, queue="letters")
     await queue.pause_queue("default")
-    await raw(queue, "UPDATE windlass.job SET rescues = 2 WHERE id = %(id)s", id=id)
+    await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     jobs = await queue.get_many([id, plain, holder])
     found = await Views(queue).waiting_on(jobs)
     named = {one: [reason.reason for reason in found[one]] for one in (id, plain, holder)}
@@ -643,16 +643,16 @@ def test_a_page_among_thirty_thousand_jobs_touches_few_pages(crowd, tenant):
     first = plan(crowd, "list_jobs", source=SQL, run=True, **LIST, tenant=tenant)
     assert first["Actual Rows"] == 51
     assert touched(first) < 300
-    place = crowd.execute("SELECT created_at, id FROM windlass.job ORDER BY created_at, id OFFSET 15000 LIMIT 1")
+    place = crowd.execute("SELECT created_at, id FROM batchwright.job ORDER BY created_at, id OFFSET 15000 LIMIT 1")
     created_at, id = place.fetchone()
     deep = {**LIST, "before_time": created_at, "before_id": id, "tenant": tenant}
     assert touched(plan(crowd, "list_jobs", source=SQL, run=True, **deep)) < 300
 
 
 def test_the_reasons_of_a_page_of_jobs_in_one_keys_long_line_touch_few_pages(crowd):
-    crowd.execute("UPDATE windlass.job SET exclusive_key = '[\"line\"]', is_current = false WHERE status = 'QUEUED'")
-    crowd.execute("ANALYZE windlass.job")
-    ids = [id for (id,) in crowd.execute("SELECT id FROM windlass.job WHERE status = 'QUEUED' LIMIT 50").fetchall()]
+    crowd.execute("UPDATE batchwright.job SET exclusive_key = '[\"line\"]', is_current = false WHERE status = 'QUEUED'")
+    crowd.execute("ANALYZE batchwright.job")
+    ids = [id for (id,) in crowd.execute("SELECT id FROM batchwright.job WHERE status = 'QUEUED' LIMIT 50").fetchall()]
     asked = plan(crowd, "waiting_on", source=SQL, run=True, ids=ids, silent_seconds=30.0)
     assert asked["Actual Rows"] == 50
     assert touched(asked) < 50 * 40
@@ -667,7 +667,7 @@ async def test_a_job_that_is_taken_on_demand_waits_for_a_worker_that_serves_its_
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": ["noop"], "concurrency": 1}
     demand = {"on_demand_types": ["noop"], "on_demand_queues": ["shard/small", "all/"]}
     await queue.register_worker(id="w", **columns, **demand)
-    await raw(queue, "UPDATE windlass.worker SET running = 1")
+    await raw(queue, "UPDATE batchwright.worker SET running = 1")
     reasons = {}
     for name in ("shard/small", "shard/large", "all/large"):
         (id,) = await put(queue, NewJob("noop", queue=name))

@@ -18,11 +18,8 @@ import psycopg
 import pydantic
 import pytest
 
-from tests.engine import deadly
-from tests.engine.faulty import Faulty
-from tests.support import DATABASE, event_names, finished, listed, make_worker, noop, put, put_one, raw, take, working
-from windlass import (
-    AsyncWindlass,
+from batchwright import (
+    AsyncBatchwright,
     Context,
     Done,
     Fatal,
@@ -36,15 +33,18 @@ from windlass import (
     Wait,
     operation,
 )
-from windlass.db.database import Blocking, complete
-from windlass.engine import runner as runner_module
-from windlass.engine import worker as worker_module
-from windlass.engine.lease import Lease
-from windlass.engine.outcomes import checked
-from windlass.engine.queue import EngineSettings, Queue
-from windlass.engine.views import Views
-from windlass.errors import DatabaseUnavailable
-from windlass.operations.registry import Registry
+from batchwright.db.database import Blocking, complete
+from batchwright.engine import runner as runner_module
+from batchwright.engine import worker as worker_module
+from batchwright.engine.lease import Lease
+from batchwright.engine.outcomes import checked
+from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.engine.views import Views
+from batchwright.errors import DatabaseUnavailable
+from batchwright.operations.registry import Registry
+from tests.engine import deadly
+from tests.engine.faulty import Faulty
+from tests.support import DATABASE, event_names, finished, listed, make_worker, noop, put, put_one, raw, take, working
 
 SHORT = EngineSettings(lease_seconds=1.0, rescue_jitter_seconds=0.0)
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
@@ -149,7 +149,7 @@ async def test_plain_functions_run_side_by_side_in_threads(pool, queue):
 
     jobs = await run(pool, queue, meets, jobs=[NewJob("meets"), NewJob("meets")])
     assert [job.status for job in jobs] == [SUCCEEDED, SUCCEEDED]
-    assert all(job.result.startswith("windlass-operation") for job in jobs)
+    assert all(job.result.startswith("batchwright-operation") for job in jobs)
 
 
 async def test_a_job_of_an_unknown_type_is_left_and_logged(pool, queue, caplog):
@@ -388,7 +388,7 @@ async def test_a_worker_that_lost_its_job_stops_working_on_it_and_may_not_settle
     async with working(pool, loses) as worker:
         (id,) = await put(queue, NewJob("loses"), operations=worker._operations)
         await entered.wait()
-        await raw(queue, "UPDATE windlass.job SET locked_by = 'thief', claims = claims + 1")
+        await raw(queue, "UPDATE batchwright.job SET locked_by = 'thief', claims = claims + 1")
         await asyncio.wait_for(interrupted.wait(), 3)
     job = await queue.get(id)
     assert (job.status, job.locked_by, job.claims, job.result) == (RUNNING, "thief", 2, None)
@@ -415,7 +415,7 @@ async def test_the_lease_thread_does_not_give_back_what_a_claim_is_just_bringing
     id = await put_one(queue)
     worker = make_worker(pool, queue=Queue(database, SHORT))
     if how == "alone":
-        await raw(queue, "UPDATE windlass.job SET rescues = 2")
+        await raw(queue, "UPDATE batchwright.job SET rescues = 2")
         running = asyncio.create_task(worker.run_alone(id, lambda _: None))
     else:
         running = asyncio.create_task(worker.run())
@@ -457,14 +457,14 @@ async def test_jobs_survive_a_database_that_throws_everybody_out_again_and_again
             await asyncio.sleep(0.1)
         counts = {}
         while counts.get("SUCCEEDED") != len(ids):
-            cursor = await admin.execute("SELECT status::text, count(*) FROM windlass.job GROUP BY 1")
+            cursor = await admin.execute("SELECT status::text, count(*) FROM batchwright.job GROUP BY 1")
             counts = dict(await cursor.fetchall())
             assert "FAILED" not in counts
             await asyncio.sleep(0.05)
         cursor = await admin.execute("SELECT n FROM effect ORDER BY n")
         assert [n for (n,) in await cursor.fetchall()] == list(range(1, 60, 2)), "each write exactly once"
         cursor = await admin.execute(
-            "SELECT count(*) FROM windlass.job_event WHERE event = 'job.succeeded' GROUP BY job_id HAVING count(*) > 1"
+            "SELECT count(*) FROM batchwright.job_event WHERE event = 'job.succeeded' GROUP BY job_id HAVING count(*) > 1"
         )
         assert await cursor.fetchall() == []
         await admin.execute(throw_out)
@@ -802,7 +802,7 @@ async def test_a_job_resumed_after_its_deadline_can_snooze(pool, queue):
     worker = make_worker(pool, closes, noop)
     (id,) = await put(queue, NewJob("closes", deadline=timedelta(hours=1)), operations=worker._operations)
     assert await worker.run_once() == 1
-    await raw(queue, "UPDATE windlass.job SET deadline = now()")
+    await raw(queue, "UPDATE batchwright.job SET deadline = now()")
     await queue.expire()
     assert await worker.run_once() == 1
     assert await worker.run_once() == 0
@@ -816,8 +816,8 @@ async def test_a_job_resumed_after_its_deadline_can_snooze(pool, queue):
 @pytest.fixture
 async def child(database_url):
     """How a worker of these operations starts its children."""
-    async with AsyncWindlass(database_url=database_url, operations=deadly.OPERATIONS) as windlass:
-        yield windlass._child_program()
+    async with AsyncBatchwright(database_url=database_url, operations=deadly.OPERATIONS) as batchwright:
+        yield batchwright._child_program()
 
 
 async def test_cpu_operations_run_in_other_processes(pool, queue, child):
@@ -891,7 +891,7 @@ async def test_a_process_that_dies_is_a_rescue_and_uses_no_attempt(pool, queue, 
 async def test_a_dead_process_is_rescued_although_another_lease_is_over_too(pool, queue, child):
     await put(queue, NewJob("innocent", {"n": 1}), operations=Registry(deadly.OPERATIONS))
     await take(queue, worker="long gone", types=["innocent"])
-    await raw(queue, "UPDATE windlass.job SET lease_until = now() - interval '1 second'")
+    await raw(queue, "UPDATE batchwright.job SET lease_until = now() - interval '1 second'")
     worker = make_worker(pool, *deadly.OPERATIONS, child=child, engine=SHORT)
     (id,) = await put(queue, NewJob("cpu.dies"), operations=worker._operations)
     assert await worker.run_job(id)

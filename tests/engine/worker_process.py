@@ -6,12 +6,12 @@ import asyncio
 import signal
 import sys
 
+from batchwright.app import AsyncBatchwright
+from batchwright.db.database import DatabaseSettings
+from batchwright.engine.queue import EngineSettings
+from batchwright.engine.worker import WorkerSettings
+from batchwright.settings import Settings
 from tests.engine.deadly import OPERATIONS
-from windlass.app import AsyncWindlass
-from windlass.db.database import DatabaseSettings
-from windlass.engine.queue import EngineSettings
-from windlass.engine.worker import WorkerSettings
-from windlass.settings import Settings
 
 
 async def main(url: str, lease_seconds: float) -> None:
@@ -20,8 +20,8 @@ async def main(url: str, lease_seconds: float) -> None:
         engine=EngineSettings(lease_seconds=lease_seconds, rescue_jitter_seconds=0.0),
         worker=WorkerSettings(concurrency=10, poll_seconds_max=0.2, stop_grace_seconds=0.5),
     )
-    async with AsyncWindlass(settings=settings, operations=OPERATIONS) as windlass:
-        worker = windlass.worker()
+    async with AsyncBatchwright(settings=settings, operations=OPERATIONS) as batchwright:
+        worker = batchwright.worker()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         await worker.run()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from batchwright import AsyncBatchwright
+from batchwright.testing import drain
 from tests.conftest import skip
-from windlass import AsyncWindlass
-from windlass.testing import drain
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,7 +34,7 @@ def example(name: str) -> str:
 @pytest.fixture
 def folder():
     """A folder that the embedded server's user may enter."""
-    path = Path(tempfile.mkdtemp(prefix="windlass-docs-"))
+    path = Path(tempfile.mkdtemp(prefix="batchwright-docs-"))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
@@ -61,13 +61,13 @@ def test_the_quickstart_works_as_printed_with_the_embedded_database(folder):
     (folder / "hello.py").write_text(example("hello.py"))
     environment = {
         **os.environ,
-        "WINDLASS_API_PORT": "0",
-        "WINDLASS_DATABASE_FOLDER": str(folder / "data"),
-        "WINDLASS_LOG_FORM": "text",
+        "BATCHWRIGHT_API_PORT": "0",
+        "BATCHWRIGHT_DATABASE_FOLDER": str(folder / "data"),
+        "BATCHWRIGHT_LOG_FORM": "text",
     }
-    environment.pop("WINDLASS_DATABASE_URL", None)
+    environment.pop("BATCHWRIGHT_DATABASE_URL", None)
     up = subprocess.Popen(
-        [sys.executable, "-m", "windlass", "up", "hello.py"],
+        [sys.executable, "-m", "batchwright", "up", "hello.py"],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
@@ -93,8 +93,8 @@ async def test_the_pipeline_of_the_quickstart_counts_words(database_url, folder)
         await namespace["test_the_book_is_counted"](database_url)
     finally:
         del sys.modules["pages"]
-    async with AsyncWindlass(database_url=database_url, operations=[pages.announce]) as windlass:
-        assert await drain(windlass) == 0
+    async with AsyncBatchwright(database_url=database_url, operations=[pages.announce]) as batchwright:
+        assert await drain(batchwright) == 0
 
 
 def shell(folder: Path, script: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -103,12 +103,12 @@ def shell(folder: Path, script: str, **settings: str) -> subprocess.CompletedPro
         skip("curl is not installed")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHWRIGHT_")}
     environment = {
         **kept,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "WINDLASS_API_PORT": port,
-        "WINDLASS_DATABASE_FOLDER": str(folder / "data"),
+        "BATCHWRIGHT_API_PORT": port,
+        "BATCHWRIGHT_DATABASE_FOLDER": str(folder / "data"),
         **settings,
     }
     return subprocess.run(
@@ -132,9 +132,9 @@ def test_the_story_of_the_readme_ends_well_although_its_worker_is_killed(folder)
 def test_the_http_examples_work_as_printed(folder):
     (folder / "hello.py").write_text(example("hello.py"))
     start = """
-        windlass up hello.py & UP=$!
+        batchwright up hello.py & UP=$!
         curl -s --retry 60 --retry-delay 1 --retry-connrefused http://127.0.0.1:8765/readyz
-        until windlass operations greet >/dev/null 2>&1; do sleep 0.2; done
+        until batchwright operations greet >/dev/null 2>&1; do sleep 0.2; done
     """
     told = shell(folder, f"{start}\n{example('http.sh')}\nkill $UP; wait $UP")
     assert told.returncode == 0, told

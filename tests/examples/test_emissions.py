@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 import pytest
 
+from batchwright.operations.registry import Registry
 from tests.cli.conftest import Cli
-from windlass.operations.registry import Registry
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "emissions"
 READY = "runs csv_ingest, emission_recalc, factor_ingest, unit_sync"
@@ -33,7 +33,7 @@ def cli(tmp_path: Path, database_url: str) -> Cli:
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("travel_large.csv"))
     cli = Cli(tmp_path, database_url)
     cli.environment.pop("EMISSIONS_DATA", None)
-    cli.environment["WINDLASS_ENGINE_LEASE_SECONDS"] = "1"
+    cli.environment["BATCHWRIGHT_ENGINE_LEASE_SECONDS"] = "1"
     return cli
 
 
@@ -43,8 +43,10 @@ def submit(cli: Cli, operation: str, **payload: Any) -> str:
 
 def ended(cli: Cli, id: str) -> tuple[str, Any]:
     """Status and result once the whole pipeline has ended."""
-    cli.until("SELECT WHERE NOT EXISTS (SELECT FROM windlass.job WHERE pipeline_id = %s AND finished_at IS NULL)", id)
-    ((status, result),) = cli.rows("SELECT status::text, result FROM windlass.job WHERE id = %s", id)
+    cli.until(
+        "SELECT WHERE NOT EXISTS (SELECT FROM batchwright.job WHERE pipeline_id = %s AND finished_at IS NULL)", id
+    )
+    ((status, result),) = cli.rows("SELECT status::text, result FROM batchwright.job WHERE id = %s", id)
     return status, result
 
 
@@ -104,7 +106,7 @@ def test_the_sample_files_become_the_totals_that_anybody_can_compute(cli: Cli) -
         status, result = ended(cli, id)
     assert (status, result["rows"], result["bad"]) == ("SUCCEEDED", 396, 8)
     assert [error["line"] for error in result["errors"]] == [52, 102, 152, 202, 252, 302, 352, 402]
-    assert cli.rows("SELECT exclusive_key FROM windlass.job WHERE id = %s", id) == [
+    assert cli.rows("SELECT exclusive_key FROM batchwright.job WHERE id = %s", id) == [
         ('["csv_ingest","travel","activities","entries","csv",2026]',)
     ]
     assert totals(cli) == totals_by_hand(cli.folder / "data", "travel_2026.csv")
@@ -114,7 +116,7 @@ def test_a_suspect_job_that_runs_alone_has_the_database_too(cli: Cli) -> None:
     with cli.start("worker") as worker:
         worker.until(READY)
         id = cli("job", "submit", "unit_sync", "--delay", "3600", "-p", '{"path": "units.csv"}').stdout.strip()
-        cli.rows("UPDATE windlass.job SET rescues = 2, run_after = now() WHERE id = %s RETURNING id", id)
+        cli.rows("UPDATE batchwright.job SET rescues = 2, run_after = now() WHERE id = %s RETURNING id", id)
         status, result = ended(cli, id)
     assert (status, result["added"]) == ("SUCCEEDED", 12)
 
@@ -137,7 +139,7 @@ def test_a_killed_worker_costs_one_page_and_another_one_finishes(cli: Cli) -> No
     # What the dead worker's last transaction was may still commit; then the place stands still.
     cli.until(
         "SELECT WHERE NOT EXISTS (SELECT FROM pg_stat_activity "
-        "WHERE datname = current_database() AND application_name = 'windlass')"
+        "WHERE datname = current_database() AND application_name = 'batchwright')"
     )
     ((next_line, is_current),) = cli.rows("SELECT next_line, is_current FROM emissions.dataset WHERE job_id = %s", id)
     staged = cli.rows("SELECT line, xmin::text, ctid::text FROM emissions.entry ORDER BY line")
@@ -154,7 +156,7 @@ def test_a_killed_worker_costs_one_page_and_another_one_finishes(cli: Cli) -> No
     bad = {error["line"] for error in result["errors"]}
     assert [line for line, _, _ in entries] == [line for line in range(2, ROWS + 2) if line not in bad]
     pages = cli.rows(
-        "SELECT claim, (fields->>'first_line')::int FROM windlass.job_event "
+        "SELECT claim, (fields->>'first_line')::int FROM batchwright.job_event "
         "WHERE job_id = %s AND event = 'csv_ingest.page_done' ORDER BY id",
         id,
     )
@@ -164,7 +166,7 @@ def test_a_killed_worker_costs_one_page_and_another_one_finishes(cli: Cli) -> No
 
 
 def test_what_the_readme_submits_has_the_shape_that_the_operations_want() -> None:
-    registry = Registry.load(["windlass.operations.builtin.emissions"], entry_points=False)
+    registry = Registry.load(["batchwright.operations.builtin.emissions"], entry_points=False)
     text = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     bodies = [orjson.loads(body) for body in re.findall(r"submit '(\{.*\})'", text)]
     assert {body["job_type"] for body in bodies} == {"unit_sync", "factor_ingest", "csv_ingest"}

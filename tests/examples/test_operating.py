@@ -12,15 +12,15 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from batchwright import AsyncBatchwright, operation
+from batchwright.batches.metrics import BATCH_METRICS
+from batchwright.cli import app
+from batchwright.engine.counts import WORKER_METRICS
+from batchwright.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
+from batchwright.settings import PREFIX, Settings, is_table
+from batchwright.storage import store
 from tests.examples import test_docs
 from tests.examples.test_docs import PAGES, ROOT, example, shell
-from windlass import AsyncWindlass, operation
-from windlass.batches.metrics import BATCH_METRICS
-from windlass.cli import app
-from windlass.engine.counts import WORKER_METRICS
-from windlass.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
-from windlass.settings import PREFIX, Settings, is_table
-from windlass.storage import store
 
 folder = test_docs.folder
 
@@ -29,7 +29,7 @@ GUIDES = [page for page in PAGES if page.name not in ("configuration.md", "http-
 METRICS = {
     one.full_name: one for one in (*WORKER_METRICS, *STANDING_METRICS, *PROCESS_METRICS, *BATCH_METRICS, DATABASE_UP)
 }
-OUTSIDE = {"WINDLASS_CONFIG", "WINDLASS_REQUIRE_ALL", "WINDLASS_TEST_DATABASE_URL"}
+OUTSIDE = {"BATCHWRIGHT_CONFIG", "BATCHWRIGHT_REQUIRE_ALL", "BATCHWRIGHT_TEST_DATABASE_URL"}
 
 
 def text_of(page) -> str:
@@ -84,7 +84,7 @@ def test_results_of_batches_are_explained_and_no_others():
 
 def test_rules_and_prose_name_metrics_that_exist():
     for page in GUIDES:
-        for name in re.findall(r"\bwindlass_[a-z_]+\b(?!/)", text_of(page)):
+        for name in re.findall(r"\bbatchwright_[a-z_]+\b(?!/)", text_of(page)):
             assert known(name), f"{page.name}: {name}"
 
 
@@ -116,16 +116,16 @@ def test_numbers_that_every_process_shows_are_never_added_up_over_processes():
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words after `windlass` wherever a page prints a command, up to what ends it in a shell."""
+    """Words after `batchwright` wherever a page prints a command, up to what ends it in a shell."""
     lines = [line for body in blocks(text, "bash", "console", "ini") for line in body.replace("\\\n", " ").splitlines()]
     found = [words for line in [*lines, *inline(text)] for words in _words(line)]
-    deployed = [args for body in blocks(text, "yaml") for args in re.findall(r"args: \[windlass, ([^\]]*)\]", body)]
+    deployed = [args for body in blocks(text, "yaml") for args in re.findall(r"args: \[batchwright, ([^\]]*)\]", body)]
     return found + [args.split(", ") for args in deployed]
 
 
 def _words(line: str) -> list[list[str]]:
     found = []
-    for start in re.finditer(r"(?:^|[\s$(/])windlass (?=[a-z])", line):
+    for start in re.finditer(r"(?:^|[\s$(/])batchwright (?=[a-z])", line):
         rest = re.split(r"[;&|<>)]", line[start.end() :])[0]
         try:
             found.append(shlex.split(rest, comments=True))
@@ -154,14 +154,14 @@ def refused(words: list[str]) -> str | None:
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_commands_that_a_page_names_exist(page):
     for words in commands(text_of(page)):
-        assert refused(words) is None, f"{page.name}: windlass {' '.join(words)}"
+        assert refused(words) is None, f"{page.name}: batchwright {' '.join(words)}"
 
 
 def test_a_command_or_an_option_that_does_not_exist_is_found_out():
     assert refused(["queue", "drain"]) == "drain"
     assert refused(["job", "cancel", "ID", "--force"]) == "--force"
     assert refused(["job", "cancel", "--status", "queued", "--dry-run"]) is None
-    assert commands("`windlass queue pause NAME`\n```console\n$ windlass check --processes 2   # all\n```\n") == [
+    assert commands("`batchwright queue pause NAME`\n```console\n$ batchwright check --processes 2   # all\n```\n") == [
         ["check", "--processes", "2"],
         ["queue", "pause", "NAME"],
     ]
@@ -188,7 +188,7 @@ def test_settings_that_a_page_names_exist(page):
     events = {"job"}
     assert {name for name in named if name.partition(".")[0] not in events} <= known | span_attributes()
     variables = {PREFIX + name.upper().replace(".", "_") for name in known} | SINGLE | OUTSIDE
-    assert set(re.findall(r"\bWINDLASS_[A-Z_]+\b", text)) <= variables
+    assert set(re.findall(r"\bBATCHWRIGHT_[A-Z_]+\b", text)) <= variables
 
 
 # PostgreSQL ---------------------------------------------------------------------------------------------------------
@@ -225,13 +225,13 @@ async def greet(name: str) -> str:
 
 
 async def publish(database_url: str) -> None:
-    async with AsyncWindlass(database_url=database_url, operations=[greet]) as windlass:
-        await windlass.worker().register()
+    async with AsyncBatchwright(database_url=database_url, operations=[greet]) as batchwright:
+        await batchwright.worker().register()
 
 
 def test_schedules_work_as_printed(database_url, monkeypatch):
     asyncio.run(publish(database_url))
-    monkeypatch.setenv("WINDLASS_DATABASE_URL", database_url)
+    monkeypatch.setenv("BATCHWRIGHT_DATABASE_URL", database_url)
     told = {}
     for words in commands(f"```bash\n{example('schedules.sh')}```"):
         answer = CliRunner().invoke(app, words)
@@ -248,16 +248,16 @@ def test_schedules_over_http_backup_and_restore_work_as_printed(folder):
     told = shell(
         folder,
         f"""
-        windlass up hello.py & UP=$!
-        until windlass operations greet >/dev/null 2>&1; do sleep 0.2; done
+        batchwright up hello.py & UP=$!
+        until batchwright operations greet >/dev/null 2>&1; do sleep 0.2; done
         {example("http.sh").partition("#")[0]}
         {example("schedules-http.sh")}
-        mkdir -p "$WINDLASS_DATABASE_FOLDER/files" && echo kept > "$WINDLASS_DATABASE_FOLDER/files/answers"
+        mkdir -p "$BATCHWRIGHT_DATABASE_FOLDER/files" && echo kept > "$BATCHWRIGHT_DATABASE_FOLDER/files/answers"
         {example("backup.sh")}
-        windlass key create late
+        batchwright key create late
         kill $UP; wait $UP
         {example("restore.sh")}
-        windlass key list
+        batchwright key list
         cat "$FOLDER/files/answers"
         """,
     )

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from windlass.inference.adaptive import AdaptiveLimit, Sent
+from batchwright.inference.adaptive import AdaptiveLimit, Sent
 
 REFUSAL_SECONDS = 0.03
 

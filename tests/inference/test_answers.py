@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.inference.answers import (
+from batchwright.inference.answers import (
     RETRY_AFTER_SECONDS_MAX,
     Failure,
     Reply,

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from batchwright.inference.budgets import Budget, Rate, live_workers
+from batchwright.inference.settings import GatewaySettings
 from tests.support import raw
-from windlass.inference.budgets import Budget, Rate, live_workers
-from windlass.inference.settings import GatewaySettings
 
 
 async def test_two_workers_together_keep_to_the_rate(queue, clock):
@@ -153,5 +153,5 @@ async def test_only_workers_that_live_and_run_the_operation_share_a_gateway(queu
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "concurrency": 1}
     for id, operations in (("a", ["batch.shard"]), ("b", ["batch.shard"]), ("c", ["noop"]), ("d", ["batch.shard"])):
         await queue.register_worker(id=id, operations=operations, **columns)
-    await raw(queue, "UPDATE windlass.worker SET heartbeat_at = now() - interval '2 minutes' WHERE id = 'd'")
+    await raw(queue, "UPDATE batchwright.worker SET heartbeat_at = now() - interval '2 minutes' WHERE id = 'd'")
     assert await live_workers(queue, "batch.shard") == 2

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.errors import ConfigurationError
+from batchwright.inference import gateway as gateway_module
+from batchwright.inference.answers import Verdict
+from batchwright.inference.gateway import Gateway, Gateways, Request
+from batchwright.inference.settings import GatewaySettings, InferenceSettings
 from tests.conftest import skip
 from tests.inference.server import RawServer, answer
-from windlass.errors import ConfigurationError
-from windlass.inference import gateway as gateway_module
-from windlass.inference.answers import Verdict
-from windlass.inference.gateway import Gateway, Gateways, Request
-from windlass.inference.settings import GatewaySettings, InferenceSettings
 
 KEY = "sk-very-secret-0123456789"
 
@@ -50,7 +50,7 @@ async def test_a_request_goes_out_byte_for_byte_with_its_headers(model_server):
         "content-type": "application/json",
         "host": f"127.0.0.1:{model_server.port}",
         "traceparent": "00-1-2-01",
-        "user-agent": "windlass",
+        "user-agent": "batchwright",
         "x-gateway-inference-objective": "batch-low",
         "x-request-id": "batch_req_1",
         "x-tenant": "a",
@@ -205,8 +205,8 @@ async def test_proxies_of_the_environment_are_ignored(model_server):
         names = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
         code = f"""
 import asyncio
-from windlass.inference.gateway import Gateway, Request
-from windlass.inference.settings import GatewaySettings
+from batchwright.inference.gateway import Gateway, Request
+from batchwright.inference.settings import GatewaySettings
 one = Gateway(GatewaySettings(url={model_server.url!r}))
 print(asyncio.run(one.send(Request(url="/v1/x", body=b"{{}}", id="r"))).status)
 """

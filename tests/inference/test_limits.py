@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from windlass.inference.adaptive import AdaptiveLimit, Phase, Sent
-from windlass.inference.answers import Failure, Reply, classify
-from windlass.inference.limits import CircuitBreaker, Limits, Slots
-from windlass.inference.settings import InferenceSettings
+from batchwright.inference.adaptive import AdaptiveLimit, Phase, Sent
+from batchwright.inference.answers import Failure, Reply, classify
+from batchwright.inference.limits import CircuitBreaker, Limits, Slots
+from batchwright.inference.settings import InferenceSettings
 
 
 async def settle():

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from windlass.errors import ConfigurationError
-from windlass.inference.settings import GatewaySettings, InferenceSettings, seconds
-from windlass.settings import load_settings
+from batchwright.errors import ConfigurationError
+from batchwright.inference.settings import GatewaySettings, InferenceSettings, seconds
+from batchwright.settings import load_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "gateways.md"
 
 
 def load(tmp_path, text="", environment=None, flags=None):
-    file = tmp_path / "windlass.toml"
+    file = tmp_path / "batchwright.toml"
     file.write_text(text)
     return load_settings(flags, environment=environment or {}, file=file)
 
@@ -45,15 +45,17 @@ def test_the_environment_names_gateways_too(tmp_path):
         tmp_path,
         "",
         {
-            "WINDLASS_GLOBAL_INFERENCE_GATEWAY_URL": "http://a:1",
-            "WINDLASS_INFERENCE_CONCURRENCY": "7",
-            "WINDLASS_INFERENCE_MODEL_CONCURRENCY_START": "7",
+            "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL": "http://a:1",
+            "BATCHWRIGHT_INFERENCE_CONCURRENCY": "7",
+            "BATCHWRIGHT_INFERENCE_MODEL_CONCURRENCY_START": "7",
         },
     )
     assert one.global_inference_gateway.url == "http://a:1"
     assert one.inference.concurrency == 7
     text = '[model_gateways."m"]\nurl = "http://file:1"'
-    many = load(tmp_path, text, {"WINDLASS_MODEL_GATEWAYS": '{"n": {"url": "http://env:1", "request_timeout": "90s"}}'})
+    many = load(
+        tmp_path, text, {"BATCHWRIGHT_MODEL_GATEWAYS": '{"n": {"url": "http://env:1", "request_timeout": "90s"}}'}
+    )
     assert set(many.model_gateways) == {"n"}
     assert many.model_gateways["n"].request_timeout == 90.0
 
@@ -140,5 +142,5 @@ def test_what_may_be_secret_in_a_url_that_is_none_is_not_repeated(tmp_path, url)
 
 
 def test_reading_settings_loads_no_http_client():
-    code = "import sys, windlass.settings; print('wreq' in sys.modules)"
+    code = "import sys, batchwright.settings; print('wreq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

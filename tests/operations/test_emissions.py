@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
+from batchwright import AsyncBatchwright, Job, NewJob, RetryLater, SchemaInvalid, Snooze
+from batchwright.db.database import Pool
+from batchwright.engine.jobs import JobId, new_id
+from batchwright.errors import DatabaseError, Fatal, Transient
+from batchwright.operations.builtin.emissions import csv_ingest, emission_recalc, factor_ingest, store, unit_sync
+from batchwright.operations.builtin.emissions.entries import PAGE_ROWS
+from batchwright.operations.builtin.emissions.files import DataFile
+from batchwright.operations.builtin.emissions.rows import ENTRY_COLUMNS, Unit, Unusable, parse_entry
+from batchwright.operations.builtin.emissions.table import LINE_BYTES_MAX, START, Page, Table
+from batchwright.operations.registry import Registry
+from batchwright.testing import drain
 from tests.support import DATABASE
-from windlass import AsyncWindlass, Job, NewJob, RetryLater, SchemaInvalid, Snooze
-from windlass.db.database import Pool
-from windlass.engine.jobs import JobId, new_id
-from windlass.errors import DatabaseError, Fatal, Transient
-from windlass.operations.builtin.emissions import csv_ingest, emission_recalc, factor_ingest, store, unit_sync
-from windlass.operations.builtin.emissions.entries import PAGE_ROWS
-from windlass.operations.builtin.emissions.files import DataFile
-from windlass.operations.builtin.emissions.rows import ENTRY_COLUMNS, Unit, Unusable, parse_entry
-from windlass.operations.builtin.emissions.table import LINE_BYTES_MAX, START, Page, Table
-from windlass.operations.registry import Registry
-from windlass.testing import drain
 
 ALL = [csv_ingest, emission_recalc, factor_ingest, unit_sync]
 HEADER = "reference,organisation_unit,activity,date,amount,unit"
@@ -46,18 +46,18 @@ def rows(count: int, first: int = 1) -> str:
 class World:
     """A data folder, a database, and the jobs in between."""
 
-    def __init__(self, folder: Path, windlass: AsyncWindlass) -> None:
+    def __init__(self, folder: Path, batchwright: AsyncBatchwright) -> None:
         self.folder = folder
-        self.windlass = windlass
+        self.batchwright = batchwright
 
     def file(self, name: str, text: str | bytes) -> None:
         (self.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
     async def run(self, operation: Any, payload: dict[str, Any], **options: Any) -> Job:
         """Enqueue, run everything, and answer the job."""
-        id = await self.windlass.enqueue(operation, payload, **options)
-        await drain(self.windlass, limit=100)
-        return await self.windlass.get(id)
+        id = await self.batchwright.enqueue(operation, payload, **options)
+        await drain(self.batchwright, limit=100)
+        return await self.batchwright.get(id)
 
     async def ingest(self, text: str | bytes, **options: Any) -> Job:
         self.file("travel.csv", text)
@@ -70,14 +70,14 @@ class World:
         await self.run(factor_ingest, {"path": "factors.csv", "year": 2026})
 
     async def ask(self, sql: str, **params: Any) -> list[Any]:
-        return await self.windlass.pool.rows(sql, params or None)
+        return await self.batchwright.pool.rows(sql, params or None)
 
     async def totals(self, module: str = "travel", tenant: str = "default") -> dict[tuple[str, str], Decimal]:
         sql = "SELECT organisation_unit, activity, kg_co2e FROM emissions.total WHERE module = %(m)s AND tenant = %(t)s"
         return {(unit, activity): amount for unit, activity, amount in await self.ask(sql, m=module, t=tenant)}
 
     async def events(self, id: JobId, name: str) -> list[dict[str, Any]]:
-        return [event.fields or {} for event in await self.windlass.events(id) if event.event == name]
+        return [event.fields or {} for event in await self.batchwright.events(id) if event.event == name]
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ async def bare(tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "data"
     folder.mkdir()
     monkeypatch.setenv("EMISSIONS_DATA", str(folder))
-    async with AsyncWindlass(database_url=database_url, operations=ALL) as windlass:
-        yield World(folder, windlass)
+    async with AsyncBatchwright(database_url=database_url, operations=ALL) as batchwright:
+        yield World(folder, batchwright)
 
 
 @pytest.fixture
@@ -374,7 +374,8 @@ async def test_ingests_of_one_key_hold_one_exclusive_key_with_five_parts(world: 
     job = await world.ingest(rows(1))
     assert job.exclusive_key == '["csv_ingest","travel","activities","entries","csv",2026]'
     ((key,),) = await world.ask(
-        "SELECT exclusive_key FROM windlass.job WHERE job_type = 'emission_recalc' AND pipeline_id = %(id)s", id=job.id
+        "SELECT exclusive_key FROM batchwright.job WHERE job_type = 'emission_recalc' AND pipeline_id = %(id)s",
+        id=job.id,
     )
     assert key == '["emission_recalc","travel","recalc","totals","computed",2026]'
 
@@ -382,7 +383,7 @@ async def test_ingests_of_one_key_hold_one_exclusive_key_with_five_parts(world: 
 async def interrupted(world: World, text: str) -> JobId:
     """A job whose worker was asked to stop after its first page."""
     world.file("travel.csv", text)
-    standing = Standing(world.windlass.pool, stopping=True)
+    standing = Standing(world.batchwright.pool, stopping=True)
     outcome = await csv_ingest(standing, **TRAVEL)
     assert isinstance(outcome, Snooze)
     assert await world.ask("SELECT count(*) FROM emissions.entry") == [(PAGE_ROWS,)]
@@ -430,16 +431,16 @@ async def test_an_unfinished_file_of_another_job_is_cleared_away_and_can_be_reru
 
 async def test_the_unfinished_file_of_an_open_job_is_left_alone(world: World) -> None:
     id = await interrupted(world, rows(2 * PAGE_ROWS))
-    await world.windlass.enqueue(csv_ingest, TRAVEL, id=id, delay_seconds=3600, exclusive_key=["another"])
+    await world.batchwright.enqueue(csv_ingest, TRAVEL, id=id, delay_seconds=3600, exclusive_key=["another"])
     other = await world.run(csv_ingest, TRAVEL)
-    assert [other.result["rows"], (await world.windlass.get(id)).result["rows"]] == [2 * PAGE_ROWS] * 2
+    assert [other.result["rows"], (await world.batchwright.get(id)).result["rows"]] == [2 * PAGE_ROWS] * 2
     assert len(await world.events(id, "csv_ingest.page_done")) == 1
 
 
 async def test_a_page_is_written_once_whoever_comes_with_it(world: World) -> None:
     """A worker that was thought dead comes back with pages that its successor has written, or is writing."""
     world.file("travel.csv", rows(PAGE_ROWS))
-    pool, standing = world.windlass.pool, Standing(world.windlass.pool)
+    pool, standing = world.batchwright.pool, Standing(world.batchwright.pool)
     key = store.DatasetKey(kind="entries", module="travel", data_type="a", target="b", method="c", year=2026)
     with DataFile("travel.csv", "default", bytes_max=10**6) as file:
         dataset = await store.begin(pool, standing, key, file, START)
@@ -465,7 +466,7 @@ async def test_a_page_is_written_once_whoever_comes_with_it(world: World) -> Non
 
 async def test_two_files_of_a_key_that_end_at_once_leave_one_current(world: World) -> None:
     world.file("travel.csv", rows(1))
-    pool = world.windlass.pool
+    pool = world.batchwright.pool
     key = store.DatasetKey(kind="entries", module="travel", data_type="a", target="b", method="c", year=2026)
 
     async def end(file: DataFile) -> None:
@@ -491,7 +492,7 @@ async def test_amounts_are_converted_between_units_of_a_dimension(world: World) 
         ("BIO", "taxi"): Decimal("2.400000"),  # 10 miles of 0.24
     }
     (result,) = await world.ask(
-        "SELECT result FROM windlass.job WHERE job_type = 'emission_recalc' AND pipeline_id = %(id)s", id=job.id
+        "SELECT result FROM batchwright.job WHERE job_type = 'emission_recalc' AND pipeline_id = %(id)s", id=job.id
     )
     assert result[0] == {"kg_co2e": "8.148671", "rows": 3, "rows_without_factor": 0, "totals": 2}
 
@@ -500,7 +501,7 @@ async def test_rows_without_a_factor_in_their_dimension_are_counted_and_reported
     text = [HEADER, row(1), row(2, activity="rocket"), row(3, activity="rocket"), row(4, unit="kWh")]
     job = await world.ingest("\n".join(text))
     ((id, result),) = await world.ask(
-        "SELECT id, result FROM windlass.job WHERE job_type = 'emission_recalc' AND pipeline_id = %(id)s", id=job.id
+        "SELECT id, result FROM batchwright.job WHERE job_type = 'emission_recalc' AND pipeline_id = %(id)s", id=job.id
     )
     assert (result["rows"], result["rows_without_factor"]) == (1, 3)
     (told,) = await world.events(id, "emission_recalc.no_factor")
@@ -511,13 +512,13 @@ async def test_three_factor_files_at_once_lead_to_one_recalculation_per_module(w
     await world.ingest(rows(2))
     for name, kg in [("a.csv", "1"), ("b.csv", "2"), ("c.csv", "3")]:
         world.file(name, FACTORS.replace("0.0355", kg))
-    async with AsyncWindlass(database_url=database_url, operations=[factor_ingest]) as only_factors:
+    async with AsyncBatchwright(database_url=database_url, operations=[factor_ingest]) as only_factors:
         jobs = [NewJob(factor_ingest, {"path": name, "year": 2026}) for name in ("a.csv", "b.csv", "c.csv")]
         await only_factors.enqueue(jobs)
         assert await drain(only_factors, limit=20) == 3
-    waiting = "SELECT payload->>'module', count(*) FROM windlass.job WHERE status = 'QUEUED' GROUP BY 1 ORDER BY 1"
+    waiting = "SELECT payload->>'module', count(*) FROM batchwright.job WHERE status = 'QUEUED' GROUP BY 1 ORDER BY 1"
     assert await world.ask(waiting) == [("energy", 1), ("travel", 1)]
-    await drain(world.windlass, limit=20)
+    await drain(world.batchwright, limit=20)
     assert await world.totals() == {("BIO", "train"): Decimal(63)}
 
 
@@ -560,7 +561,7 @@ async def test_a_unit_that_changes_in_name_only_asks_for_no_recalculation(world:
     world.file("units.csv", UNITS.replace("kilometre", "Kilometer").replace("km,distance,1,", "km,distance,1.0,"))
     job = await world.run(unit_sync, {"path": "units.csv"})
     assert job.result["changed"] == 0
-    assert await world.ask("SELECT count(*) FROM windlass.job WHERE pipeline_id = %(id)s", id=job.id) == [(1,)]
+    assert await world.ask("SELECT count(*) FROM batchwright.job WHERE pipeline_id = %(id)s", id=job.id) == [(1,)]
 
 
 async def test_a_unit_file_with_bad_rows_retires_nothing(world: World) -> None:
@@ -573,12 +574,12 @@ async def test_a_unit_file_with_bad_rows_retires_nothing(world: World) -> None:
 async def test_a_plan_that_new_data_has_overtaken_is_made_again(world: World) -> None:
     """A file becomes current after the plan was made: its totals depend on the new unit, too."""
     world.file("units.csv", UNITS.replace("1.609344", "2"))
-    standing = Standing(world.windlass.pool, job_type="unit_sync")
+    standing = Standing(world.batchwright.pool, job_type="unit_sync")
     outcome = await unit_sync(standing, path="units.csv")
     assert [job.payload for job in outcome.then] == [{"module": "travel", "year": 2026}]  # by its factor for taxis
     await world.ask("UPDATE emissions.dataset SET kind = 'entries', module = 'late', year = 2026, units = '{mi}'")
     with pytest.raises(RetryLater, match="other files became current meanwhile"):
-        async with world.windlass.pool.transaction() as session:
+        async with world.batchwright.pool.transaction() as session:
             await outcome.write(session.driver)
     assert await world.ask("SELECT to_base FROM emissions.unit WHERE code = 'mi'") == [(Decimal("1.609344"),)]
 
@@ -616,6 +617,6 @@ async def test_every_statement_can_be_prepared(world: World) -> None:
 
 
 def test_the_package_is_a_source_of_operations() -> None:
-    registry = Registry.load(["windlass.operations.builtin.emissions"], entry_points=False)
+    registry = Registry.load(["batchwright.operations.builtin.emissions"], entry_points=False)
     assert registry.names() == ["csv_ingest", "emission_recalc", "factor_ingest", "unit_sync"]
-    assert set(registry.sources.values()) == {"windlass.operations.builtin.emissions"}
+    assert set(registry.sources.values()) == {"batchwright.operations.builtin.emissions"}

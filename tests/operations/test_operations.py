@@ -8,10 +8,10 @@ import pydantic
 import pytest
 from typing_extensions import TypedDict
 
-from windlass import Context, operation
-from windlass.engine.catalog import MARK
-from windlass.errors import ConfigurationError, PayloadInvalid
-from windlass.operations.registry import Registry
+from batchwright import Context, operation
+from batchwright.engine.catalog import MARK
+from batchwright.errors import ConfigurationError, PayloadInvalid
+from batchwright.operations.registry import Registry
 
 
 class Order(pydantic.BaseModel):
@@ -146,9 +146,9 @@ def test_two_functions_of_one_name_are_refused_with_both_places():
 
 def test_operations_come_from_modules_files_and_folders(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "one.py").write_text("from windlass import operation\n@operation('one')\ndef one() -> None: ...\n")
+    (tmp_path / "one.py").write_text("from batchwright import operation\n@operation('one')\ndef one() -> None: ...\n")
     (tmp_path / "sub" / "two.py").write_text(
-        "from windlass import operation\n@operation('two')\ndef two() -> None: ...\n"
+        "from batchwright import operation\n@operation('two')\ndef two() -> None: ...\n"
     )
     (tmp_path / "_hidden.py").write_text("raise RuntimeError\n")
     assert Registry.load([str(tmp_path)]).names() == ["one", "two"]
@@ -179,11 +179,11 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path):
     info = package / "shop-1.0.dist-info"
     info.mkdir(parents=True)
     (package / "shop_jobs.py").write_text(
-        "from windlass import operation\n@operation('sell')\ndef sell() -> None: ...\n"
+        "from batchwright import operation\n@operation('sell')\ndef sell() -> None: ...\n"
     )
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[windlass.operations]\nshop = shop_jobs\n")
-    program = "from windlass.operations.registry import Registry; print(Registry.load([]).names())"
+    (info / "entry_points.txt").write_text("[batchwright.operations]\nshop = shop_jobs\n")
+    program = "from batchwright.operations.registry import Registry; print(Registry.load([]).names())"
     found = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONPATH": str(package)}, capture_output=True, text=True, check=True
     )

@@ -8,8 +8,8 @@ import sys
 import time
 from urllib.parse import urlsplit
 
+from batchwright.simulator import running_process
 from tests.simulator.wire import chat, request
-from windlass.simulator import running_process
 
 
 class Client(asyncio.Protocol):

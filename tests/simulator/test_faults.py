@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from batchwright.errors import InvalidInput
+from batchwright.simulator import running
+from batchwright.simulator.faults import KINDS, Faults, parse
 from tests.simulator.wire import ask, chat, until, wire
-from windlass.errors import InvalidInput
-from windlass.simulator import running
-from windlass.simulator.faults import KINDS, Faults, parse
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from batchwright.simulator import running
 from tests.simulator.wire import CHAT, ask, chat, request, until, wire
-from windlass.simulator import running
 
 pytestmark = pytest.mark.timeout(30)
 

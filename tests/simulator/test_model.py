@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from windlass.errors import ConfigurationError
-from windlass.simulator.model import ModelServer, Ticket
-from windlass.simulator.profiles import PROFILES, Profile, named_model
+from batchwright.errors import ConfigurationError
+from batchwright.simulator.model import ModelServer, Ticket
+from batchwright.simulator.profiles import PROFILES, Profile, named_model
 
 
 def ticket(name="", prompt=0, output=0, links=()):

@@ -2,7 +2,7 @@
 
 import random
 
-from windlass.simulator.prefix_cache import BLOCK_BYTES, PrefixCache, chain, tokens
+from batchwright.simulator.prefix_cache import BLOCK_BYTES, PrefixCache, chain, tokens
 
 
 def test_four_bytes_are_a_token():

@@ -7,10 +7,10 @@ import json
 import pytest
 import xxhash
 
+from batchwright.errors import ConfigurationError
+from batchwright.simulator import Profile, running, running_process
 from tests.simulator.cost import measure
 from tests.simulator.wire import CHAT, ask, chat, until, wire
-from windlass.errors import ConfigurationError
-from windlass.simulator import Profile, running, running_process
 
 pytestmark = pytest.mark.timeout(60)
 

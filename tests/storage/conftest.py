@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from obstore.store import MemoryStore
 
+from batchwright.storage import OPERATIONS, StorageSettings, Store
+from batchwright.storage.local import Local
+from batchwright.storage.remote import Remote
+from batchwright.storage.settings import MIB
+from batchwright.telemetry.metrics import Counts, series
 from tests.conftest import skip
-from windlass.storage import OPERATIONS, StorageSettings, Store
-from windlass.storage.local import Local
-from windlass.storage.remote import Remote
-from windlass.storage.settings import MIB
-from windlass.telemetry.metrics import Counts, series
 
 
 class S3:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.errors import InvalidInput, TooLarge
-from windlass.storage import Field, File, FormLimits, form
+from batchwright.errors import InvalidInput, TooLarge
+from batchwright.storage import Field, File, FormLimits, form
 
 TYPE = 'multipart/form-data; boundary="the-edge"'
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.test_store import chunks, keys, whole
-from windlass.errors import (
+from batchwright.errors import (
     ConfigurationError,
     Conflict,
     InvalidInput,
@@ -23,8 +22,9 @@ from windlass.errors import (
     StorageFull,
     StorageUnavailable,
 )
-from windlass.storage import StorageSettings, open_store
-from windlass.storage.settings import MIB
+from batchwright.storage import StorageSettings, open_store
+from batchwright.storage.settings import MIB
+from tests.storage.test_store import chunks, keys, whole
 
 
 def program(text: str) -> list[str]:
@@ -39,8 +39,8 @@ def drafts(tmp_path) -> list[Path]:
 MANY_PUTS = """
     import asyncio, os, sys
     from pathlib import Path
-    from windlass.storage.local import Local
-    from windlass.storage import Store
+    from batchwright.storage.local import Local
+    from batchwright.storage import Store
 
     async def main():
         store = Store(Local(Path(sys.argv[1])))
@@ -162,9 +162,9 @@ async def test_a_full_disk_says_so_keeps_the_old_object_and_leaves_no_draft(
 LIMITED = """
     import asyncio, resource, sys
     from pathlib import Path
-    from windlass.errors import StorageFull
-    from windlass.storage import Store
-    from windlass.storage.local import Local
+    from batchwright.errors import StorageFull
+    from batchwright.storage import Store
+    from batchwright.storage.local import Local
 
     async def main():
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
@@ -264,7 +264,7 @@ async def test_2500_objects_are_listed_in_order_page_by_page_and_from_any_place(
 STREAM_300_MB = """
     import asyncio, os, resource, sys
     from pathlib import Path
-    from windlass.storage import StorageSettings, open_store
+    from batchwright.storage import StorageSettings, open_store
 
     async def main(url, folder):
         store = open_store(StorageSettings(url=url or None), beside=Path(folder))

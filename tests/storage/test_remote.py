@@ -6,10 +6,10 @@ import os
 
 import pytest
 
+from batchwright.errors import ConfigurationError, StorageError, StorageUnavailable
+from batchwright.storage import StorageSettings, Store, open_store
+from batchwright.storage.remote import Remote, redacted
 from tests.storage.test_store import LARGE, chunks, keys, whole
-from windlass.errors import ConfigurationError, StorageError, StorageUnavailable
-from windlass.storage import StorageSettings, Store, open_store
-from windlass.storage.remote import Remote, redacted
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "drop"])

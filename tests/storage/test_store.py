@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from windlass.errors import Conflict, InvalidInput, NotFound, TooLarge
-from windlass.storage import hashed
-from windlass.storage.settings import MIB
+from batchwright.errors import Conflict, InvalidInput, NotFound, TooLarge
+from batchwright.storage import hashed
+from batchwright.storage.settings import MIB
 
 
 def sha256(data: bytes) -> str:

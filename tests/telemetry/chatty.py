@@ -1,4 +1,4 @@
-"""Operations that talk through loggers of their own, none of which knows Windlass."""
+"""Operations that talk through loggers of their own, none of which knows Batchwright."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 
-from windlass import Context, operation
+from batchwright import Context, operation
 
 log = logging.getLogger("somebody.else")
 MEETING = threading.Barrier(10)

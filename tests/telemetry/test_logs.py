@@ -10,13 +10,13 @@ import orjson
 import pytest
 import uvicorn
 
+from batchwright import AsyncBatchwright, NewJob
+from batchwright.engine.jobs import Settle
+from batchwright.operations.registry import Registry
+from batchwright.settings import DatabaseSettings, Settings
+from batchwright.telemetry.logs import about, configure_logs, configured_logs, job_in_hand
 from tests.support import make_worker, put
 from tests.telemetry import chatty
-from windlass import AsyncWindlass, NewJob
-from windlass.engine.jobs import Settle
-from windlass.operations.registry import Registry
-from windlass.settings import DatabaseSettings, Settings
-from windlass.telemetry.logs import about, configure_logs, configured_logs, job_in_hand
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 log = logging.getLogger("somebody.else")
@@ -70,7 +70,7 @@ async def test_lines_of_a_foreign_logger_carry_their_own_job_when_twenty_run_at_
         assert line["message"] == f"I am {line['job_id']}"
         assert line["attempt"] == 1
         assert line.get("trace_id") == (TRACE[3:35] if line["job_type"] == "chatty.async" else None)
-    own = written("windlass.job.chatty.thread")
+    own = written("batchwright.job.chatty.thread")
     assert len(own) == 10
     assert all(line["message"] == f"I am {line['job_id']}" and line["pages"] == 3 for line in own)
 
@@ -78,9 +78,9 @@ async def test_lines_of_a_foreign_logger_carry_their_own_job_when_twenty_run_at_
 async def test_lines_of_a_cpu_operation_carry_its_job(database_url, queue, logs, capfd):
     configure_logs("INFO", "json")
     settings = Settings(database=DatabaseSettings(url=database_url))
-    async with AsyncWindlass(settings=settings, operations=Registry.load(["tests.telemetry.chatty"])) as windlass:
-        worker = windlass.worker()
-        (id,) = await windlass.enqueue([NewJob("chatty.cpu", traceparent=TRACE)])
+    async with AsyncBatchwright(settings=settings, operations=Registry.load(["tests.telemetry.chatty"])) as batchwright:
+        worker = batchwright.worker()
+        (id,) = await batchwright.enqueue([NewJob("chatty.cpu", traceparent=TRACE)])
         assert await worker.run_once() == 1
         await worker.close()
     lines = [orjson.loads(line) for line in capfd.readouterr().err.splitlines()]
@@ -122,7 +122,7 @@ async def test_the_group_commit_does_not_speak_in_the_name_of_the_job_that_came_
 async def test_a_refused_result_is_logged_with_its_job(pool, queue, written):
     worker = make_worker(pool)
     await put(queue)
-    claimed = await queue.claim_job("w1", (await queue.database.rows("SELECT id FROM windlass.job"))[0][0], ["noop"])
+    claimed = await queue.claim_job("w1", (await queue.database.rows("SELECT id FROM batchwright.job"))[0][0], ["noop"])
     worker._runner._account(Settle("succeed", claimed, {}), False, True)
     (line,) = written()
     assert (line["job_id"], line["attempt"]) == (str(claimed.id), 1)

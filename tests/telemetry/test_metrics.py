@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from windlass.telemetry.metrics import (
+from batchwright.telemetry.metrics import (
     INFINITY,
     OTHER,
     SUM,
@@ -174,5 +174,5 @@ def test_numbers_can_be_read_by_their_kind():
 
 
 def test_a_metric_may_do_without_our_prefix():
-    assert METRICS[0].full_name == "windlass_pages_total"
+    assert METRICS[0].full_name == "batchwright_pages_total"
     assert Metric("pages_total", "", prefix="").full_name == "pages_total"

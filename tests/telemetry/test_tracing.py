@@ -25,10 +25,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from starlette.datastructures import Headers
 
-from windlass.errors import Conflict, NotFound, StorageUnavailable
-from windlass.storage import StorageSettings, Store
-from windlass.storage.local import Local
-from windlass.telemetry import tracing
+from batchwright.errors import Conflict, NotFound, StorageUnavailable
+from batchwright.storage import StorageSettings, Store
+from batchwright.storage.local import Local
+from batchwright.telemetry import tracing
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -132,13 +132,13 @@ def collector(environment):
 @pytest.fixture
 def traced(collector):
     """The collector of this process's spans; `stop()` first, then look."""
-    assert tracing.start("windlass", "1.2.3")
+    assert tracing.start("batchwright", "1.2.3")
     return collector
 
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, where it may leave what it likes."""
-    begin = "import json, logging, sys, time\nfrom windlass.telemetry import tracing\nlogging.basicConfig()\n"
+    begin = "import json, logging, sys, time\nfrom batchwright.telemetry import tracing\nlogging.basicConfig()\n"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | variables
     command = [sys.executable, "-W", "error", "-c", begin + textwrap.dedent(program)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -149,8 +149,8 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_nothing_of_opentelemetry_is_imported_while_tracing_is_off():
     done = run("""
-        import windlass.app, windlass.storage
-        assert tracing.start("windlass", "1") is False
+        import batchwright.app, batchwright.storage
+        assert tracing.start("batchwright", "1") is False
         with tracing.span("a", attributes={"b": 1}) as span:
             span.set({"c": 2})
         with tracing.detached("d", None):
@@ -173,7 +173,7 @@ def test_nothing_of_opentelemetry_is_imported_while_tracing_is_off():
 def test_tracing_is_off_unless_the_environment_names_a_collector(environment, caplog, variables):
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert tracing.start("windlass", "1") is False
+    assert tracing.start("batchwright", "1") is False
     assert caplog.records == []
 
 
@@ -217,7 +217,7 @@ def test_missing_packages_are_one_line_and_everything_goes_on():
     done = run(
         """
         sys.modules["opentelemetry.sdk"] = None
-        assert tracing.start("windlass", "1") is False
+        assert tracing.start("batchwright", "1") is False
         with tracing.span("a", parent="theirs") as span:
             print(span.traceparent)
         """,
@@ -225,8 +225,10 @@ def test_missing_packages_are_one_line_and_everything_goes_on():
     )
     assert (done.returncode, done.stdout) == (0, "theirs\n")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("WARNING:windlass.telemetry.tracing:OTEL_EXPORTER_OTLP_ENDPOINT is set, but tracing needs")
-    assert "pip install 'windlass[otel]'" in line
+    assert line.startswith(
+        "WARNING:batchwright.telemetry.tracing:OTEL_EXPORTER_OTLP_ENDPOINT is set, but tracing needs"
+    )
+    assert "pip install 'batchwright[otel]'" in line
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_settings_that_cannot_work_leave_tracing_off_with_one_warning(environmen
     for name, value in variables.items():
         environment.setenv(name, value)
     before = threading.active_count()
-    assert tracing.start("windlass", "1") is False
+    assert tracing.start("batchwright", "1") is False
     (record,) = caplog.records
     assert words in record.getMessage()
     assert "secret" not in record.getMessage()
@@ -252,7 +254,7 @@ def test_settings_that_cannot_work_leave_tracing_off_with_one_warning(environmen
 def test_who_asks_for_grpc_is_told_that_it_is_http(traced, environment, caplog):
     tracing.stop()
     environment.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    assert tracing.start("windlass", "1")
+    assert tracing.start("batchwright", "1")
     (record,) = caplog.records
     assert "by HTTP, not by gRPC" in record.getMessage()
 
@@ -277,8 +279,8 @@ def test_spans_nest_by_context_and_say_who_sent_them(traced):
     assert outer.attributes == {"batch.id": "b-1", "n": 3, "share": 0.5, "is": True, "batch.request.total": 7}
     assert outer.status.code == 0
     assert outer.began <= inner.began <= inner.ended <= outer.ended
-    assert (outer.resource["service.name"], outer.resource["service.version"]) == ("windlass", "1.2.3")
-    assert (outer.scope.name, outer.scope.version) == ("windlass", "1.2.3")
+    assert (outer.resource["service.name"], outer.resource["service.version"]) == ("batchwright", "1.2.3")
+    assert (outer.scope.name, outer.scope.version) == ("batchwright", "1.2.3")
 
 
 def test_a_span_hangs_below_the_traceparent_that_it_is_given(traced):
@@ -321,7 +323,7 @@ def test_the_sdks_own_variables_are_obeyed(collector, environment):
     environment.setenv("OTEL_SERVICE_NAME", "night-batches")
     environment.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.version=9,deployment.environment.name=test")
     environment.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-    assert tracing.start("windlass", "1.2.3")
+    assert tracing.start("batchwright", "1.2.3")
     with tracing.span("root") as root:
         assert root.traceparent.endswith(("-00", "-02"))  # not sampled; 02 says that the id is random
     with tracing.span("sampled", parent=PARENT):
@@ -477,7 +479,7 @@ def test_spans_of_instrumented_libraries_find_their_place_and_the_global_provide
 
 def test_spans_are_sent_as_time_goes_by(collector, environment):
     environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    tracing.start("windlass", "1")
+    tracing.start("batchwright", "1")
     for n in range(3):
         with tracing.span(f"span-{n}"):
             pass
@@ -489,7 +491,7 @@ def test_spans_are_sent_as_time_goes_by(collector, environment):
 def test_it_can_be_started_and_stopped_again_and_again(collector):
     before = set(threading.enumerate())
     for n in range(3):
-        assert tracing.start("windlass", "1")
+        assert tracing.start("batchwright", "1")
         assert tracing.start("another", "2")  # it is on already
         with tracing.span(f"span-{n}"):
             pass
@@ -501,7 +503,7 @@ def test_it_can_be_started_and_stopped_again_and_again(collector):
         with tracing.span("after the end") as off:
             assert off.traceparent is None
     assert [span.name for span in collector.spans] == ["span-0", "span-1", "span-2"]
-    assert {span.resource["service.name"] for span in collector.spans} == {"windlass"}
+    assert {span.resource["service.name"] for span in collector.spans} == {"batchwright"}
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive(), thread
@@ -511,7 +513,7 @@ def test_it_can_be_started_and_stopped_again_and_again(collector):
 def test_who_leaves_without_a_word_still_delivers(collector):
     done = run(
         """
-        assert tracing.start("windlass", "1")
+        assert tracing.start("batchwright", "1")
         with tracing.span("a"), tracing.span("b"):
             pass
         """,
@@ -524,7 +526,7 @@ def test_who_leaves_without_a_word_still_delivers(collector):
 # The collector is ill ---------------------------------------------------------------------------------------------
 
 MANY = """
-    assert tracing.start("windlass", "1")
+    assert tracing.start("batchwright", "1")
     longest = 0.0
     for n in range(5000):
         began = time.perf_counter()
@@ -569,13 +571,13 @@ def test_a_collector_that_is_ill_delays_nothing_and_is_mentioned_once(ill, progr
     assert longest < 1.5  # a busy machine takes tenths of a second; one attempt to send would take several seconds
     assert leaving <= 2.0
     (line,) = done.stderr.splitlines()
-    assert line.startswith("WARNING:windlass.telemetry.otlp:spans are lost: ")
+    assert line.startswith("WARNING:batchwright.telemetry.otlp:spans are lost: ")
 
 
 def test_a_process_leaves_at_once_when_there_is_nothing_to_send(ill):
     done = run(
         """
-        tracing.start("windlass", "1")
+        tracing.start("batchwright", "1")
         began = time.perf_counter()
         tracing.stop()
         print(time.perf_counter() - began)
@@ -592,7 +594,7 @@ def test_more_spans_than_the_queue_holds_are_dropped_and_said_once(environment, 
         environment.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
         environment.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
         environment.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "5")
-        tracing.start("windlass", "1")
+        tracing.start("batchwright", "1")
         for _ in range(100):
             with tracing.span("a"):
                 pass
@@ -608,7 +610,7 @@ def test_a_collector_that_refuses_is_quoted_by_its_status_but_not_by_its_address
         environment.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces?key=secret")
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1/secret")
         environment.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "2")
-        tracing.start("windlass", "1")
+        tracing.start("batchwright", "1")
         for _ in range(20):
             with tracing.span("a"):
                 pass
@@ -630,7 +632,7 @@ def test_a_sender_that_raises_is_one_warning_and_later_spans_are_sent(collector,
 
     environment.setattr(OTLPSpanExporter, "export", raises_first)
     environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    tracing.start("windlass", "1")
+    tracing.start("batchwright", "1")
     with tracing.span("first"):
         pass
     assert raised.wait(20)

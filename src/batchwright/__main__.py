@@ -1,0 +1,5 @@
+"""`python -m batchwright` is `batchwright`."""
+
+from batchwright.cli import main
+
+main()

@@ -1,0 +1,40 @@
+-- API keys: only their hash is kept.
+
+-- name: create
+INSERT INTO batchwright.api_key (id, digest, hint, name, tenant, scopes, created_at, expires_at)
+VALUES (%(id)s, %(digest)s, %(hint)s, %(name)s, %(tenant)s, %(scopes)s::text[], :now,
+        :now + make_interval(secs => %(lifetime_seconds)s))
+RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
+
+-- name: list
+SELECT id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
+FROM batchwright.api_key
+WHERE tenant = coalesce(%(tenant)s, tenant)
+ORDER BY created_at, id
+LIMIT %(limit)s
+
+-- name: revoke
+UPDATE batchwright.api_key SET revoked_at = coalesce(revoked_at, :now)
+WHERE id = %(id)s
+RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
+
+-- name: find
+-- The use is noted once a minute at most, so that a busy key is not a busy row.
+WITH found AS (
+    SELECT id, tenant, scopes, last_used_at FROM batchwright.api_key
+    WHERE digest = %(digest)s AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
+),
+used AS (
+    UPDATE batchwright.api_key SET last_used_at = :now
+    FROM found
+    WHERE api_key.id = found.id AND (found.last_used_at IS NULL OR found.last_used_at < :now - interval '1 minute')
+)
+SELECT id, tenant, scopes FROM found
+
+-- name: live
+SELECT EXISTS (
+    SELECT FROM batchwright.api_key
+    WHERE id = %(id)s AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > :now))
+
+-- name: any
+SELECT EXISTS (SELECT FROM batchwright.api_key)

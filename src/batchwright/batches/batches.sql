@@ -1,0 +1,264 @@
+-- Batches: every move is a compare-and-set, and the order to stop is a column that workers read.
+
+-- part: columns
+id, tenant, status::text, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds,
+metadata, limits, traceparent, retry_of, retry_codes, family, models, total, input_sha256, errors, completed, failed,
+expired, cancelled, input_tokens, cached_tokens, output_tokens, reasoning_tokens, usage_by_model, error_summary,
+full_disks, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
+expires_at, paused_at, taken_up_at, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at,
+cancelled_at
+
+-- name: insert
+INSERT INTO batchwright.batch (
+    id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds, metadata,
+    limits, idempotency_key, idempotency_digest, traceparent, retry_of, retry_codes, family, created_at, expires_at)
+VALUES (
+    %(id)s, %(tenant)s, %(job_id)s, %(queue)s, %(priority)s, %(endpoint)s, %(input_file_id)s, %(completion_window)s,
+    %(output_expires_seconds)s, %(metadata)s::jsonb, %(limits)s::jsonb, %(idempotency_key)s, %(idempotency_digest)s,
+    %(traceparent)s, %(retry_of)s, %(retry_codes)s, %(family)s, :now,
+    :now + make_interval(secs => %(window_seconds)s))
+ON CONFLICT DO NOTHING
+RETURNING :columns
+
+-- The batch that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- name: known
+SELECT idempotency_digest, :columns
+FROM batchwright.batch
+WHERE id = %(id)s OR (tenant = %(tenant)s AND idempotency_key = %(idempotency_key)s)
+ORDER BY id <> %(id)s
+LIMIT 1
+
+-- Of an ended batch: from now on the key can stand for another one.
+-- name: free_idempotency_key
+UPDATE batchwright.batch SET idempotency_key = NULL, idempotency_digest = NULL
+WHERE id = %(id)s AND status IN ('completed', 'failed', 'expired', 'cancelled')
+RETURNING id
+
+-- name: get
+SELECT :columns FROM batchwright.batch WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
+
+-- name: lock
+SELECT :columns FROM batchwright.batch WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant) FOR NO KEY UPDATE
+
+-- By tenant and id, said in a way that only the index of both can follow: along the ids alone, a tenant with few
+-- batches would have to walk past everybody else's.
+-- name: list
+SELECT :columns
+FROM batchwright.batch
+WHERE (tenant, id) < (%(tenant)s, coalesce(%(after)s, 'c')) AND tenant >= %(tenant)s
+    AND (%(statuses)s::text[] IS NULL OR status::text = ANY(%(statuses)s))
+ORDER BY tenant DESC, id DESC
+LIMIT %(limit)s
+
+-- name: list_everywhere
+SELECT :columns
+FROM batchwright.batch
+WHERE id < coalesce(%(after)s, 'c') COLLATE "C"
+    AND (%(statuses)s::text[] IS NULL OR status::text = ANY(%(statuses)s))
+ORDER BY id DESC
+LIMIT %(limit)s
+
+-- How many lines were registered since when: of late, but never more than the newest segments, however many a batch
+-- has. The oldest of a full house only says when, because nobody knows how long its lines had taken.
+-- name: paces
+SELECT id, coalesce(sum(lines) FILTER (WHERE registered_at > since), 0)::bigint,
+    extract(epoch FROM :now - since)::float8, :now
+FROM (
+    SELECT batch.id, recent.lines, recent.registered_at,
+        greatest(
+            :now - make_interval(secs => %(seconds)s), batch.in_progress_at,
+            CASE count(recent.lines) OVER of_batch WHEN %(segments)s THEN min(recent.registered_at) OVER of_batch END
+        ) AS since
+    FROM batchwright.batch
+    LEFT JOIN LATERAL (
+        SELECT lines, registered_at FROM batchwright.batch_segment
+        WHERE batch_id = batch.id
+        ORDER BY batch_segment.id DESC
+        LIMIT %(segments)s
+    ) AS recent ON true
+    WHERE batch.id = ANY(%(ids)s)
+    WINDOW of_batch AS (PARTITION BY batch.id)
+) AS newest
+GROUP BY id, since
+
+-- When a worker first came to it, and whether that was too late.
+-- name: take_up
+UPDATE batchwright.batch SET taken_up_at = coalesce(taken_up_at, :now)
+WHERE id = %(id)s AND status = 'validating'
+RETURNING :columns, expires_at <= :now
+
+-- name: begin
+UPDATE batchwright.batch
+SET status = 'in_progress', in_progress_at = :now, total = %(total)s, models = %(models)s,
+    input_sha256 = %(input_sha256)s
+WHERE id = %(id)s AND status = 'validating'
+RETURNING :columns
+
+-- name: finalize
+UPDATE batchwright.batch SET status = 'finalizing', finalizing_at = :now
+WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
+RETURNING :columns
+
+-- What a user cancelled in the meantime ends cancelled, unless it failed.
+-- name: end
+WITH move AS (
+    SELECT id,
+        CASE WHEN status = 'cancelling' AND %(target)s <> 'failed' THEN 'cancelled' ELSE %(target)s END AS target
+    FROM batchwright.batch
+    WHERE id = %(id)s AND status::text = ANY(%(sources)s)
+    FOR NO KEY UPDATE
+)
+UPDATE batchwright.batch
+SET status = move.target::batchwright.batch_status,
+    completed_at = CASE move.target WHEN 'completed' THEN :now END,
+    failed_at = CASE move.target WHEN 'failed' THEN :now END,
+    expired_at = CASE move.target WHEN 'expired' THEN :now END,
+    cancelled_at = CASE move.target WHEN 'cancelled' THEN :now END,
+    completed = coalesce(%(completed)s, completed),
+    failed = coalesce(%(failed)s, failed),
+    expired = coalesce(%(expired)s, expired),
+    cancelled = coalesce(%(cancelled)s, cancelled),
+    error_summary = coalesce(%(error_summary)s::jsonb, error_summary),
+    errors = coalesce(%(errors)s::jsonb, errors),
+    output_file_id = %(output_file_id)s,
+    error_file_id = %(error_file_id)s,
+    manifest = %(manifest)s::jsonb
+FROM move
+WHERE batch.id = move.id
+RETURNING move.target
+
+-- name: repair
+UPDATE batchwright.batch
+SET completed = %(completed)s, failed = %(failed)s, expired = %(expired)s, cancelled = %(cancelled)s,
+    error_summary = %(error_summary)s::jsonb, output_file_id = %(output_file_id)s, error_file_id = %(error_file_id)s,
+    manifest = %(manifest)s::jsonb
+WHERE id = %(id)s AND status = 'failed' AND manifest IS NULL AND segments_gone_at IS NULL
+RETURNING id
+
+-- What was stopping already because of an error has its requests in flight no longer than the grace from now on.
+-- name: cancel
+UPDATE batchwright.batch
+SET status = 'cancelling', cancelling_at = :now, paused_at = NULL,
+    stop_reason = CASE WHEN status = 'in_progress' AND stop_reason IS DISTINCT FROM 'deadline' THEN 'cancel'
+                       ELSE stop_reason END,
+    stop_at = CASE WHEN status = 'in_progress' AND stop_reason IS DISTINCT FROM 'deadline' THEN :now ELSE stop_at END
+WHERE id = %(id)s AND status IN ('validating', 'in_progress', 'finalizing')
+RETURNING :columns
+
+-- name: stop
+UPDATE batchwright.batch
+SET stop_reason = %(reason)s, stop_at = :now, stop_error = %(error)s::jsonb
+WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
+RETURNING job_id
+
+-- name: pause
+UPDATE batchwright.batch SET paused_at = coalesce(paused_at, :now) WHERE id = %(id)s RETURNING :columns
+
+-- name: resume
+UPDATE batchwright.batch SET paused_at = NULL WHERE id = %(id)s RETURNING :columns
+
+-- name: set_priority
+UPDATE batchwright.batch SET priority = %(priority)s WHERE id = %(id)s RETURNING :columns
+
+-- name: set_limits
+UPDATE batchwright.batch SET limits = %(limits)s::jsonb WHERE id = %(id)s RETURNING :columns
+
+-- The private queue of a batch, and those of its shards, once no open batch has it: nobody will ask for them again.
+-- name: forget_queue
+DELETE FROM batchwright.queue
+WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
+    AND NOT EXISTS (
+        SELECT FROM batchwright.batch
+        WHERE batch.queue = %(queue)s AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
+RETURNING name
+
+-- Shards that find the same disk full at the same time have found it once.
+-- name: note_full_disk
+UPDATE batchwright.batch
+SET full_disks = full_disks + CASE WHEN full_disk_at > :now - make_interval(secs => %(seconds)s) THEN 0 ELSE 1 END,
+    full_disk_at = CASE WHEN full_disk_at > :now - make_interval(secs => %(seconds)s) THEN full_disk_at ELSE :now END
+WHERE id = %(id)s
+RETURNING full_disks
+
+-- name: shards
+SELECT id FROM batchwright.job
+WHERE parent_job_id = %(job_id)s AND status::text = ANY(%(statuses)s)
+
+-- The queues of shards that live workers claim from; one that ends in a slash stands for all below it.
+-- name: served
+SELECT DISTINCT served.queue
+FROM batchwright.worker
+CROSS JOIN unnest(on_demand_queues) AS served (queue)
+WHERE %(shard)s = ANY(on_demand_types) AND stopping_at IS NULL
+    AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+
+-- What the workers' dispatchers must know of the batches that they work for.
+-- name: orders
+SELECT id, status::text, stop_reason, extract(epoch FROM :now - stop_at)::float8,
+    extract(epoch FROM :now - paused_at)::float8, priority, limits, total, completed + failed + expired + cancelled,
+    extract(epoch FROM expires_at - :now)::float8, job_id
+FROM batchwright.batch
+WHERE id = ANY(%(ids)s)
+
+-- Batches that somebody must look after: the window is over, the order to stop was not followed, or the job is gone.
+-- name: neglected
+SELECT batch.id, batch.status::text, batch.stop_reason, extract(epoch FROM :now - batch.stop_at)::float8,
+    extract(epoch FROM :now - batch.expires_at)::float8, job.status::text, batch.job_id, batch.tenant
+FROM batchwright.batch
+LEFT JOIN batchwright.job ON job.id = batch.job_id
+WHERE batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+    AND (
+        (batch.expires_at <= :now AND batch.status IN ('validating', 'in_progress'))
+        OR batch.stop_reason IS NOT NULL
+        OR job.status IS NULL
+        OR job.status IN ('SUCCEEDED', 'FAILED', 'CANCELLED'))
+ORDER BY batch.expires_at
+LIMIT 1000
+
+-- name: expire_unstarted
+UPDATE batchwright.batch SET status = 'expired', expired_at = :now
+WHERE id = %(id)s AND status = 'validating' AND expires_at <= :now
+RETURNING id
+
+-- Registering: the fence first, then the batches, then the rows, whose ids therefore grow in commit order in a batch.
+-- name: fence
+SELECT job.id
+FROM batchwright.job
+JOIN unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim) ON held.id = job.id AND held.claim = job.claims
+WHERE job.status = 'RUNNING' AND job.lease_until IS NOT NULL
+ORDER BY job.id
+FOR NO KEY UPDATE OF job
+
+-- name: lock_sums
+SELECT id, usage_by_model, error_summary FROM batchwright.batch WHERE id = ANY(%(ids)s) ORDER BY id FOR NO KEY UPDATE
+
+-- name: insert_segments
+INSERT INTO batchwright.batch_segment (
+    batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tally, registered_at)
+SELECT batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tally, :now
+FROM jsonb_to_recordset(%(segments)s::jsonb) AS one (
+    place integer, batch_id text, shard integer, claim bigint, seq integer, host text, key text, start_byte bigint,
+    end_byte bigint, lines integer, tally jsonb)
+ORDER BY place
+ON CONFLICT (batch_id, shard, claim, seq) DO NOTHING
+RETURNING batch_id, shard, claim, seq
+
+-- name: add_sums
+UPDATE batchwright.batch
+SET completed = batch.completed + one.completed, failed = batch.failed + one.failed,
+    expired = batch.expired + one.expired, cancelled = batch.cancelled + one.cancelled,
+    input_tokens = batch.input_tokens + one.input_tokens, cached_tokens = batch.cached_tokens + one.cached_tokens,
+    output_tokens = batch.output_tokens + one.output_tokens,
+    reasoning_tokens = batch.reasoning_tokens + one.reasoning_tokens,
+    usage_by_model = one.usage_by_model, error_summary = one.error_summary
+FROM jsonb_to_recordset(%(sums)s::jsonb) AS one (
+    id text, completed bigint, failed bigint, expired bigint, cancelled bigint, input_tokens bigint,
+    cached_tokens bigint, output_tokens bigint, reasoning_tokens bigint, usage_by_model jsonb, error_summary jsonb)
+WHERE batch.id = one.id
+
+-- name: segments
+SELECT id, batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines
+FROM batchwright.batch_segment
+WHERE batch_id = %(batch_id)s AND (%(shard)s::integer IS NULL OR shard = %(shard)s) AND id > %(after)s
+ORDER BY id
+LIMIT %(limit)s

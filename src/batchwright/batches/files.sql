@@ -1,0 +1,54 @@
+-- Files by id and tenant; their bytes are in the store.
+
+-- name: insert
+INSERT INTO batchwright.file (id, tenant, purpose, filename, bytes, sha256, key, idempotency_key, created_at, expires_at)
+VALUES (
+    %(id)s, %(tenant)s, %(purpose)s, %(filename)s, %(bytes)s, %(sha256)s, %(key)s, %(idempotency_key)s, :now,
+    :now + make_interval(secs => %(expires_seconds)s))
+ON CONFLICT DO NOTHING
+RETURNING id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+
+-- The row that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- name: known
+SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+FROM batchwright.file
+WHERE id = %(id)s OR (tenant = %(tenant)s AND idempotency_key = %(idempotency_key)s)
+ORDER BY id <> %(id)s
+LIMIT 1
+
+-- A file that is gone for its user must not be the answer to anything.
+-- name: free_idempotency_key
+UPDATE batchwright.file SET idempotency_key = NULL
+WHERE tenant = %(tenant)s AND idempotency_key = %(idempotency_key)s AND expires_at <= :now
+RETURNING id
+
+-- name: get
+SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+FROM batchwright.file
+WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
+    AND (%(also_gone)s OR (deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)))
+
+-- By tenant and id, said in a way that only the index of both can follow: along the ids alone, a tenant with few
+-- files would have to walk past everybody else's.
+-- name: list_newest
+SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+FROM batchwright.file
+WHERE (tenant, id) < (%(tenant)s, coalesce(%(after)s, 'g')) AND tenant >= %(tenant)s
+    AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
+    AND (%(purpose)s::text IS NULL OR purpose = %(purpose)s)
+ORDER BY tenant DESC, id DESC
+LIMIT %(limit)s
+
+-- name: list_oldest
+SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+FROM batchwright.file
+WHERE (tenant, id) > (%(tenant)s, coalesce(%(after)s, '')) AND tenant <= %(tenant)s
+    AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
+    AND (%(purpose)s::text IS NULL OR purpose = %(purpose)s)
+ORDER BY tenant, id
+LIMIT %(limit)s
+
+-- name: delete
+UPDATE batchwright.file SET deleted_at = :now, idempotency_key = NULL
+WHERE id = %(id)s AND tenant = %(tenant)s AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
+RETURNING id

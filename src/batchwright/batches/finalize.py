@@ -1,0 +1,143 @@
+"""The end of a batch: from what is registered to the two files, the manifest and the last move.
+
+    tails of dead claims → segments → assembly → output and error file into the store → one compare-and-set
+
+The files get new ids at every try, and their rows are written in the commit that ends the batch: what a try that died
+has uploaded is known to nobody, and the garbage collector takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchwright.batches.assemble import Assembly, Piece, assemble, manifest
+from batchwright.batches.checkpoint import Owner
+from batchwright.batches.files import BATCH_OUTPUT, Files, NewFile, new_file_id, object_key
+from batchwright.batches.journal import sound_ranges
+from batchwright.batches.planfile import REJECTED, plan_paths
+from batchwright.batches.segments import Segments
+from batchwright.batches.shards import slices
+from batchwright.batches.store import Batch, Batches, Ending
+from batchwright.batches.takeover import Takeover, tails
+from batchwright.batches.workspace import InputDamaged, Workspace
+from batchwright.db.database import Session
+from batchwright.errors import NotFound, StorageError
+from batchwright.states import BatchStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a batch ends with."""
+
+    counts: Mapping[str, int]
+    errors: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    output: NewFile | None
+    error: NewFile | None
+
+    def ending(self, target: BatchStatus, sources: tuple[BatchStatus, ...]) -> Ending:
+        return Ending(
+            target=target,
+            sources=sources,
+            counts=self.counts,
+            error_summary=self.errors,
+            output_file_id=self.output.id if self.output else None,
+            error_file_id=self.error.id if self.error else None,
+            manifest=self.manifest,
+        )
+
+
+class Finalizer:
+    """Writes the files of batches."""
+
+    def __init__(self, batches: Batches, files: Files, workspace: Workspace, takeover: Takeover | None = None) -> None:
+        self._batches = batches
+        self._files = files
+        self._workspace = workspace
+        self._takeover = takeover
+        self._segments = Segments(workspace, files.store)
+
+    async def gather(self, batch: Batch, heir: Owner | None = None) -> Assembly:
+        """Find the record of every line, also those that dead claims left here unregistered.
+
+        An heir registers them. Where there is none, the batch has ended, and this is the last who looks: what is lost
+        for certain is left out, for the sake of the rest.
+        """
+        path = await self._input(batch)
+        folder = await self._workspace.fetch_plan(batch.id, self._files.store)
+        if heir is not None and self._takeover is not None:
+            models = await asyncio.to_thread(lambda: {one.number: one.model for one in slices(batch.id, folder)})
+            await self._takeover.of_batch(heir, models)
+        segments = await self._batches.segments(batch.id)
+        if heir is None:
+            segments = [one for one in segments if not self._segments.is_lost(one)]
+        pieces = await self._segments.fetch(segments)
+        if heir is None:
+            pieces = await asyncio.to_thread(_sound, pieces)
+            pieces += await asyncio.to_thread(tails, self._workspace, batch.id, segments)
+        plans, rejected = await asyncio.to_thread(plan_paths, folder), folder / REJECTED
+        assembly = await asyncio.to_thread(assemble, batch.id, path, plans=plans, rejected=rejected, pieces=pieces)
+        if assembly.total != batch.total:
+            raise StorageError(
+                f"the plan of batch {batch.id} has {assembly.total} lines, and {batch.total} were planned"
+            )
+        return assembly
+
+    async def _input(self, batch: Batch) -> Path:
+        """Only lines without an answer need it; if it is gone, those who ask for one will find out."""
+        file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
+        with suppress(NotFound, InputDamaged):
+            await self._workspace.fetch_input(batch.id, self._files.store, file.key, file.bytes)
+        return self._workspace.input(batch.id)
+
+    async def write(self, batch: Batch, assembly: Assembly) -> Result:
+        """Put the files into the store; an empty one is none."""
+        counts = assembly.counts
+        output = await self._put(batch, "output", assembly.output) if assembly.has_output else None
+        error = await self._put(batch, "error", assembly.errors) if assembly.has_errors else None
+        return Result(
+            counts=counts.as_json(),
+            errors=assembly.tally.errors,
+            manifest={
+                "batch_id": batch.id,
+                **manifest(
+                    counts,
+                    input_sha256=batch.input_sha256 or "",
+                    output_sha256=output.stored.sha256 if output else None,
+                    error_sha256=error.stored.sha256 if error else None,
+                ),
+                "files": {
+                    "input": batch.input_file_id,
+                    "output": output.id if output else None,
+                    "errors": error.id if error else None,
+                },
+            },
+            output=output,
+            error=error,
+        )
+
+    async def add_files(self, result: Result, session: Session) -> None:
+        for file in (result.output, result.error):
+            if file is not None:
+                await self._files.add(file, session=session)
+
+    async def _put(self, batch: Batch, kind: str, source: Callable[[], AsyncIterator[bytes]]) -> NewFile:
+        id = new_file_id()
+        return NewFile(
+            id=id,
+            tenant=batch.tenant,
+            purpose=BATCH_OUTPUT,
+            filename=f"{batch.id}_{kind}.jsonl",
+            stored=await self._files.store.put(object_key(id), source),
+            expires_seconds=batch.output_expires_seconds,
+        )
+
+
+def _sound(pieces: Sequence[Piece]) -> list[Piece]:
+    """Blocks."""
+    return [Piece(one.path, *range) for one in pieces for range in sound_ranges(one.path, one.start, one.end)]

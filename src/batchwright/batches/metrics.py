@@ -1,0 +1,346 @@
+"""What workers count of batches, under the names, labels and values that the source gives them.
+
+Counters and histograms go into the worker's row of counts, and are summed over all workers that ever were. Gauges say
+how this process is loaded now; they are summed over the processes that live. What happens to every request is only put
+down at first, and counted later, many at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from batchwright.inference.answers import Answer
+from batchwright.states import BatchStatus
+from batchwright.storage.retry import OPERATIONS
+from batchwright.telemetry.metrics import Counts, Labels, Metric, Room, Rooms
+
+if TYPE_CHECKING:
+    from batchwright.batches.dispatch import Dispatcher
+
+MODELS_MAX = 100
+"""Models that have series of their own without being named in the configuration; the rest is `other`."""
+COMPONENTS = ("processor", "apiserver", "garbage-collector")
+"""Who may use the object store."""
+_PUT_DOWN_MAX = 1_000
+
+_HOUR, _DAY = 3600.0, 86_400.0
+_REQUESTS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+_PLANS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_WAITS = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, _HOUR, 4 * _HOUR, 12 * _HOUR, _DAY)
+_LIVES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, _HOUR, 2 * _HOUR, 4 * _HOUR, 8 * _HOUR, 16 * _HOUR, _DAY)
+_LONG_LIVES = (*_LIVES, 2 * _DAY, 7 * _DAY, 30 * _DAY)
+
+_SIZES = (100, 1_000, 10_000, 30_000)
+_RESULTS = {
+    BatchStatus.COMPLETED: "success",
+    BatchStatus.CANCELLED: "success",
+    BatchStatus.FAILED: "failed",
+    BatchStatus.EXPIRED: "expired",
+}
+
+SOURCE_METRICS = (
+    Metric(
+        "jobs_processed_total",
+        "Batches that ended (success, failed, expired) or had ended before (skipped), and shards that a worker gave "
+        "back (re_enqueued).",
+        ("result", "reason"),
+        prefix="",
+        expected=(
+            ("success", "none"),
+            ("failed", "none"),
+            ("failed", "system_error"),
+            ("expired", "expired_dequeue"),
+            ("expired", "expired_execution"),
+            ("re_enqueued", "none"),
+            ("re_enqueued", "guard_shutdown"),
+            ("re_enqueued", "db_transient"),
+            ("re_enqueued", "system_error"),
+            ("skipped", "not_runnable_state"),
+            ("skipped", "db_inconsistency"),
+        ),
+    ),
+    Metric(
+        "job_processing_duration_seconds",
+        "Time from the moment a worker came to a batch until its end, by the number of its requests.",
+        ("size_bucket",),
+        "histogram",
+        _LIVES,
+        prefix="",
+    ),
+    Metric(
+        "job_queue_wait_duration_seconds",
+        "Time that a batch waited until a worker came to it.",
+        (),
+        "histogram",
+        _WAITS,
+        prefix="",
+    ),
+    Metric("total_workers", "Shards that the processes which live can have in hand.", (), "gauge", prefix=""),
+    Metric("active_workers", "Shards that they have in hand.", (), "gauge", prefix=""),
+    Metric("processor_inflight_requests", "Requests in flight to model servers.", (), "gauge", prefix=""),
+    Metric(
+        "processor_max_inflight_concurrency",
+        "Requests that may be in flight: inference.concurrency, added up over processes.",
+        (),
+        "gauge",
+        prefix="",
+    ),
+    Metric("model_inflight_requests", "Requests in flight to each model.", ("model",), "gauge", prefix=""),
+    Metric(
+        "plan_build_duration_seconds",
+        "Time to check and plan an input file, by the number of its requests.",
+        ("size_bucket",),
+        "histogram",
+        _PLANS,
+        prefix="",
+    ),
+    Metric(
+        "model_request_execution_duration_seconds",
+        "Time of the attempt that gave a request its final answer.",
+        ("model",),
+        "histogram",
+        _REQUESTS,
+        prefix="",
+    ),
+    Metric(
+        "request_errors_by_model_total",
+        "Requests whose final answer is an error; attempts that were repeated are not in it.",
+        ("model",),
+        prefix="",
+    ),
+    Metric(
+        "batch_request_prompt_tokens_total",
+        "Tokens of prompts, where the model server said how many.",
+        ("model",),
+        prefix="",
+    ),
+    Metric(
+        "batch_request_generation_tokens_total",
+        "Tokens of answers, where the model server said how many.",
+        ("model",),
+        prefix="",
+    ),
+    Metric(
+        "batch_job_e2e_latency_seconds",
+        "Time from the creation of a batch to its end, by how it ended.",
+        ("status",),
+        "histogram",
+        _LONG_LIVES,
+        prefix="",
+    ),
+    Metric(
+        "batch_cancellation_total",
+        "Batches that were cancelled, by where they stood: queued, in_progress or finalizing.",
+        ("phase",),
+        prefix="",
+        expected=(("queued",), ("in_progress",), ("finalizing",)),
+    ),
+    Metric(
+        "batch_startup_recovery_total",
+        "Batches that were taken up after a worker had died, by where they stood and by what was done.",
+        ("status", "action"),
+        prefix="",
+    ),
+)
+STORAGE_METRIC = replace(
+    OPERATIONS,
+    help="Calls to the object store (store, retrieve, delete) by how they ended: success, retry (it was made again) or "
+    "exhausted.",
+    prefix="",
+    expected=tuple(product(("store", "retrieve", "delete"), COMPONENTS, ("exhausted",))),
+)
+OWN_METRICS = (
+    Metric("model_limit", "Requests in flight that each model bears, as workers found out.", ("model",), "gauge"),
+    Metric(
+        "batch_retries_total",
+        "Attempts after which a request was to be sent again, by the server's status or by what went wrong.",
+        ("model", "reason"),
+    ),
+    Metric(
+        "batch_answers_registered_total",
+        "Answers that were registered in the database: from then on no crash can lose them.",
+    ),
+)
+BATCH_METRICS = (*SOURCE_METRICS, STORAGE_METRIC, *OWN_METRICS)
+
+
+def rooms(models: Iterable[str]) -> Rooms:
+    """Every model that the configuration names has series of its own, and the first MODELS_MAX others."""
+    return {"model": Room(frozenset(models), MODELS_MAX)}
+
+
+def size_bucket(requests: int) -> str:
+    """The bound that a number of requests is below: 100, 1000, 10000, 30000; or `large`."""
+    place = bisect_right(_SIZES, requests)
+    return str(_SIZES[place]) if place < len(_SIZES) else "large"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How a worker process is loaded at one moment."""
+
+    shards: int
+    shards_max: int
+    requests: int
+    requests_max: int
+    in_flight: Mapping[str, int]
+    """Requests in flight, by model."""
+    limits: Mapping[str, int]
+    """Requests that may be in flight, by model."""
+
+
+def load_of(dispatcher: Dispatcher, *, shards: int, shards_max: int) -> Load:
+    """A process whose slots do not add up takes no more shards, and so has no room for any."""
+    total = dispatcher.limits.total
+    return Load(
+        shards=shards,
+        shards_max=0 if dispatcher.broken else shards_max,
+        requests=total.in_use,
+        requests_max=total.capacity,
+        in_flight=dispatcher.in_flight(),
+        limits={model: lane.room.adaptive.limit for model, lane in dispatcher.lanes.items()},
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was put down of one model's answers."""
+
+    seconds: list[float] = field(default_factory=list)
+    errors: int = 0
+    input: int = 0
+    output: int = 0
+
+
+class BatchCounts:
+    """The batch numbers of one worker process."""
+
+    def __init__(self, counts: Counts | None = None) -> None:
+        self._counts = counts or Counts(BATCH_METRICS)
+        self._counts.on_read(self._count)
+        self._tallies: dict[str, _Tally] = {}
+        self._retries: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._load: Callable[[], Load] | None = None
+
+    # Requests ---------------------------------------------------------------------------------------------------
+
+    def answered(self, model: str, answer: Answer) -> None:
+        """A request has its final answer, good or bad."""
+        tally = self._tallies.get(model)
+        if tally is None:
+            tally = self._tallies[model] = _Tally()
+        tally.seconds.append(answer.seconds)
+        usage = answer.usage
+        if usage.input:
+            tally.input += usage.input
+        if usage.output:
+            tally.output += usage.output
+        if not answer.succeeded:
+            tally.errors += 1
+        if len(tally.seconds) >= _PUT_DOWN_MAX:
+            self._count_answers()
+
+    def retried(self, model: str, answer: Answer) -> None:
+        """A request is to be sent again."""
+        status = answer.status
+        reason = str(status) if status is not None and status >= 300 else answer.code or "unknown"
+        self._retries[model, reason] += 1
+
+    def registered(self, lines: int) -> None:
+        """So many answers were registered: what is written of them can be built on by others."""
+        self._counts.add("batch_answers_registered_total", lines)
+
+    # Batches ----------------------------------------------------------------------------------------------------
+
+    def waited(self, seconds: float) -> None:
+        """A batch waited so long until a worker came to it."""
+        self._counts.observe("job_queue_wait_duration_seconds", seconds)
+
+    def planned(self, total: int, seconds: float) -> None:
+        """A plan was made."""
+        self._counts.observe("plan_build_duration_seconds", seconds, (size_bucket(total),))
+
+    def recovered(self, status: str, action: str) -> None:
+        """A batch was taken up after its worker had died."""
+        self._counts.add("batch_startup_recovery_total", 1, (status, action))
+
+    def given_back(self, reason: str) -> None:
+        """A shard was given back before its end: guard_shutdown, db_transient, system_error, or none of these."""
+        self._counts.add("jobs_processed_total", 1, ("re_enqueued", reason))
+
+    def skipped(self, reason: str) -> None:
+        """There was nothing to do for a batch: not_runnable_state if it had ended, db_inconsistency if it is gone."""
+        self._counts.add("jobs_processed_total", 1, ("skipped", reason))
+
+    def cancelled(self, phase: str) -> None:
+        """A batch was cancelled: queued, in_progress or finalizing."""
+        self._counts.add("batch_cancellation_total", 1, (phase,))
+
+    def ended(self, status: str, reason: str, *, total: int, seconds: float, since_created: float) -> None:
+        """A batch came to its end, `seconds` after a worker came to it; 0 if none ever did."""
+        self._counts.add("jobs_processed_total", 1, (_RESULTS[BatchStatus(status)], reason))
+        self._counts.observe("batch_job_e2e_latency_seconds", since_created, (status,))
+        if seconds > 0:
+            self._counts.observe("job_processing_duration_seconds", seconds, (size_bucket(total),))
+
+    # Now --------------------------------------------------------------------------------------------------------
+
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Ask this for the gauges, whenever they are to be written."""
+        self._load = load
+
+    def _count(self) -> None:
+        self._count_answers()
+        for labels, n in self._retries.items():
+            self._counts.add("batch_retries_total", n, labels)
+        self._retries.clear()
+        if self._load is not None:
+            self._set_gauges(self._load())
+
+    def _count_answers(self) -> None:
+        for model, tally in self._tallies.items():
+            labels = (model,)
+            self._counts.observe_all("model_request_execution_duration_seconds", tally.seconds, labels)
+            self._counts.add("request_errors_by_model_total", tally.errors, labels)
+            self._counts.add("batch_request_prompt_tokens_total", tally.input, labels)
+            self._counts.add("batch_request_generation_tokens_total", tally.output, labels)
+        self._tallies.clear()
+
+    def _set_gauges(self, load: Load) -> None:
+        for name, n in (
+            ("total_workers", load.shards_max),
+            ("active_workers", load.shards),
+            ("processor_inflight_requests", load.requests),
+            ("processor_max_inflight_concurrency", load.requests_max),
+        ):
+            self._counts.set_all(name, {(): n})
+        for name, by_model in (("model_inflight_requests", load.in_flight), ("model_limit", load.limits)):
+            self._counts.set_all(name, {(model,): n for model, n in by_model.items()})
+
+
+class StorageCounts:
+    """Counts calls to the object store in the source's words, instead of the store's own."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+
+    def add(self, name: str, n: float = 1, labels: Labels = ()) -> None:
+        operation, component, status = labels
+        self._counts.add(name, n, (_OPERATIONS[operation], component, _STATUSES[status]))
+
+
+_OPERATIONS = {
+    "put": "store",
+    "copy": "store",
+    "get": "retrieve",
+    "head": "retrieve",
+    "list": "retrieve",
+    "delete": "delete",
+    "sweep": "delete",
+}
+_STATUSES = {"success": "success", "retry": "retry", "failure": "exhausted"}

@@ -1,0 +1,92 @@
+"""How batches are run: limits of their input, where workers keep their files, and how long what is left stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchwright.batches.plan import Limits
+from batchwright.errors import ConfigurationError
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a million tokens of a model cost, in the currency of your choice."""
+
+    input: float = 0.0
+    """Tokens of the prompt."""
+    cached: float | None = None
+    """Tokens of the prompt that the server had in its cache; unset, they cost what the others cost."""
+    output: float = 0.0
+    """Tokens of the answer."""
+
+    def __post_init__(self) -> None:
+        if min(self.input, self.output, self.cached or 0.0) < 0:
+            raise ConfigurationError("a price is below 0; write what a million tokens cost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """What a batch may be, and how it is run."""
+
+    requests_max: int = 50_000
+    """Requests in one input file."""
+    file_bytes_max: int = 200 * MIB
+    """Bytes of one uploaded file."""
+    line_bytes_max: int = 16 * MIB
+    """Bytes of one line of an input file."""
+    embedding_inputs_max: int = 50_000
+    """Texts to embed in one input file, over all its lines."""
+    models_max: int = 64
+    """Models in one input file."""
+    work_dir: Path | None = None
+    """Where workers keep inputs and journals; unset, the folder `work` beside the embedded database."""
+    work_dir_limit: int = 10 * 1024 * MIB
+    """Bytes in the work folder beyond which no further batch is begun on this machine."""
+    cancel_grace_seconds: float = 30.0
+    """How long requests in flight may go on when their batch is cancelled."""
+    checkpoint_seconds: float = 1.0
+    """How often answers are registered, so that another worker can build on them."""
+    shared_checkpoint_seconds: float = 5.0
+    """The same where answers are first uploaded to the store that `storage.url` names; sooner after 8 MB."""
+    segments_kept_hours: float = 1.0
+    """How long answers can still be read one by one after the end of their batch."""
+    failed_segments_kept_days: float = 7.0
+    """The same if the files could not be written, so that `batchwright batch repair` can."""
+    prices: dict[str, Price] = field(default_factory=dict)
+    """What the tokens of a model cost; `*` is for all that are not named."""
+    tenant_weights: dict[str, int] = field(default_factory=dict)
+    """Requests of a tenant in each round of those that wait for the same model; 1 for tenants that are not named."""
+
+    def __post_init__(self) -> None:
+        for tenant, weight in self.tenant_weights.items():
+            if weight < 1:
+                raise ConfigurationError(f"batches.tenant_weights.{tenant} is {weight}; it must be at least 1")
+        for name in (
+            "requests_max",
+            "file_bytes_max",
+            "line_bytes_max",
+            "embedding_inputs_max",
+            "models_max",
+            "work_dir_limit",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("checkpoint_seconds", "shared_checkpoint_seconds"):
+            if not 0 < getattr(self, name) <= 60:
+                raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it goes from above 0 to 60")
+        for name in ("cancel_grace_seconds", "segments_kept_hours", "failed_segments_kept_days"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must not be negative")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            bytes_max=self.file_bytes_max,
+            embedding_inputs_max=self.embedding_inputs_max,
+            line_bytes_max=self.line_bytes_max,
+            models_max=self.models_max,
+            requests_max=self.requests_max,
+        )

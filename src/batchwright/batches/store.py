@@ -1,0 +1,624 @@
+"""The rows of batches: every move is a compare-and-set, and what is not registered here does not exist.
+
+A batch is driven by its job, `batch.process`. The job verbs refuse jobs that belong to a batch; the verbs here take
+their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from uuid import UUID
+
+import orjson
+
+from batchwright.batches.journal import Tally
+from batchwright.db.database import Row, Session
+from batchwright.db.statements import statements
+from batchwright.engine.context import Context
+from batchwright.engine.jobs import JobId, new_id
+from batchwright.engine.lanes import PRIVATE
+from batchwright.engine.queue import Queue
+from batchwright.errors import Conflict, Deadlock, Fatal, InvalidInput, NotFound
+from batchwright.states import BATCH, BatchStatus, JobStatus
+
+SQL = statements(__package__, "batches.sql")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+QUEUE = "batches"
+SHARD_QUEUE = "shard/"
+PROCESS = "batch.process"
+SHARD = "batch.shard"
+WINDOW_SECONDS = (60, 30 * 24 * 3600)
+AWAY_SECONDS = 10.0
+"""How long a job of a batch leaves a store alone that is away."""
+_WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DEADLOCKS_MAX = 10
+_RACES_MAX = 10
+_RATE_SECONDS = 60.0
+_SILENT_SECONDS = 30.0
+_RATE_SEGMENTS = 500
+_SEGMENTS_PER_PAGE = 5_000
+FENCE_SECONDS = 1.5
+"""After the deadline, or after the grace of a cancellation, shards have this long to end by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch as its row stood when it was read."""
+
+    id: str
+    tenant: str
+    status: BatchStatus
+    job_id: UUID
+    queue: str
+    priority: int
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    output_expires_seconds: int | None
+    metadata: dict[str, str] | None
+    limits: dict[str, Any]
+    traceparent: str | None
+    retry_of: str | None
+    retry_codes: list[str] | None
+    family: str
+    models: list[str] | None
+    total: int
+    input_sha256: str | None
+    errors: dict[str, Any] | None
+    completed: int
+    failed: int
+    expired: int
+    cancelled: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+    usage_by_model: dict[str, Any]
+    error_summary: Any
+    full_disks: int
+    stop_reason: str | None
+    stop_at: datetime | None
+    stop_error: dict[str, Any] | None
+    output_file_id: str | None
+    error_file_id: str | None
+    manifest: dict[str, Any] | None
+    segments_gone_at: datetime | None
+    created_at: datetime
+    expires_at: datetime
+    paused_at: datetime | None
+    taken_up_at: datetime | None
+    """When a worker first came to it."""
+    in_progress_at: datetime | None
+    finalizing_at: datetime | None
+    completed_at: datetime | None
+    failed_at: datetime | None
+    expired_at: datetime | None
+    cancelling_at: datetime | None
+    cancelled_at: datetime | None
+
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed + self.expired + self.cancelled
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the process that made it works for it."""
+        return self.queue.startswith(PRIVATE)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in BATCH.terminal
+
+    @property
+    def ended_at(self) -> datetime | None:
+        return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewBatch:
+    """A batch to be."""
+
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: Mapping[str, str] | None = None
+    output_expires_seconds: int | None = None
+    priority: int = 5
+    queue: str = QUEUE
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    idempotency_key: str | None = None
+    idempotency_digest: bytes | None = None
+    traceparent: str | None = None
+    retry_of: str | None = None
+    retry_codes: Sequence[str] | None = None
+    family: str | None = None
+    id: str = field(default_factory=lambda: f"batch_{new_id().hex}")
+    job_id: JobId = field(default_factory=lambda: new_id())
+
+
+class Pace(NamedTuple):
+    """Answers per second of late, None if there were none; and when that was, by the database's clock."""
+
+    rate: float | None
+    now: datetime
+
+
+class Order(NamedTuple):
+    """What a worker must know of a batch that it works for; seconds are from now, by the database's clock."""
+
+    id: str
+    status: str
+    stop_reason: str | None
+    stopped_seconds: float | None
+    paused_seconds: float | None
+    priority: int
+    limits: dict[str, Any]
+    total: int
+    done: int
+    seconds_left: float
+    job_id: UUID
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_seconds is not None
+
+
+class Neglected(NamedTuple):
+    """An open batch that needs a hand."""
+
+    id: str
+    status: str
+    stop_reason: str | None
+    stopped_seconds: float | None
+    late_seconds: float
+    """Since its window is over; below 0 it is not."""
+    job_status: str | None
+    job_id: UUID
+    tenant: str
+
+
+class Segment(NamedTuple):
+    """A registered range of a journal."""
+
+    id: int
+    batch_id: str
+    shard: int
+    claim: int
+    seq: int
+    host: str
+    key: str | None
+    start: int
+    end: int
+    lines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A range of a journal that is safely written, and the job in whose name it is registered."""
+
+    batch_id: str
+    shard: int
+    claim: int
+    seq: int
+    host: str
+    key: str | None
+    start: int
+    end: int
+    tally: Tally
+    model: str
+    job_id: UUID
+    job_claim: int
+
+    @property
+    def name(self) -> tuple[str, int, int, int]:
+        return self.batch_id, self.shard, self.claim, self.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a batch ends, and what is known of it then; None leaves what is there."""
+
+    target: BatchStatus
+    sources: Sequence[BatchStatus]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    error_summary: Any = None
+    errors: Mapping[str, Any] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    manifest: Mapping[str, Any] | None = None
+
+    def as_params(self) -> dict[str, Any]:
+        return {
+            "target": self.target.value,
+            "sources": [source.value for source in self.sources],
+            **{name: self.counts.get(name) for name in ("completed", "failed", "expired", "cancelled")},
+            "error_summary": _json(self.error_summary),
+            "errors": _json(self.errors),
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "manifest": _json(self.manifest),
+        }
+
+
+class Stranger(Fatal):
+    """A job that somebody enqueued by hand: it would ask every line of the batch once more."""
+
+
+def refuse_stranger(ctx: Context, batch_id: str, job_id: UUID) -> None:
+    """A batch is run by the job that was made with it, and by the children of that."""
+    if ctx.pipeline_id != job_id:
+        raise Stranger(f"{ctx.job_type} belongs to {batch_id}, whose own job runs it; enqueue nothing for it")
+
+
+def window_seconds(window: str) -> int:
+    """`24h`, `90m`, `7d`: from one minute to thirty days."""
+    found = _WINDOW.fullmatch(window)
+    seconds = int(found[1]) * _UNIT_SECONDS[found[2]] if found else 0
+    least, most = WINDOW_SECONDS
+    if not least <= seconds <= most:
+        raise InvalidInput(
+            f"Invalid value: '{window[:40]}'. Supported values are: '24h', and any time from '1m' to '30d'.",
+            param="completion_window",
+        )
+    return seconds
+
+
+def _repeated(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A transaction that the database chose as the victim of a deadlock has changed nothing: make it again."""
+
+    @functools.wraps(verb)
+    async def repeat(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(_DEADLOCKS_MAX - 1):
+            try:
+                return await verb(*args, **kwargs)
+            except Deadlock:
+                continue
+        return await verb(*args, **kwargs)
+
+    return repeat
+
+
+class Batches:
+    """The batches of all tenants."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    # Users ------------------------------------------------------------------------------------------------------
+
+    @_repeated
+    async def create(
+        self, new: NewBatch, job: Mapping[str, Any], *, instead_of: str | None = None
+    ) -> tuple[Batch, bool]:
+        """Make the batch together with its job; answers it, and whether it is new. After a lost answer, call it again.
+
+        The same idempotency key with the same digest answers the first batch; with another one it is a Conflict. From
+        an ended batch `instead_of` whose place this one takes, the key is taken first.
+        """
+        async with self.queue.database.transaction() as session:
+            if instead_of is not None:
+                await self.queue.ask(SQL["free_idempotency_key"], {"id": instead_of}, session)
+            params = {
+                **{name: getattr(new, name) for name in NewBatch.__dataclass_fields__},
+                "metadata": _json(new.metadata),
+                "limits": _json(new.limits),
+                "retry_codes": list(new.retry_codes) if new.retry_codes else None,
+                "family": new.family or new.id,
+                "window_seconds": window_seconds(new.completion_window),
+            }
+            for _ in range(_RACES_MAX):
+                if rows := await self.queue.ask(SQL["insert"], params, session):
+                    await self.queue.enqueue([job], session=session)
+                    return _batch(rows[0]), True
+                if known := await self._known(params, session):
+                    return known, known.id == new.id
+                # Its key was cleared between the two statements, so it can be taken now.
+        raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
+
+    async def repeated(self, new: NewBatch) -> Batch | None:
+        """The batch that this idempotency key stands for already; with another digest it is a Conflict."""
+        params = {name: getattr(new, name) for name in ("id", "tenant", "idempotency_key", "idempotency_digest")}
+        return await self._known(params, None) if new.idempotency_key is not None else None
+
+    async def forget_queue(self, batch: Batch) -> int:
+        """Remove what is left of a batch's private queue; answers how many queues that were."""
+        assert batch.is_private, f"{batch.queue} is not {batch.id}'s own"
+        return len(await self.queue.ask(SQL["forget_queue"], {"queue": batch.queue}))
+
+    async def _known(self, params: Mapping[str, Any], session: Session | None) -> Batch | None:
+        for digest, *row in await self.queue.ask(SQL["known"], params, session):
+            if row[0] != params["id"] and bytes(digest or b"") != params["idempotency_digest"]:
+                raise Conflict("the Idempotency-Key was used before with another body", holder=row[0])
+            return _batch(row)
+        return None
+
+    async def get(self, id: str, *, tenant: str | None) -> Batch:
+        for row in await self.queue.ask(SQL["get"], {"id": id, "tenant": tenant}):
+            return _batch(row)
+        raise NotFound(f"there is no batch {id!r}")
+
+    async def list(
+        self,
+        tenant: str | None,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        statuses: Sequence[BatchStatus] | None = None,
+    ) -> list[Batch]:
+        """Newest first."""
+        wanted = [status.value for status in statuses] if statuses else None
+        params = {"tenant": tenant, "after": after, "limit": limit, "statuses": wanted}
+        statement = "list" if tenant is not None else "list_everywhere"
+        return [_batch(row) for row in await self.queue.ask(SQL[statement], params)]
+
+    async def paces(self, ids: Sequence[str]) -> dict[str, Pace]:
+        """How fast these batches are being answered."""
+        if not ids:
+            return {}
+        params = {"ids": list(ids), "seconds": _RATE_SECONDS, "segments": _RATE_SEGMENTS}
+        return {
+            id: Pace(lines / max(seconds, 1.0) if lines else None, now)
+            for id, lines, seconds, now in await self.queue.ask(SQL["paces"], params)
+        }
+
+    async def rate(self, id: str) -> float | None:
+        """Answers per second of late; None if there were none."""
+        pace = (await self.paces([id])).get(id)
+        return pace and pace.rate
+
+    @_repeated
+    async def cancel(self, id: str, *, tenant: str | None) -> Batch:
+        """Order the batch to end; one that is cancelling or cancelled already is answered as it is."""
+        async with self.queue.database.transaction() as session:
+            batch = await self._locked(session, id, tenant)
+            if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
+                return batch
+            if batch.has_ended:
+                raise Conflict(f"Cannot cancel a batch with status '{batch.status.value}'.")
+            await self._cancel_shards(session, batch.job_id, [JobStatus.QUEUED], "the batch was cancelled")
+            (row,) = await self.queue.ask(SQL["cancel"], {"id": id}, session)
+            await self.queue.wake([batch.job_id], session=session)
+            return _batch(row)
+
+    @_repeated
+    async def pause(self, id: str, *, tenant: str | None) -> Batch:
+        """Send nothing more until it is resumed; what is in flight ends, and the clock runs on."""
+        return await self._while_open("pause", id, tenant, "pause", {})
+
+    @_repeated
+    async def resume(self, id: str, *, tenant: str | None) -> Batch:
+        async with self.queue.database.transaction() as session:
+            batch = await self._open(session, "resume", id, tenant)
+            (row,) = await self.queue.ask(SQL["resume"], {"id": id}, session)
+            shards = await self._shards(session, batch.job_id, [JobStatus.QUEUED])
+            await self.queue.wake(shards, session=session)
+            return _batch(row)
+
+    @_repeated
+    async def set_priority(self, id: str, priority: int, *, tenant: str | None) -> Batch:
+        """Change the priority of the batch and of the shards that no worker has yet."""
+        if not 0 <= priority <= 9:
+            raise InvalidInput(f"priority is {priority}; it goes from 0 (first) to 9 (last)", param="priority")
+        async with self.queue.database.transaction() as session:
+            batch = await self._open(session, "change the priority of", id, tenant)
+            (row,) = await self.queue.ask(SQL["set_priority"], {"id": id, "priority": priority}, session)
+            shards = await self._shards(session, batch.job_id, [JobStatus.QUEUED])
+            await self.queue.shift_priority([*shards, batch.job_id], priority - batch.priority, session=session)
+            return _batch(row)
+
+    @_repeated
+    async def set_limits(self, id: str, limits: Mapping[str, Any], *, tenant: str | None) -> Batch:
+        return await self._while_open("limit", id, tenant, "set_limits", {"limits": _json(limits)})
+
+    async def _while_open(
+        self, verb: str, id: str, tenant: str | None, statement: str, params: Mapping[str, Any]
+    ) -> Batch:
+        async with self.queue.database.transaction() as session:
+            await self._open(session, verb, id, tenant)
+            (row,) = await self.queue.ask(SQL[statement], {"id": id, **params}, session)
+            return _batch(row)
+
+    async def _open(self, session: Session, verb: str, id: str, tenant: str | None) -> Batch:
+        batch = await self._locked(session, id, tenant)
+        if batch.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            raise Conflict(f"Cannot {verb} a batch with status '{batch.status.value}'.")
+        return batch
+
+    # Workers ----------------------------------------------------------------------------------------------------
+
+    async def take_up(self, id: str) -> tuple[Batch, bool] | None:
+        """A worker has come to it; whether its window was over by then. None if somebody else moved it."""
+        rows = await self.queue.ask(SQL["take_up"], {"id": id})
+        return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
+
+    async def served(self) -> set[str]:
+        """The queues of shards that live workers claim from; one that ends in a slash stands for all below it."""
+        params = {"shard": SHARD, "silent_seconds": _SILENT_SECONDS}
+        return {queue for (queue,) in await self.queue.ask(SQL["served"], params)}
+
+    async def begin(self, id: str, *, total: int, models: Sequence[str], input_sha256: str) -> Batch | None:
+        """From validating to in_progress; None if somebody else moved it."""
+        params = {"id": id, "total": total, "models": list(models), "input_sha256": input_sha256}
+        rows = await self.queue.ask(SQL["begin"], params)
+        return _batch(rows[0]) if rows else None
+
+    async def finalize(self, id: str) -> Batch | None:
+        """From in_progress to finalizing, unless it was told to stop; None if somebody else moved it."""
+        rows = await self.queue.ask(SQL["finalize"], {"id": id})
+        return _batch(rows[0]) if rows else None
+
+    async def end(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
+        """The last move, which freezes the counts; a batch that a user cancelled meanwhile ends cancelled."""
+        rows = await self.queue.ask(SQL["end"], {"id": id, **ending.as_params()}, session)
+        return BatchStatus(rows[0][0]) if rows else None
+
+    async def repair(self, id: str, ending: Ending, *, session: Session | None = None) -> bool:
+        """Give a failed batch the files that it could not get when it ended."""
+        return bool(await self.queue.ask(SQL["repair"], {"id": id, **ending.as_params()}, session))
+
+    @_repeated
+    async def stop(self, id: str, reason: str, error: Mapping[str, Any] | None = None) -> bool:
+        """Order the batch to end; shards that no worker has are cancelled. False if it was stopping already."""
+        async with self.queue.database.transaction() as session:
+            params = {"id": id, "reason": reason, "error": _json(error)}
+            for (job_id,) in await self.queue.ask(SQL["stop"], params, session):
+                await self._cancel_shards(session, job_id, [JobStatus.QUEUED], f"the batch stops: {reason}")
+                return True
+        return False
+
+    async def note_full_disk(self, id: str, *, seconds: float) -> int:
+        """How often shards of this batch have found no room for their journals; so close together it counts once."""
+        ((times,),) = await self.queue.ask(SQL["note_full_disk"], {"id": id, "seconds": seconds})
+        return int(times)
+
+    async def orders(self, ids: Sequence[str]) -> dict[str, Order]:
+        return {row[0]: Order(*row) for row in await self.queue.ask(SQL["orders"], {"ids": list(ids)})}
+
+    @_repeated
+    async def register(self, registrations: Sequence[Registration]) -> set[tuple[str, int, int, int]]:
+        """Make written ranges part of their batches; answers the names of those whose job still holds its claim.
+
+        Sent again after a doubtful commit it answers the same and counts nothing twice.
+        """
+        fences = {one.job_id: one.job_claim for one in registrations}
+        async with self.queue.database.transaction() as session:
+            params = {"ids": list(fences), "claims": list(fences.values())}
+            alive = {id for (id,) in await self.queue.ask(SQL["fence"], params, session)}
+            held = [one for one in registrations if one.job_id in alive]
+            if held:
+                await self._add(session, held)
+        return {one.name for one in held}
+
+    async def _add(self, session: Session, held: Sequence[Registration]) -> None:
+        ids = sorted({one.batch_id for one in held})
+        sums = {row[0]: _Sums(*row) for row in await self.queue.ask(SQL["lock_sums"], {"ids": ids}, session)}
+        segments = _json([_segment_row(place, one) for place, one in enumerate(held)])
+        rows = await self.queue.ask(SQL["insert_segments"], {"segments": segments}, session)
+        new = {tuple(row) for row in rows}
+        for one in held:
+            if one.name in new:
+                sums[one.batch_id].add(one)
+        changed = [one.as_row() for one in sums.values() if one.tally.lines]
+        if changed:
+            await self.queue.ask(SQL["add_sums"], {"sums": _json(changed)}, session)
+
+    async def segments(
+        self, id: str, *, shard: int | None = None, after: int = 0, limit: int | None = None
+    ) -> Sequence[Segment]:
+        """Registered ranges in the order of their registration."""
+        found: list[Segment] = []
+        while limit is None or len(found) < limit:
+            room = _SEGMENTS_PER_PAGE if limit is None else min(limit - len(found), _SEGMENTS_PER_PAGE)
+            params = {"batch_id": id, "shard": shard, "after": after, "limit": room}
+            rows = await self.queue.ask(SQL["segments"], params)
+            found += [Segment(*row) for row in rows]
+            if len(rows) < room:
+                break
+            after = found[-1].id
+        return found
+
+    # Upkeep -----------------------------------------------------------------------------------------------------
+
+    async def neglected(self, *, session: Session | None = None) -> Sequence[Neglected]:
+        return [Neglected(*row) for row in await self.queue.ask(SQL["neglected"], {}, session)]
+
+    async def expire_unstarted(self, id: str, *, session: Session | None = None) -> bool:
+        """End a batch whose window was over before a worker came to it."""
+        return bool(await self.queue.ask(SQL["expire_unstarted"], {"id": id}, session))
+
+    @_repeated
+    async def recall(self, job_id: UUID, reason: str) -> int:
+        """Cancel the shards that no worker has; some may have come back since the batch was told to stop."""
+        async with self.queue.database.transaction() as session:
+            return await self._cancel_shards(session, job_id, [JobStatus.QUEUED], reason)
+
+    @_repeated
+    async def fence(self, job_id: UUID, reason: str) -> int:
+        """Cancel the shards that are still open; what their workers write from now on is not registered."""
+        async with self.queue.database.transaction() as session:
+            return await self._cancel_shards(session, job_id, [JobStatus.QUEUED, JobStatus.RUNNING], reason)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def _locked(self, session: Session, id: str, tenant: str | None) -> Batch:
+        for row in await self.queue.ask(SQL["lock"], {"id": id, "tenant": tenant}, session):
+            return _batch(row)
+        raise NotFound(f"there is no batch {id!r}")
+
+    async def _shards(self, session: Session, job_id: UUID, statuses: Sequence[JobStatus]) -> Sequence[JobId]:
+        params = {"job_id": job_id, "statuses": [status.value for status in statuses]}
+        return [JobId(id) for (id,) in await self.queue.ask(SQL["shards"], params, session)]
+
+    async def _cancel_shards(self, session: Session, job_id: UUID, statuses: Sequence[JobStatus], reason: str) -> int:
+        shards = await self._shards(session, job_id, statuses)
+        if not shards:
+            return 0
+        return await self.queue.cancel(shards, reason=reason, owned=True, session=session)
+
+
+class _Sums:
+    """What a batch's row will hold once these registrations are added."""
+
+    def __init__(self, id: str, usage_by_model: dict[str, Any], error_summary: dict[str, Any]) -> None:
+        self.id = id
+        self.tally = Tally()
+        self.usage_by_model = usage_by_model
+        self.errors = Tally.from_json({"errors": error_summary})
+
+    def add(self, one: Registration) -> None:
+        self.tally += one.tally
+        self.errors.errors_add(one.tally)
+        usage = self.usage_by_model.setdefault(one.model, {})
+        for name, n in one.tally.usage().items():
+            usage[name] = usage.get(name, 0) + n
+
+    def as_row(self) -> dict[str, Any]:
+        tally = self.tally
+        return {
+            "id": self.id,
+            "completed": tally.completed,
+            "failed": tally.failed,
+            "expired": tally.expired,
+            "cancelled": tally.cancelled,
+            **{f"{name}_tokens": n for name, n in tally.usage().items()},
+            "usage_by_model": self.usage_by_model,
+            "error_summary": self.errors.errors,
+        }
+
+
+def _segment_row(place: int, one: Registration) -> dict[str, Any]:
+    return {
+        "place": place,
+        "batch_id": one.batch_id,
+        "shard": one.shard,
+        "claim": one.claim,
+        "seq": one.seq,
+        "host": one.host,
+        "key": one.key,
+        "start_byte": one.start,
+        "end_byte": one.end,
+        "lines": one.tally.lines,
+        "tally": one.tally.as_json(),
+    }
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else orjson.dumps(value).decode()
+
+
+_FIELDS = tuple(Batch.__dataclass_fields__)
+
+
+def _batch(row: Row | Sequence[Any]) -> Batch:
+    values = dict(zip(_FIELDS, row, strict=True))
+    values["status"] = BatchStatus(values["status"])
+    return Batch(**values)

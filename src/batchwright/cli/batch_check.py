@@ -1,0 +1,168 @@
+"""`batchwright batch check`: what is wrong with an input file, and what it will take, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.text import Text
+
+from batchwright.batches.estimate import Estimate, estimate, total_cost
+from batchwright.batches.lines import ENDPOINTS
+from batchwright.batches.plan import Draft, Rules, read
+from batchwright.cli.batch_show import money, number, print_problems, size
+from batchwright.cli.flags import Config, Json, settings_from
+from batchwright.cli.show import console, plain, print_json, print_table
+from batchwright.errors import InvalidInput
+from batchwright.settings import Settings
+
+DEFAULT_ENDPOINT = "/v1/chat/completions"
+_BOM = b"\xef\xbb\xbf"
+_LINE_BYTES_MAX = 16 * 1024 * 1024
+_LINES_LOOKED_AT = 100
+
+InputFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Requests, one JSON object per line.", show_default=False)
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Where its requests go, such as /v1/embeddings; by default where its first line says.",
+        show_default=False,
+    ),
+]
+
+
+def check(
+    file: InputFile,
+    endpoint: Endpoint = None,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens that an answer is assumed to have.")] = 250,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Problems to show at most; all are counted.")] = 1000,
+    json: Json = False,
+    config: Config = None,
+) -> None:
+    """Check an input file without sending anything: every problem, and an estimate of tokens and cost.
+
+    Needs no database. The exit code is 0 if the file can be run, and 1 if there are problems.
+    """
+    settings = settings_from(None, config)
+    where = endpoint_of(file, endpoint)
+    draft = read_draft(file, where, settings, limit)
+    estimates = estimate(draft, where, settings.batches.prices, output_tokens=output_tokens)
+    if json:
+        print_json(_as_json(where, draft, estimates))
+    else:
+        _print(file, where, draft, estimates, limit)
+    if draft.problems.total:
+        raise typer.Exit(1)
+
+
+def endpoint_of(file: Path, named: str | None) -> str:
+    """The one that was named, or the url of the first request, or chat completions."""
+    if named is not None:
+        if named not in ENDPOINTS:
+            raise InvalidInput(f"--endpoint {named!r} takes no batches; write one of {', '.join(ENDPOINTS)}")
+        return named
+    with readable(file).open("rb") as lines:
+        for _ in range(_LINES_LOOKED_AT):
+            line = lines.readline(_LINE_BYTES_MAX).removeprefix(_BOM).strip()
+            if line:
+                return _url_of(line)
+    return DEFAULT_ENDPOINT
+
+
+def readable(file: Path) -> Path:
+    """It is read more than once, and by who goes on after a crash once more: so it must be a file."""
+    if file == Path("-"):
+        raise InvalidInput("standard input cannot be read twice; write the requests to a file, and name that")
+    try:
+        with file.open("rb"):
+            return file
+    except OSError as error:
+        raise InvalidInput(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def read_draft(file: Path, endpoint: str, settings: Settings, problems_kept: int) -> Draft:
+    models = frozenset(settings.model_gateways) or None
+    limits = replace(settings.batches.limits, problems_kept=problems_kept)
+    return read(readable(file), Rules(endpoint=endpoint, limits=limits, models=models))
+
+
+def _url_of(line: bytes) -> str:
+    try:
+        url = orjson.loads(line).get("url")
+    except (orjson.JSONDecodeError, AttributeError):
+        return DEFAULT_ENDPOINT
+    return url if isinstance(url, str) and url in ENDPOINTS else DEFAULT_ENDPOINT
+
+
+def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> dict[str, Any]:
+    costs = total_cost(list(estimates))
+    return {
+        "endpoint": endpoint,
+        "requests": draft.line_count,
+        "rejected": len(draft.rejected),
+        "problems": draft.problems.as_json(),
+        "models": [plain(one) for one in estimates],
+        "prompt_tokens": sum(one.prompt_tokens for one in estimates),
+        "shared_tokens": sum(one.shared_tokens for one in estimates),
+        "output_tokens": sum(one.output_tokens for one in estimates),
+        "cost": None if costs is None else costs[1],
+        "cost_cached": None if costs is None else costs[0],
+    }
+
+
+def _print(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate], limit: int) -> None:
+    out = console()
+    print_problems([problem.as_json() for problem in draft.problems.kept], draft.problems.total, limit)
+    if estimates:
+        _print_models(estimates)
+    if draft.rejected:
+        text = f"! {number(len(draft.rejected))} requests are for models without a gateway: they will fail"
+        out.print(Text(text, "yellow"), soft_wrap=True)
+    if draft.problems.total:
+        text = f"✗ {number(draft.problems.total)} problems in {number(draft.line_count)} requests: it would be refused"
+        out.print(Text(text, "bold red"), soft_wrap=True)
+        return
+    out.print(Text.assemble(("✓ ", "bold green"), _conclusion(file, endpoint, draft, estimates)), soft_wrap=True)
+
+
+def _print_models(estimates: Sequence[Estimate]) -> None:
+    print_table(
+        {
+            "model": [Text(one.model) for one in estimates],
+            "requests": [Text(number(one.requests)) for one in estimates],
+            "size": [Text(size(one.bytes)) for one in estimates],
+            "prompt tokens": [Text(about(one.prompt_tokens)) for one in estimates],
+            "shared": [Text(f"{_share(one.shared_tokens, one.prompt_tokens):.0%}") for one in estimates],
+            "answer tokens": [Text(number(one.output_tokens) if one.output_tokens else "") for one in estimates],
+            "cost": [Text("" if one.cost is None else money(one.cost)) for one in estimates],
+        },
+        elastic=("model",),
+    )
+
+
+def _conclusion(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> str:
+    prompt, shared = sum(one.prompt_tokens for one in estimates), sum(one.shared_tokens for one in estimates)
+    parts = [f"{number(draft.line_count)} requests to {endpoint}", f"{about(prompt)} prompt tokens"]
+    if shared:
+        parts.append(f"{_share(shared, prompt):.0%} of them in beginnings that a prefix cache can save")
+    if (costs := total_cost(list(estimates))) is not None:
+        cached = f", {money(costs[0])} if all of that is saved" if costs[0] < costs[1] else ""
+        parts.append(f"cost about {money(costs[1])}{cached}")
+    return f"{file} can be run: {'; '.join(parts)}"
+
+
+def about(n: int) -> str:
+    """An estimate with two digits that count: more would look like knowledge."""
+    digits = len(str(n)) - 2
+    return f"about {number(round(n, -digits) if digits > 0 else n)}"
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,349 @@
+"""`batchwright batch results`, `manifest`, `repair` and `gc`: what batches leave in the store.
+
+What only one of them needs is loaded when it runs, because every command of Batchwright loads this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+
+import orjson
+import typer
+from rich.text import Text
+
+from batchwright.app import AsyncBatchwright
+from batchwright.batches.envelopes import is_success
+from batchwright.batches.files import Files
+from batchwright.batches.results import Cursor, Lines, Results
+from batchwright.batches.store import Batch
+from batchwright.cli.batch_show import failed, number, size
+from batchwright.cli.check import print_findings
+from batchwright.cli.flags import BatchId, Config, DatabaseUrl, DryRun, Json, client, run
+from batchwright.cli.show import print_json, print_table
+from batchwright.cli.stop import end
+from batchwright.db.check import Finding, Level
+from batchwright.errors import Conflict, InvalidInput, NotFound
+from batchwright.settings import Settings
+
+if TYPE_CHECKING:
+    from batchwright.batches.collector import Collected
+
+T = TypeVar("T")
+_PAUSE_SECONDS_MIN = 0.25
+_PAUSE_SECONDS_MAX = 2.0
+
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write to this file; by default to standard output."),
+]
+ErrorFile = Annotated[
+    Path | None, typer.Option("--errors", metavar="FILE", help="Write lines that failed to this file.")
+]
+
+
+class Copied(NamedTuple):
+    """What was written."""
+
+    lines: int = 0
+    errors: int = 0
+
+
+def results(
+    id: BatchId,
+    output: OutputFile = None,
+    errors: ErrorFile = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the batch has ended.")] = False,
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """Write the answers of a batch: its files once it has ended, before that the lines that are finished so far.
+
+    While it runs, lines come in the order in which they were finished, and those that failed are among them unless
+    --errors names a file. With --json what was written is counted, on standard error unless --output names a file.
+    """
+    output = None if output == Path("-") else output
+    refuse_dash("--errors", errors)
+    _refuse_same(output, errors)
+
+    async def go(batchwright: AsyncBatchwright) -> Copied:
+        batch = await batchwright.batches.get(id, tenant=None)
+        if batch.has_ended:
+            return await copy_files(batchwright, batch, output, errors)
+        return await _copy_lines(batchwright, batch, output, errors, follow=follow)
+
+    def tell(copied: Copied) -> int:
+        if json:
+            _say_json(copied, output)
+        elif output is not None or copied.errors:
+            typer.echo(_told(copied, output, errors), err=True)
+        return 0
+
+    with _unless_nobody_reads():
+        on_store(go, tell, database_url, config)
+
+
+def manifest(
+    id: BatchId,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the files again, and compare checksums and counts.")
+    ] = False,
+    json: Json = False,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
+    """Print the manifest of an ended batch: its counts, and the SHA-256 of its input and of its files.
+
+    With --verify the exit code is 1 if anything does not agree.
+    """
+
+    async def go(batchwright: AsyncBatchwright) -> tuple[Batch, list[Finding]]:
+        batch = await batchwright.batches.get(id, tenant=None)
+        if batch.manifest is None:
+            raise Conflict(f"the batch {id} has no manifest: it is {batch.status.value}")
+        from batchwright.batches import verify as verifying
+
+        return batch, await verifying.verify(batchwright.files, batch) if verify else []
+
+    def tell(found: tuple[Batch, list[Finding]]) -> int:
+        batch, findings = found
+        if verify and not json:
+            print_findings(findings)
+        else:
+            print_json({**(batch.manifest or {}), **({"verified": findings} if verify else {})})
+        return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
+
+    on_store(go, tell, database_url, config)
+
+
+def repair(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Write the files of a failed batch that ended without them, from what was answered until then.
+
+    Lines without an answer get the code batch_failed. The batch stays failed.
+    """
+
+    async def go(batchwright: AsyncBatchwright) -> Batch:
+        from batchwright.batches.repair import repair
+
+        return await repair(batchwright.batches, batchwright.files, batchwright.workspace, id)
+
+    def tell(batch: Batch) -> int:
+        if json:
+            print_json(batch.manifest)
+        else:
+            typer.echo(
+                f"batch {batch.id} has its files now: {number(batch.completed)} answers, {number(failed(batch))} lines "
+                f"that failed; see: batchwright batch results {batch.id}"
+            )
+        return 0
+
+    on_store(go, tell, database_url, config)
+
+
+def gc(dry_run: DryRun = False, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Remove what nobody needs any more: expired files, leftovers of ended batches, stale work folders.
+
+    Workers do this all the time, a little at a time; this does all of it at once.
+    """
+
+    async def go(batchwright: AsyncBatchwright) -> Collected:
+        from batchwright.batches.collector import Collector
+
+        settings = batchwright.settings
+        store, workspace = batchwright.store, batchwright.workspace
+        return await Collector(batchwright.queue, store, workspace, settings.batches, settings.retention).collect(
+            dry_run
+        )
+
+    def tell(collected: Collected) -> int:
+        if json:
+            heaps = {name.replace(" ", "_"): heap for name, heap in collected.by_kind().items()}
+            print_json({"dry_run": dry_run, "bytes": collected.bytes, **heaps})
+        else:
+            _print_collected(collected, dry_run)
+        return 0
+
+    on_store(go, tell, database_url, config)
+
+
+def on_store(
+    act: Callable[[AsyncBatchwright], Coroutine[Any, Any, T]],
+    tell: Callable[[T], int],
+    database_url: str | None,
+    config: Path | None,
+) -> NoReturn:
+    """A command that touches the store; `tell` says what came of it, and answers the exit code."""
+
+    async def go() -> tuple[T, Settings]:
+        async with client(database_url, config) as batchwright:
+            return await act(batchwright), batchwright.settings
+
+    found, settings = run(go())
+    end(tell(found), settings)
+
+
+# Files of an ended batch ------------------------------------------------------------------------------------------
+
+
+async def copy_files(batchwright: AsyncBatchwright, batch: Batch, output: Path | None, errors: Path | None) -> Copied:
+    """The two files; one that the batch does not have is an empty one."""
+    if batch.manifest is None and not batch.output_file_id:
+        hint = f"; try batchwright batch repair {batch.id}" if batch.done and batch.segments_gone_at is None else ""
+        raise Conflict(f"the batch {batch.id} has no files: it is {batch.status.value}{hint}")
+    with writing(output) as target:
+        await copy_file(batchwright.files, batch.output_file_id, target)
+    if errors is not None:
+        with writing(errors) as target:
+            await copy_file(batchwright.files, batch.error_file_id, target)
+    return Copied(batch.completed, failed(batch))
+
+
+async def copy_file(files: Files, file_id: str | None, target: BinaryIO) -> None:
+    """Nothing, if there is no such file."""
+    if file_id is None:
+        return
+    try:
+        file = await files.get(file_id, tenant=None)
+    except NotFound:
+        raise NotFound(f"the file {file_id} was deleted, or its time is over") from None
+    async for chunk in files.content(file):
+        await asyncio.to_thread(target.write, chunk)
+
+
+@contextlib.contextmanager
+def writing(path: Path | None) -> Iterator[BinaryIO]:
+    """A file that is there is whole: it gets its name when all of it is on the disk. None is standard output."""
+    if path is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    draft = draft_of(path)
+    try:
+        with draft.open("wb") as target:
+            yield target
+            target.flush()
+            os.fsync(target.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+
+
+# Lines of one that runs -------------------------------------------------------------------------------------------
+
+
+async def _copy_lines(
+    batchwright: AsyncBatchwright, batch: Batch, output: Path | None, errors: Path | None, *, follow: bool
+) -> Copied:
+    copied = Copied()
+    with contextlib.ExitStack() as stack:
+        answers = stack.enter_context(_opened(output))
+        others = answers if errors is None else stack.enter_context(_opened(errors))
+        async for lines in _finished(batchwright, batch, follow=follow):
+            for line in lines:
+                (answers if is_success(line) else others).write(line)
+            answers.flush()
+            others.flush()
+            good = sum(map(is_success, lines))
+            copied = Copied(copied.lines + good, copied.errors + len(lines) - good)
+    return copied
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[BinaryIO]:
+    """Open for what comes little by little; None is standard output."""
+    if path is None:
+        yield sys.stdout.buffer
+        return
+    try:
+        with path.open("wb") as target:
+            yield target
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+async def _finished(batchwright: AsyncBatchwright, batch: Batch, *, follow: bool) -> AsyncIterator[list[bytes]]:
+    """What is registered, page by page; those who follow wait for more until the batch has ended."""
+    found = Results(batchwright.batches, batchwright.workspace, batchwright.store)
+    cursor, pause = Cursor(), _PAUSE_SECONDS_MIN
+    while True:
+        page: Lines = await found.page(batch.id, cursor)
+        cursor = page.next
+        if page.data:
+            yield [line + b"\n" for line in page.data.split(b"\n")[:-1]]
+            pause = _PAUSE_SECONDS_MIN
+        if page.has_more:
+            continue
+        if not follow or batch.has_ended:
+            return
+        await asyncio.sleep(pause)
+        pause = min(_PAUSE_SECONDS_MAX, pause * 2)
+        # First the batch: of one that has ended every line is there to be read.
+        batch = await batchwright.batches.get(batch.id, tenant=None)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unless_nobody_reads() -> Iterator[None]:
+    """Whoever reads our output may have had enough, as `head` has; Python would complain once more when it leaves."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def _say_json(copied: Copied, output: Path | None) -> None:
+    counts = copied._asdict()
+    if output is not None:
+        print_json(counts)
+    else:
+        typer.echo(orjson.dumps(counts).decode(), err=True)
+
+
+def refuse_dash(flag: str, path: Path | None) -> None:
+    if path == Path("-"):
+        raise InvalidInput(f"{flag} - is not a file, and these lines go to one; name it")
+
+
+def _refuse_same(output: Path | None, errors: Path | None) -> None:
+    if output is not None and errors is not None and output.absolute() == errors.absolute():
+        raise InvalidInput(f"--output and --errors are the same file, {output}; give each its own")
+
+
+def _told(copied: Copied, output: Path | None, errors: Path | None) -> str:
+    where = f" to {output}" if output is not None else ""
+    text = f"wrote {number(copied.lines)} answers{where}"
+    if not copied.errors:
+        return text
+    if errors is None:
+        return f"{text}; {number(copied.errors)} lines failed: --errors FILE writes them to a file of their own"
+    return f"{text}, and {number(copied.errors)} lines that failed to {errors}"
+
+
+def _print_collected(collected: Collected, dry_run: bool) -> None:
+    found = [(kind, heap) for kind, heap in collected.by_kind().items() if heap.count]
+    if not found:
+        typer.echo("nothing to remove", err=True)
+        return
+    print_table(
+        {
+            "would remove" if dry_run else "removed": [Text(kind) for kind, _ in found],
+            "count": [Text(number(heap.count)) for _, heap in found],
+            "size": [Text(size(heap.bytes) if heap.bytes else "") for _, heap in found],
+        }
+    )

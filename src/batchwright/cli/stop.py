@@ -1,0 +1,114 @@
+"""How a long-running command is asked to stop: by a signal, or by the end of the process that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import typer
+
+from batchwright.settings import Settings
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ECHO_SECONDS = 0.5
+_ORPHAN_SECONDS = 20.0
+
+
+class Stop:
+    """The first signal asks to stop, the second one leaves at once.
+
+    Plain signal handlers run even while an operation keeps the event loop busy, so that the second signal works
+    when it is needed most.
+    """
+
+    def __init__(
+        self, *, on_ask: Callable[[int], None] | None = None, on_hard: Callable[[], None] | None = None
+    ) -> None:
+        self.asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._asked_at: float | None = None
+        self.on_ask = on_ask
+        self.on_hard = on_hard
+        self.is_tethered = False
+        """A child may hear the same signal twice: from its supervisor, and from whoever signals the whole group."""
+
+    def listen(self) -> None:
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has its reasons
+                signal.signal(number, self._signalled)
+
+    def ask(self, number: int = signal.SIGTERM) -> None:
+        """From any thread; asking twice changes nothing."""
+        self._loop.call_soon_threadsafe(self._ask, number)
+
+    def _ask(self, number: int) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            if self.on_ask is not None:
+                self.on_ask(number)
+
+    def _signalled(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            self.ask(number)
+        elif now - self._asked_at > _ECHO_SECONDS or not (number == signal.SIGINT or self.is_tethered):
+            # One Ctrl-C may arrive twice: from the terminal, and from a program between us and it.
+            if self.on_hard is not None:
+                self.on_hard()
+            leave(128 + number)
+
+
+class Tether:
+    """A child's line to the process that started it: readiness goes up, and its end means to stop.
+
+    The kernel closes the other end whatever way that process dies, so nobody is left behind without a master.
+    """
+
+    def __init__(self, descriptor: int, stop: Stop, grace_seconds: float) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        stop.is_tethered = True
+        self._stop = stop
+        self._grace_seconds = grace_seconds
+        threading.Thread(target=self._hold, name="batchwright-tether", daemon=True).start()
+
+    def ready(self) -> None:
+        try:
+            self._socket.send(b"r")
+        except OSError:  # it has ended; `_hold` is about to say so
+            return
+
+    def _hold(self) -> None:
+        try:
+            while self._socket.recv(1):
+                pass
+        except OSError:
+            pass
+        self._stop.ask()
+        time.sleep(self._grace_seconds + _ORPHAN_SECONDS)
+        leave(1)
+
+
+def end(code: int, settings: Settings) -> NoReturn:
+    """End a command that may have used the store: a thread of a remote one may abort an interpreter that is leaving."""
+    url = settings.storage.url
+    if url is not None and not url.startswith("file:"):
+        leave(code)
+    raise typer.Exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without waiting for any thread of it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)

@@ -1,0 +1,221 @@
+"""Is this a database that Batchwright can live on? What is wrong is said together with what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from batchwright.db.database import Database, DatabaseSettings, Session, connect_arguments, translated
+from batchwright.db.migrate import pending
+from batchwright.db.statements import statements
+from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseUnavailable
+
+SQL = statements(__package__, "check.sql")
+
+_POOLED = (
+    "this connection goes through a pooler that gives every transaction another session (PgBouncer with "
+    "pool_mode = transaction or statement); Batchwright needs sessions for LISTEN, prepared statements and timeouts: "
+    "set pool_mode = session for this database, or connect to PostgreSQL directly"
+)
+_OPTIONS = (
+    "a pooler (PgBouncer) refuses the startup parameter `options`, by which Batchwright sets its timeouts: connect to "
+    "PostgreSQL directly, or use a pool with pool_mode = session and ignore_startup_parameters = options"
+)
+_CROWDED = (
+    "the server, or a pooler before it, gave no second connection within {seconds:g} seconds; a worker process needs "
+    "{needed}: raise pool_size (PgBouncer) or max_connections (PostgreSQL)"
+)
+_ROUNDS = 4
+_PROBE_SECONDS = 5.0
+_CLOCK_SECONDS_MAX = 5.0
+_OLD_TRANSACTION_SECONDS = 300.0
+_PER_WORKER = 2
+"""Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a check: what was looked at, what was found, and what to do if that is bad."""
+
+    name: str
+    level: Level
+    text: str
+    remedy: str | None = None
+
+
+def describe(url: str) -> str:
+    """A URL or a list of libpq keywords, as it may be shown: without a password."""
+    try:
+        parts: dict[str, Any] = conninfo_to_dict(url)
+    except psycopg.ProgrammingError as error:
+        # The driver's words quote the URL, and with it a password.
+        raise ConfigurationError(
+            "the database's URL cannot be read; write it as postgresql://user:password@host:5432/database"
+        ) from error
+    user = f"{parts['user']}@" if parts.get("user") else ""
+    port = f":{parts['port']}" if parts.get("port") else ""
+    return f"postgresql://{user}{parts.get('host', 'localhost')}{port}/{parts.get('dbname', '')}"
+
+
+def explained(error: DatabaseUnavailable) -> BatchwrightError:
+    """The same failure, with its remedy where the words of the server tell which one it is."""
+    text = _one_line(error)
+    if "startup parameter" in text:
+        return ConfigurationError(_OPTIONS)
+    if "statement pooling" in text:
+        return ConfigurationError(_POOLED)
+    remedies = {
+        "Connection refused": "start the server, or correct host and port in BATCHWRIGHT_DATABASE_URL",
+        "No such file or directory": "start the server, or correct the host in BATCHWRIGHT_DATABASE_URL",
+        "resolve host": "correct the host in BATCHWRIGHT_DATABASE_URL",
+        "translate host name": "correct the host in BATCHWRIGHT_DATABASE_URL",
+        "password": "correct user and password in BATCHWRIGHT_DATABASE_URL",
+        "does not exist": "create it (createdb, createuser), or correct BATCHWRIGHT_DATABASE_URL",
+        "too many": "raise max_connections, or run fewer workers",
+    }
+    for sign, remedy in remedies.items():
+        if sign in text:
+            return DatabaseUnavailable(f"{text}; {remedy}")
+    return DatabaseUnavailable(text)
+
+
+async def require_sessions(settings: DatabaseSettings, url: str) -> None:
+    """Refuse a pooler that lends one server session to many clients.
+
+    While two clients are connected, neither may meet the other's backend or change its own. A pooler in
+    transaction mode shows itself: it either lends the backend that has just become free to the second client, or
+    takes it from the first while the second is in a transaction.
+    """
+    try:
+        async with asyncio.timeout(_PROBE_SECONDS), _connected(settings, url) as one, _connected(settings, url) as two:
+            for _ in range(_ROUNDS):
+                await _refuse_sharing(one, two)
+    except TimeoutError as error:
+        needed = settings.pool_size + _PER_WORKER
+        raise DatabaseUnavailable(_CROWDED.format(seconds=_PROBE_SECONDS, needed=needed)) from error
+    except DatabaseUnavailable as error:
+        raise explained(error) from error
+
+
+async def _refuse_sharing(one: psycopg.AsyncConnection[Any], two: psycopg.AsyncConnection[Any]) -> None:
+    before = await _backend(one)
+    await two.execute("BEGIN")
+    try:
+        if await _backend(two) == before or await _backend(one) != before:
+            raise ConfigurationError(_POOLED)
+    finally:
+        await two.execute("ROLLBACK")
+
+
+@contextlib.asynccontextmanager
+async def _connected(settings: DatabaseSettings, url: str) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    """Without prepared statements, which would break in the very case that is looked for."""
+    with translated():
+        async with await psycopg.AsyncConnection.connect(
+            url, autocommit=True, prepare_threshold=None, **connect_arguments(settings)
+        ) as connection:
+            yield connection
+
+
+async def _backend(connection: psycopg.AsyncConnection[Any]) -> int:
+    row = await (await connection.execute("SELECT pg_backend_pid()")).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+async def check_database(
+    database: Database, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
+) -> list[Finding]:
+    """Server, schema, connections, clock and what keeps dead rows alive; the pooler is `require_sessions`' matter."""
+    began = datetime.now(UTC)
+    ((number, version, clock),) = await database.rows(SQL["server"])
+    now = began + (datetime.now(UTC) - began) / 2
+    ((plan, timeout, role, may_create, name),) = await database.rows(SQL["session"])
+    ((available, others),) = await database.rows(SQL["connections"])
+    return [
+        _server(number, version),
+        await _schema(database, may_create, name, role),
+        _session_settings(settings, plan, timeout, role),
+        _connections(settings, processes, available, others),
+        _clock((now - clock).total_seconds()),
+        await _oldest_xmin(database, old_seconds),
+    ]
+
+
+def _server(number: int, version: str) -> Finding:
+    if number < 150000:
+        return Finding("server", Level.ERROR, f"PostgreSQL {version}", "upgrade it to PostgreSQL 15 or newer")
+    return Finding("server", Level.OK, f"PostgreSQL {version}")
+
+
+async def _schema(database: Database, may_create: bool, name: str, role: str) -> Finding:
+    missing = await pending(database)
+    if not missing:
+        return Finding("schema", Level.OK, "current")
+    text = f"{len(missing)} migration(s) behind (next: {missing[0].number:04d}_{missing[0].name})"
+    if not may_create and missing[0].number == 1:
+        grant = f"GRANT CREATE ON DATABASE {name} TO {role}"
+        return Finding(
+            "schema", Level.ERROR, text, f"let the role create the schema ({grant}), run: batchwright migrate"
+        )
+    return Finding("schema", Level.ERROR, text, "run: batchwright migrate")
+
+
+def _session_settings(settings: DatabaseSettings, plan: str, timeout: int, role: str) -> Finding:
+    if plan == "force_generic_plan" and timeout == int(settings.statement_timeout_seconds * 1000):
+        return Finding("session", Level.OK, f"timeouts of {settings.statement_timeout_seconds:g} s are in force")
+    limit = f"'{settings.statement_timeout_seconds:g}s'"
+    wanted = {
+        "statement_timeout": limit,
+        "lock_timeout": limit,
+        "idle_in_transaction_session_timeout": limit,
+        "plan_cache_mode": "force_generic_plan",
+        "enable_seqscan": "off",
+    }
+    orders = "; ".join(f"ALTER ROLE {role} SET {name} = {value}" for name, value in wanted.items())
+    text = "the timeouts of our connections do not arrive: a pooler ignores the startup parameter `options`"
+    return Finding("session", Level.WARNING, text, f"set them for the role: {orders}")
+
+
+def _connections(settings: DatabaseSettings, processes: int, available: int, others: int) -> Finding:
+    each = settings.pool_size + _PER_WORKER
+    needed, free = processes * each, available - others
+    text = f"{processes} worker process(es) use up to {needed} of {available}, others use {others} now"
+    if needed <= free:
+        return Finding("connections", Level.OK, text)
+    remedy = f"raise max_connections by {needed - free}, or lower database.pool_size ({settings.pool_size})"
+    return Finding("connections", Level.WARNING, text, remedy)
+
+
+def _clock(ahead: float) -> Finding:
+    if abs(ahead) <= _CLOCK_SECONDS_MAX:
+        return Finding("clock", Level.OK, f"{abs(ahead):.1f} s away from the database's")
+    text = f"this machine is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the database"
+    return Finding("clock", Level.WARNING, text, "let both follow a time server; jobs go by the database's clock")
+
+
+async def _oldest_xmin(session: Session, old_seconds: float) -> Finding:
+    rows = await session.rows(SQL["oldest_xmin"], {"seconds": old_seconds})
+    if not rows:
+        return Finding("vacuum", Level.OK, "no old transaction keeps dead rows")
+    holder, since, remedy = rows[0]
+    when = f" since {since:%Y-%m-%d %H:%M:%S} UTC" if since else ""
+    return Finding("vacuum", Level.WARNING, f"the oldest xmin is held by {holder}{when}: dead rows stay", remedy)
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())

@@ -1,0 +1,313 @@
+"""The door to PostgreSQL: a pool for the event loop, one blocking connection for a thread, or the caller's own.
+
+Every verb of the engine is an `async def` over a `Session`. On a blocking connection such a coroutine never
+suspends, so `complete()` can run it in plain code: one implementation serves both worlds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import orjson
+import psycopg
+import psycopg_pool
+from psycopg import errors as pg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg.types.json import set_json_loads
+
+from batchwright.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailable,
+    DataRefused,
+    Deadlock,
+    UniqueViolation,
+)
+
+T = TypeVar("T")
+Params = Mapping[str, Any]
+Row = tuple[Any, ...]
+_RECONNECT_SECONDS_MAX = 1.0
+_PLANNER = (
+    "plan_cache_mode=force_generic_plan",  # our statements have one good plan each; planning costs more than running
+    "enable_seqscan=off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
+    "jit=off",
+    "timezone=UTC",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseSettings:
+    """How Batchwright reaches PostgreSQL."""
+
+    url: str | None = None
+    """A PostgreSQL 15 or newer; unset, Batchwright runs a PostgreSQL of its own."""
+    folder: str | None = None
+    """Where the embedded PostgreSQL keeps its data; unset, a folder of the user's."""
+    pool_size: int = 8
+    """Connections per process at most, beside the two that a worker keeps for leases and the doorbell."""
+    statement_timeout_seconds: float = 10.0
+    """No statement, lock or idle transaction of ours lasts longer."""
+    connect_timeout_seconds: int = 5
+    """How long one attempt to connect may take."""
+
+
+class Session(Protocol):
+    """Something that runs statements: a transaction, or a connection that commits each one."""
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
+
+
+class Database(Protocol):
+    """What the engine's verbs are written against."""
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
+
+    def transaction(self) -> contextlib.AbstractAsyncContextManager[Session]: ...
+
+
+class Pool:
+    """The event loop's database."""
+
+    def __init__(self, settings: DatabaseSettings, url: str) -> None:
+        self.settings = settings
+        self.url = url
+        self._pool = psycopg_pool.AsyncConnectionPool(
+            url,
+            connection_class=psycopg.AsyncConnection[Row],
+            kwargs={"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)},
+            min_size=1,
+            max_size=settings.pool_size,
+            timeout=settings.statement_timeout_seconds,
+            reconnect_timeout=_RECONNECT_SECONDS_MAX,
+            reconnect_failed=_try_again,
+            configure=_configure,
+            open=False,
+            name="batchwright",
+        )
+
+    async def open(self) -> None:
+        """Connect once, so that a wrong address is an error now and not at the first job."""
+        with translated():
+            await (await psycopg.AsyncConnection.connect(self.url, **connect_arguments(self.settings))).close()
+            await self._pool.open(wait=True)
+
+    async def close(self) -> None:
+        await self._pool.close(timeout=5)
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        with cancellable(), translated():
+            async with self._pool.connection() as connection:
+                return await _fetch(connection, sql, params)
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        with cancellable(), translated():
+            async with self._pool.connection() as connection, connection.transaction():
+                yield Transaction(connection)
+                _refuse_aborted(connection)
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Transaction:
+    """Statements that happen together; `driver` is the connection that a `write` function receives."""
+
+    def __init__(self, driver: psycopg.AsyncConnection[Row]) -> None:
+        self.driver = driver
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        return await _fetch(self.driver, sql, params)
+
+
+class Blocking:
+    """A thread's database: one connection, made when first needed and again after it was lost."""
+
+    def __init__(self, settings: DatabaseSettings, url: str) -> None:
+        self._arguments = {"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)}
+        self._url = url
+        self._connection: psycopg.Connection[Row] | None = None
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        with translated():
+            return _fetch_blocking(self._connected(), sql, params)
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Session]:
+        with translated(), (connection := self._connected()).transaction():
+            yield Adopted(connection)
+            _refuse_aborted(connection)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connected(self) -> psycopg.Connection[Row]:
+        if self._connection is None or self._connection.closed:
+            self._connection = psycopg.Connection.connect(self._url, **self._arguments)
+            set_json_loads(orjson.loads, self._connection)
+        return self._connection
+
+
+class Adopted:
+    """The caller's own connection and transaction: nothing is begun, committed or rolled back here."""
+
+    def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+        self._connection = connection
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        # The caller may have given its connection a row factory or a cursor class of its own.
+        with translated():
+            if isinstance(self._connection, psycopg.AsyncConnection):
+                async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
+                    await cursor.execute(sql, params, prepare=None if params else False)
+                    return await cursor.fetchall() if cursor.description is not None else []
+            with psycopg.Cursor(self._connection, row_factory=tuple_row) as blocking:
+                blocking.execute(sql, params, prepare=None if params else False)
+                return blocking.fetchall() if blocking.description is not None else []
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Session]:
+        yield self
+
+
+async def adopt(connection: object) -> Adopted:
+    """Wrap a psycopg or SQLAlchemy connection (or session) of the caller's.
+
+    SQLAlchemy commits only what it knows to have begun, so its transaction is begun here as its own statements would.
+    """
+    found: Any = connection
+    if hasattr(found, "get_raw_connection"):  # SQLAlchemy AsyncConnection
+        if not found.in_transaction():
+            await found.begin()
+        found = (await found.get_raw_connection()).driver_connection
+    elif hasattr(found, "get_bind") and hasattr(found, "connection"):  # SQLAlchemy Session, AsyncSession
+        opened = found.connection()
+        return await adopt(await opened if isinstance(opened, Coroutine) else opened)
+    elif hasattr(found, "exec_driver_sql"):  # SQLAlchemy Connection
+        if not found.in_transaction():
+            found.begin()
+        found = found.connection.driver_connection
+    if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
+        return Adopted(found)
+    raise ConfigurationError(
+        f"connection= takes a psycopg 3 connection, or a SQLAlchemy one on psycopg 3 "
+        f"(postgresql+psycopg://…), not {type(found).__module__}.{type(found).__qualname__}"
+    )
+
+
+def is_blocking(connection: object) -> bool:
+    """Whether a caller's connection belongs to plain code, not to an event loop."""
+    return not (
+        isinstance(connection, psycopg.AsyncConnection) or type(connection).__name__.lower().startswith("async")
+    )
+
+
+def complete(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine over a blocking database, which never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    coroutine.close()
+    raise AssertionError("a coroutine over a blocking database suspended")
+
+
+def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
+    """Timeouts on everything, and keepalives, so that a dead peer is noticed in seconds."""
+    milliseconds = int(settings.statement_timeout_seconds * 1000)
+    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    options = [f"-c {name}={milliseconds}" for name in limits]
+    options += [f"-c {setting}" for setting in _PLANNER]
+    return {
+        "application_name": "batchwright",
+        "connect_timeout": settings.connect_timeout_seconds,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": milliseconds,
+        "options": " ".join(options),
+    }
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Turn the driver's errors into ours, so that nobody else needs to know the driver."""
+    try:
+        yield
+    except pg.UniqueViolation as error:
+        raise UniqueViolation(str(error)) from error
+    except (pg.DeadlockDetected, pg.SerializationFailure) as error:
+        raise Deadlock(str(error)) from error
+    except (pg.UntranslatableCharacter, pg.CharacterNotInRepertoire, pg.InvalidTextRepresentation) as error:
+        raise DataRefused(str(error)) from error
+    except (pg.IntegrityError, pg.ProgrammingError, pg.RaiseException) as error:
+        raise DatabaseError(str(error)) from error
+    except pg.DataError as error:
+        raise DataRefused(str(error)) from error
+    except (psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
+        raise DatabaseUnavailable(f"no connection to PostgreSQL: {error}") from error
+    except (
+        psycopg.OperationalError,
+        psycopg.InterfaceError,
+        pg.IdleInTransactionSessionTimeout,  # the driver calls these internal errors; the next try may well succeed
+        pg.ReadOnlySqlTransaction,
+    ) as error:
+        raise DatabaseUnavailable(str(error).strip() or type(error).__name__) from error
+    except psycopg.Error as error:
+        raise DatabaseError(str(error)) from error
+
+
+@contextlib.contextmanager
+def cancellable() -> Iterator[None]:
+    """Where the connection is lost while a task is cancelled, the driver says only that, and who waits for the task
+    would wait for ever: it was cancelled all the same.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "only tasks wait for the database"
+    before = task.cancelling()
+    try:
+        yield
+    except Exception as error:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
+async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:
+    """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
+    set_json_loads(orjson.loads, connection)
+
+
+async def _try_again(pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
+    """The pool waits twice as long after each failure, without end; giving up early and beginning anew ends that."""
+    await pool.check()
+
+
+def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """A COMMIT after an error that somebody swallowed rolls back without a word: say it."""
+    if connection.info.transaction_status == TransactionStatus.INERROR:
+        raise pg.InFailedSqlTransaction("a statement failed earlier in this transaction, so nothing can be committed")
+
+
+async def _fetch(connection: psycopg.AsyncConnection[Any], sql: str, params: Params | None) -> list[Row]:
+    cursor = await connection.execute(sql, params, prepare=None if params else False)
+    return await cursor.fetchall() if cursor.description is not None else []
+
+
+def _fetch_blocking(connection: psycopg.Connection[Any], sql: str, params: Params | None) -> list[Row]:
+    cursor = connection.execute(sql, params, prepare=None if params else False)
+    return cursor.fetchall() if cursor.description is not None else []

@@ -1,0 +1,86 @@
+"""LISTEN/NOTIFY as a doorbell: it only shortens the wait, and every ring may be lost, doubled or late.
+
+NOTIFY takes a lock on the whole cluster at commit, so enqueue never rings inside its own transaction: rings go out
+afterwards, on another connection, at most one per queue every 50 ms; after a silence a few may follow each other
+at once, so that single jobs do not wait for each other's rings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import psycopg
+
+from batchwright.db.database import DatabaseSettings, Pool, cancellable, connect_arguments
+from batchwright.errors import DatabaseError
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "batchwright"
+_QUIET_SECONDS = 0.05
+_BURST = 5
+_RECONNECT_SECONDS_MAX = 5.0
+
+
+class Doorbell:
+    """Rings for queues that have got new jobs."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._waiting: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._rested_until = 0.0
+        """Every ring moves this on by the quiet time; only when it runs ahead of the clock by a burst do we wait."""
+
+    def ring(self, queues: Iterable[str]) -> None:
+        self._waiting.update(queues)
+        if self._waiting and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._send())
+
+    async def close(self) -> None:
+        """Let the last ring out."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=1)
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                queues, self._waiting = sorted(self._waiting), set()
+                try:
+                    await self._pool.rows(
+                        "SELECT pg_notify(%(channel)s, queue) FROM unnest(%(queues)s::text[]) AS queue",
+                        {"channel": CHANNEL, "queues": queues},
+                    )
+                except DatabaseError as error:
+                    log.debug("the doorbell did not ring: %s", error)
+                await self._rest()
+        finally:
+            self._task = None
+
+    async def _rest(self) -> None:
+        now = time.monotonic()
+        self._rested_until = max(self._rested_until, now) + _QUIET_SECONDS
+        ahead = self._rested_until - now - _BURST * _QUIET_SECONDS
+        if ahead > 0:
+            await asyncio.sleep(ahead)
+
+
+async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[str], None]) -> None:
+    """Call `on_ring` for every ring, for ever; without a connection the poller does the work alone."""
+    pause = 0.1
+    while True:
+        try:
+            arguments = connect_arguments(settings)
+            with cancellable():
+                async with await psycopg.AsyncConnection.connect(url, autocommit=True, **arguments) as connection:
+                    await connection.execute(f"LISTEN {CHANNEL}")
+                    pause = 0.1
+                    async for ring in connection.notifies():
+                        on_ring(ring.payload)
+        except psycopg.Error as error:
+            log.debug("the doorbell is silent: %s", error)
+        await asyncio.sleep(pause)
+        pause = min(_RECONNECT_SECONDS_MAX, pause * 2)

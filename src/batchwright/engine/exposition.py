@@ -1,0 +1,196 @@
+"""The page that Prometheus reads: what all workers counted, how the queues stand, and what this process counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from batchwright.engine.counts import WORKER_METRICS, Standing, counted, standing
+from batchwright.engine.queue import Queue
+from batchwright.errors import DatabaseError
+from batchwright.telemetry.metrics import INFINITY, SUM, Counts, Flat, Labels, Metric, Room, Rooms, bounded, series
+
+log = logging.getLogger(__name__)
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SHARED = " Read from the database: every process shows the same number, so aggregate with max, not sum."
+_FRESH_SECONDS = 5.0
+_FRESH_SECONDS_MAX = 60.0
+_DUTY = 20
+_READ_SECONDS_MAX = 4.0
+T = TypeVar("T")
+
+PROCESS_METRICS = (
+    Metric("http_requests_total", "Requests that this process answered.", ("route", "method", "status")),
+    Metric(
+        "http_request_seconds",
+        "Time until this process had answered a request; event streams are left out.",
+        ("route",),
+        "histogram",
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    ),
+    Metric("event_streams", "Event streams that this process has open now.", kind="gauge"),
+)
+
+STANDING_METRICS = (
+    Metric(
+        "jobs",
+        "Open jobs: due now, scheduled for later, running in a worker, or waiting for their children. "
+        "A queue is counted up to 1,000,000.",
+        ("queue", "state"),
+        "gauge",
+    ),
+    Metric(
+        "oldest_due_age_seconds",
+        "How long the oldest job of the queue is due already; 0 when none is. In a paused queue it grows.",
+        ("queue",),
+        "gauge",
+    ),
+    Metric("queue_paused", "1 while the queue is paused.", ("queue",), "gauge"),
+    Metric("failed_jobs", "Failed jobs in the inbox, which nobody has dismissed yet.", ("job_type",), "gauge"),
+    Metric("workers", "Worker processes that gave a sign of life in the last minute.", kind="gauge"),
+    Metric("worker_slots", "Jobs that these workers can run at the same time.", kind="gauge"),
+    Metric("worker_slots_used", "Jobs that they ran when they last gave a sign of life.", kind="gauge"),
+)
+DATABASE_UP = Metric(
+    "database_up",
+    "1 when this process could read the database for this page; 0 leaves out what is kept there.",
+    (),
+    "gauge",
+)
+
+
+def process_counts() -> Counts:
+    """What an API process counts for itself: requests, their times, and open event streams."""
+    return Counts(PROCESS_METRICS)
+
+
+class Exposition:
+    """Renders the page. What comes from the database is read at most every five seconds, however many ask.
+
+    A reading that was slow is used longer, so that looking never costs more than a twentieth of one connection.
+    `more` are the metrics that parts of Batchwright have brought to the workers, `rooms` the values of their labels.
+    """
+
+    def __init__(self, queue: Queue, own: Counts, *, more: Sequence[Metric] = (), rooms: Rooms | None = None) -> None:
+        self._queue = queue
+        self._own = own
+        self._rooms = rooms or {}
+        self._gauges = [metric for metric in more if metric.kind == "gauge"]
+        self._sums = [*WORKER_METRICS, *(metric for metric in more if metric.kind != "gauge")]
+        self._reading = asyncio.Lock()
+        self._shared = b""
+        self._fresh_until = 0.0
+
+    async def render(self) -> bytes:
+        shared = await self._read_shared()
+        return shared + _text(_families(PROCESS_METRICS, self._own.flat()))
+
+    async def _read_shared(self) -> bytes:
+        async with self._reading:
+            if time.monotonic() >= self._fresh_until:
+                began = time.monotonic()
+                self._shared = _text(await self._families())
+                took = time.monotonic() - began
+                self._fresh_until = began + min(_FRESH_SECONDS_MAX, max(_FRESH_SECONDS, _DUTY * took))
+            return self._shared
+
+    async def _families(self) -> list[Family]:
+        """What can be read. Sums are quick; where standing takes too long, they are shown without it."""
+        sums = await _tried(counted(self._queue))
+        if sums is None:
+            return [_family(DATABASE_UP, {(): 0.0})]
+        families = [_family(DATABASE_UP, {(): 1.0}), *_families(self._sums, sums, _SHARED, self._rooms)]
+        stand = await _tried(standing(self._queue))
+        if stand is not None:
+            found = _standing_numbers(stand)
+            families += [_family(metric, found[metric.name], _SHARED) for metric in STANDING_METRICS]
+            families += _families(self._gauges, stand.gauges, _SHARED, self._rooms)
+        return families
+
+
+async def _tried(reading: Coroutine[Any, Any, T]) -> T | None:
+    try:
+        async with asyncio.timeout(_READ_SECONDS_MAX):
+            return await reading
+    except (DatabaseError, TimeoutError) as error:
+        log.warning("metrics cannot be read from the database: %s", str(error) or "it took too long")
+        return None
+
+
+def _standing_numbers(stand: Standing) -> dict[str, dict[Labels, float]]:
+    jobs: dict[Labels, float] = {}
+    for depth in stand.depths:
+        jobs |= {(depth.queue, "due"): depth.due, (depth.queue, "scheduled"): depth.scheduled}
+    jobs |= {(queue, state): n for queue, state, n in stand.taken}
+    return {
+        "jobs": jobs,
+        "oldest_due_age_seconds": {(depth.queue,): depth.oldest_due_seconds for depth in stand.depths},
+        "queue_paused": {(depth.queue,): float(depth.is_paused) for depth in stand.depths},
+        "failed_jobs": {(job_type,): n for job_type, n in stand.failed},
+        "workers": {(): stand.workers},
+        "worker_slots": {(): stand.slots},
+        "worker_slots_used": {(): stand.slots_used},
+    }
+
+
+def _families(metrics: Iterable[Metric], flat: Flat, note: str = "", rooms: Rooms | None = None) -> list[Family]:
+    """Metrics of the flat form; numbers of a newer version's metrics are left to that version."""
+    found = series(flat)
+    return [_family(metric, found.get(metric.name, {}), note, rooms or {}) for metric in metrics]
+
+
+def _family(metric: Metric, numbers: Mapping[Labels, float], note: str = "", rooms: Rooms | None = None) -> Family:
+    name, text = metric.full_name, metric.help + note
+    places = [(rooms or {}).get(label, Room()) for label in metric.labels]
+    kept = bounded({key: n for key, n in numbers.items() if metric.fits(key)}, places)
+    if metric.kind == "histogram":
+        return _histogram(HistogramMetricFamily(name, text, labels=metric.labels), metric, kept)
+    make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = make(name, text, labels=metric.labels)
+    expected = metric.expected if metric.labels else ((),)
+    for labels, n in sorted({**dict.fromkeys(expected, 0.0), **kept}.items()):
+        family.add_metric(labels, n)
+    return family
+
+
+def _histogram(family: HistogramMetricFamily, metric: Metric, numbers: Mapping[Labels, float]) -> Family:
+    spreads: dict[Labels, dict[str, float]] = {}
+    for (*labels, place), n in sorted(numbers.items()):
+        spreads.setdefault(tuple(labels), {})[place] = n
+    if not metric.labels:
+        spreads.setdefault((), {})
+    for key, spread in spreads.items():
+        family.add_metric(key, list(_cumulative(metric, spread)), spread.get(SUM, 0.0))
+    return family
+
+
+def _cumulative(metric: Metric, spread: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Counts up to each bound; those of a version with other bounds go to the next one above theirs."""
+    counts = sorted((float(place), n) for place, n in spread.items() if place != SUM)
+    for bound in metric.bounds:
+        yield str(bound), sum(n for place, n in counts if place <= bound)
+    yield INFINITY, sum(n for _, n in counts)
+
+
+class _Given(Collector):
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def _text(families: list[Family]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Given(families))
+    return generate_latest(registry)

@@ -1,0 +1,243 @@
+"""The nouns of the engine: jobs to be, jobs as they stand, what a worker holds, and what an operation answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, Literal, NewType
+
+from batchwright.states import JobStatus
+
+JobId = NewType("JobId", uuid.UUID)
+
+PAYLOAD_BYTES_MAX = 1024 * 1024
+RESULT_BYTES_MAX = 1024 * 1024
+JOBS_PER_CALL_MAX = 100_000
+CHILDREN_MAX = 100_000
+MAX_ATTEMPTS = 3
+PRIORITY = 5
+DEFAULT_QUEUE = "default"
+DEFAULT_TENANT = "default"
+
+
+class OnHeld(StrEnum):
+    """What enqueue does when its exclusive key already has open jobs."""
+
+    QUEUE = "queue"
+    """Stand in line: the jobs of a key run one after the other."""
+    REJECT = "reject"
+    """Refuse with `Conflict`, which names the job that holds the key."""
+    COALESCE = "coalesce"
+    """Return the job of the key that has not started yet; add one only when there is none."""
+    SUPERSEDE = "supersede"
+    """Cancel every open job of the key, then add this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to be: an operation (the function, or its name), its payload, and how it should run.
+
+    >>> NewJob("greet", {"name": "Ada"}, priority=2, delay_seconds=60)
+    """
+
+    operation: str | Callable[..., Any]
+    payload: Any = None
+    _: dataclasses.KW_ONLY
+    queue: str | None = None
+    tenant: str = DEFAULT_TENANT
+    priority: int | None = None
+    delay_seconds: float = 0.0
+    run_after: datetime | None = None
+    deadline: datetime | timedelta | None = None
+    max_attempts: int | None = None
+    exclusive_key: str | Sequence[Any] | None = None
+    on_held: OnHeld | Literal["queue", "reject", "coalesce", "supersede"] | None = None
+    idempotency_key: str | None = None
+    pipeline_id: uuid.UUID | None = None
+    traceparent: str | None = None
+    owner: str | None = None
+    id: JobId = field(default_factory=lambda: new_id())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job as its row stood when it was read."""
+
+    id: JobId
+    job_type: str
+    queue: str
+    tenant: str
+    owner: str | None
+    status: JobStatus
+    priority: int
+    run_after: datetime
+    deadline: datetime | None
+    payload: Any
+    result: Any
+    error: dict[str, Any] | None
+    attempts: int
+    max_attempts: int
+    rescues: int
+    claims: int
+    locked_by: str | None
+    locked_at: datetime | None
+    lease_until: datetime | None
+    exclusive_key: str | None
+    is_current: bool
+    pipeline_id: uuid.UUID
+    parent_job_id: JobId | None
+    round: int | None
+    waits: int
+    children_open: int
+    children_failed: int
+    progress_current: int | None
+    progress_total: int | None
+    message: str | None
+    idempotency_key: str | None
+    traceparent: str | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    dismissed_at: datetime | None
+    """When a human took the failed job out of the inbox."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """RUNNING without a lease: it waits for its children."""
+        return self.status is JobStatus.RUNNING and self.lease_until is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """One line of a job's history."""
+
+    id: int
+    job_id: JobId
+    ts: datetime
+    event: str
+    level: str
+    status: JobStatus | None
+    claim: int | None
+    attempt: int | None
+    worker: str | None
+    message: str | None
+    fields: dict[str, Any] | None
+    model: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cost: Any
+    error_kind: str | None
+
+
+@dataclass(slots=True)
+class Claim:
+    """A job in a worker's hands. `(id, claim)` is the fence: every write of the worker carries both."""
+
+    id: JobId
+    claim: int
+    job_type: str
+    queue: str
+    tenant: str
+    priority: int
+    payload: Any
+    attempts: int
+    max_attempts: int
+    exclusive_key: str | None
+    pipeline_id: uuid.UUID
+    parent_job_id: JobId | None
+    deadline: datetime | None
+    deadline_passed: bool
+    waits: int
+    traceparent: str | None
+    progress_current: int | None
+    progress_total: int | None
+    run_after: datetime
+    claimed_at: datetime
+
+
+# What an operation answers ----------------------------------------------------------------------------------------
+
+Write = Callable[[Any], Awaitable[None]]
+"""Receives the connection of the settling transaction: its rows and the job's success are one commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The job is done. `then` jobs start afterwards, `write` happens in the same commit as the success.
+
+    >>> Done({"rows": 12}, then=[NewJob("recalculate", {"year": 2026})])
+    """
+
+    result: Any = None
+    _: dataclasses.KW_ONLY
+    progress: tuple[int, int] | None = None
+    then: Sequence[NewJob] = ()
+    write: Write | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """Call again later; no attempt is used. Polling something is an operation that snoozes.
+
+    >>> Snooze(120, "the provider is still working")
+    """
+
+    seconds: float
+    reason: str | None = None
+    _: dataclasses.KW_ONLY
+    progress: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Hand over to children. When the last one has ended the job closes with `result`, or is resumed.
+
+    More than `allow_failures` unsuccessful children (True: any number) fail the job.
+
+    >>> Wait([NewJob("embed", {"page": n}) for n in range(200)], on_join="resume", allow_failures=5)
+    """
+
+    children: Sequence[NewJob]
+    _: dataclasses.KW_ONLY
+    result: Any = None
+    on_join: Literal["close", "resume"] = "close"
+    allow_failures: int | bool = 0
+
+
+Outcome = Done | Snooze | Wait
+
+
+# How a worker gives a job back ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """One fenced move out of RUNNING: the verb and its columns, as the statement of that name takes them."""
+
+    verb: Literal["succeed", "fail", "retry", "snooze", "release", "wait"]
+    claim: Claim
+    values: Mapping[str, Any]
+
+
+_clock = threading.Lock()
+_last = 0
+
+
+def new_id() -> JobId:
+    """A uuid v7 that grows within this process, so that jobs enqueued together run in the order of the list."""
+    global _last
+    now = time.time_ns()
+    milliseconds, rest = divmod(now, 1_000_000)
+    stamp = (milliseconds << 12) | (rest * 4096 // 1_000_000)
+    with _clock:
+        _last = stamp = max(stamp, _last + 1)
+    random = int.from_bytes(os.urandom(8)) >> 2
+    high = ((stamp >> 12) << 16) | 0x7000 | (stamp & 0xFFF)
+    return JobId(uuid.UUID(int=(high << 64) | (0b10 << 62) | random))

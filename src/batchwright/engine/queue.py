@@ -1,0 +1,765 @@
+"""The verbs: every change of a job is one method here, one statement in jobs.sql and one move in states.py.
+
+A verb opens its own transaction, unless it is given the session of one that is already open. Deadlocks are
+repeated: the database has rolled the whole transaction back, so nothing can happen twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from uuid import UUID
+
+import orjson
+
+from batchwright.db.database import Database, Row, Session
+from batchwright.db.statements import statements
+from batchwright.engine.jobs import Claim, Job, JobEvent, JobId, OnHeld, Settle, Wait, Write
+from batchwright.errors import (
+    ConfigurationError,
+    Conflict,
+    Deadlock,
+    Fenced,
+    InvalidInput,
+    NotFound,
+    TooLarge,
+    UniqueViolation,
+)
+from batchwright.states import JobStatus
+
+SQL = statements(__package__, "jobs.sql")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_DEADLOCKS_MAX = 10
+_ROWS_PER_STATEMENT = 5_000
+_KEYS_PER_CALL_MAX = 1_000
+_CANCEL_DEPTH_MAX = 1000
+_BROKEN_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How long a worker may be silent, and what is stale."""
+
+    lease_seconds: float = 30.0
+    """A worker that has not renewed for so long is dead, and its jobs are rescued."""
+    stale_job_timeout_seconds: float = 1800.0
+    """A job locked longer than this may be recovered by hand even though its lease is alive."""
+    rescue_jitter_seconds: float = 1.0
+    """Rescued jobs come back spread over this time."""
+
+    def __post_init__(self) -> None:
+        if self.lease_seconds < 1:
+            raise ConfigurationError(f"lease_seconds is {self.lease_seconds:g}; it must be at least 1")
+        if self.stale_job_timeout_seconds < self.lease_seconds:
+            raise ConfigurationError("stale_job_timeout_seconds must not be shorter than lease_seconds")
+
+
+class Watermark(NamedTuple):
+    """Where the last claim of a lane ended: everything before it has been looked at."""
+
+    run_after: datetime
+    id: UUID
+
+
+NOWHERE = Watermark(datetime(1, 1, 1, tzinfo=UTC), UUID(int=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A queue at one priority, how many jobs the worker can take from that queue, and where to look on."""
+
+    queue: str
+    priority: int
+    quota: int
+    after: Watermark = NOWHERE
+
+
+class Enqueued(NamedTuple):
+    """The job that an enqueue led to; `is_new` is false when it was there already."""
+
+    id: JobId
+    is_new: bool
+
+
+class Claimed(NamedTuple):
+    """What a claim brought, and the database's time at which it looked."""
+
+    at: datetime
+    jobs: list[Claim]
+    without_keys: bool = False
+    """There was a race for a key, so keyed jobs were left out."""
+
+
+class Rescued(NamedTuple):
+    id: JobId
+    status: JobStatus
+    was_running: bool
+    is_poison: bool
+
+
+class _Ended(NamedTuple):
+    """A job that ended, as its parent must count it."""
+
+    parent: UUID | None
+    failed: bool
+
+
+def _repeated(
+    verb: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    @functools.wraps(verb)
+    async def repeat(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(_DEADLOCKS_MAX - 1):
+            try:
+                return await verb(*args, **kwargs)
+            except Deadlock:
+                if kwargs.get("session") is not None:
+                    raise
+        return await verb(*args, **kwargs)
+
+    return repeat
+
+
+class Queue:
+    """The job table, as verbs."""
+
+    def __init__(
+        self,
+        database: Database,
+        settings: EngineSettings | None = None,
+        *,
+        clock: Callable[[], datetime | None] = lambda: None,
+    ) -> None:
+        self.database = database
+        self.settings = settings or EngineSettings()
+        self._clock = clock
+
+    # Into the queue ---------------------------------------------------------------------------------------------
+
+    @_repeated
+    async def enqueue(self, rows: Sequence[Mapping[str, Any]], *, session: Session | None = None) -> list[Enqueued]:
+        """Insert prepared rows (see `Catalog.prepare`) in few statements; all or none.
+
+        Ids are made by the caller, so a call whose answer was lost can simply be repeated. The same idempotency
+        key returns the first job, and with another body `Conflict`.
+        """
+        if not rows:
+            return []
+        is_plain = all(row["on_held"] is OnHeld.QUEUE for row in rows)
+        if is_plain and len(rows) <= _ROWS_PER_STATEMENT and all(row["idempotency_key"] is None for row in rows):
+            return await self._insert(session or self.database, rows)
+        async with self._transaction(session) as session:
+            if not is_plain:
+                return await self._enqueue_by_policy(session, rows)
+            answers = []
+            for start in range(0, len(rows), _ROWS_PER_STATEMENT):
+                answers += await self._insert(session, rows[start : start + _ROWS_PER_STATEMENT])
+            return answers
+
+    async def _enqueue_by_policy(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> list[Enqueued]:
+        keyed = [row for row in rows if row["exclusive_key"] is not None]
+        if len(keyed) > _KEYS_PER_CALL_MAX:
+            raise TooLarge(
+                f"{len(keyed)} keyed jobs with a policy of their own in one call; the limit is {_KEYS_PER_CALL_MAX}",
+                param="jobs",
+            )
+        await self._run(
+            session,
+            "lock_keys",
+            tenants=[row["tenant"] for row in keyed],
+            keys=[row["exclusive_key"] for row in keyed],
+        )
+        answers = []
+        for row in rows:
+            standing = await self._standing_in(session, row)
+            answers.append(Enqueued(standing, False) if standing else (await self._insert(session, [row]))[0])
+        return answers
+
+    async def _standing_in(self, session: Session, row: Mapping[str, Any]) -> JobId | None:
+        """What the policy makes of the open jobs of the key: the id of one that stands in, or nothing."""
+        policy: OnHeld = row["on_held"]
+        if policy is OnHeld.QUEUE or row["exclusive_key"] is None:
+            return None
+        if known := await self._find_enqueued(session, [row]):
+            return known[row["id"]]
+        others = await self._run(session, "open_jobs_of_key", tenant=row["tenant"], key=row["exclusive_key"])
+        if policy is OnHeld.REJECT and others:
+            raise Conflict(
+                f"the key {row['exclusive_key']} is held by job {others[0][0]} ({others[0][1]}); "
+                "wait for it, cancel it, or enqueue with on_held='queue'",
+                holder=str(others[0][0]),
+            )
+        if policy is OnHeld.COALESCE:
+            return next((JobId(id) for id, _, started in others if not started), None)
+        if policy is OnHeld.SUPERSEDE and others:
+            reason = f"superseded by job {row['id']}"
+            await self.cancel([JobId(id) for id, _, _ in others], reason=reason, session=session, owned=True)
+        return None
+
+    async def _insert(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> list[Enqueued]:
+        document = orjson.dumps(rows, default=str).decode()
+        new = {id for (id,) in await self._run(session, "enqueue", jobs=document)}
+        if len(new) == len(rows):
+            return [Enqueued(row["id"], True) for row in rows]
+        found = await self._find_enqueued(session, [row for row in rows if row["id"] not in new])
+        if gone := [row for row in rows if row["id"] not in new and row["id"] not in found]:
+            # The first job of the key stood in the way of the insert, and retention has just removed it.
+            again = await self._insert(session, gone)
+            found |= {row["id"]: enqueued.id for row, enqueued in zip(gone, again, strict=True)}
+            new |= {enqueued.id for enqueued in again if enqueued.is_new}
+        return [Enqueued(found.get(row["id"], row["id"]), row["id"] in new) for row in rows]
+
+    async def _find_enqueued(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> dict[UUID, JobId]:
+        """The jobs that stand for these rows already, by the row's id; one with another body is `Conflict`."""
+        document = orjson.dumps(rows, default=str).decode()
+        found = {}
+        for asked, id, same in await self._run(session, "find_enqueued", jobs=document):
+            if not same:
+                key = next(row["idempotency_key"] for row in rows if row["id"] == asked)
+                raise Conflict(
+                    f"the idempotency key {key!r} was used before with another body, by job {id}",
+                    holder=str(id),
+                )
+            found[asked] = JobId(id)
+        return found
+
+    # Into a worker's hands --------------------------------------------------------------------------------------
+
+    async def claim(
+        self,
+        worker: str,
+        lanes: Sequence[Lane],
+        job_types: Sequence[str],
+        slots: int,
+        *,
+        freed_keys: Iterable[tuple[str, str]] = (),
+    ) -> Claimed:
+        """Take up to `slots` due jobs; a race for a key is tried again without keyed jobs."""
+        freed = list(freed_keys)
+        try:
+            return await self._claim(worker, lanes, job_types, slots, freed=freed)
+        except (UniqueViolation, Deadlock):
+            claimed = await self._claim(worker, lanes, job_types, slots, keyed=False)
+            return claimed._replace(without_keys=True)
+
+    async def claim_job(
+        self, worker: str, id: JobId, job_types: Sequence[str], *, suspect: bool = False
+    ) -> Claim | None:
+        """Take one given job; None when somebody else has it, it is not due, or its attempts are used up."""
+        try:
+            claimed = await self._claim(worker, (), job_types, 1, ids=[id], suspect=suspect)
+        except (UniqueViolation, Deadlock):
+            return None
+        return claimed.jobs[0] if claimed.jobs else None
+
+    async def _claim(
+        self,
+        worker: str,
+        lanes: Sequence[Lane],
+        job_types: Sequence[str],
+        slots: int,
+        *,
+        keyed: bool = True,
+        freed: Sequence[tuple[str, str]] = (),
+        ids: Sequence[UUID] = (),
+        suspect: bool = False,
+    ) -> Claimed:
+        rows = await self._run(
+            self.database,
+            "claim",
+            worker=worker,
+            lease_seconds=self.settings.lease_seconds,
+            queues=[lane.queue for lane in lanes],
+            priorities=[lane.priority for lane in lanes],
+            quotas=[lane.quota for lane in lanes],
+            after_times=[lane.after.run_after for lane in lanes],
+            after_ids=[lane.after.id for lane in lanes],
+            job_types=list(job_types),
+            slots=slots,
+            keyed=keyed,
+            freed_tenants=[tenant for tenant, _ in freed],
+            freed_keys=[key for _, key in freed],
+            ids=list(ids),
+            suspect=suspect,
+        )
+        return Claimed(rows[0][-1], [Claim(*row) for row in rows if row[0] is not None])
+
+    async def suspects(
+        self, job_types: Sequence[str], limit: int, *, private: Sequence[str] | None = None
+    ) -> list[JobId]:
+        """Due jobs whose worker died twice: each must run alone; of private queues only those that are named."""
+        params = {"job_types": list(job_types), "limit": limit, "private": list(private or ())}
+        return [JobId(id) for (id,) in await self._run(self.database, "suspects", **params)]
+
+    async def unknown_types(self, job_types: Sequence[str]) -> dict[str, int]:
+        """Types of due jobs that are not among these, with how many wait (up to 1000 are counted)."""
+        return dict(await self._run(self.database, "unknown_types", job_types=list(job_types)))
+
+    async def renew(self, held: Sequence[tuple[UUID, int]]) -> set[UUID]:
+        """Lengthen the leases of these claims; answers which were lengthened."""
+        if not held:
+            return set()
+        ids, claims = zip(*sorted(held), strict=True)
+        rows = await self._run(
+            self.database,
+            "renew",
+            ids=list(ids),
+            claims=list(claims),
+            lease_seconds=self.settings.lease_seconds,
+        )
+        return {id for (id,) in rows}
+
+    async def holdings(self, worker: str) -> dict[tuple[UUID, int], JobStatus]:
+        """What the database says that this worker holds."""
+        rows = await self._run(self.database, "holdings", worker=worker)
+        return {(id, claim): JobStatus(status) for id, claim, status in rows}
+
+    # Out of a worker's hands ------------------------------------------------------------------------------------
+
+    @_repeated
+    async def settle(self, settles: Sequence[Settle], worker: str) -> set[UUID]:
+        """Make many fenced moves in one commit; answers the ids that moved. The others were fenced."""
+        by_verb: dict[str, list[dict[str, Any]]] = {}
+        for settle in sorted(settles, key=lambda settle: settle.claim.id):
+            row = {"id": settle.claim.id, "claim": settle.claim.claim, "worker": worker, **settle.values}
+            by_verb.setdefault(settle.verb, []).append(row)
+        if len(by_verb) == 1 and all(settle.claim.parent_job_id is None for settle in settles):
+            ((verb, rows),) = by_verb.items()
+            return {row[0] for row in await self._settle_verb(self.database, verb, rows)}
+        moved = set()
+        async with self.database.transaction() as session:
+            ended = []
+            for verb, rows in by_verb.items():
+                for id, parent, failed in await self._settle_verb(session, verb, rows):
+                    moved.add(id)
+                    ended.append(_Ended(parent, failed))
+            await self._join(session, ended)
+        return moved
+
+    async def _settle_verb(self, session: Session, verb: str, rows: list[dict[str, Any]]) -> list[Row]:
+        return await self._run(session, verb, settles=orjson.dumps(rows).decode())
+
+    async def release(self, held: Sequence[tuple[UUID, int]], worker: str, reason: str) -> int:
+        """Give jobs back unfinished; no attempt is used."""
+        rows = [{"id": id, "claim": claim, "worker": worker, "reason": reason} for id, claim in sorted(held)]
+        return len(await self._settle_verb(self.database, "release", rows)) if rows else 0
+
+    @_repeated
+    async def succeed_with(
+        self, settle: Settle, worker: str, *, write: Write | None, then: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Success together with the operation's own rows and the jobs that follow: one commit or nothing."""
+        async with self.database.transaction() as session:
+            row = {"id": settle.claim.id, "claim": settle.claim.claim, "worker": worker, **settle.values}
+            moved = await self._settle_verb(session, "succeed", [row])
+            if not moved:
+                raise Fenced(f"job {settle.claim.id} is no longer held by claim {settle.claim.claim}")
+            if write is not None:
+                await write(getattr(session, "driver", session))
+            await self.enqueue(then, session=session)
+            await self._join(session, [_Ended(parent, failed) for _, parent, failed in moved])
+
+    @_repeated
+    async def wait(self, claim: Claim, worker: str, outcome: Wait, children: Sequence[Mapping[str, Any]]) -> None:
+        """Insert the children and give up the lease in one commit, so that none can end before it is counted."""
+        allowed = None if outcome.allow_failures is True else int(outcome.allow_failures)
+        async with self.database.transaction() as session:
+            await self._refuse_keys_of_ancestors(session, claim, children)
+            moved = await self._run(
+                session,
+                "wait",
+                id=claim.id,
+                claim=claim.claim,
+                worker=worker,
+                children=len(children),
+                on_join=outcome.on_join,
+                allow_failures=allowed,
+                result=None if outcome.result is None else orjson.dumps(outcome.result).decode(),
+            )
+            if not moved:
+                raise Fenced(f"job {claim.id} is no longer held by claim {claim.claim}")
+            ((_, parent, failed, status, waits),) = moved
+            born = await self.enqueue([{**child, "round": waits} for child in children], session=session)
+            if len({one.id for one in born if one.is_new}) < len(children):
+                raise InvalidInput(
+                    f"job {claim.id} cannot wait for a job that is not its own new child: the same NewJob stands twice "
+                    "in the list, its idempotency key was used before, or on_held='coalesce' found another job",
+                    param="children",
+                )
+            if status == JobStatus.SUCCEEDED:
+                await self._join(session, [_Ended(parent, failed)])
+
+    async def _refuse_keys_of_ancestors(
+        self, session: Session, claim: Claim, children: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """A parent keeps its key while it waits, so a descendant with the same key could never start."""
+        keys = {row["exclusive_key"] for row in children} - {None}
+        if not keys:
+            return
+        for id, key in await self._run(session, "keys_of_ancestors", id=claim.id):
+            if key in keys:
+                raise InvalidInput(
+                    f"a child has the exclusive key {key} of job {id}, which keeps it while it waits", param="children"
+                )
+
+    async def _join(self, session: Session, ended: Sequence[_Ended]) -> None:
+        """Count ended children on their parents, level by level up the tree."""
+        while counted := [one for one in ended if one.parent is not None]:
+            rows = await self._run(
+                session,
+                "join",
+                parents=[one.parent for one in counted],
+                failed=[one.failed for one in counted],
+            )
+            ended = [_Ended(parent, failed) for _, parent, failed, status in rows if status != JobStatus.QUEUED]
+
+    @_repeated
+    async def emit(self, events: Sequence[Mapping[str, Any]]) -> set[UUID]:
+        """Append events of held jobs; answers the jobs whose fence held."""
+        rows = await self._run(self.database, "emit", events=orjson.dumps(events, default=str).decode())
+        return {id for (id,) in rows}
+
+    @_repeated
+    async def progress(self, steps: Sequence[tuple[UUID, int, int | None, int | None]]) -> set[UUID]:
+        """Write `(id, claim, current, total)`; growth proves life and forgets earlier deaths."""
+        ids, claims, currents, totals = zip(*sorted(steps, key=lambda step: step[0]), strict=True)
+        rows = await self._run(
+            self.database,
+            "progress",
+            ids=list(ids),
+            claims=list(claims),
+            currents=list(currents),
+            totals=list(totals),
+        )
+        return {id for (id,) in rows}
+
+    @_repeated
+    async def let_go(self, held: Sequence[tuple[UUID, int]]) -> None:
+        """The operations of these cancelled or expired jobs have ended: their keys are free."""
+        await self._run(self.database, "let_go", ids=[id for id, _ in held], claims=[claim for _, claim in held])
+
+    # Human verbs ------------------------------------------------------------------------------------------------
+
+    @_repeated
+    async def cancel(
+        self,
+        ids: Sequence[JobId],
+        *,
+        reason: str = "cancelled by request",
+        tenant: str | None = None,
+        owned: bool = False,
+        session: Session | None = None,
+    ) -> int:
+        """Cancel jobs with everything below them; answers how many were open. Ended jobs stay as they are."""
+        async with self._transaction(session) as session:
+            owners: dict[UUID, str | None] = dict(await self._run(session, "owners", ids=list(ids), tenant=tenant))
+            for id in ids:
+                if id not in owners:
+                    raise NotFound(f"there is no job {id}")
+                if not owned:
+                    self._refuse_owned("cancel", id, owners[id])
+            return await self._cancel(session, ids, reason)
+
+    async def _cancel(self, session: Session, ids: Sequence[UUID], reason: str) -> int:
+        total = 0
+        roots: Sequence[UUID] = ids
+        for _ in range(_CANCEL_DEPTH_MAX):
+            cancelled = await self._run(session, "cancel", ids=list(roots), reason=reason)
+            total += len(cancelled)
+            inside = {id for id, _ in cancelled}
+            ended = [_Ended(parent, True) for _, parent in cancelled if parent not in inside]
+            await self._join(session, ended)
+            # A job that was just handing over to children when the tree was read has children that the tree lacks.
+            roots = [id for (id,) in await self._run(session, "open_children", ids=list(inside))] if inside else []
+            if not roots:
+                break
+        return total
+
+    async def wake(self, ids: Sequence[UUID], *, session: Session | None = None) -> int:
+        """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
+        return len(await self._run(session or self.database, "wake", ids=list(ids)))
+
+    async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
+        """Move open jobs up (below 0) or down among their likes; answers how many."""
+        return len(await self._run(session or self.database, "shift_priority", ids=list(ids), by=by))
+
+    @_repeated
+    async def disown(self, id: UUID, owner: str, *, session: Session | None = None) -> int:
+        """Let retention have a job of an object that is gone, with what came of it; answers how many jobs those are."""
+        return len(await self._run(session or self.database, "disown", id=id, owner=owner))
+
+    @_repeated
+    async def recover(self, id: JobId, *, tenant: str | None = None) -> None:
+        """Free a job whose lease is over or whose lock is older than `stale_job_timeout_seconds`."""
+        stale = self.settings.stale_job_timeout_seconds
+        async with self.database.transaction() as session:
+            found = await self._locked(session, id, tenant)
+            self._refuse_owned("recover", id, found.owner)
+            if not await self._run(session, "recover", id=id, stale_seconds=stale):
+                raise Conflict(f"job {id} cannot be recovered: {_why_not_stale(found, stale)}")
+
+    @_repeated
+    async def rerun(self, id: JobId, *, tenant: str | None = None) -> None:
+        """Give a FAILED or CANCELLED job another life; a parent waits again for its unsuccessful children."""
+        try:
+            async with self.database.transaction() as session:
+                found = await self._locked(session, id, tenant)
+                self._refuse_owned("rerun", id, found.owner)
+                await self._rerun(session, id, found)
+        except UniqueViolation as error:
+            raise Conflict(f"job {id} cannot wait again: another job holds its exclusive key") from error
+
+    async def _rerun(self, session: Session, id: UUID, found: _Found) -> None:
+        if found.status not in (JobStatus.FAILED, JobStatus.CANCELLED):
+            raise Conflict(f"job {id} is {found.status}; only a FAILED or CANCELLED job can be rerun")
+        self._refuse_held(id, found)
+        if found.parent is not None and not await self._uncount(session, found):
+            raise Conflict(
+                f"job {id} is a child of job {found.parent}, which is {found.parent_status} and does not wait "
+                f"for it any more; rerun job {found.parent} instead",
+                holder=str(found.parent),
+            )
+        await self._revive(session, id, found.was_waiting, found.waits)
+
+    async def _uncount(self, session: Session, found: _Found) -> bool:
+        """Whether the parent waits for this child, and now for one more."""
+        return bool(found.parent_waits and await self._run(session, "uncount", id=found.parent, round=found.round))
+
+    async def _revive(self, session: Session, id: UUID, was_waiting: bool, waits: int) -> None:
+        children: list[UUID] = []
+        if was_waiting:
+            rows = await self._run(session, "unsuccessful_children", id=id, round=waits)
+            children = [child for (child,) in rows]
+        await self._run(session, "rerun", id=id, children=len(children))
+        for child in children:
+            below = await self._locked(session, JobId(child), None)
+            self._refuse_held(child, below)
+            await self._revive(session, child, below.was_waiting, below.waits)
+
+    @_repeated
+    async def dismiss(self, ids: Sequence[JobId]) -> int:
+        """Take FAILED jobs out of the inbox; answers how many were in it."""
+        return len(await self._run(self.database, "dismiss", ids=sorted(ids)))
+
+    # Upkeep -----------------------------------------------------------------------------------------------------
+
+    @_repeated
+    async def rescue(
+        self, *, dead: Sequence[tuple[UUID, int]] = (), limit: int = 1000, session: Session | None = None
+    ) -> list[Rescued]:
+        """Take back jobs whose lease is over, and those whose process the caller saw die."""
+        async with self._transaction(session) as session:
+            rows = await self._run(
+                session,
+                "rescue",
+                lease_seconds=self.settings.lease_seconds,
+                jitter_seconds=self.settings.rescue_jitter_seconds,
+                ids=[id for id, _ in dead],
+                claims=[claim for _, claim in dead],
+                limit=limit,
+            )
+            await self._join(session, [_Ended(parent, failed) for _, parent, failed, *_ in rows])
+        return [Rescued(JobId(id), JobStatus(status), open, poison) for id, _, _, status, open, poison in rows]
+
+    @_repeated
+    async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:
+        """End what is past its deadline; parents that wait get their open children cancelled, then join."""
+        async with self._transaction(session) as session:
+            overdue = [id for (id,) in await self._run(session, "overdue_parents", limit=limit)]
+            rows = await self._run(session, "expire", limit=limit)
+            await self._join(session, [_Ended(parent, failed) for _, parent, failed in rows])
+            children = await self._run(session, "open_children", ids=overdue) if overdue else []
+            reason = "the deadline of the parent has passed"
+            return len(rows) + await self._cancel(session, [id for (id,) in children], reason)
+
+    async def make_event_partitions(self, *, session: Session | None = None) -> int:
+        ((made,),) = await self._run(session or self.database, "make_event_partitions")
+        return int(made)
+
+    @asynccontextmanager
+    async def upkeep(self, round: str) -> AsyncIterator[Session | None]:
+        """A transaction that only one process at a time gets for this round; None for the others."""
+        async with self.database.transaction() as session:
+            ((mine,),) = await self._run(session, "upkeep_lock", round=round)
+            yield session if mine else None
+
+    # Workers and operations -------------------------------------------------------------------------------------
+
+    async def register_worker(self, **columns: Any) -> None:
+        on_demand = {"on_demand_types": None, "on_demand_queues": None}
+        await self._run(self.database, "register_worker", **{**on_demand, **columns})
+
+    async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> bool:
+        return bool(
+            await self._run(self.database, "heartbeat", id=worker, running=running, stopping=stopping, broken=broken)
+        )
+
+    async def broken_workers(self, host: str) -> dict[str, str]:
+        """Workers of a host that live and have found themselves broken, with the reason."""
+        return dict(await self._run(self.database, "broken_workers", host=host, silent_seconds=_BROKEN_SECONDS))
+
+    async def remove_worker(self, worker: str) -> None:
+        await self._run(self.database, "remove_worker", id=worker)
+
+    async def remove_dead_workers(self, silent_seconds: float, *, session: Session | None = None) -> int:
+        database = session or self.database
+        return len(await self._run(database, "remove_dead_workers", silent_seconds=silent_seconds))
+
+    async def publish_operations(self, operations: Sequence[Mapping[str, Any]], worker: str) -> None:
+        document = orjson.dumps(operations).decode()
+        await self._run(self.database, "publish_operations", operations=document, worker=worker)
+
+    async def operations(self, session: Session | None = None) -> list[Row]:
+        return await self._run(session or self.database, "operations")
+
+    async def queues(self) -> dict[str, bool]:
+        """Every queue that was ever used, and whether it is paused."""
+        return dict(await self._run(self.database, "queues"))
+
+    async def pause_queue(self, name: str) -> None:
+        """No job of this queue is claimed any more; those that run go on."""
+        await self._mark_queue("pause_queue", name)
+
+    async def resume_queue(self, name: str) -> None:
+        await self._mark_queue("resume_queue", name)
+
+    async def _mark_queue(self, verb: str, name: str) -> None:
+        if not await self._run(self.database, verb, queue=name):
+            known = difflib.get_close_matches(name, await self.queues(), n=1)
+            hint = f"; did you mean {known[0]!r}?" if known else "; a queue exists from its first job on"
+            raise NotFound(f"there is no queue {name!r}{hint}")
+
+    # Reading ----------------------------------------------------------------------------------------------------
+
+    async def get(self, id: JobId, *, tenant: str | None = None) -> Job:
+        jobs = await self.get_many([id], tenant=tenant)
+        if not jobs:
+            raise NotFound(f"there is no job {id}")
+        return jobs[0]
+
+    async def get_many(self, ids: Sequence[JobId], *, tenant: str | None = None) -> list[Job]:
+        rows = await self._run(self.database, "get", ids=list(ids), tenant=tenant)
+        jobs = {job.id: job for job in map(_job, rows)}
+        return [jobs[id] for id in ids if id in jobs]
+
+    async def next_due(self, job_types: Sequence[str]) -> datetime | None:
+        """When the next job of these types falls due that is not due yet."""
+        ((moment,),) = await self._run(self.database, "next_due", job_types=list(job_types))
+        return cast("datetime | None", moment)
+
+    async def outcome(self, id: JobId) -> tuple[JobStatus, Any, dict[str, Any] | None]:
+        rows = await self._run(self.database, "outcome", id=id)
+        if not rows:
+            raise NotFound(f"there is no job {id}")
+        status, result, error = rows[0]
+        return JobStatus(status), result, error
+
+    async def count_children(self, id: JobId) -> dict[JobStatus, int]:
+        return {JobStatus(status): n for status, n in await self._run(self.database, "count_children", id=id)}
+
+    async def joined(self, id: UUID, round: int) -> tuple[int, int, int, int]:
+        """Children of one wait: all, succeeded, failed, cancelled."""
+        ((total, succeeded, failed, cancelled),) = await self._run(self.database, "joined", id=id, round=round)
+        return total, succeeded, failed, cancelled
+
+    async def children_after(self, id: UUID, round: int, after: UUID, limit: int = 500) -> list[Row]:
+        return await self._run(self.database, "children_after", id=id, round=round, after=after, limit=limit)
+
+    async def events(self, id: JobId, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        rows = await self._run(self.database, "events", id=id, after=after, limit=limit)
+        return [as_event(row) for row in rows]
+
+    async def latest_events(self, id: JobId, *, limit: int) -> list[JobEvent]:
+        rows = await self._run(self.database, "latest_events", id=id, limit=limit)
+        return [as_event(row) for row in reversed(rows)]
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def ask(self, sql: str, params: Mapping[str, Any], session: Session | None = None) -> Awaitable[list[Row]]:
+        """A statement of another part of the engine, by this queue's clock."""
+        return (session or self.database).rows(sql, {**params, "now": self._clock()})
+
+    def _run(self, session: Session, name: str, **params: Any) -> Awaitable[list[Row]]:
+        return self.ask(SQL[name], params, session)
+
+    @asynccontextmanager
+    async def _transaction(self, session: Session | None) -> AsyncIterator[Session]:
+        if session is not None:
+            yield session
+        else:
+            async with self.database.transaction() as session:
+                yield session
+
+    async def _locked(self, session: Session, id: JobId, tenant: str | None) -> _Found:
+        rows = await self._run(session, "lock_job", id=id, tenant=tenant)
+        if not rows:
+            raise NotFound(f"there is no job {id}")
+        return _Found(*rows[0])
+
+    @staticmethod
+    def _refuse_held(id: UUID, found: _Found) -> None:
+        if found.is_held:
+            raise Conflict(f"the operation of job {id} is still being interrupted; try again in a moment")
+
+    @staticmethod
+    def _refuse_owned(verb: str, id: UUID, owner: str | None) -> None:
+        if owner is not None:
+            raise Conflict(f"job {id} belongs to {owner}; {_INSTEAD[verb]}", holder=owner)
+
+
+_INSTEAD = {
+    "cancel": "cancel that instead of its job",
+    "recover": "there is nothing to do, its job is rescued when the lease of its worker is over",
+    "rerun": "retry that instead of its job",
+}
+"""What the verb of a job is for the object that the job belongs to."""
+
+
+class _Found(NamedTuple):
+    """What a human verb must know of a job before it decides."""
+
+    status: str
+    owner: str | None
+    is_held: bool
+    was_waiting: bool
+    waits: int
+    round: int | None
+    locked_by: str | None
+    locked_at: datetime | None
+    parent: UUID | None
+    parent_status: str | None
+    parent_waits: bool | None
+
+
+def _why_not_stale(found: _Found, stale_seconds: float) -> str:
+    if found.status != JobStatus.RUNNING:
+        return f"it is {found.status}, not RUNNING"
+    if found.locked_by is None:
+        return "it waits for its children"
+    return (
+        f"its lease is alive, held by {found.locked_by} since {found.locked_at:%Y-%m-%d %H:%M:%S} UTC; "
+        f"a lock is stale when its lease is over or after {stale_seconds:g} seconds"
+    )
+
+
+_JOB_FIELDS = tuple(Job.__dataclass_fields__)
+_EVENT_FIELDS = tuple(JobEvent.__dataclass_fields__)
+
+
+def _job(row: Row) -> Job:
+    values = dict(zip(_JOB_FIELDS, row, strict=True))
+    values["status"] = JobStatus(values["status"])
+    return Job(**values)
+
+
+def as_event(row: Row) -> JobEvent:
+    values = dict(zip(_EVENT_FIELDS, row, strict=True))
+    values["status"] = None if values["status"] is None else JobStatus(values["status"])
+    return JobEvent(**values)

@@ -1,0 +1,444 @@
+"""Schedules: jobs made by the clock, one for each tick over any number of workers.
+
+        due: next_at ≤ now                        one commit
+tick ──────────────────────▶ ticks up to now ──▶ by the missed policy: jobs ──▶ next_at = the first tick to come
+
+There is no leader. A round locks the schedules that are due; their jobs and the move of `next_at` are one commit, so
+a crash fires nothing twice and forgets nothing; and `next_at` only grows, so neither does a clock that steps back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, NamedTuple, NewType, TypeVar
+from uuid import UUID
+
+import orjson
+
+from batchwright.db.database import Row, Session, translated
+from batchwright.db.doorbell import CHANNEL
+from batchwright.db.statements import statements
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.cron import Cron, preview
+from batchwright.engine.jobs import DEFAULT_TENANT, JobId, NewJob, OnHeld, new_id
+from batchwright.engine.queue import Queue
+from batchwright.engine.upkeep import Round
+from batchwright.errors import BatchwrightError, Conflict, DatabaseUnavailable, Deadlock, InvalidInput, NotFound
+
+SQL = statements(__package__, "schedules.sql")
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ScheduleId = NewType("ScheduleId", UUID)
+
+TICKS_PER_ROUND_MAX = 1_000
+LIST_MAX = 1_000
+_SCHEDULES_PER_ROUND_MAX = 200
+_SKIP_AFTER = timedelta(seconds=60)
+_ERROR_LENGTH_MAX = 1_000
+_FIELD_LENGTH_MAX = 100
+_NAME = re.compile(r"\w[\w.:-]{0,199}")
+_PASSING = (Deadlock, DatabaseUnavailable)
+_ONCE_ONLY = ("run_after", "delay_seconds", "idempotency_key", "pipeline_id", "owner")
+
+
+class Missed(StrEnum):
+    """What becomes of ticks that passed while no worker was there to fire them."""
+
+    SKIP = "skip"
+    """Nothing: a tick is fired up to a minute late, or never."""
+    LATEST = "latest"
+    """Only the newest is fired, however late."""
+    ALL = "all"
+    """Each is fired, in their order, up to 1,000 in a round; `tick_field` tells the job which one it is for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A schedule as its row stood when it was read."""
+
+    id: ScheduleId
+    tenant: str
+    name: str
+    cron: str
+    timezone: str
+    missed: Missed
+    job: dict[str, Any]
+    """The template: operation, payload, queue, priority, max_attempts, exclusive_key, on_held, deadline_seconds."""
+    tick_field: str | None
+    """The field of the payload that receives the tick, as ISO 8601 in UTC."""
+    next_at: datetime | None
+    """The next tick; None when there is none any more, and `last_error` says why."""
+    last_tick_at: datetime | None
+    """The newest tick that was fired or refused."""
+    last_job_id: JobId | None
+    last_error: str | None
+    fires: int
+    paused_at: datetime | None
+    created_at: datetime
+    updated_at: datetime
+
+    def upcoming(self, n: int = 5) -> list[datetime]:
+        """The next ticks, as they stand; none while it is paused."""
+        if self.paused_at is not None or self.next_at is None:
+            return []
+        return preview(self.cron, self.timezone, n, after=self.next_at - timedelta(seconds=1))
+
+
+class Schedules:
+    """The schedule table, as verbs; `fire_due` is the round that any worker runs every second.
+
+    A schedule is named by its name or its id. Time is the database's, or the `clock` of a test.
+    """
+
+    def __init__(self, queue: Queue, catalog: Catalog, *, clock: Callable[[], datetime | None] = lambda: None) -> None:
+        self._queue = queue
+        self._catalog = catalog
+        self._clock = clock
+
+    def rounds(self) -> list[Round]:
+        """For `Worker(rounds=…)`."""
+        return [Round("schedules", 1.0, self.fire_due)]
+
+    # By people --------------------------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        name: str,
+        cron: str,
+        job: NewJob,
+        *,
+        timezone: str = "UTC",
+        missed: Missed | str = Missed.LATEST,
+        tick_field: str | None = None,
+        tenant: str = DEFAULT_TENANT,
+        replace: bool = False,
+    ) -> Schedule:
+        """Make a schedule; one of that name is `Conflict`, or with `replace` takes all of this as its new shape.
+
+        What is replaced keeps its id, its history and its pause; its next tick only moves when cron or time zone
+        have changed. Cron, time zone, operation and payload are checked here, so that ticks can be fired.
+
+        >>> await schedules.create("report", "0 6 * * MON-FRI", NewJob("report"), timezone="Europe/Berlin")
+        """
+        when = Cron.parse(cron, timezone)
+        ((now,),) = await self._run(self._queue.database, "now")
+        draft = {
+            "id": new_id(),
+            "tenant": tenant,
+            "name": _checked_name(name),
+            "cron": when.expression,
+            "timezone": when.timezone,
+            "missed": _checked_missed(missed),
+            "tick_field": tick_field,
+            "next_at": when.first_after(now),
+            "job": orjson.dumps(await self._template(job, tick_field, tenant, now), default=str).decode(),
+        }
+        async with self._queue.database.transaction() as session:
+            rows = await self._run(session, "create", **draft)
+            if not rows and not replace:
+                raise Conflict(f"there is a schedule {name!r} already; delete it, or replace it")
+            return _schedule(rows[0]) if rows else await self._replace(session, draft, when, now)
+
+    async def get(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
+        return await self._one(self._queue.database, "get", schedule, tenant)
+
+    async def list(
+        self, *, tenant: str = DEFAULT_TENANT, limit: int = 100, after: str | None = None
+    ) -> Sequence[Schedule]:
+        """By name; the last one's name as `after` gives the next page."""
+        if not 1 <= limit <= LIST_MAX:
+            raise InvalidInput(f"limit is {limit}; it goes from 1 to {LIST_MAX}", param="limit")
+        if after is not None and not _NAME.fullmatch(after):
+            raise InvalidInput(f"{after[:200]!r} is no name of a schedule; use the last one's of a list", param="after")
+        rows = await self._run(self._queue.database, "list", tenant=tenant, limit=limit, after=after or "")
+        return [_schedule(row) for row in rows]
+
+    async def pause(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
+        """No tick is fired until it is resumed."""
+        return await self._one(self._queue.database, "pause", schedule, tenant)
+
+    async def resume(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
+        """Go on with the first tick to come: those of the pause are not made up for."""
+        async with self._queue.database.transaction() as session:
+            found = await self._one(session, "lock", schedule, tenant)
+            if found.paused_at is None:
+                return found
+            ((now,),) = await self._run(session, "now")
+            next_at = found.next_at
+            if next_at is None or next_at <= now:
+                next_at = Cron.parse(found.cron, found.timezone).first_after(now)
+            (row,) = await self._run(session, "resume", id=found.id, next_at=next_at)
+            return _schedule(row)
+
+    async def delete(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
+        """Its jobs stay as they are. Answers what was deleted."""
+        return await self._one(self._queue.database, "delete", schedule, tenant)
+
+    async def fire_now(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> JobId:
+        """Make one job at once, paused or not; the ticks stay as they are."""
+        async with self._queue.database.transaction() as session:
+            found = await self._one(session, "get", schedule, tenant)
+            ((now,),) = await self._run(session, "now")
+            (fired,) = await self._enqueue(session, [_new_job(found, now)])
+            await self._run(session, "run", id=found.id, job_id=fired.id)
+            await self._ring(session, [fired])
+            return fired.id
+
+    async def _template(self, job: NewJob, tick_field: str | None, tenant: str, now: datetime) -> dict[str, Any]:
+        """What each tick's job is made from, once such a job has been found to be in order."""
+        for field in _ONCE_ONLY:
+            if getattr(job, field):
+                raise InvalidInput(f"a schedule's job cannot have {field}: it is for many jobs", param=field)
+        if isinstance(job.deadline, datetime):
+            raise InvalidInput(
+                "a schedule's deadline counts from the making of each job; give a timedelta", param="deadline"
+            )
+        if tick_field is not None and not 1 <= len(tick_field) <= _FIELD_LENGTH_MAX:
+            raise InvalidInput(f"tick_field has 1 to {_FIELD_LENGTH_MAX} characters", param="tick_field")
+        like = dataclasses.replace(job, payload=_with_tick(job.payload, tick_field, now), tenant=tenant)
+        (row,) = await self._catalog.prepare([like])
+        return {
+            "operation": row["job_type"],
+            "payload": _plain(job.payload, row["payload"]),
+            "queue": job.queue,
+            "priority": job.priority,
+            "max_attempts": job.max_attempts,
+            "exclusive_key": job.exclusive_key,
+            "on_held": None if job.on_held is None else OnHeld(job.on_held),
+            "deadline_seconds": None if job.deadline is None else job.deadline.total_seconds(),
+        }
+
+    async def _replace(self, session: Session, draft: Mapping[str, Any], when: Cron, now: datetime) -> Schedule:
+        name = draft["name"]
+        old = await self._one(session, "lock", name, draft["tenant"])
+        next_at = old.next_at
+        if next_at is None or (old.cron, old.timezone) != (when.expression, when.timezone):
+            next_at = when.first_after(max(now, old.last_tick_at or now))
+        (row,) = await self._run(session, "replace", **{**draft, "id": old.id, "next_at": next_at})
+        return _schedule(row)
+
+    # By the clock -----------------------------------------------------------------------------------------------
+
+    async def fire_due(self, session: Session) -> int:
+        """Fire what is due inside the given transaction; answers how many jobs stand for the ticks.
+
+        A schedule that cannot fire keeps no other from it: its ticks are undone alone.
+        """
+        rows = await self._run(session, "due", limit=_SCHEDULES_PER_ROUND_MAX)
+        if not rows:
+            return 0
+        await self._run(session, "be_brief")
+        share = max(1, TICKS_PER_ROUND_MAX // len(rows))
+        fires: list[_Fire] = []
+        for *row, now in rows:
+            fires += await self._fire(session, _schedule(row), now, share)
+        await self._ring(session, fires)
+        return len(fires)
+
+    async def _fire(self, session: Session, schedule: Schedule, now: datetime, limit: int) -> Sequence[_Fire]:
+        try:
+            ticks, next_at = _due(schedule, now, limit)
+        except InvalidInput as error:  # its time zone was abolished, or its last tick is behind it
+            ticks, next_at = [], None
+            fired = _Fired(error=_words(error))
+            log.warning("schedule %r of tenant %s fires no more: %s", schedule.name, schedule.tenant, error)
+        else:
+            fired = await self._fire_ticks(session, schedule, ticks)
+        await self._run(
+            session,
+            "move",
+            id=schedule.id,
+            next_at=fired.stuck_at or next_at,
+            last_tick_at=fired.last_tick_at,
+            last_job_id=fired.fires[-1].id if fired.fires else None,
+            last_error=fired.error if fired.last_tick_at or next_at is None else schedule.last_error,
+            fires=len(fired.fires),
+        )
+        return fired.fires
+
+    async def _fire_ticks(self, session: Session, schedule: Schedule, ticks: Sequence[datetime]) -> _Fired:
+        """All ticks at once; when that is refused each for itself, so that only the guilty ones are left out."""
+        if not ticks:
+            return _Fired()
+        answer = await _attempt(
+            session, lambda: self._enqueue(session, [_new_job(schedule, tick, is_tick=True) for tick in ticks])
+        )
+        if not isinstance(answer, Exception):
+            return _Fired(fires=answer, last_tick_at=ticks[-1])
+        if isinstance(answer, _PASSING):
+            log.warning("schedule %r of tenant %s fires a moment later: %s", schedule.name, schedule.tenant, answer)
+            return _Fired(stuck_at=ticks[0])
+        if len(ticks) == 1:
+            return _refused(schedule, ticks[0], answer)
+        fired = _Fired()
+        for tick in ticks:
+            fired = fired.then(await self._fire_ticks(session, schedule, [tick]))
+            if fired.stuck_at is not None:
+                break
+        return fired
+
+    async def _enqueue(self, session: Session, jobs: Sequence[NewJob]) -> Sequence[_Fire]:
+        rows = await self._catalog.prepare(jobs, session=session)
+        enqueued = await self._queue.enqueue(rows, session=session)
+        return [_Fire(one.id, row["queue"]) for one, row in zip(enqueued, rows, strict=True)]
+
+    async def _ring(self, session: Session, fires: Sequence[_Fire]) -> None:
+        """Inside the transaction, unlike other enqueues: it rings with the commit, and schedules fire rarely."""
+        if queues := sorted({fire.queue for fire in fires}):
+            await self._run(session, "ring", channel=CHANNEL, queues=queues)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _run(self, session: Session, statement: str, **params: Any) -> Awaitable[Sequence[Row]]:
+        return session.rows(SQL[statement], {**params, "now": self._clock()})
+
+    async def _one(self, session: Session, statement: str, schedule: str | UUID, tenant: str) -> Schedule:
+        """Run a statement on the schedule of this name or id."""
+        id = _as_id(schedule)
+        if id is not None or _NAME.fullmatch(str(schedule)):
+            for row in await self._run(session, statement, id=id, name=None if id else schedule, tenant=tenant):
+                return _schedule(row)
+        raise NotFound(f"there is no schedule {str(schedule)[:200]!r}")
+
+
+class _Fire(NamedTuple):
+    """The job that stands for a tick, and the queue in which it waits."""
+
+    id: JobId
+    queue: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fired:
+    """What became of some ticks; `stuck_at` is the first that must be tried again."""
+
+    fires: Sequence[_Fire] = ()
+    last_tick_at: datetime | None = None
+    error: str | None = None
+    stuck_at: datetime | None = None
+
+    def then(self, later: _Fired) -> _Fired:
+        return _Fired(
+            fires=[*self.fires, *later.fires],
+            last_tick_at=later.last_tick_at or self.last_tick_at,
+            error=later.error or self.error,
+            stuck_at=later.stuck_at,
+        )
+
+
+async def _attempt(session: Session, work: Callable[[], Awaitable[T]]) -> T | Exception:
+    """What the work answered, or why it failed, and then it has left no trace; a lost connection is raised."""
+    await session.rows("SAVEPOINT attempt")
+    try:
+        with translated():
+            answer = await work()
+    except Exception as error:
+        await session.rows("ROLLBACK TO SAVEPOINT attempt")
+        return error
+    await session.rows("RELEASE SAVEPOINT attempt")
+    return answer
+
+
+def _due(schedule: Schedule, now: datetime, limit: int) -> tuple[Sequence[datetime], datetime]:
+    """The ticks to fire, and the one after them."""
+    cron = Cron.parse(schedule.cron, schedule.timezone)
+    first = schedule.next_at
+    assert first is not None, "only schedules with a next tick are due"
+    if schedule.missed is Missed.ALL:
+        passed = itertools.takewhile(lambda tick: tick <= now, cron.ticks(first))
+        ticks = [first, *itertools.islice(passed, limit - 1)]
+        return ticks, cron.first_after(ticks[-1])
+    newest = cron.newest(first, now)
+    is_late = now - newest > _SKIP_AFTER
+    ticks = [] if schedule.missed is Missed.SKIP and is_late else [newest]
+    return ticks, cron.first_after(now)
+
+
+def _new_job(schedule: Schedule, tick: datetime, *, is_tick: bool = False) -> NewJob:
+    template = schedule.job
+    seconds = template["deadline_seconds"]
+    return NewJob(
+        template["operation"],
+        _with_tick(template["payload"], schedule.tick_field, tick),
+        queue=template["queue"],
+        tenant=schedule.tenant,
+        priority=template["priority"],
+        deadline=None if seconds is None else timedelta(seconds=seconds),
+        max_attempts=template["max_attempts"],
+        exclusive_key=template["exclusive_key"],
+        on_held=template["on_held"],
+        # The move of next_at is the guarantee; this holds even if somebody moves it back by hand.
+        idempotency_key=f"schedule/{schedule.id}/{tick.isoformat()}" if is_tick else None,
+    )
+
+
+def _with_tick(payload: Any, tick_field: str | None, tick: datetime) -> Any:
+    if tick_field is None:
+        return payload
+    if payload is not None and not isinstance(payload, Mapping):
+        raise InvalidInput("with tick_field the payload must be an object", param="payload")
+    return {**(payload or {}), tick_field: tick.isoformat()}
+
+
+def _plain(payload: Any, encoded: orjson.Fragment) -> Any:
+    """The payload as it was given: what was left out gets the operation's defaults of each tick's day."""
+    try:
+        return orjson.loads(orjson.dumps({} if payload is None else payload))
+    except TypeError:  # models, which only their operation can turn into JSON
+        return orjson.loads(orjson.dumps(encoded))
+
+
+def _refused(schedule: Schedule, tick: datetime, error: Exception) -> _Fired:
+    """The log names no more than the kind of error: its words may hold parts of the payload."""
+    log.warning(
+        "schedule %r of tenant %s: the tick %s was refused (%s); see its last_error",
+        schedule.name,
+        schedule.tenant,
+        tick.isoformat(),
+        type(error).__name__,
+    )
+    return _Fired(last_tick_at=tick, error=f"{tick.isoformat()}: {_words(error)}")
+
+
+def _words(error: Exception) -> str:
+    said = str(error) if isinstance(error, BatchwrightError) else f"{type(error).__name__}: {error}"
+    return said.replace("\0", "")[:_ERROR_LENGTH_MAX]
+
+
+def _schedule(row: Sequence[Any]) -> Schedule:
+    values = dict(zip(Schedule.__dataclass_fields__, row, strict=True))
+    return Schedule(**{**values, "missed": Missed(values["missed"])})
+
+
+def _as_id(schedule: str | UUID) -> UUID | None:
+    if isinstance(schedule, UUID):
+        return schedule
+    try:
+        return UUID(schedule)
+    except ValueError:
+        return None
+
+
+def _checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name) or _as_id(name) is not None:
+        raise InvalidInput(
+            f"{name[:200]!r} is no name for a schedule: 1 to 200 letters, digits, '_', '.', ':' and '-', "
+            "the first a letter, digit or '_', and not the form of an id",
+            param="name",
+        )
+    return name
+
+
+def _checked_missed(missed: Missed | str) -> Missed:
+    try:
+        return Missed(missed)
+    except ValueError as error:
+        raise InvalidInput(f"missed is {missed!r}; use skip, latest or all", param="missed") from error

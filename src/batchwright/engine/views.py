@@ -1,0 +1,354 @@
+"""What people look at: lists with a cursor, why a job waits, the inbox, pipelines, queues, workers and operations."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, NamedTuple
+from uuid import UUID
+
+from batchwright.db.database import Row
+from batchwright.db.statements import statements
+from batchwright.engine.jobs import Job, JobId
+from batchwright.engine.queue import Queue
+from batchwright.errors import InvalidInput, NotFound
+from batchwright.states import JOB, JobStatus
+
+SQL = statements(__package__, "views.sql")
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_SCAN_MAX = 20_000
+_SILENT_SECONDS = 30.0
+_INBOX_COUNT_MAX = 100_000
+_INBOX_SAMPLES = 3
+_RETRYABLE = frozenset({"transient", "rate_limited", "deadline"})
+
+
+class Cursor(NamedTuple):
+    """A place in the list of jobs: the next page begins behind it. As text it is opaque to its bearer."""
+
+    created_at: datetime
+    id: UUID
+
+    def __str__(self) -> str:
+        microseconds = (self.created_at - _EPOCH) // _MICROSECOND
+        return base64.urlsafe_b64encode(f"{microseconds:x}.{self.id.hex}".encode()).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Cursor:
+        try:
+            padded = text + "=" * (-len(text) % 4)
+            microseconds, _, id = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii").partition(".")
+            return cls(_EPOCH + int(microseconds, 16) * _MICROSECOND, UUID(id))
+        except (ValueError, OverflowError) as error:
+            raise InvalidInput(f"{text!r} is no cursor; use the next_cursor of a list", param="cursor") from error
+
+
+_START = Cursor(datetime.max.replace(tzinfo=UTC), UUID(int=2**128 - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Which jobs are meant; a field that is not given matches all."""
+
+    tenant: str | None = None
+    statuses: tuple[JobStatus, ...] = ()
+    job_type: str | None = None
+    queue: str | None = None
+    pipeline_id: UUID | None = None
+    parent_job_id: UUID | None = None
+    error_code: str | None = None
+    dismissed: bool | None = None
+    owned: bool | None = None
+    """Whether the jobs belong to an object such as a batch, which has verbs of its own."""
+    created_from: datetime | None = None
+    created_to: datetime | None = None
+
+    def params(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {**values, "statuses": [status.value for status in self.statuses]}
+
+
+class Page(NamedTuple):
+    """Some jobs, the newest first, and where to go on; nothing left when `next` is None.
+
+    A page may be short or empty and still have a next one: a list looks at a bounded number of rows.
+    """
+
+    jobs: list[Job]
+    next: Cursor | None
+
+
+Reason = Literal["run_after", "exclusive_key", "paused_queue", "no_worker", "isolation", "children", "no_free_slot"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingOn:
+    """One thing that keeps a job from running."""
+
+    reason: Reason
+    message: str
+    until: datetime | None = None
+    job_id: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InboxGroup:
+    """Failed jobs of one type with one cause."""
+
+    job_type: str
+    code: str | None
+    kind: str | None
+    count: int
+    first_at: datetime
+    last_at: datetime
+    samples: list[UUID]
+    message: str | None
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same job may well succeed when it is rerun."""
+        return self.kind in _RETRYABLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A root job with all that came of it."""
+
+    id: UUID
+    status: JobStatus
+    counts: dict[JobStatus, int]
+    steps: list[Step]
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The jobs of one type in a pipeline."""
+
+    job_type: str
+    counts: dict[JobStatus, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueView:
+    """How much waits and runs in a queue."""
+
+    name: str
+    paused_at: datetime | None
+    due: int
+    scheduled: int
+    running: int
+    oldest_due_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker process, as its last heartbeat showed it."""
+
+    id: str
+    host: str
+    pid: int
+    version: str
+    queues: list[str] | None
+    """Those that it serves; None means all."""
+    operations: list[str]
+    concurrency: int
+    running: int
+    started_at: datetime
+    heartbeat_at: datetime
+    stopping_at: datetime | None
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationView:
+    """An operation that some worker has published."""
+
+    name: str
+    description: str | None
+    payload_schema: dict[str, Any]
+    defaults: dict[str, Any]
+    published_at: datetime
+    workers: int
+
+
+class Views:
+    """Read-only questions about the queue, each bounded in what it looks at."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    # Jobs -------------------------------------------------------------------------------------------------------
+
+    async def page(self, wanted: JobFilter, *, limit: int = 50, after: Cursor | None = None) -> Page:
+        ids, next = await self.ids(wanted, limit=limit, after=after)
+        return Page(await self._queue.get_many(ids, tenant=wanted.tenant), next)
+
+    async def ids(
+        self, wanted: JobFilter, *, limit: int, after: Cursor | None = None
+    ) -> tuple[list[JobId], Cursor | None]:
+        """The jobs of a page by id only."""
+        start = after or _START
+        params = {**wanted.params(), "before_time": start.created_at, "before_id": start.id, "scan_max": _SCAN_MAX}
+        rows = await self._run(_list_statement(wanted), **params, limit=limit + 1)
+        found = [Cursor(created_at, id) for id, created_at, is_stop in rows if not is_stop]
+        next = found[limit - 1] if len(found) > limit else None
+        for stop in (Cursor(created_at, id) for id, created_at, is_stop in rows if is_stop):
+            next = stop if next is None else max(next, stop)
+            found = [one for one in found if one >= stop]
+        return [JobId(one.id) for one in found[:limit]], next
+
+    async def with_ancestors(self, ids: Sequence[JobId], wanted: JobFilter) -> list[JobId]:
+        """These jobs, and those of their ancestors that are meant as well."""
+        if wanted.parent_job_id is not None:  # siblings: none stands above another
+            return list(ids)
+        return [JobId(id) for (id,) in await self._run("with_ancestors", ids=list(ids), **wanted.params())]
+
+    async def waiting_on(self, jobs: Sequence[Job]) -> dict[UUID, list[WaitingOn]]:
+        """Why each of these jobs does not run; nothing for a job that runs or has ended."""
+        reasons: dict[UUID, list[WaitingOn]] = {job.id: [] for job in jobs}
+        for job in jobs:
+            if job.is_waiting:
+                reasons[job.id].append(
+                    WaitingOn(reason="children", message=f"{job.children_open} of its children have not ended")
+                )
+        queued = {job.id: job for job in jobs if job.status is JobStatus.QUEUED}
+        if queued:
+            for row in await self._run("waiting_on", ids=list(queued), silent_seconds=_SILENT_SECONDS):
+                reasons[row[0]] += _reasons(queued[row[0]], _Facts(*row[1:]))
+        return reasons
+
+    async def inbox(
+        self, *, tenant: str | None = None, job_type: str | None = None, limit: int = 100
+    ) -> list[InboxGroup]:
+        """Failed jobs that nobody has dismissed, by type and cause, the largest group first."""
+        rows = await self._run(
+            "inbox",
+            tenant=tenant,
+            job_type=job_type,
+            limit=limit,
+            count_max=_INBOX_COUNT_MAX,
+            samples=_INBOX_SAMPLES,
+        )
+        return [
+            InboxGroup(
+                job_type=job_type,
+                code=code,
+                kind=kind,
+                count=n,
+                first_at=first_at,
+                last_at=last_at,
+                samples=samples,
+                message=message,
+            )
+            for job_type, code, kind, n, first_at, last_at, samples, message in rows
+        ]
+
+    async def pipeline(self, id: UUID, *, tenant: str | None = None) -> Pipeline:
+        rows = await self._run("pipeline", pipeline_id=id, tenant=tenant)
+        if not rows:
+            raise NotFound(f"there is no pipeline {id}")
+        steps: dict[str, dict[JobStatus, int]] = {}
+        counts: Counter[JobStatus] = Counter()
+        tops: Counter[JobStatus] = Counter()
+        for job_type, status, n, without_parent, *_ in rows:
+            steps.setdefault(job_type, {})[JobStatus(status)] = n
+            counts[JobStatus(status)] += n
+            tops[JobStatus(status)] += without_parent
+        status = _pipeline_status(counts, tops)
+        is_open = status not in JOB.terminal
+        return Pipeline(
+            id=id,
+            status=status,
+            counts=dict(counts),
+            steps=[Step(job_type=job_type, counts=of_type) for job_type, of_type in steps.items()],
+            created_at=min(row[4] for row in rows),
+            started_at=min((row[5] for row in rows if row[5]), default=None),
+            finished_at=None if is_open else max(row[6] for row in rows),
+        )
+
+    async def open_members(self, id: UUID, *, tenant: str | None = None, limit: int) -> list[JobId]:
+        """Jobs of a pipeline that have not ended, without those that belong to an object."""
+        rows = await self._run("open_members", pipeline_id=id, tenant=tenant, limit=limit)
+        return [JobId(id) for (id,) in rows]
+
+    # Around the jobs --------------------------------------------------------------------------------------------
+
+    async def queues(self, *, tenant: str | None = None, limit: int = 1000) -> list[QueueView]:
+        rows = await self._run("queue_depths", tenant=tenant, limit=limit)
+        return [QueueView(**_named(QueueView, row)) for row in rows]
+
+    async def workers(self, *, limit: int = 1000) -> list[WorkerView]:
+        rows = await self._run("workers", silent_seconds=_SILENT_SECONDS, limit=limit)
+        return [WorkerView(**_named(WorkerView, row)) for row in rows]
+
+    async def operations(self, *, limit: int = 1000) -> list[OperationView]:
+        rows = await self._run("operations", silent_seconds=_SILENT_SECONDS, limit=limit)
+        return [OperationView(**_named(OperationView, row)) for row in rows]
+
+    def _run(self, name: str, **params: Any) -> Awaitable[list[Row]]:
+        return self._queue.ask(SQL[name], params)
+
+
+class _Facts(NamedTuple):
+    """What the database knows about a queued job's way into a worker."""
+
+    is_later: bool
+    is_paused: bool
+    holder: UUID | None
+    holder_status: str | None
+    rival: UUID | None
+    is_suspect: bool
+    workers: int
+    has_free_slot: bool
+
+
+def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
+    found = []
+    if facts.is_later:
+        found.append(
+            WaitingOn(
+                reason="run_after", message=f"it may not run before {job.run_after.isoformat()}", until=job.run_after
+            )
+        )
+    if facts.is_paused:
+        found.append(WaitingOn(reason="paused_queue", message=f"the queue {job.queue!r} is paused"))
+    if ahead := facts.holder or facts.rival:
+        how = f"is held by job {ahead} ({facts.holder_status})" if facts.holder else f"goes to job {ahead} first"
+        found.append(WaitingOn(reason="exclusive_key", message=f"its key {job.exclusive_key} {how}", job_id=ahead))
+    if facts.workers == 0:
+        found.append(
+            WaitingOn(
+                reason="no_worker",
+                message=f"no live worker knows the operation {job.job_type!r} and serves the queue {job.queue!r}",
+            )
+        )
+    if facts.is_suspect:
+        found.append(WaitingOn(reason="isolation", message="its worker died twice, so it runs alone next"))
+    if not found and not facts.has_free_slot:
+        found.append(WaitingOn(reason="no_free_slot", message="every worker that could run it is busy"))
+    return found
+
+
+def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, int]) -> JobStatus:
+    """Open while anything is open; then as bad as the worst job without a parent, since parents judge children."""
+    if any(status not in JOB.terminal for status in counts):
+        return JobStatus.QUEUED if set(counts) == {JobStatus.QUEUED} else JobStatus.RUNNING
+    return next((status for status in (JobStatus.FAILED, JobStatus.CANCELLED) if tops.get(status)), JobStatus.SUCCEEDED)
+
+
+def _list_statement(wanted: JobFilter) -> str:
+    if wanted.parent_job_id is not None:
+        return "list_children"
+    return "list_jobs" if wanted.pipeline_id is None else "list_pipeline"
+
+
+def _named(kind: type[Any], row: Row) -> dict[str, Any]:
+    return dict(zip(kind.__dataclass_fields__, row, strict=True))

@@ -1,0 +1,191 @@
+"""Every exception Batchwright raises, in one tree.
+
+BatchwrightError
+├── ConfigurationError          a setting or the environment is wrong; the message says what to write
+├── DatabaseError
+│   ├── DatabaseUnavailable     refused, lost or restarting: the same call may succeed later
+│   ├── Deadlock                the database chose this transaction as a victim: repeat it
+│   ├── DataRefused             a value that PostgreSQL cannot store
+│   └── UniqueViolation         a unique index spoke
+├── StorageError                the object store refused, and would refuse again
+│   ├── StorageFull             no room: the same call may succeed when there is some
+│   └── StorageUnavailable      away, or answers with errors: the same call may succeed later
+├── InvalidInput                the caller's words are off; nothing was written
+│   ├── UnknownOperation        no worker knows this job type
+│   ├── PayloadInvalid          the payload does not have the shape its operation declares
+│   └── TooLarge                a payload, result or list is over its limit
+├── NotFound                    no such object, or not this tenant's
+├── Conflict                    the object is not in a state that allows this
+│   └── Fenced                  another claim owns the job now: this worker may change nothing
+├── JobFailed                   raised by wait(): the job ended FAILED
+├── JobCancelled                raised by wait(): the job ended CANCELLED
+├── WaitTimeout                 raised by wait(): the job is still open
+├── RetryLater                  raised by an operation: put the job back, no attempt used
+└── OperationError              raised by an operation: the class decides the reaction
+    ├── RateLimited             wait, same step again, no attempt used
+    ├── Transient               exponential backoff, up to max_attempts
+    ├── SchemaInvalid           FAILED at once: same input, same output
+    └── Fatal                   FAILED at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+
+class BatchwrightError(Exception):
+    """Catch this to catch everything Batchwright raises."""
+
+
+class ConfigurationError(BatchwrightError):
+    """A setting or the environment is wrong; the message says what to write instead."""
+
+
+class DatabaseError(BatchwrightError):
+    """PostgreSQL refused a statement."""
+
+
+class DatabaseUnavailable(DatabaseError):
+    """The connection was refused or lost; whether the last statement happened is unknown."""
+
+
+class Deadlock(DatabaseError):
+    """PostgreSQL rolled this transaction back to break a deadlock; repeating it is safe."""
+
+
+class DataRefused(DatabaseError):
+    """A value that PostgreSQL cannot store, such as a NUL character in a JSON string."""
+
+
+class UniqueViolation(DatabaseError):
+    """A unique index refused the row."""
+
+
+class StorageError(BatchwrightError):
+    """The object store refused, such as for credentials or a bucket that does not exist."""
+
+
+class StorageFull(StorageError):
+    """There is no room for the object; nothing of it was kept."""
+
+
+class StorageUnavailable(StorageError):
+    """The store could not be reached or answered with an error of its own, as often as it was asked."""
+
+
+class InvalidInput(BatchwrightError):
+    """The caller's input is wrong; nothing was written."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownOperation(InvalidInput):
+    """No worker has published an operation of this name."""
+
+
+class PayloadInvalid(InvalidInput):
+    """The payload does not have the shape that its operation declares."""
+
+
+class TooLarge(InvalidInput):
+    """A payload, a result or a list is over its limit, which the message names."""
+
+
+class NotFound(BatchwrightError):
+    """There is no such object, or it belongs to another tenant."""
+
+
+class Conflict(BatchwrightError):
+    """The object is not in a state that allows this; says what was found and what was expected."""
+
+    def __init__(self, message: str, *, holder: str | None = None) -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+class Fenced(Conflict):
+    """A newer claim owns the job: what this worker wanted to write was refused."""
+
+
+class JobFailed(BatchwrightError):
+    """The awaited job ended FAILED; `error` is what the job object shows."""
+
+    def __init__(self, job_id: str, error: Mapping[str, Any]) -> None:
+        super().__init__(f"job {job_id} failed: {error.get('code')}: {error.get('message')}")
+        self.job_id = job_id
+        self.error = dict(error)
+
+
+class JobCancelled(BatchwrightError):
+    """The awaited job ended CANCELLED."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"job {job_id} was cancelled")
+        self.job_id = job_id
+
+
+class WaitTimeout(BatchwrightError):
+    """The awaited job was still open when the time was over; it goes on running."""
+
+
+class RetryLater(BatchwrightError):
+    """Raised by an operation whose resource is busy: the job goes back, no attempt is used.
+
+    >>> raise RetryLater("GPU busy", delay_seconds=60)
+    """
+
+    def __init__(self, reason: str, delay_seconds: float = 60.0) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.delay_seconds = delay_seconds
+
+
+class OperationError(BatchwrightError):
+    """Base of the classes by which an operation says what went wrong."""
+
+    kind: ClassVar[str] = "fatal"
+
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RateLimited(OperationError):
+    """The other side asks for patience: the job waits and uses no attempt."""
+
+    kind = "rate_limited"
+
+    def __init__(self, message: str = "", *, retry_after: float | None = None, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class Transient(OperationError):
+    """It may work next time: retried with exponential backoff, up to `max_attempts`."""
+
+    kind = "transient"
+
+
+class SchemaInvalid(OperationError):
+    """The answer or the input has the wrong shape; the same input would fail the same way."""
+
+    kind = "schema_invalid"
+
+
+class Fatal(OperationError):
+    """It will never work; `scope` says how far the damage reaches."""
+
+    kind = "fatal"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        scope: Literal["item", "job", "credential"] = "job",
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, code=code)
+        self.scope = scope

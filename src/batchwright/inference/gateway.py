@@ -1,0 +1,362 @@
+"""One `send()` to model servers, and which server a model's requests go to."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import wreq
+from wreq import dns, exceptions, redirect, tls
+
+from batchwright.errors import ConfigurationError
+from batchwright.inference.answers import Answer, Failure, Reply, classify
+from batchwright.inference.settings import NO_GATEWAY, SECRETS, GatewaySettings, InferenceSettings, refuse_both
+
+KEY_SECONDS = 60.0
+_IDLE_SECONDS = 4.0
+_KEY_BYTES_MAX = 16 * 1024
+_OWN_HEADERS = {"accept": "application/json", "accept-encoding": "identity", "content-type": "application/json"}
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a batch on its way out; the body is sent byte for byte."""
+
+    url: str
+    """The line's own url, such as /v1/chat/completions."""
+    body: bytes
+    id: str
+    """Sent as x-request-id."""
+    traceparent: str | None = None
+    seconds_left: float | None = None
+    """The time to the deadline."""
+    headers: Mapping[str, str] = {}
+    """More headers; those of the gateway win."""
+
+    def __repr__(self) -> str:
+        return f"Request({self.id} to {self.url}, {len(self.body)} bytes)"
+
+
+class Key:
+    """A reference to a key: read when needed, again after a minute, and shown by nothing."""
+
+    def __init__(self, what: str, file: Path | None, variable: str | None, environment: Mapping[str, str]) -> None:
+        self._what = what
+        self._file = file
+        self._variable = variable
+        self._environment = environment
+        self._kept: str | None = None
+        self._read_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"Key({self.origin})"
+
+    @property
+    def origin(self) -> str:
+        if self._file is not None:
+            return f"the file {self._file}"
+        return f"the environment variable {self._variable}" if self._variable is not None else "none"
+
+    def text(self, now: float) -> str | None:
+        """The key, or None if there is none. One that cannot be read just now is used as it was."""
+        if self._read_at is None or now - self._read_at >= KEY_SECONDS:
+            try:
+                self._kept = self._read()
+            except ConfigurationError:
+                if self._read_at is None:
+                    raise
+            self._read_at = now
+        return self._kept
+
+    def _read(self) -> str | None:
+        if self._file is None and self._variable is None:
+            return None
+        try:
+            text = self._content().strip()
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{self._what} is {self.origin}, which cannot be read: {type(error).__name__}"
+            ) from None
+        if not text or not text.isascii() or not text.isprintable() or " " in text or len(text) > _KEY_BYTES_MAX:
+            raise ConfigurationError(f"{self._what} is {self.origin}, which does not hold a key in one line")
+        return text
+
+    def _content(self) -> str:
+        if self._file is not None:
+            with self._file.open(encoding="ascii") as file:
+                return file.read(_KEY_BYTES_MAX + 1)
+        return self._environment.get(self._variable or "", "")
+
+
+class Gateway:
+    """One model server behind the one HTTP client."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        limits: InferenceSettings | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        runtime: wreq.Runtime | None = None,
+        secrets: Path = SECRETS,
+    ) -> None:
+        self.settings = settings
+        self.endpoint = settings.endpoint
+        self._limits = limits or InferenceSettings()
+        name = settings.api_key_name
+        file = secrets / name if name is not None else settings.api_key_file
+        variables = os.environ if environment is None else environment
+        self._key = Key("the gateway's key", file, settings.api_key_env, variables)
+        self._key.text(time.monotonic())
+        self._client = wreq.Client(runtime=runtime or network_thread(), **_options(settings, self._limits))
+        objective = settings.inference_objective
+        self._usual_timeout = timedelta(seconds=settings.request_timeout)
+        self._headers = dict(_OWN_HEADERS)
+        if objective:
+            self._headers["x-gateway-inference-objective"] = objective
+
+    def __repr__(self) -> str:
+        return f"Gateway({self.endpoint}, key={self._key!r})"
+
+    async def send(self, request: Request) -> Answer:
+        """One POST, judged. A task that is cancelled here closes its connection."""
+        started = time.monotonic()
+        reply = await self._exchange(request, started)
+        return classify(reply, now=time.time())
+
+    async def close(self) -> None:
+        """Close all connections; whoever still awaits an answer gets CancelledError."""
+        await self._client.__aexit__(None, None, None)
+
+    async def _exchange(self, request: Request, started: float) -> Reply:
+        timeout, late = self._timeout(request)
+        if timeout <= 0:
+            return _failed(Failure.EXPIRED, _SAYS[Failure.EXPIRED], started)
+        try:
+            response = await self._client.post(
+                self.endpoint + request.url,
+                body=request.body,
+                headers=self._headers_of(request, started),
+                timeout=self._usual_timeout if late is Failure.TIMEOUT else timedelta(seconds=timeout),
+            )
+        except Exception as error:
+            failure = _before_an_answer(error, late)
+            return _failed(failure, _SAYS[failure] + _reason(error), started)
+        return await self._read(response, started, late)
+
+    def _timeout(self, request: Request) -> tuple[float, Failure]:
+        """How long it may take, and what it is called when that is over."""
+        most, left = self.settings.request_timeout, request.seconds_left
+        return (most, Failure.TIMEOUT) if left is None or most <= left else (left, Failure.DEADLINE)
+
+    def _headers_of(self, request: Request, now: float) -> dict[str, str]:
+        headers = {**request.headers, **self._headers, "x-request-id": request.id}
+        if request.traceparent is not None:
+            headers["traceparent"] = request.traceparent
+        if (key := self._key.text(now)) is not None:
+            headers["authorization"] = f"Bearer {key}"
+        return headers
+
+    async def _read(self, response: wreq.Response, started: float, late: Failure) -> Reply:
+        status = response.status.as_int()
+        try:
+            body = await self._body(response)
+        except Exception as error:
+            failure = late if "TimedOut" in str(error) else Failure.LOST
+            return _failed(failure, _SAYS[failure] + f" after the status {status}", started, status)
+        if body is None:
+            most = self._limits.response_bytes_max
+            return _failed(Failure.TOO_LARGE, f"the answer is longer than {most} bytes", started, status)
+        headers = response.headers
+        return Reply(
+            status=status,
+            body=body,
+            retry_after=_text(headers.get("retry-after")),
+            request_id=_text(headers.get("x-request-id")),
+            seconds=time.monotonic() - started,
+        )
+
+    async def _body(self, response: wreq.Response) -> bytes | None:
+        """The whole body, or None if it is too long; leaving the stream early closes the connection.
+
+        A length that was announced cannot be exceeded; reading it in one go is cheaper.
+        """
+        length = response.content_length
+        if length is not None and length <= self._limits.response_bytes_max:
+            return bytes(await response.bytes())
+        chunks: list[memoryview] = []
+        total = 0
+        async with response.stream() as stream:
+            async for chunk in stream:
+                if isinstance(chunk, memoryview):
+                    chunks.append(chunk)
+                    total += len(chunk)
+                    if total > self._limits.response_bytes_max:
+                        return None
+        return b"".join(chunks)
+
+
+class Gateways:
+    """The gateway of each model: one for all of them, or one each. Equal settings share one client."""
+
+    def __init__(
+        self,
+        gateway: GatewaySettings,
+        model_gateways: Mapping[str, GatewaySettings],
+        limits: InferenceSettings | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        secrets: Path = SECRETS,
+    ) -> None:
+        refuse_both(gateway, model_gateways)
+        if not gateway.is_set and not model_gateways:
+            raise ConfigurationError(NO_GATEWAY)
+        wanted = {gateway, *model_gateways.values()} - {GatewaySettings()}
+        thread = network_thread()
+        self._made = {
+            one: Gateway(one, limits, environment=environment, runtime=thread, secrets=secrets) for one in wanted
+        }
+        self._of_all = self._made.get(gateway)
+        self._of_model = {model: self._made[settings] for model, settings in model_gateways.items()}
+
+    def __repr__(self) -> str:
+        return f"Gateways({self._of_all or self._of_model!r})"
+
+    @property
+    def models(self) -> frozenset[str] | None:
+        """The models that have a gateway; None means every model."""
+        return None if self._of_all is not None else frozenset(self._of_model)
+
+    def all(self) -> list[Gateway]:
+        return list(self._made.values())
+
+    def of(self, model: str) -> Gateway | None:
+        """Where a model's requests go; None is for a model_not_found line."""
+        return self._of_all or self._of_model.get(model)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for gateway in self._made.values():
+            await gateway.close()
+
+
+_SAYS = {
+    Failure.CONNECT: "the server could not be reached",
+    Failure.DEADLINE: "the deadline came while the request was in flight",
+    Failure.EXPIRED: "the deadline came before the request was sent",
+    Failure.LOST: "the connection was lost",
+    Failure.TIMEOUT: "the time for the request was over",
+    Failure.UNSENDABLE: "the request cannot be sent: its url or a header is invalid",
+}
+
+
+def network_thread() -> wreq.Runtime:
+    """One thread does the network's work: more of them fight over the interpreter's lock, at a fifth more CPU."""
+    return wreq.Runtime(workers=1, thread_name="batchwright-http")
+
+
+def _failed(failure: Failure, detail: str, started: float, status: int | None = None) -> Reply:
+    return Reply(status=status, failure=failure, detail=detail, seconds=time.monotonic() - started)
+
+
+def _before_an_answer(error: Exception, late: Failure) -> Failure:
+    """Why there is no status. The client marks every failure before it was connected as `Connect`.
+
+    Its connect timeout is shorter than the request's, so other timeouts mean that we were connected.
+    """
+    if isinstance(error, (exceptions.ConnectionError, exceptions.TlsError)) and "kind: Connect," in str(error):
+        return Failure.CONNECT
+    if isinstance(error, exceptions.TimeoutError):
+        return late
+    if isinstance(error, (exceptions.BuilderError, RuntimeError)):
+        return Failure.UNSENDABLE
+    return Failure.LOST
+
+
+_REASONS = {
+    "dns error": "its name is unknown",
+    "ConnectionRefused": "connection refused",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted",
+    "code: SSL": "the TLS handshake failed",
+    "connect timeout": "no connection in time",
+    "TimedOut": "no connection in time",
+}
+
+
+def _reason(error: Exception) -> str:
+    """A few words of our own: the client's text holds addresses and more."""
+    text = str(error)
+    if "kind: Connect," not in text:
+        return ""
+    return next((f": {words}" for sign, words in _REASONS.items() if sign in text), "")
+
+
+def _text(value: memoryview | None) -> str | None:
+    return None if value is None else bytes(value).decode("latin-1")
+
+
+def _options(settings: GatewaySettings, limits: InferenceSettings) -> dict[str, Any]:
+    """No proxies from the environment, no redirects, no cookies, no decompression: what we ask is what is sent.
+
+    Idle connections are dropped before a server drops them (uvicorn: 5 s), which would cost an attempt.
+    """
+    return {
+        "connect_timeout": timedelta(seconds=min(limits.connect_timeout, settings.request_timeout / 2)),
+        "cookie_store": False,
+        "dns_options": dns.DnsOptions(system_dns=True),
+        "http1_only": True,
+        "no_proxy": True,
+        "pool_idle_timeout": timedelta(seconds=_IDLE_SECONDS),
+        "pool_max_idle_per_host": limits.concurrency,
+        "redirect": redirect.Policy.none(),
+        "referer": False,
+        "user_agent": "batchwright",
+        **dict.fromkeys(("gzip", "brotli", "deflate", "zstd"), False),
+        **_tls(settings),
+    }
+
+
+def _tls(settings: GatewaySettings) -> dict[str, Any]:
+    """What the client needs of the TLS settings; files that are no good are refused here, at start."""
+    options: dict[str, Any] = {}
+    if settings.tls_insecure_skip_verify:
+        options |= {"tls_verify": False, "tls_verify_hostname": False}
+    elif settings.tls_ca_cert_file is not None:
+        options["tls_verify"] = tls.CertStore.from_pem_stack(_trusted(settings.tls_ca_cert_file))
+    if settings.tls_client_cert_file is not None and settings.tls_client_key_file is not None:
+        options["tls_identity"] = _identity(settings.tls_client_cert_file, settings.tls_client_key_file)
+    return options
+
+
+def _trusted(file: Path) -> bytes:
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(file)
+        return file.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"tls_ca_cert_file {file} holds no readable PEM certificates: {error}") from error
+
+
+def _identity(certificate: Path, key: Path) -> tls.Identity:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"tls_client_cert_file {certificate} and tls_client_key_file {key} are no readable PEM pair: {error}"
+        ) from error
+    try:
+        return tls.Identity.from_pkcs8_pem(certificate.read_bytes(), key.read_bytes())
+    except exceptions.BuilderError as error:
+        raise ConfigurationError(
+            f"tls_client_key_file {key} is not PKCS#8; convert it with `openssl pkcs8 -topk8 -nocrypt`"
+        ) from error

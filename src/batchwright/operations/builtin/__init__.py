@@ -1,0 +1,1 @@
+"""Operations that come with Batchwright; a worker runs those that its configuration names."""

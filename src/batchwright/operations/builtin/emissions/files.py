@@ -1,0 +1,87 @@
+"""The files that a job may read: regular ones inside the data folder, held open and watched while they are read.
+
+A path comes from whoever may submit a job, so it must not lead anywhere else. The folder is the environment variable
+EMISSIONS_DATA, or `data` in the worker's current folder; `{tenant}` in it stands for the job's tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from batchwright.errors import Fatal, Transient
+
+FOLDER = "EMISSIONS_DATA"
+_TENANT = re.compile(r"(?!\.)[\w.-]+")
+
+
+class DataFile:
+    """One open file; its name, size and SHA-256, and whether it is still the same."""
+
+    def __init__(self, path: str, tenant: str, *, bytes_max: int) -> None:
+        self.name = path
+        self.reader = _open(_inside(path, tenant), path)
+        try:
+            found = os.fstat(self.reader.fileno())
+            if found.st_size > bytes_max:
+                raise Fatal(f"{path!r} has {found.st_size:,} bytes; the limit is {bytes_max:,}", code="file_too_large")
+            self.size = found.st_size
+            self._changed_at = found.st_mtime_ns
+            self.sha256 = hashlib.file_digest(self.reader, "sha256").hexdigest()
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def refuse_change(self) -> None:
+        """What was read must be what was hashed; the next try starts over with the new file."""
+        found = os.fstat(self.reader.fileno())
+        if (found.st_size, found.st_mtime_ns) != (self.size, self._changed_at):
+            raise Transient(f"{self.name!r} changed while it was read", code="file_changed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.reader.close()
+
+
+def _inside(path: str, tenant: str) -> Path:
+    """Decided before anything is looked at, so that a refusal does not tell whether a file exists."""
+    folder = os.environ.get(FOLDER) or "data"
+    if "{tenant}" in folder and not _TENANT.fullmatch(tenant):
+        raise Fatal(f"the tenant {tenant!r} cannot be the name of a folder", code="file_refused")
+    root = Path(folder.replace("{tenant}", tenant)).resolve()
+    try:
+        found = (root / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # loops of links, NUL characters
+        raise Fatal(f"{path!r} is no usable path: {error}", code="file_refused") from error
+    if not found.is_relative_to(root):
+        raise Fatal(
+            f"{path!r} leads out of the data folder; name a file inside it (the worker's {FOLDER} sets the folder)",
+            code="file_refused",
+        )
+    return found
+
+
+def _open(found: Path, path: str) -> BufferedReader:
+    """Neither a link put there meanwhile nor a pipe without a writer must lead us astray."""
+    try:
+        descriptor = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise Fatal(
+            f"there is no file {path!r} in the data folder (the worker's {FOLDER} sets it)", code="file_not_found"
+        ) from error
+    except (NotADirectoryError, PermissionError) as error:
+        raise Fatal(f"{path!r} cannot be read: {error.strerror}", code="file_refused") from error
+    except OSError as error:
+        raise Transient(f"{path!r} cannot be read now: {error}", code="file_unreadable") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Fatal(f"{path!r} is not a regular file", code="file_refused")
+    return os.fdopen(descriptor, "rb")

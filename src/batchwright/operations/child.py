@@ -1,0 +1,167 @@
+"""The program of a worker's child processes.
+
+    perform      runs `cpu=True` operations that the parent hands over, one after the other
+    isolate JOB  claims one suspect job and runs it as a worker of its own, then ends
+
+Everything it needs is in the environment variable BATCHWRIGHT_CHILD, a JSON object written by the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import pickle
+import queue
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+from uuid import UUID
+
+import orjson
+
+from batchwright.db.database import DatabaseSettings, Pool
+from batchwright.engine.context import Child, Context, Joined
+from batchwright.engine.jobs import Claim, JobId
+from batchwright.engine.processes import CHILD_BRIEF, ChildProgram
+from batchwright.engine.queue import EngineSettings
+from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.errors import Fatal
+from batchwright.operations.registry import Registry
+from batchwright.telemetry.logs import configure_logs, job_in_hand
+
+_LENGTH = struct.Struct(">I")
+
+
+def main() -> int:
+    brief = orjson.loads(os.environ[CHILD_BRIEF])
+    output = _take_stdout()
+    sys.path[:0] = [entry for entry in brief["path"] if entry not in sys.path]
+    if (logs := brief.get("logs")) is not None:
+        configure_logs(**logs)
+    registry = Registry.load(brief["sources"], entry_points=brief["entry_points"])
+    if sys.argv[1] == "isolate":
+        return asyncio.run(_isolate(JobId(UUID(sys.argv[2])), brief, registry, output))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _Performer(registry, output).run()
+    return 0
+
+
+def _take_stdout() -> BinaryIO:
+    """Keep the pipe for frames; what an operation prints goes to standard error."""
+    pipe = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return pipe
+
+
+def _send(output: BinaryIO, value: Any) -> None:
+    document = pickle.dumps(value)
+    output.write(_LENGTH.pack(len(document)) + document)
+
+
+class _Performer:
+    """Runs what the parent asks for; ends at once when the parent is gone."""
+
+    def __init__(self, registry: Registry, output: BinaryIO) -> None:
+        self._registry = registry
+        self._output = output
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            _, name, claim, counts = self._inbox.get()
+            self._say(self._perform(name, claim, counts))
+
+    def _perform(self, name: str, claim: Claim, counts: tuple[int, int, int, int, int] | None) -> Any:
+        job_in_hand.set(claim)
+        try:
+            operation = self._registry.get(name)
+            if operation is None:
+                raise Fatal(f"the child process does not know the operation {name!r}")
+            joined = None if counts is None else Joined(*counts, fetch=self._children)
+            arguments = operation.arguments(claim.payload)
+            if operation.takes_context:
+                arguments["ctx"] = Context(claim, self, joined=joined)
+            return _picklable(("returned", operation.function(**arguments)))
+        except BaseException as error:
+            error.add_note(f"in the child process {os.getpid()}")
+            return _picklable(("raised", error))
+
+    def emit(self, claim: Claim, event: Mapping[str, Any]) -> None:
+        frame = _picklable(("emit", dict(event)))
+        if frame[0] == "raised":
+            raise frame[1]
+        self._say(frame)
+
+    def progress(self, claim: Claim, current: int | None, total: int | None) -> None:
+        self._say(("progress", current, total))
+
+    def _children(self, after: UUID) -> list[Child]:
+        self._say(("children", after))
+        children: list[Child] = self._inbox.get()
+        return children
+
+    def _say(self, value: Any) -> None:
+        with self._lock:
+            _send(self._output, value)
+
+    def _listen(self) -> None:
+        stdin = sys.stdin.buffer
+        while header := stdin.read(_LENGTH.size):
+            (length,) = _LENGTH.unpack(header)
+            self._inbox.put(pickle.loads(stdin.read(length)))  # noqa: S301 (our own parent)
+        os._exit(1)
+
+
+def _picklable(frame: tuple[str, Any]) -> tuple[str, Any]:
+    try:
+        pickle.loads(pickle.dumps(frame))  # noqa: S301 (what we have just written)
+    except Exception as error:
+        text = f"{type(frame[1]).__name__} cannot leave the process: {error}"
+        return ("raised", Fatal(text, code="result_not_storable" if frame[0] == "returned" else "unexpected"))
+    return frame
+
+
+async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output: BinaryIO) -> int:
+    settings = DatabaseSettings(**brief["database"])
+    async with Pool(settings, brief["url"]) as pool:
+        services, close_services = _services(brief, pool, registry)
+        worker = Worker(
+            pool,
+            registry,
+            settings=WorkerSettings(concurrency=1),
+            services=services,
+            close_services=close_services,
+            engine=EngineSettings(**brief["engine"]),
+            child=ChildProgram((sys.executable, "-m", "batchwright.operations.child"), {}),
+            version=brief["version"],
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+        await worker.run_alone(id, lambda claim: _tell(output, claim.claim))
+    return 0
+
+
+def _services(brief: dict[str, Any], pool: Pool, registry: Registry) -> tuple[Any, Any]:
+    """What the parent's operations may ask for, made anew by the function that the brief names."""
+    if (wanted := brief.get("services")) is None:
+        return None, None
+    module, _, name = wanted["factory"].partition(":")
+    made: tuple[Any, Any] = getattr(importlib.import_module(module), name)(wanted["settings"], pool, registry)
+    return made
+
+
+def _tell(output: BinaryIO, claim: int) -> None:
+    """A worker that was killed meanwhile hears nothing; the job goes on, for it is not to blame."""
+    with contextlib.suppress(BrokenPipeError):
+        _send(output, claim)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

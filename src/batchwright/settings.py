@@ -1,0 +1,241 @@
+"""All settings in one place: the file, then the environment, then flags; checked before anything starts.
+
+`batchwright.toml` (or the file that BATCHWRIGHT_CONFIG names) has one table per part:
+
+    operations = ["shop.jobs"]
+
+    [database]
+    url = "postgresql://batchwright@db/batchwright"
+
+    [worker]
+    concurrency = 50
+    queue_limits = { gpu = 1 }
+
+In the environment a setting is BATCHWRIGHT_<PART>_<NAME>: BATCHWRIGHT_DATABASE_URL, BATCHWRIGHT_WORKER_CONCURRENCY.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+import pydantic
+
+from batchwright.api.settings import ApiSettings
+from batchwright.batches.settings import BatchSettings
+from batchwright.batches.webhook_settings import WebhookSettings, refuse_doubles
+from batchwright.db.database import DatabaseSettings
+from batchwright.engine.queue import EngineSettings
+from batchwright.engine.retention import RetentionSettings
+from batchwright.engine.worker import WorkerSettings
+from batchwright.errors import ConfigurationError
+from batchwright.inference.settings import GatewaySettings, InferenceSettings, refuse_both
+from batchwright.storage.settings import StorageSettings
+
+PREFIX = "BATCHWRIGHT_"
+CONFIG = "BATCHWRIGHT_CONFIG"
+# What Kubernetes tells every pod about a service that is called batchwright, or batchwright-something.
+_KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
+_REPLACED_WHOLE = {"model_gateways", "queue_limits", "webhooks"}
+_OTHERS = {CONFIG, "BATCHWRIGHT_CHILD", "BATCHWRIGHT_REQUIRE_ALL"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged, and how."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """The least important level that is still written."""
+    form: Literal["auto", "text", "json"] = "auto"
+    """Text on a terminal and JSON elsewhere, unless one of them is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The whole configuration, one part per table."""
+
+    operations: tuple[str, ...] = ()
+    """Modules, files or folders with operations; installed packages are found by themselves."""
+    database: DatabaseSettings = field(default_factory=DatabaseSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    api: ApiSettings = field(default_factory=ApiSettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
+    storage: StorageSettings = field(default_factory=StorageSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    inference: InferenceSettings = field(default_factory=InferenceSettings)
+    global_inference_gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    model_gateways: dict[str, GatewaySettings] = field(default_factory=dict)
+    """A gateway for each model instead of one for all, each with all settings that it needs."""
+    webhooks: dict[str, tuple[WebhookSettings, ...]] = field(default_factory=dict)
+    """Who is told when a batch ends: a list of endpoints for each tenant."""
+
+    @property
+    def has_gateways(self) -> bool:
+        """Whether there is a model server to send batches to."""
+        return self.global_inference_gateway.is_set or bool(self.model_gateways)
+
+    def __post_init__(self) -> None:
+        refuse_both(self.global_inference_gateway, self.model_gateways)
+        refuse_doubles(self.webhooks)
+
+
+def is_table(part: dataclasses.Field[Any]) -> bool:
+    """Whether a field of Settings is a part with settings of its own, rather than one setting."""
+    return part.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(part.default_factory())
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """File < environment < flags; flags are nested like the file, and None there means not given."""
+    environment = os.environ if environment is None else environment
+    merged: dict[str, Any] = {}
+    for layer in (_from_file(environment, file), _from_environment(environment), flags or {}):
+        _merge(merged, layer)
+    _refuse_unknown(merged)
+    try:
+        return pydantic.TypeAdapter(Settings).validate_python(merged)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"the setting {where} is {first['input']!r}: {first['msg']}") from error
+
+
+def settings_document(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON, for another process of ours."""
+    document: dict[str, Any] = pydantic.TypeAdapter(Settings).dump_python(settings, mode="json")
+    return document
+
+
+def settings_of(document: Mapping[str, Any]) -> Settings:
+    return pydantic.TypeAdapter(Settings).validate_python(document)
+
+
+def _from_file(environment: Mapping[str, str], file: Path | None) -> dict[str, Any]:
+    named = file or (Path(environment[CONFIG]) if environment.get(CONFIG) else None)
+    path = named or Path("batchwright.toml")
+    if not path.is_file():
+        if named is not None:
+            raise ConfigurationError(f"there is no configuration file {path}")
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """BATCHWRIGHT_WORKER_CONCURRENCY=50 is worker.concurrency; lists and tables are JSON, or words with commas."""
+    found: dict[str, Any] = {}
+    known = _known()
+    for name, text in environment.items():
+        if not name.startswith(PREFIX) or name in _OTHERS or name.startswith(PREFIX + "TEST_"):
+            continue
+        if _KUBERNETES.search(f"{name}={text}"):
+            continue
+        path = known.get(name.removeprefix(PREFIX).lower())
+        if path is None:
+            close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), known, n=1)
+            hint = f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
+            raise ConfigurationError(f"the environment variable {name} is no setting{hint}")
+        table = found
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+        table[path[-1]] = _value(text, is_list=path in _lists())
+    return found
+
+
+def _value(text: str, *, is_list: bool) -> Any:
+    if text.startswith(("[", "{")):
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            raise ConfigurationError(f"{text!r} in the environment is not JSON: {error}") from error
+    return text.split(",") if is_list else text
+
+
+def _lists() -> set[tuple[str, ...]]:
+    """Settings that are lists, which the environment may write as words with commas."""
+    return {path for path, kind in _kinds().items() if "tuple" in kind}
+
+
+def _kinds() -> dict[tuple[str, ...], str]:
+    """Every setting, as its path, with the text of its type."""
+    kinds: dict[tuple[str, ...], str] = {}
+    for part in dataclasses.fields(Settings):
+        if not is_table(part) or part.default_factory is dataclasses.MISSING:
+            kinds[(part.name,)] = str(part.type)
+        else:
+            settings = dataclasses.fields(type(part.default_factory()))
+            kinds |= {(part.name, setting.name): str(setting.type) for setting in settings}
+    return kinds
+
+
+def _known() -> dict[str, tuple[str, ...]]:
+    """Every setting by its flat name: worker_concurrency -> (worker, concurrency)."""
+    return {"_".join(path): path for path in _kinds()}
+
+
+def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for name, value in layer.items():
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name not in _REPLACED_WHOLE:
+            _merge(into[name], value)
+        elif isinstance(value, Mapping):
+            into[name] = {inner: given for inner, given in value.items() if given is not None}
+        elif value is not None:
+            into[name] = value
+
+
+def _refuse_unknown(merged: Mapping[str, Any]) -> None:
+    known = set(_known().values())
+    tables = {path[0] for path in known if len(path) == 2}
+    for name, value in merged.items():
+        paths = [(name, inner) for inner in value] if name in tables and isinstance(value, Mapping) else [(name,)]
+        for path in paths:
+            if path not in known:
+                dotted = [".".join(one) for one in known]
+                close = difflib.get_close_matches(".".join(path), dotted, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ConfigurationError(f"there is no setting {'.'.join(path)}{hint}")
+    _refuse_unknown_of_gateways(merged.get("model_gateways"))
+    _refuse_unknown_of_webhooks(merged.get("webhooks", {}))
+    operations = merged.get("operations")
+    if isinstance(operations, str):
+        raise ConfigurationError(f'operations is a list: operations = ["{operations}"]')
+
+
+def _refuse_unknown_of_gateways(gateways: Any) -> None:
+    """The names inside model_gateways are models, so their settings lie one table deeper."""
+    for model, settings in gateways.items() if isinstance(gateways, Mapping) else ():
+        _refuse_unknown_inside(f'model_gateways."{model}"', settings, GatewaySettings)
+
+
+def _refuse_unknown_of_webhooks(webhooks: Any) -> None:
+    """The names inside webhooks are tenants, and each has a list of endpoints."""
+    for tenant, endpoints in webhooks.items() if isinstance(webhooks, Mapping) else (("default", None),):
+        if not isinstance(endpoints, list | tuple):
+            raise ConfigurationError(f"webhooks has a list of endpoints for each tenant; write [[webhooks.{tenant}]]")
+        for endpoint in endpoints:
+            _refuse_unknown_inside(f"webhooks.{tenant}", endpoint, WebhookSettings)
+
+
+def _refuse_unknown_inside(where: str, settings: Any, kind: type[GatewaySettings | WebhookSettings]) -> None:
+    known = [setting.name for setting in dataclasses.fields(kind)]
+    for name in settings if isinstance(settings, Mapping) else ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigurationError(f"there is no setting {where}.{name}{hint}")

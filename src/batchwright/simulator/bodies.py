@@ -1,0 +1,146 @@
+"""What a request asks for: its model, its prompt as one text, and how much it wants to be written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+
+from batchwright.errors import InvalidInput
+
+CHAT, COMPLETIONS, EMBEDDINGS, MODERATIONS, RESPONSES = ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/responses",
+)
+OUTPUT_TOKENS_MAX = 1_000_000
+_CHOICES_MAX = 128
+_INPUTS_MAX = 2048
+_DIMENSIONS_MAX = 4096
+
+
+class Body(msgspec.Struct, gc=False):
+    """The fields that matter here; all others are skipped without being read."""
+
+    model: str = ""
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[Any] | None = None
+    input: str | list[Any] | None = None
+    instructions: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    dimensions: int | None = None
+    encoding_format: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Ask:
+    """A request that the model can work on."""
+
+    endpoint: str
+    model: str
+    prompts: list[bytes]
+    choices: int = 1
+    max_tokens: int | None = None
+    dimensions: int | None = None
+    is_base64: bool = False
+
+
+_decode = msgspec.json.Decoder(Body).decode
+
+
+def read(endpoint: str, raw: bytes) -> Ask:
+    """Refuses what a model server would refuse."""
+    try:
+        body = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the body is not what {endpoint} takes: {error}") from error
+    if body.stream:
+        raise InvalidInput("the simulator does not stream; leave `stream` out", param="stream")
+    if not body.model and endpoint != MODERATIONS:
+        raise InvalidInput("you must provide a model parameter", param="model")
+    return Ask(
+        endpoint=endpoint,
+        model=body.model or "omni-moderation-latest",
+        prompts=_prompts(endpoint, body),
+        choices=_within("n", body.n, 1, _CHOICES_MAX) or 1,
+        max_tokens=_max_tokens(endpoint, body),
+        dimensions=_within("dimensions", body.dimensions, 1, _DIMENSIONS_MAX),
+        is_base64=body.encoding_format == "base64",
+    )
+
+
+def _max_tokens(endpoint: str, body: Body) -> int | None:
+    if endpoint == CHAT and body.max_completion_tokens is not None:
+        return _within("max_completion_tokens", body.max_completion_tokens, 1, OUTPUT_TOKENS_MAX)
+    if endpoint == RESPONSES:
+        return _within("max_output_tokens", body.max_output_tokens, 1, OUTPUT_TOKENS_MAX)
+    return _within("max_tokens", body.max_tokens, 1, OUTPUT_TOKENS_MAX)
+
+
+def _within(name: str, value: int | None, least: int, most: int) -> int | None:
+    if value is not None and not least <= value <= most:
+        raise InvalidInput(f"{name} is {value}, but must be from {least} to {most}", param=name)
+    return value
+
+
+def _prompts(endpoint: str, body: Body) -> list[bytes]:
+    if endpoint == CHAT:
+        if not body.messages:
+            raise InvalidInput("messages must be a list with at least one message", param="messages")
+        return [_joined(body.tools, *map(_message, body.messages))]
+    if endpoint == RESPONSES:
+        if body.input is None:
+            raise InvalidInput("you must provide an input parameter", param="input")
+        return [_joined(body.tools, _text(body.instructions or ""), *map(_text, _parts(body.input)))]
+    name, value = ("prompt", body.prompt) if endpoint == COMPLETIONS else ("input", body.input)
+    if not value:
+        raise InvalidInput(f"{name} must be a text or a list of texts, and not empty", param=name)
+    texts = _texts(value)
+    if len(texts) > _INPUTS_MAX:
+        raise InvalidInput(f"{name} has {len(texts)} texts, but {_INPUTS_MAX} are allowed", param=name)
+    return texts
+
+
+def _joined(tools: list[Any] | None, *texts: str) -> bytes:
+    """Tools come first, as chat templates have it, so that requests with other tools share nothing."""
+    head = orjson.dumps(tools) if tools else b""
+    return head + "".join(texts).encode("utf-8", "surrogatepass")
+
+
+def _message(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if type(content) is str and len(message) == 2:
+        return f"<|{message.get('role')}|>{content}\n"
+    return f"<|{message.get('role')}|>{orjson.dumps(message).decode()}\n"
+
+
+def _parts(value: str | list[Any]) -> list[Any]:
+    return [value] if isinstance(value, str) else value
+
+
+def _text(part: Any) -> str:
+    return part if isinstance(part, str) else orjson.dumps(part).decode()
+
+
+def _texts(value: str | list[Any]) -> list[bytes]:
+    """One text, many texts, one list of token numbers, or many of them."""
+    if isinstance(value, str) or isinstance(value[0], int):
+        value = [value]
+    return [_text_of(one) for one in value]
+
+
+def _text_of(one: Any) -> bytes:
+    if isinstance(one, str):
+        return one.encode()
+    if isinstance(one, list) and all(isinstance(number, int) for number in one):
+        return b"".join(b"%4d" % (number % 10_000) for number in one)  # four bytes each, as the token that it is
+    raise InvalidInput(f"an input is {type(one).__name__}, but must be a text or a list of token numbers")

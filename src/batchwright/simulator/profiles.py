@@ -1,0 +1,109 @@
+"""How fast a simulated model server is: its capacity as numbers, and presets with plausible ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchwright.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The capacity of one model on one server; rates are in tokens per second, and 0 means at once."""
+
+    prefill_rate: float = 0.0
+    """Prompt tokens per second that the server reads, shared by the requests that are being read."""
+    decode_rate: float = 0.0
+    """Tokens per second that one request writes when it is alone."""
+    decode_rate_total: float = 0.0
+    """Tokens per second that all requests together approach and never pass; 0 sets no ceiling."""
+    max_running: int = 256
+    """Requests that are read or written at the same time; further ones wait."""
+    max_waiting: int | None = None
+    """Requests that may wait; further ones are refused. Unset, all may wait, as with vLLM."""
+    refuse_status: int = 429
+    """The status with which requests are refused: 429 or 503."""
+    retry_after: float = 1.0
+    """The Retry-After that goes with a refusal, in seconds."""
+    cache_blocks: int = 1 << 17
+    """Blocks of 16 tokens that the prefix cache holds; 0 turns it off."""
+    output_tokens: float = 128.0
+    """Median of the tokens written when the request sets no maximum."""
+    output_sigma: float = 0.6
+    """Spread of that lognormal distribution; 0 makes all answers equally long."""
+    context_tokens: int | None = None
+    """Prompt and answer together may not be longer; unset, there is no limit."""
+    embedding_dimensions: int = 256
+    """Numbers in an embedding when the request does not say how many."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_rate", "decode_rate", "decode_rate_total", "retry_after", "output_sigma", "cache_blocks"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be 0 or more")
+        for name in ("max_running", "output_tokens", "embedding_dimensions"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be 1 or more")
+        if self.max_waiting is not None and self.max_waiting < 0:
+            raise ConfigurationError(f"max_waiting is {self.max_waiting}, but must be 0 or more")
+        if self.refuse_status not in (429, 503):
+            raise ConfigurationError(f"refuse_status is {self.refuse_status}, but must be 429 or 503")
+
+    def decode_rate_each(self, running: int) -> float:
+        """A step of the server takes a fixed time and a little more for every further request in it."""
+        ceiling = self.decode_rate_total
+        return 1.0 / (1.0 / self.decode_rate + ((running - 1) / ceiling if ceiling else 0.0))
+
+    def with_values(self, values: Mapping[str, Any]) -> Profile:
+        """The same with other numbers; a name that is not a field is refused with those that are."""
+        known = {field.name for field in dataclasses.fields(self)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigurationError(f"a profile has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        for name, value in values.items():
+            may_be_unset = name in ("max_waiting", "context_tokens") and value is None
+            if not may_be_unset and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ConfigurationError(f"{name} is {value!r}, but must be a number")
+        return dataclasses.replace(self, **values)
+
+
+# Assumptions of plausible size, not measurements: put in what your own server does.
+PROFILES: dict[str, Profile] = {
+    "instant": Profile(max_running=100_000, cache_blocks=0),
+    "fast": Profile(prefill_rate=200_000, decode_rate=500, decode_rate_total=50_000, max_running=256),
+    "7b": Profile(prefill_rate=15_000, decode_rate=80, decode_rate_total=4_000, max_running=128),
+    "8b-on-l4": Profile(
+        prefill_rate=4_000, decode_rate=30, decode_rate_total=900, max_running=64, cache_blocks=3_000,
+        context_tokens=32_768,
+    ),
+    "8b-on-h100": Profile(
+        prefill_rate=40_000, decode_rate=150, decode_rate_total=12_000, max_running=256, cache_blocks=25_000,
+        context_tokens=131_072,
+    ),
+    "70b-on-h100": Profile(
+        prefill_rate=10_000, decode_rate=45, decode_rate_total=3_000, max_running=256, cache_blocks=15_000,
+        context_tokens=131_072,
+    ),
+}  # fmt: skip
+
+
+def profile(name: str) -> Profile:
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise ConfigurationError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}") from None
+
+
+def named_model(text: str, default: str) -> tuple[str, str]:
+    """`qwen:7b` is the model qwen with the profile 7b, `qwen` has the default one."""
+    name, colon, found = text.rpartition(":")
+    if not colon:
+        return text, default
+    if not name or found not in PROFILES:
+        raise ConfigurationError(
+            f"{text!r} names no known profile after its last colon; there are {', '.join(PROFILES)}. "
+            f"A model whose own name has a colon needs one too, as in {text}:{default}"
+        )
+    return name, found

@@ -1,0 +1,285 @@
+"""Objects in a folder, by plain file calls: obstore's own local store neither fsyncs nor removes what a kill leaves.
+
+    write     draft in .drafts/ → fsync → rename or link to its key → fsync of the folders
+
+So a key has the whole object or none, whatever dies when, and what `write` has answered survives a power cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from batchwright.errors import Conflict, InvalidInput, NotFound, StorageError, StorageFull, StorageUnavailable
+from batchwright.storage.backend import Exists, Found
+from batchwright.storage.contents import gathered
+from batchwright.storage.settings import MIB
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DRAFTS = ".drafts"
+PAGE = 1_000
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
+_RACES_MAX = 100
+
+
+class Local:
+    """A folder as an object store."""
+
+    part_bytes = MIB
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.expanduser().resolve()
+        self._drafts = self._root / DRAFTS
+
+    async def write(self, key: str, chunks: AsyncIterator[bytes], *, create: bool) -> str | None:
+        draft = await self._call(key, _Draft, self._drafts)
+        try:
+            async for chunk in gathered(chunks, self.part_bytes):
+                await self._call(key, draft.write, chunk)
+            return await self._call(key, self._publish, draft, key, create)
+        finally:
+            await asyncio.to_thread(draft.discard)
+
+    async def adopt(self, key: str, path: Path) -> str | None:
+        return await self._call(key, self._link, path, key)
+
+    async def read(self, key: str, start: int, end: int, etag: str | None) -> bytes:
+        return await self._call(key, self._read, key, start, end, etag)
+
+    async def head(self, key: str) -> Found | None:
+        return await self._call(key, self._head, key)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._call(keys[0], self._delete, keys)
+
+    async def copy(self, source: str, target: str) -> None:
+        """Objects never change, so that two keys may share one file."""
+        if await self._call(source, self._link, self._path(source), target) is None:
+            await self._call(source, self._copy, source, target)
+
+    async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sequence[Found]]:
+        walk = _walk(self._root / prefix, f"{prefix}/" if prefix else "", after or "")
+        while page := await self._call(prefix, list, itertools.islice(walk, PAGE)):
+            yield page
+
+    def local_path(self, key: str) -> Path | None:
+        return self._path(key)
+
+    async def sweep(self, older_than_seconds: float) -> int:
+        return await self._call(DRAFTS, self._sweep, time.time() - older_than_seconds)
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+    def _path(self, key: str) -> Path:
+        return self._root / key
+
+    async def _call(self, key: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._explained(key):
+            return await asyncio.to_thread(work, *args, **kwargs)
+
+    def _publish(self, draft: _Draft, key: str, create: bool) -> str | None:
+        found = draft.finish()
+        self._place(draft.path, key, os.link if create else os.replace)
+        return _etag(found)
+
+    def _place(self, draft: Path, key: str, move: Callable[[Path, Path], None]) -> None:
+        """Give the draft its name; folders are made anew when a deletion of their last object took them away."""
+        target = self._path(key)
+        for _ in range(_RACES_MAX):
+            with suppress(FileNotFoundError):
+                _make_folders(target.parent)
+                move(draft, target)
+                self._sync_folders(target.parent)
+                return
+            draft.stat()
+        raise StorageUnavailable(f"the folder {target.parent} vanishes as often as it is made")
+
+    def _sync_folders(self, folder: Path) -> None:
+        """All up to the root: who made one of them may be dead before it synced that."""
+        for one in (folder, *folder.parents):
+            _sync_folder(one)
+            if one == self._root:
+                break
+
+    def _link(self, path: Path, key: str) -> str | None:
+        draft = _draft_path(self._drafts)
+        try:
+            os.link(path, draft)
+        except OSError as error:
+            if error.errno in _CANNOT_LINK:
+                return None
+            raise
+        try:
+            found = _sync_file(draft)
+            self._place(draft, key, os.replace)
+        finally:
+            draft.unlink(missing_ok=True)  # replacing a file by another link to itself leaves both names
+        return _etag(found)
+
+    def _head(self, key: str) -> Found | None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            info = self._path(key).stat()
+            return _found(key, info) if stat.S_ISREG(info.st_mode) else None
+        return None
+
+    def _read(self, key: str, start: int, end: int, etag: str | None) -> bytes:
+        try:
+            file = self._path(key).open("rb", buffering=0)
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise FileNotFoundError(key) from error
+        with file:
+            if etag is not None and _etag(os.fstat(file.fileno())) != etag:
+                raise Conflict(f"{key} was replaced while it was read: read it again from its beginning")
+            return os.pread(file.fileno(), end - start, start)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        folders = set()
+        for key in keys:
+            with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                self._path(key).unlink()
+            folders.add(self._path(key).parent)
+        for folder in folders:
+            self._prune(folder)
+
+    def _prune(self, folder: Path) -> None:
+        """Remove folders that are empty now; the first that is not ends it."""
+        with suppress(OSError):
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
+        with suppress(OSError):
+            _sync_folder(folder)
+
+    def _copy(self, source: str, target: str) -> None:
+        draft = _Draft(self._drafts)
+        try:
+            with self._path(source).open("rb") as file:
+                shutil.copyfileobj(file, draft.file, MIB)
+            self._publish(draft, target, create=False)
+        finally:
+            draft.discard()
+
+    def _sweep(self, before: float) -> int:
+        removed = 0
+        with suppress(FileNotFoundError):
+            for draft in self._drafts.iterdir():
+                with suppress(FileNotFoundError):
+                    if draft.stat().st_mtime < before:
+                        draft.unlink()
+                        removed += 1
+        return removed
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no object {key}") from error
+        except FileExistsError as error:
+            raise Exists(f"there is an object {key} already") from error
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise InvalidInput(f"{key} cannot be both an object and a folder of others") from error
+        except OSError as error:
+            raise self._storage_error(key, error) from error
+
+    def _storage_error(self, key: str, error: OSError) -> StorageError:
+        where = f"{key} in the folder {self._root}: {error.strerror or error}"
+        if error.errno in _FULL:
+            return StorageFull(f"no room for {where}; free some, or point storage.url elsewhere")
+        if error.errno in _REFUSED:
+            return StorageError(f"not allowed to use {where}; give the folder to this user, or set storage.url")
+        return StorageUnavailable(where)
+
+
+class _Draft:
+    """A file that nobody sees yet. The lock inside the file object lets nobody close it under a write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = _draft_path(folder)
+        self.file = self.path.open("xb")
+
+    def write(self, chunk: bytes) -> None:
+        self.file.write(chunk)
+
+    def finish(self) -> os.stat_result:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return os.fstat(self.file.fileno())
+
+    def discard(self) -> None:
+        with suppress(OSError):  # what could not be written is not wanted either
+            self.file.close()
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def _draft_path(folder: Path) -> Path:
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / uuid.uuid4().hex
+
+
+def _make_folders(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if folder.is_file():  # else it was there a moment ago, and a deletion has taken it since
+            raise NotADirectoryError(folder) from error
+
+
+def _walk(folder: Path, prefix: str, after: str) -> Iterator[Found]:
+    """In the order of whole keys, in which `a-b` comes before `a/b`: a folder is sorted with its slash."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if entry.name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        key = prefix + name
+        if key <= after and not after.startswith(key):
+            continue
+        if name.endswith("/"):
+            yield from _walk(folder / name, key, after)
+        elif key != after:
+            with suppress(FileNotFoundError):
+                yield _found(key, (folder / name).stat())
+
+
+def _found(key: str, info: os.stat_result) -> Found:
+    modified_at = datetime.fromtimestamp(info.st_mtime, UTC)
+    return Found(key=key, size=info.st_size, etag=_etag(info), modified_at=modified_at)
+
+
+def _etag(info: os.stat_result) -> str:
+    return f"{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}"
+
+
+def _sync_file(path: Path) -> os.stat_result:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

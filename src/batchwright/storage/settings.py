@@ -1,0 +1,37 @@
+"""Where files live, and how patient we are with that place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchwright.errors import ConfigurationError
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageSettings:
+    """Where files live. Keys, region and endpoint of a store come from its provider's own environment variables."""
+
+    url: str | None = None
+    """`s3://bucket/path`, `gs://bucket/path`, `az://account/container/path` or `file:///folder`; unset, a folder
+    `files` beside the embedded database."""
+    attempts: int = 6
+    """How often one operation is tried while the store is away or answers with errors of its own."""
+    retry_seconds_max: float = 60.0
+    """No further attempt begins later than this after the first."""
+    timeout_seconds: float = 60.0
+    """How long one request to a remote store may take."""
+    connect_timeout_seconds: float = 5.0
+    """How long connecting to a remote store may take."""
+    part_bytes: int = 8 * MIB
+    """Larger objects travel to and from a remote store in parts of this size."""
+
+    def __post_init__(self) -> None:
+        at_least = {"attempts": 1, "retry_seconds_max": 0, "part_bytes": 5 * MIB}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"storage.{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("timeout_seconds", "connect_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"storage.{name} is {getattr(self, name)}; it must be more than 0")

@@ -1,0 +1,226 @@
+"""The object store: streams in and out by key, with limits, checksums and retries, over a folder or a remote store.
+
+>>> store = open_store(StorageSettings(url="s3://bucket/batchwright"), beside=folder)
+>>> stored = await store.put("files/file-1", request.stream(), limit=200_000_000)
+>>> async for chunk in store.get("files/file-1", start=1_000):
+...     await send(chunk)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from batchwright.errors import ConfigurationError, Conflict, NotFound, StorageUnavailable
+from batchwright.storage.backend import Backend, Exists, Found
+from batchwright.storage.contents import Contents, Repeatable, Source
+from batchwright.storage.keys import checked, checked_prefix
+from batchwright.storage.local import Local
+from batchwright.storage.remote import SCHEMES, Remote, redacted
+from batchwright.storage.retry import Counter, Retry
+from batchwright.storage.settings import StorageSettings
+from batchwright.telemetry.tracing import span
+
+FOLDER = "files"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What was put: durable, and under its key in one piece."""
+
+    key: str
+    size: int
+    sha256: str
+    etag: str | None
+
+
+class Store:
+    """Objects by key. Any call may raise StorageUnavailable (later, perhaps), StorageFull or StorageError (never)."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        settings: StorageSettings | None = None,
+        *,
+        counts: Counter | None = None,
+        component: str = "worker",
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._backend = backend
+        self._retry = Retry(settings or StorageSettings(), counts, component, pause)
+
+    async def put(self, key: str, source: Source, *, limit: int | None = None) -> Stored:
+        """Write the object, in place of any other; one that is over the limit raises TooLarge and leaves nothing.
+
+        A stream longer than a part can be sent only once: hand over a callable that makes it to survive a
+        failure in the middle.
+        """
+        checked(key)
+        contents = Contents(source, limit)
+        with _storing(key, contents):
+            await contents.hold(self._backend.part_bytes)
+            return await self._write(key, contents, create=False)
+
+    async def put_if_absent(self, key: str, source: Repeatable, *, limit: int | None = None) -> Stored:
+        """Create the object, or answer the one that is there if it is the same; another one is a Conflict.
+
+        In a folder, and for objects of less than a part, exactly one of two creators wins.
+        """
+        contents = Contents(source, limit)
+        with _storing(checked(key), contents):
+            try:
+                return await self._write(key, contents, create=True)
+            except Exists:
+                return await self._same(key, contents)
+
+    async def put_file(self, key: str, path: Path) -> Stored:
+        """Write a finished file, which must never change again: a folder links it instead of copying it."""
+        contents = Contents(path)
+        if not await asyncio.to_thread(path.is_file):
+            raise NotFound(f"there is no file {path} to upload")
+        with _storing(checked(key), contents):
+            etag = await self._retry("put", lambda: self._backend.adopt(key, path))
+            if etag is None:
+                return await self._write(key, contents, create=False)
+            await contents.measure()
+        return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+        """The bytes from `start` to before `end`, a part at a time; each part is asked for when it is wanted."""
+        with span("storage.Retrieve", attributes={"storage.key": key, "storage.bytes": 0}, current=False) as retrieving:
+            found = await self.head(key)
+            if found is None:
+                raise NotFound(f"there is no object {key}")
+            stop = found.size if end is None else min(end, found.size)
+            first = start
+            while start < stop:
+                part = await self._part(key, start, min(stop, start + self._backend.part_bytes), found.etag)
+                start += len(part)
+                retrieving.set({"storage.bytes": start - first})
+                yield part
+
+    async def read(self, key: str, start: int, length: int) -> bytes:
+        """At most `length` bytes from `start`; fewer where the object ends."""
+        return b"".join([part async for part in self.get(key, start, start + length)])
+
+    async def head(self, key: str) -> Found | None:
+        checked(key)
+        return await self._retry("head", lambda: self._backend.head(key))
+
+    async def delete(self, *keys: str) -> None:
+        """Those that are missing are as good as deleted."""
+        if keys:
+            for key in keys:
+                checked(key)
+            with span("storage.Delete", attributes={"storage.key": keys[0], "storage.keys": len(keys)}):
+                await self._retry("delete", lambda: self._backend.delete(keys))
+
+    async def copy(self, source: str, target: str) -> None:
+        checked(source)
+        checked(target)
+        with span("storage.Store", attributes={"storage.key": target, "storage.source": source}):
+            await self._retry("copy", lambda: self._backend.copy(source, target))
+
+    async def list(self, prefix: str = "", after: str | None = None) -> AsyncIterator[Found]:
+        """Objects in a folder and below it, in the order of their keys, those after `after` only."""
+        prefix, after = checked_prefix(prefix), after and checked(after)
+        pages = self._backend.pages(prefix, after)
+        while True:
+            pages, page = await self._retry("list", _Page(self._backend, pages, prefix, after).turn)
+            for found in page:
+                yield found
+            if not page:
+                return
+            after = page[-1].key
+
+    def local_path(self, key: str) -> Path | None:
+        """Where the object is a file of this machine: its path, whether or not it is there. Only for reading."""
+        return self._backend.local_path(checked(key))
+
+    async def sweep(self, older_than_seconds: float = 86_400) -> int:
+        """Remove what killed writers left half-written in a folder; answers how much that was."""
+        return await self._retry("sweep", lambda: self._backend.sweep(older_than_seconds))
+
+    def __str__(self) -> str:
+        """Where this is, without secrets."""
+        return str(self._backend)
+
+    async def _write(self, key: str, contents: Contents, *, create: bool) -> Stored:
+        etag = await self._retry(
+            "put",
+            lambda: self._backend.write(key, contents.chunks(), create=create),
+            may_repeat=lambda: contents.repeatable,
+        )
+        return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
+
+    async def _same(self, key: str, contents: Contents) -> Stored:
+        """The object that is there, if its bytes are the ones that were to be put."""
+        await contents.measure()
+        found = await self.head(key)
+        if found is not None and found.size == contents.size:
+            digest = hashlib.sha256()
+            async for part in self.get(key):
+                digest.update(part)
+            if digest.hexdigest() == contents.sha256:
+                return Stored(key=key, size=found.size, sha256=contents.sha256, etag=found.etag)
+        raise Conflict(f"there is another object {key} already; choose a new key, or put() to replace it")
+
+    async def _part(self, key: str, start: int, end: int, etag: str | None) -> bytes:
+        part = await self._retry("get", lambda: self._backend.read(key, start, end, etag))
+        if len(part) != end - start:
+            raise StorageUnavailable(f"{key} in {self}: asked for {end - start} bytes and got {len(part)}")
+        return part
+
+
+@contextlib.contextmanager
+def _storing(key: str, contents: Contents) -> Iterator[None]:
+    with span("storage.Store", attributes={"storage.key": key}) as storing:
+        yield
+        storing.set({"storage.bytes": contents.size})
+
+
+class _Page:
+    """Turns to the next page of a listing; after a failure the listing begins again behind what was seen."""
+
+    def __init__(self, backend: Backend, pages: AsyncIterator[Sequence[Found]], prefix: str, after: str | None) -> None:
+        self._again = functools.partial(backend.pages, prefix, after)
+        self._pages = pages
+
+    async def turn(self) -> tuple[AsyncIterator[Sequence[Found]], Sequence[Found]]:
+        try:
+            return self._pages, await anext(self._pages, None) or ()
+        except StorageUnavailable:
+            self._pages = self._again()
+            raise
+
+
+def open_store(
+    settings: StorageSettings, *, beside: Path, counts: Counter | None = None, component: str = "worker"
+) -> Store:
+    """The store that the settings name, or the folder `files` in `beside`, where the embedded database is."""
+    return Store(_backend(settings, beside), settings, counts=counts, component=component)
+
+
+def _backend(settings: StorageSettings, beside: Path) -> Backend:
+    if settings.url is None:
+        return Local(beside / FOLDER)
+    parts = urlsplit(settings.url)
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigurationError(
+            f"storage.url {redacted(settings.url)} must be without user, password and query; "
+            "credentials come from the environment, such as AWS_ACCESS_KEY_ID"
+        )
+    if parts.scheme == "file" and parts.netloc == "" and parts.path.startswith("/"):
+        return Local(Path(unquote(parts.path)))
+    if parts.scheme in SCHEMES and parts.netloc:
+        return Remote.at(settings.url, settings)
+    raise ConfigurationError(
+        f"storage.url {redacted(settings.url)} is none that we know: write s3://bucket/path, gs://bucket/path, "
+        "az://account/container/path or file:///folder"
+    )

@@ -1,0 +1,1 @@
+"""What Batchwright tells about itself."""

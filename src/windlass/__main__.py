@@ -1,5 +1,0 @@
-"""`python -m windlass` is `windlass`."""
-
-from windlass.cli import main
-
-main()

@@ -1,1 +1,0 @@
-"""Operations that come with Windlass; a worker runs those that its configuration names."""

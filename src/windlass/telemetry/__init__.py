@@ -1,1 +1,0 @@
-"""What Windlass tells about itself."""
