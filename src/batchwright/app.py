@@ -11,6 +11,7 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from uuid import UUID
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 VERSION = version("batchwright")
 _ENQUEUE_TRIES = 5
+_HTTP_PATIENCE_SECONDS = 10.0
+"""How long a request of a user waits for a store that is unavailable, before it is told so."""
 _WAIT_SECONDS_MIN = 0.005
 _WAIT_SECONDS_MAX = 0.5
 Operation = str | NewJob | Any
@@ -130,9 +133,11 @@ class AsyncBatchwright:
             self._store = open_store(self.settings.storage, beside=self.folder)
         return self._store
 
-    def open_store(self, component: str, counts: Counts) -> Store:
-        """The same store for a part that counts what it asks of it."""
-        return open_store(self.settings.storage, beside=self.folder, counts=StorageCounts(counts), component=component)
+    def open_store(self, component: str, counts: Counts, *, patience_seconds: float = inf) -> Store:
+        """The same store for a part that counts what it asks of it; some have less patience than the settings say."""
+        settings = self.settings.storage
+        settings = dataclasses.replace(settings, retry_seconds_max=min(settings.retry_seconds_max, patience_seconds))
+        return open_store(settings, beside=self.folder, counts=StorageCounts(counts), component=component)
 
     @property
     def files(self) -> Files:
@@ -304,7 +309,7 @@ class AsyncBatchwright:
         await require_key(settings, self.keys)
         counts = process_counts()
         stored = Counts([STORAGE_METRIC])
-        store = self.open_store("apiserver", stored)
+        store = self.open_store("apiserver", stored, patience_seconds=_HTTP_PATIENCE_SECONDS)
         return ApiServer(
             CountsWriter(self.queue, f"api:{worker_id()}", stored),
             Services(

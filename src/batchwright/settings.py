@@ -45,7 +45,7 @@ CONFIG = "BATCHWRIGHT_CONFIG"
 # What Kubernetes tells every pod about a service that is called batchwright, or batchwright-something.
 _KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
 _REPLACED_WHOLE = {"model_gateways", "queue_limits", "webhooks"}
-_OTHERS = {CONFIG, "BATCHWRIGHT_CHILD", "BATCHWRIGHT_REQUIRE_ALL"}
+_OTHERS = {CONFIG, "BATCHWRIGHT_CHILD", "BATCHWRIGHT_PERTURB", "BATCHWRIGHT_PERTURB_SEED", "BATCHWRIGHT_REQUIRE_ALL"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

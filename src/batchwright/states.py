@@ -132,11 +132,12 @@ BATCH = Lifecycle(
         Move("expire", _IN_PROGRESS, _EXPIRED, "its window was over; the files hold what was answered"),
         Move("fail", _IN_PROGRESS, _FAILED, "something broke for good; the files hold what was answered"),
         Move("cancel", _IN_PROGRESS, _CANCELLING, "a user cancels it"),
+        Move("resend", _FINALIZING, _IN_PROGRESS, "lines have no answer after all; they are sent again"),
         Move("complete", _FINALIZING, _COMPLETED, "the files are in the store and every line is accounted for"),
-        Move("fail", _FINALIZING, _FAILED, "the store refused the files; only the counts are known"),
+        Move("fail", _FINALIZING, _FAILED, "the files could not be written; only the counts are known"),
         Move("cancel", _FINALIZING, _CANCELLING, "a user cancels it; the files are written all the same"),
         Move("end_cancelled", _CANCELLING, _CANCELLED, "what was in flight has ended and the files are written"),
-        Move("fail", _CANCELLING, _FAILED, "the store refused the files; only the counts are known"),
+        Move("fail", _CANCELLING, _FAILED, "its job could not be run; only the counts are known"),
     ),
 )
 

@@ -59,5 +59,5 @@ async def _drain(batchwright: AsyncBatchwright, fast_forward: bool, limit: int) 
                     return total
                 time = due
     finally:
-        await queue.remove_worker(worker.id)
+        await queue.leave(worker.id)
         await worker.close()

@@ -107,6 +107,7 @@ async def test_a_new_batch_is_shown_with_every_field(api: Api, http: httpx.Async
         "error_summary": [],
         "cost": 0.0,
         "prefix_saved_tokens": 0,
+        "waiting_on": [],
         "priority": 5,
         "limits": {"max_in_flight": None},
     }
@@ -404,6 +405,18 @@ async def test_counts_usage_model_and_times_are_those_of_the_row(api: Api, http:
     assert (await shown(http, id))["cost"] is None
 
 
+async def test_a_batch_that_waits_says_for_what_until_nobody_says_so_any_more(
+    api: Api, http: httpx.AsyncClient
+) -> None:
+    id = await begun(api, http)
+    assert await api.batchwright.batches.note_wait(id, "store", "503 Slow Down")
+    assert (await shown(http, id))["waiting_on"] == [
+        {"reason": "store", "message": "the store is unavailable: 503 Slow Down"}
+    ]
+    await api.sql("UPDATE batchwright.batch SET waiting_at = now() - interval '3 minutes'")
+    assert (await shown(http, id))["waiting_on"] == []
+
+
 async def test_a_batch_of_many_models_names_none(api: Api, http: httpx.AsyncClient) -> None:
     assert (await shown(http, await begun(api, http, ["small", "large"])))["model"] is None
     assert (await shown(http, await begun(api, http, ["large"])))["model"] == "large"
@@ -671,7 +684,7 @@ class Shard:
         part = self._journal.take()
         key = None
         if self.stored:
-            key = segment_key(self.id, self.number, 1, part.start, part.end)
+            key = segment_key(self.id, self.number, 1, "h", part.start, part.end)
             await self.api.batchwright.store.put(key, self.path.read_bytes()[part.start : part.end])
         await self.api.sql(
             """INSERT INTO batchwright.batch_segment

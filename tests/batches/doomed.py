@@ -18,6 +18,7 @@ from typing import Any
 
 from batchwright.app import AsyncBatchwright
 from batchwright.settings import settings_of
+from tests.perturb import perturbed_process
 
 
 def doom(at: str, when: str, call: int) -> None:
@@ -70,5 +71,6 @@ async def main(brief: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    with perturbed_process("doomed"):
+        asyncio.run(main(json.loads(sys.argv[1])))
     os._exit(0)

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from batchwright.app import AsyncBatchwright
+from batchwright.batches import process, store
 from batchwright.batches.files import NewFile, new_file_id, object_key
 from batchwright.batches.operations import process_job
 from batchwright.batches.store import Batch, NewBatch
@@ -116,6 +117,18 @@ class Stage:
         for _, task in self.workers:
             with suppress(asyncio.CancelledError):
                 await task
+
+
+async def given_up(stage: Stage, monkeypatch: Any, id: str) -> Batch:
+    """How a batch ends that has waited for the store as long as it may."""
+    monkeypatch.setattr(process, "AWAY_SECONDS", 0.05)
+    monkeypatch.setattr(store, "PATIENCE_SECONDS", 0.0)
+    async with asyncio.timeout(30):
+        while not (await stage.get(id)).waits:
+            await asyncio.sleep(0.02)
+    sql = "UPDATE batchwright.batch SET expires_at = now() - interval '1 second' WHERE id = %(id)s RETURNING id"
+    await stage.batchwright.pool.rows(sql, {"id": id})
+    return await stage.ended(id)
 
 
 def stage_settings(database_url: str, folder: Path, url: str, **parts: Any) -> Settings:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import os
-
 import pytest
 
-from batchwright.batches import execution
-from batchwright.batches.journal import Journal
 from batchwright.batches.store import window_seconds
-from batchwright.errors import InvalidInput, StorageFull
+from batchwright.errors import InvalidInput
 from batchwright.states import BatchStatus
 from tests.batches.stage import jsonl, request, staged
 
@@ -111,49 +106,6 @@ async def test_an_answer_that_is_none_becomes_an_error_line(database_url, tmp_pa
         assert batch.status is BatchStatus.COMPLETED
         assert [line["custom_id"] for line in output] == ["good"]
         assert {line["custom_id"]: line["error"]["code"] for line in errors} == FAULTS
-
-
-async def test_a_full_disk_is_waited_for_and_the_third_time_the_batch_fails_with_counts_only(
-    database_url, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.01)
-    append = Journal.append
-    written = 0
-
-    def run_full(self, *args, **kwargs):
-        nonlocal written
-        if written >= 10:
-            raise StorageFull(os.strerror(errno.ENOSPC))
-        written += 1
-        append(self, *args, **kwargs)
-
-    monkeypatch.setattr(Journal, "append", run_full)
-    async with staged(database_url, tmp_path) as stage:
-        stage.work()
-        batch = await stage.ended(await stage.submit([request(f"r{n}") for n in range(100)]))
-        assert batch.status is BatchStatus.FAILED
-        assert (batch.full_disks, batch.completed, batch.total) == (3, 10, 100)
-        assert (batch.output_file_id, batch.error_file_id, batch.manifest) == (None, None, None)
-        assert batch.errors["data"][0]["code"] == "disk_full"
-
-
-async def test_a_disk_that_was_full_for_a_moment_costs_nothing_but_time(database_url, tmp_path, monkeypatch):
-    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.01)
-    append = Journal.append
-    calls = 0
-
-    def once_full(self, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise StorageFull(os.strerror(errno.ENOSPC))
-        append(self, *args, **kwargs)
-
-    monkeypatch.setattr(Journal, "append", once_full)
-    async with staged(database_url, tmp_path) as stage:
-        stage.work()
-        batch = await stage.ended(await stage.submit([request(f"r{n}") for n in range(50)]))
-        assert (batch.status, batch.completed, batch.full_disks) == (BatchStatus.COMPLETED, 50, 1)
 
 
 async def test_the_other_endpoints_work_too(database_url, tmp_path):

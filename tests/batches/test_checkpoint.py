@@ -9,8 +9,10 @@ from uuid import uuid4
 import pytest
 
 from batchwright.batches.checkpoint import UPLOADS_MAX, Checkpoints, Owner
-from batchwright.batches.journal import Outcome, Part, adopt
+from batchwright.batches.journal import Outcome
 from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
+from batchwright.batches.store import Position, Registered
+from batchwright.batches.waits import Waits
 from batchwright.batches.workspace import Workspace
 from batchwright.engine.counts import WorkerCounts
 from batchwright.errors import StorageUnavailable
@@ -18,47 +20,100 @@ from batchwright.storage import StorageSettings, Store, open_store
 
 FIRST = b'{"id":"1","custom_id":"a","response":null}\n'
 SECOND = b'{"id":"2","custom_id":"b","response":null}\n'
+FAILED = b'{"id":"3","custom_id":"c","response":null,"error":{"code":"odd","message":"m"}}\n'
 BATCH = "batch_" + "0" * 32
 
 
 class Registry:
-    """Takes every registration, and keeps it."""
+    """Takes every registration that fits, as the database does, and keeps it."""
 
     def __init__(self):
         self.rows = []
 
     async def register(self, rows):
-        self.rows += rows
-        return {row.name for row in rows}
+        fits = [row for row in rows if (row.seq, row.start) == self.position(row)]
+        self.rows += fits
+        behind = {row.name: self.position(row) for row in rows if row not in fits}
+        return Registered({row.name for row in fits}, behind)
+
+    def position(self, row):
+        own = [one for one in self.rows if one.name[:3] == row.name[:3]]
+        return Position(own[-1].seq + 1, own[-1].end) if own else Position()
+
+    async def note_wait(self, *_):
+        return True
 
 
 @contextmanager
-def prepared(folder):
-    store = open_store(StorageSettings(url=f"file://{folder}/store"), beside=folder)
+def prepared(folder, shared=None):
+    store = open_store(StorageSettings(url=f"file://{shared or folder / 'store'}"), beside=folder)
     registry = Registry()
     counts = BatchCounts(WorkerCounts(BATCH_METRICS))
     options = {"is_shared": True, "every_seconds": 1.0, "shared_every_seconds": 1.0}
-    checkpoints = Checkpoints(registry, store, Workspace(folder / "work", 0), counts, **options)
+    workspace = Workspace(folder / "work", 0)
+    workspace.folder(BATCH).mkdir(parents=True)
+    checkpoints = Checkpoints(registry, store, workspace, Waits(registry), counts, **options)
     yield checkpoints, registry, store
     checkpoints.syncer.close()
 
 
-def owner(shard, claim, job):
-    return Owner(batch_id=BATCH, shard=shard, model="small", job_id=job, job_claim=claim)
+def owner(shard=0, claim=1):
+    names = {"batch_id": BATCH, "shard": shard, "model": "small", "worker": "w1"}
+    return Owner(**names, journal_number=claim, job_id=uuid4(), job_claim=claim)
 
 
-async def test_a_writer_that_lost_its_shard_cannot_replace_what_its_heir_has_registered(tmp_path):
-    job, path = uuid4(), tmp_path / "0.1.seg"
+async def test_two_machines_with_the_same_claim_number_keep_their_answers_apart(tmp_path):
+    """As after a failover that lost a claim: both write a journal of that number, and the same range of it."""
+    keys = []
+    for name, line in (("one", FIRST), ("two", SECOND)):
+        with prepared(tmp_path / name, tmp_path / "store") as (checkpoints, registry, store):
+            account = await checkpoints.open(owner())
+            account.journal.append(0, Outcome.OK, line)
+            await checkpoints.flush(account)
+            keys += [row.key for row in registry.rows]
+            checkpoints.close(account)
+    assert [line in await store.read(key, 0, 1000) for key, line in zip(keys, (FIRST, SECOND), strict=True)] == [
+        True
+    ] * 2
+
+
+async def test_what_the_database_lost_is_registered_again_without_a_gap(tmp_path):
     with prepared(tmp_path) as (checkpoints, registry, store):
-        account = checkpoints.open(owner(0, 1, job), path)
-        account.journal.append(0, Outcome.OK, FIRST)
-        end, tally = adopt(path, 0)
-        assert await checkpoints.adopt(owner(0, 2, job), 1, 0, path, [Part(0, end, tally)])
-        account.journal.append(1, Outcome.OK, SECOND)
-        await checkpoints.register([account])
-        adopted, _ = registry.rows
-        assert await store.read(adopted.key, 0, 1000) == path.read_bytes()[: adopted.end]
+        account = await checkpoints.open(owner())
+        for n, line in enumerate((FIRST, SECOND, FIRST)):
+            account.journal.append(n, Outcome.OK, line)
+            await checkpoints.flush(account)
+        del registry.rows[1:]
+        account.journal.append(3, Outcome.FAILED, FAILED)
+        await checkpoints.flush(account)
+        first, rest = registry.rows
+        assert (rest.seq, rest.start, rest.end) == (1, first.end, account.journal.size)
+        assert (rest.tally.lines, rest.tally.completed, rest.tally.errors) == (3, 2, {"odd": (1, "c")})
+        assert await store.read(rest.key, 0, 1000) == account.journal.path.read_bytes()[rest.start :]
+        account.journal.append(4, Outcome.OK, FIRST)
+        await checkpoints.flush(account)
+        assert [row.seq for row in registry.rows] == [0, 1, 2]
         checkpoints.close(account)
+
+
+async def test_a_journal_of_a_claim_number_that_is_given_again_is_registered_from_its_beginning(tmp_path):
+    with prepared(tmp_path) as (checkpoints, registry, _):
+        mine = owner()
+        lost = await checkpoints.open(mine)
+        lost.journal.append(0, Outcome.OK, FIRST)
+        checkpoints.close(lost)
+        again = await checkpoints.open(mine)
+        again.journal.append(1, Outcome.OK, SECOND)
+        await checkpoints.flush(again)
+        assert [(row.seq, row.start, row.tally.lines) for row in registry.rows] == [
+            (0, 0, 1),
+            (1, registry.rows[0].end, 1),
+        ]
+        checkpoints.close(again)
+        third = await checkpoints.open(mine)
+        await checkpoints.flush(third)
+        assert (len(registry.rows), third.seq, third.is_settled) == (2, 2, True), "and what is known is not sent again"
+        checkpoints.close(third)
 
 
 async def test_shards_that_end_together_do_not_wait_for_the_uploads_of_each_other(tmp_path, monkeypatch):
@@ -72,7 +127,7 @@ async def test_shards_that_end_together_do_not_wait_for_the_uploads_of_each_othe
 
     monkeypatch.setattr(Store, "put", put_together)
     with prepared(tmp_path) as (checkpoints, registry, _):
-        accounts = [checkpoints.open(owner(n, 1, uuid4()), tmp_path / f"{n}.1.seg") for n in range(UPLOADS_MAX)]
+        accounts = [await checkpoints.open(owner(n)) for n in range(UPLOADS_MAX)]
         for account in accounts:
             account.journal.append(0, Outcome.OK, FIRST)
         async with asyncio.timeout(5):
@@ -88,7 +143,7 @@ async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_pat
 
     async def put_slowly(self, key, *args):
         nonlocal under_way
-        if "/0.1." in key:
+        if "/segments/0/" in key:
             raise StorageUnavailable("away")
         under_way += 1
         await asyncio.sleep(0.01)
@@ -97,7 +152,7 @@ async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_pat
 
     monkeypatch.setattr(Store, "put", put_slowly)
     with prepared(tmp_path) as (checkpoints, registry, _):
-        accounts = [checkpoints.open(owner(n, 1, uuid4()), tmp_path / f"{n}.1.seg") for n in range(UPLOADS_MAX + 1)]
+        accounts = [await checkpoints.open(owner(n)) for n in range(UPLOADS_MAX + 1)]
         for account in accounts:
             account.journal.append(0, Outcome.OK, FIRST)
         with pytest.raises(StorageUnavailable, match="away"):
@@ -111,7 +166,7 @@ async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_pat
 
 async def test_a_part_is_registered_once_however_many_ask_for_it(tmp_path):
     with prepared(tmp_path) as (checkpoints, registry, _):
-        account = checkpoints.open(owner(0, 1, uuid4()), tmp_path / "0.1.seg")
+        account = await checkpoints.open(owner())
         account.journal.append(0, Outcome.OK, FIRST)
         await asyncio.gather(*(checkpoints.register([account]) for _ in range(3)))
         assert ([row.seq for row in registry.rows if row.start < row.end], account.seq) == ([0], 1)

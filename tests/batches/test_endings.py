@@ -13,7 +13,7 @@ from batchwright.batches.care import Care
 from batchwright.batches.dispatch import End, Work
 from batchwright.batches.execution import Shards
 from batchwright.batches.files import object_key
-from batchwright.batches.journal import Journal, scan
+from batchwright.batches.journal import scan
 from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
 from batchwright.batches.planfile import PLANS, Entry, pack_entries
 from batchwright.batches.store import Batches, Ending
@@ -21,7 +21,6 @@ from batchwright.batches.takeover import Takeover
 from batchwright.batches.webhook_settings import WebhookSettings
 from batchwright.batches.workspace import Workspace
 from batchwright.engine.counts import WorkerCounts
-from batchwright.engine.jobs import Done
 from batchwright.errors import ConfigurationError, DatabaseUnavailable, StorageFull, StorageUnavailable
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
@@ -216,33 +215,6 @@ async def test_a_store_that_is_full_for_a_moment_costs_nothing_but_time(
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
 
 
-async def test_shards_that_find_the_same_disk_full_have_found_it_once(database_url, tmp_path, monkeypatch):
-    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 2.0)
-    append, full = Journal.append, set()
-
-    def once_full(self, *args, **kwargs):
-        if self.path.name not in full and len(full) < 4:
-            full.add(self.path.name)
-            raise StorageFull("no room")
-        append(self, *args, **kwargs)
-
-    monkeypatch.setattr(Journal, "append", once_full)
-    async with staged(database_url, tmp_path) as stage:
-        id = await stage.submit([request(f"r{n}", model=f"m{n}") for n in range(4)])
-        stage.work()
-        batch = await stage.ended(id)
-        assert (batch.status, batch.completed, batch.full_disks) == (BatchStatus.COMPLETED, 4, 1)
-
-
-async def test_a_disk_without_room_for_the_input_is_waited_for(database_url, tmp_path, monkeypatch):
-    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.01)
-    failing(monkeypatch, Shards, "_open_input", OSError(28, "No space left on device"))
-    async with staged(database_url, tmp_path) as stage:
-        stage.work()
-        batch = await stage.ended(await stage.submit([request("a")]))
-        assert (batch.status, batch.full_disks) == (BatchStatus.COMPLETED, 1)
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "times"), [(Workspace, "fetch_input", 11), (Shards, "_open_input", 5), (Takeover, "of_shard", 5)]
 )
@@ -395,19 +367,6 @@ async def test_a_plan_of_another_length_than_was_planned_writes_no_files(databas
         assert batch.errors["data"][0]["message"].endswith("has 1 lines, and 2 were planned")
 
 
-async def test_lines_that_nobody_answered_fail_their_batch_and_it_says_so(database_url, tmp_path, monkeypatch):
-    async def nothing(*_):
-        return Done()
-
-    monkeypatch.setattr(Shards, "_run", nothing)
-    async with staged(database_url, tmp_path) as stage:
-        stage.work()
-        batch = await stage.ended(await stage.submit([request("a")]))
-        _, errors = await stage.results(batch)
-        assert (batch.status, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, "answers_missing")
-        assert [line["error"]["code"] for line in errors] == ["batch_failed"]
-
-
 async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(database_url, tmp_path, monkeypatch):
     took = []
     monkeypatch.setattr(BatchCounts, "ended", lambda self, *reason, **figures: took.append(figures["seconds"]))
@@ -422,17 +381,20 @@ async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(d
     assert 0 < refused < 60
 
 
-@pytest.mark.parametrize(("claims", "recovered"), [(0, []), (1, [(BatchStatus.FAILED, "cleaned_up")])])
-async def test_only_what_a_worker_had_left_behind_counts_as_recovered(
-    database_url, tmp_path, monkeypatch, claims, recovered
+@pytest.mark.parametrize(
+    ("dead_claim", "recovered"), [("NULL", []), ("1", []), ("2", [(BatchStatus.FAILED, "cleaned_up")])]
+)
+async def test_only_what_a_worker_left_behind_by_its_death_counts_as_recovered(
+    database_url, tmp_path, monkeypatch, dead_claim, recovered
 ):
+    """The job was claimed twice before: deploys, pauses and snoozes are no deaths, nor is one that was long ago."""
     seen = []
     monkeypatch.setattr(BatchCounts, "recovered", lambda self, *labels: seen.append(labels))
     async with staged(database_url, tmp_path) as stage:
         batch = await stage.get(await stage.submit([request("a")]))
         ending = Ending(target=BatchStatus.FAILED, sources=(BatchStatus.VALIDATING,))
         await stage.batchwright.batches.end(batch.id, ending)
-        await raw(stage.batchwright.queue, f"UPDATE batchwright.job SET claims = {claims}")
+        await raw(stage.batchwright.queue, f"UPDATE batchwright.job SET claims = 2, dead_claim = {dead_claim}")
         stage.work()
         await stage.batchwright.wait(batch.job_id, timeout=30)
         assert seen == recovered

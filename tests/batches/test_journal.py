@@ -24,7 +24,6 @@ from batchwright.batches.journal import (
     Part,
     Syncer,
     Tally,
-    adopt,
     read_line,
     scan,
     tally_of,
@@ -231,7 +230,7 @@ def test_what_a_power_cut_leaves_behind_the_last_record_is_refused(path, garbage
         file.write(garbage)
     assert valid_end(path) == journal.size
     assert valid_end(path, journal.size) == journal.size
-    assert adopt(path, 0) == (journal.size, tally_of(path, 0, journal.size))
+    assert tally_of(path, 0, valid_end(path)).lines == 2
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * HEADER_BYTES * 4, b"\7\0\0\0" * HEADER_BYTES, b"\xff" * 200])
@@ -404,7 +403,6 @@ def test_a_journal_whose_torn_end_cannot_be_removed_takes_no_more(path, monkeypa
     with pytest.raises(StorageFull):
         add(journal, 2)
     assert valid_end(path) == journal.size
-    assert adopt(path, 0)[0] == journal.size
     journal.close()
 
 
@@ -725,10 +723,10 @@ def test_the_code_decides_the_outcome(code, outcome):
     assert Outcome.of(code) is outcome
 
 
-# Adoption
+# What a dead claim left
 
 
-def test_the_tail_of_a_dead_claim_is_adopted_up_to_its_last_valid_record(path, syncs):
+def test_the_tail_of_a_dead_claim_counts_up_to_its_last_valid_record(path):
     journal = Journal(path)
     for offset in range(3):
         add(journal, offset, usage=Usage(input=1))
@@ -738,35 +736,24 @@ def test_the_tail_of_a_dead_claim_is_adopted_up_to_its_last_valid_record(path, s
     rest = journal.take()
     os.write(journal._descriptor, b"torn")
     size = path.stat().st_size
-    assert adopt(path, registered.end) == (rest.end, rest.tally)
+    assert valid_end(path, registered.end) == rest.end
+    assert tally_of(path, registered.end, rest.end) == rest.tally
     assert path.stat().st_size == size
-    assert syncs.sizes == [size]
-    assert syncs.folders == [path.parent]
-    assert adopt(path, rest.end) == (rest.end, Tally())
+    assert valid_end(path, rest.end) == rest.end
     journal.close()
 
 
-def test_a_claim_that_wrote_nothing_leaves_nothing_to_adopt(path):
-    assert adopt(path, 0) == (0, Tally())
+def test_a_claim_that_wrote_nothing_left_nothing(path):
     Journal(path).close()
-    assert adopt(path, 0) == (0, Tally())
+    assert valid_end(path) == 0
 
 
-def test_a_journal_that_lost_registered_bytes_is_not_adopted(path):
+def test_a_journal_that_lost_registered_bytes_says_so(path):
     with pytest.raises(NotFound):
-        adopt(path, 100)
+        valid_end(path, 100)
     path.write_bytes(b"\0" * 99)
     with pytest.raises(StorageError, match="it had 100 bytes before, and now it has 99"):
-        adopt(path, 100)
-
-
-def test_a_tail_that_cannot_be_synced_is_not_adopted(path, syncs):
-    journal = Journal(path)
-    add(journal, 1)
-    syncs.problem = errno.EIO
-    with pytest.raises(StorageUnavailable):
-        adopt(path, 0)
-    journal.close()
+        valid_end(path, 100)
 
 
 WRITER = """
@@ -791,6 +778,7 @@ def test_a_killed_process_loses_no_line_that_it_had_appended(path):
     *told, _ = writer.stdout.read().split("\n")
     writer.stdout.close()
     assert writer.wait() == -signal.SIGKILL
-    end, tally = adopt(path, 0)
+    end = valid_end(path)
+    tally = tally_of(path, 0, end)
     assert offsets(path, end) == list(range(tally.lines))
     assert tally.lines > int(told[-1] if told else 300)

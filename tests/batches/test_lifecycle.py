@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+from batchwright.batches.store import Batches
+from batchwright.engine.views import Views
 from batchwright.errors import Conflict, JobFailed
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
@@ -200,6 +202,49 @@ async def test_workers_may_have_different_models_whoever_of_them_plans(database_
             output, errors = await first.results(batch)
             assert [line["custom_id"] for line in output] == ["one", "two"]
             assert codes(errors) == {"model_not_found": 1}
+
+
+@pytest.mark.parametrize("how", ["left", "stopping"])
+async def test_a_model_whose_only_worker_is_restarting_is_not_unknown(database_url, tmp_path, how):
+    async with staged(database_url, tmp_path) as backend:
+        here = {"url": backend.simulator.url}
+        async with (
+            staged(database_url, tmp_path, model_gateways={"one": here}) as first,
+            staged(database_url, tmp_path, model_gateways={"two": here}) as second,
+        ):
+            if how == "left":
+                worker = second.work()
+                await worker.started.wait()
+                worker.stop()
+                await second.workers.pop()[1]
+            else:
+                await second.batchwright.worker().register()
+                await raw(first.batchwright.queue, "UPDATE batchwright.worker SET stopping_at = now()")
+            first.work()
+            id = await first.submit([request(model, model=model) for model in ("one", "two", "none")])
+            await first.until(id, lambda batch: batch.completed == 1)
+            second.work()
+            batch = await first.ended(id)
+            output, errors = await first.results(batch)
+            assert [line["custom_id"] for line in output] == ["one", "two"]
+            assert codes(errors) == {"model_not_found": 1}
+
+
+async def test_a_worker_that_left_is_not_listed_and_its_models_are_forgotten_after_minutes(queue, clock):
+    """The database's clock counts."""
+    await clock.advance(queue, 0)
+    served = {"on_demand_types": ["batch.shard"], "on_demand_queues": ["batches", "shard/two"]}
+    names = {"id": "w", "host": "h", "pid": 1, "version": "0", "queues": None, "operations": ["batch.shard"]}
+    await queue.register_worker(**names, concurrency=7, **served)
+    await queue.leave("w")
+    batches = Batches(queue)
+    assert await batches.served() == {"shard/two"}
+    assert await Views(queue).workers() == []
+    await clock.advance(queue, 299)
+    assert await batches.served() == {"shard/two"}
+    await clock.advance(queue, 2)
+    assert await batches.served() == set()
+    assert await queue.remove_dead_workers(300.0) == 1
 
 
 async def test_where_another_worker_takes_any_model_none_is_unknown(database_url, tmp_path):

@@ -1,13 +1,17 @@
 """The metrics of batches: the source's names, labels and values; exact sums; gauges of those who live."""
 
+import asyncio
 import inspect
 import re
 import sys
+from collections import Counter
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchwright.batches import metrics
+from batchwright.batches.disk import Disk
 from batchwright.batches.dispatch import Dispatcher
 from batchwright.batches.metrics import (
     BATCH_METRICS,
@@ -21,17 +25,24 @@ from batchwright.batches.metrics import (
     rooms,
     size_bucket,
 )
+from batchwright.batches.store import Batches
 from batchwright.engine.counts import CountsWriter, WorkerCounts
 from batchwright.engine.exposition import Exposition, process_counts
-from batchwright.errors import StorageUnavailable
+from batchwright.engine.queue import Queue
+from batchwright.errors import DatabaseUnavailable, Deadlock, StorageUnavailable
 from batchwright.inference.answers import Failure, Reply, classify
 from batchwright.inference.gateway import Gateways
 from batchwright.inference.limits import Limits
 from batchwright.inference.settings import GatewaySettings, InferenceSettings
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
 from batchwright.storage import StorageSettings, Store
 from batchwright.storage import store as store_module
 from batchwright.storage.local import Local
 from batchwright.telemetry.metrics import Counts, series
+from tests.batches.stage import request, staged
+from tests.batches.test_recovery import LEASE, doomed
+from tests.support import raw
 
 SOURCE = {
     "jobs_processed_total": ("counter", "result", "reason"),
@@ -336,9 +347,9 @@ async def test_a_process_without_batches_has_no_gauges(queue):
     assert samples["total_workers",] == 0
 
 
-async def test_the_load_of_a_dispatcher_is_what_its_limits_say():
+async def test_the_load_of_a_dispatcher_is_what_its_limits_say(tmp_path):
     gateways = Gateways(GatewaySettings(url="http://127.0.0.1:9"), {})
-    dispatcher = Dispatcher(gateways, Limits(InferenceSettings(concurrency=40)), BatchCounts())
+    dispatcher = Dispatcher(gateways, Limits(InferenceSettings(concurrency=40)), BatchCounts(), Disk(tmp_path))
     lane = dispatcher._lane("a")
     assert dispatcher.limits.total.take_now(3)
     found = load_of(dispatcher, shards=2, shards_max=256)
@@ -431,3 +442,120 @@ def test_every_call_of_the_store_has_a_word_in_the_source():
     assert len(calls) >= 7
     assert calls == metrics._OPERATIONS.keys()
     assert {*metrics._OPERATIONS.values()} == {"store", "retrieve", "delete"}
+
+
+# Whole batches ------------------------------------------------------------------------------------------------------
+
+
+async def scraped(stage):
+    """The samples of /metrics, once the workers have written their last counts."""
+    for worker, _ in stage.workers:
+        worker.stop()
+    for _, task in stage.workers:
+        await task
+    server = await stage.batchwright.server()
+    server.start()
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            page = (await http.get(f"{server.url}/metrics")).text
+    finally:
+        await server.close()
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    return {(one.name, *sorted(one.labels.values())): one.value for one in samples if one.value}
+
+
+async def test_every_ending_is_counted_once_and_only_when_it_is_committed(database_url, tmp_path, monkeypatch):
+    """The commit of each ending is chosen as the victim of a deadlock first, and once its answer is lost."""
+    hanging = SimulatorSettings(any_model=Profile(decode_rate=1000.0), faults=("hang:1:match=hang",))
+    succeed_with, tries = Queue.succeed_with, Counter()
+
+    async def troubled(self, settle, worker, *, write, then):
+        tries[settle.claim.id] += 1
+        await succeed_with(self, settle, worker, write=write, then=then)
+        if settle.claim.job_type == "batch.process" and tries[settle.claim.id] == 1:
+            raise DatabaseUnavailable("the answer is lost")
+
+    end = Batches.end
+
+    async def victim(self, id, ending, *, session=None):
+        status = await end(self, id, ending, session=session)
+        tries[id] += 1
+        if tries[id] == 1:
+            raise Deadlock("another one was chosen")
+        return status
+
+    monkeypatch.setattr(Queue, "succeed_with", troubled)
+    monkeypatch.setattr(Batches, "end", victim)
+    async with staged(database_url, tmp_path, simulator=hanging, batches={"cancel_grace_seconds": 0.1}) as stage:
+        stage.work()
+        batches = stage.batchwright.batches
+        await stage.ended(await stage.submit([request("a")]))
+        await stage.ended(await stage.submit(b"no json\n"))
+        late, cancelled = [await stage.submit([request("b", prompt="hang")]) for _ in range(2)]
+        for id in (late, cancelled):
+            await stage.until(id, lambda batch: batch.status is BatchStatus.IN_PROGRESS)
+        await raw(batches.queue, "UPDATE batchwright.batch SET expires_at = now() WHERE id = %(id)s", id=late)
+        await batches.cancel(cancelled, tenant=None)
+        for id in (late, cancelled):
+            await stage.ended(id)
+        found = await scraped(stage)
+    processed = {key[1:]: n for key, n in found.items() if key[0] == "jobs_processed_total"}
+    assert processed == {
+        ("none", "success"): 2,
+        ("failed", "none"): 1,
+        ("expired", "expired_execution"): 1,
+    }
+    assert {key[1:]: n for key, n in found.items() if key[0] == "batch_cancellation_total"} == {("in_progress",): 1}
+    lived = {key[1:]: n for key, n in found.items() if key[0] == "batch_job_e2e_latency_seconds_count"}
+    assert lived == {("completed",): 1, ("failed",): 1, ("expired",): 1, ("cancelled",): 1}
+    assert not [key for key in found if key[0] == "batch_startup_recovery_total"]
+
+
+async def test_batches_that_end_before_they_begin_or_while_they_are_finished_are_counted_by_phase(
+    database_url, tmp_path, monkeypatch
+):
+    finalize = Batches.finalize
+
+    async def then_cancel(self, id):
+        moved = await finalize(self, id)
+        await self.cancel(id, tenant=None)
+        return moved
+
+    monkeypatch.setattr(Batches, "finalize", then_cancel)
+    async with staged(database_url, tmp_path) as stage:
+        batches = stage.batchwright.batches
+        queued, late = [await stage.submit([request("a")]) for _ in range(2)]
+        await batches.cancel(queued, tenant=None)
+        await raw(batches.queue, "UPDATE batchwright.batch SET expires_at = now() WHERE id = %(id)s", id=late)
+        stage.work()
+        finishing = await stage.submit([request("a")])
+        statuses = [(await stage.ended(id)).status.value for id in (queued, late, finishing)]
+        found = await scraped(stage)
+    assert statuses == ["cancelled", "expired", "cancelled"]
+    phases = {key[1:]: n for key, n in found.items() if key[0] == "batch_cancellation_total"}
+    assert phases == {("queued",): 1, ("finalizing",): 1}
+    assert found["jobs_processed_total", "expired", "expired_dequeue"] == 1
+
+
+async def test_pauses_deploys_and_snoozes_are_no_recoveries_and_a_death_is_one(database_url, tmp_path):
+    slow = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0, max_running=1000))
+    async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}, **LEASE) as stage:
+        batches = stage.batchwright.batches
+        id = await stage.submit([request(f"r{n}") for n in range(150)])
+        async with doomed(stage, tmp_path) as process:
+            await stage.until(id, lambda batch: batch.completed > 0)
+            process.kill()
+            await process.wait()
+        stage.work()
+        before = (await stage.get(id)).completed
+        await stage.until(id, lambda batch: batch.completed > before)
+        await batches.pause(id, tenant=None)
+        asleep = "SELECT FROM batchwright.job WHERE job_type = 'batch.shard' AND status = 'QUEUED'"
+        async with asyncio.timeout(20):
+            while not await raw(batches.queue, asleep):
+                await asyncio.sleep(0.02)
+        await batches.resume(id, tenant=None)
+        assert (await stage.ended(id)).status is BatchStatus.COMPLETED
+        found = await scraped(stage)
+    recovered = {key[1:]: n for key, n in found.items() if key[0] == "batch_startup_recovery_total"}
+    assert recovered == {("in_progress", "resumed"): 1}

@@ -14,7 +14,7 @@ from batchwright.batches.verify import verify
 from batchwright.db.check import Level
 from batchwright.errors import Conflict, StorageError, StorageUnavailable
 from batchwright.states import BatchStatus
-from tests.batches.stage import Stage, request, staged
+from tests.batches.stage import Stage, given_up, request, staged
 
 LINES = [request("a"), request("b", prompt="[[fault:400:code=odd]]"), request("c")]
 
@@ -26,7 +26,7 @@ async def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch, lines: list[dict
     with monkeypatch.context() as patched:
         patched.setattr(Finalizer, "write", away)
         stage.work()
-        batch = await stage.ended(await stage.submit(lines))
+        batch = await given_up(stage, patched, await stage.submit(lines))
     assert (batch.status, batch.manifest, batch.output_file_id) == (BatchStatus.FAILED, None, None)
     return batch
 
@@ -189,5 +189,5 @@ async def test_what_cannot_be_repaired_says_why(database_url, tmp_path, monkeypa
         with pytest.raises(Conflict, match="Cannot repair a batch with status 'completed'"):
             await mend(stage, done)
         refused = await stage.ended(await stage.submit([LINES[0], LINES[0]]))
-        with pytest.raises(Conflict, match="its input was refused"):
+        with pytest.raises(Conflict, match="nothing of it was sent, so nothing was answered"):
             await mend(stage, refused)

@@ -6,10 +6,9 @@ import asyncio
 import shutil
 
 from batchwright.states import BatchStatus
-from batchwright.storage import Store
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
-from tests.batches.test_recovery import LEASE, QUICK, doomed
+from tests.batches.test_recovery import LEASE, doomed
 from tests.storage.conftest import s3, s3_port
 from tests.support import raw
 
@@ -41,26 +40,3 @@ async def test_a_lost_machine_costs_what_it_had_not_uploaded_and_nothing_else(da
         assert first.simulator.stats()["received"] - asked == REQUESTS - registered
         hosts = await raw(first.batchwright.queue, "SELECT DISTINCT host FROM batchwright.batch_segment")
         assert len(hosts) == 2
-
-
-async def test_an_upload_that_fails_for_good_ends_the_batch_with_counts_and_the_answers_wait_for_repair(
-    database_url, tmp_path, s3, monkeypatch
-):
-    storage = {"url": f"s3://{s3.bucket}/batchwright", "attempts": 2, "retry_seconds_max": 1.0}
-    async with staged(database_url, tmp_path, simulator=QUICK, storage=storage, batches=SHARED, **LEASE) as stage:
-        id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
-        put = Store.put
-
-        async def refuse(self, key, source, **options):
-            if key.startswith("files/"):
-                s3.fail(503, 503)
-            return await put(self, key, source, **options)
-
-        monkeypatch.setattr(Store, "put", refuse)
-        stage.work()
-        batch = await stage.ended(id)
-        assert batch.status is BatchStatus.FAILED
-        assert (batch.completed, batch.total, batch.output_file_id) == (REQUESTS, REQUESTS, None)
-        assert batch.errors["data"][0]["code"] == "files_not_written"
-        ((segments,),) = await raw(stage.batchwright.queue, "SELECT count(*) FROM batchwright.batch_segment")
-        assert segments > 0

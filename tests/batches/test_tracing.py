@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
+from batchwright.batches import execution, process
+from batchwright.batches.execution import Shards
+from batchwright.batches.workspace import Workspace
+from batchwright.errors import StorageUnavailable
+from batchwright.inference.gateway import Gateway
 from batchwright.states import BatchStatus
 from batchwright.telemetry import tracing
+from batchwright.telemetry.tracing import parsed
 from tests.batches.stage import request, staged
+from tests.batches.test_endings import failing
 from tests.batches.test_lifecycle import SLOW
+from tests.support import raw
 from tests.telemetry.test_tracing import ERROR, collector, environment, traced
 
 __all__ = ["collector", "environment", "traced"]
@@ -32,6 +42,54 @@ async def test_a_batch_is_one_trace_from_its_submission_to_the_model_server(data
     assert "storage.Store" in inside
 
 
+async def test_a_shard_is_a_span_from_claim_to_settle_with_its_uploads_and_downloads_inside(
+    database_url, tmp_path, traced
+):
+    """Two machines that share a store: the second downloads what the first has uploaded."""
+    parts = {
+        "storage": {"url": f"file://{tmp_path / 'store'}"},
+        "batches": {"checkpoint_seconds": 0.05, "shared_checkpoint_seconds": 0.05},
+        "inference": {"concurrency": 10},
+    }
+    seen = []
+    async with staged(database_url, tmp_path / "one", simulator=SLOW, **parts) as first:
+        worker = first.work()
+        id = await first.submit([request(f"r{n}") for n in range(60)], traceparent=PARENT)
+        await first.until(id, lambda batch: batch.completed > 0)
+        worker.stop()
+        await first.workers.pop()[1]
+        parts["global_inference_gateway"] = {"url": first.simulator.url}
+        async with staged(database_url, tmp_path / "two", **parts) as second:
+            send = Gateway.send
+
+            async def note(self, asked):
+                seen.append(asked.traceparent)
+                return await send(self, asked)
+
+            second.work()
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Gateway, "send", note)
+                batch = await second.ended(id)
+            settled = await raw(
+                second.batchwright.queue,
+                "SELECT extract(epoch FROM ts) FROM batchwright.job_event WHERE event = 'job.succeeded' ORDER BY id",
+            )
+    tracing.stop()
+    assert batch.status is BatchStatus.COMPLETED
+    shards = [span for span in traced.spans if span.name == "process-shard"]
+    batches = {span.id for span in traced.spans if span.name == "process-batch"}
+    assert len(shards) == 2
+    assert {span.trace_id for span in shards} == {TRACE}
+    assert {span.parent for span in shards} <= batches
+    assert {(span.attributes["batch.id"], span.attributes["batch.shard"]) for span in shards} == {(id, 0)}
+    one, two = sorted(shards, key=lambda span: span.began)
+    inside = {shard.id: {span.name for span in traced.spans if span.parent == shard.id} for shard in shards}
+    assert "storage.Store" in inside[one.id]
+    assert {"storage.Store", "storage.Retrieve"} <= inside[two.id]
+    assert two.ended / 1e9 >= float(settled[0][0]) - 0.01, "it ends when its success is committed"
+    assert {parsed(traceparent)[1] for traceparent in seen} == {two.id}, "and the model server is told of it"
+
+
 async def test_the_span_of_a_batch_that_failed_says_why(database_url, tmp_path, traced):
     async with staged(database_url, tmp_path) as stage:
         stage.work()
@@ -55,3 +113,21 @@ async def test_a_shard_that_is_given_back_leaves_a_linked_span(database_url, tmp
     assert span.trace_id != TRACE
     assert [link.partition("-")[0] for link in span.links] == [TRACE]
     assert span.attributes["batch.id"] == id
+    assert span.attributes["batch.re_enqueue.reason"] == "none"
+
+
+async def test_whatever_is_put_back_leaves_a_span_where_it_happens(database_url, tmp_path, traced, monkeypatch):
+    """A batch whose store is unavailable, a shard whose store is, and one that stumbles."""
+    for module in (execution, process):
+        monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
+    failing(monkeypatch, Workspace, "keep_plan", StorageUnavailable("away"))
+    failing(monkeypatch, Shards, "_open_input", StorageUnavailable("away"))
+    failing(monkeypatch, Shards, "_entries", RuntimeError("odd"))
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit([request("a")], traceparent=PARENT))
+    tracing.stop()
+    assert batch.status is BatchStatus.COMPLETED
+    spans = [span for span in traced.spans if span.name == "re-enqueue"]
+    assert [span.attributes["batch.re_enqueue.reason"] for span in spans] == ["away", "db_transient", "system_error"]
+    assert {span.attributes["batch.id"] for span in spans} == {batch.id}

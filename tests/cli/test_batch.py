@@ -24,7 +24,7 @@ from batchwright.errors import StorageUnavailable
 from batchwright.settings import load_settings
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
-from tests.batches.stage import Stage, request, staged
+from tests.batches.stage import Stage, given_up, request, staged
 from tests.cli.batches import GOOD, MIXED, ended, ids, on_stage, read, waiting, write
 from tests.cli.conftest import Cli, Inside
 
@@ -164,6 +164,19 @@ def test_a_batch_that_does_not_exist_is_named(inside: Inside, verb: list[str]) -
     assert inside("batch", verb[0], "batch_0", *verb[1:]) == (1, "", "error: there is no batch 'batch_0'\n")
 
 
+def test_a_batch_that_waits_for_the_store_says_so(inside: Inside, folder: Path, database_url: str) -> None:
+    async def noted(stage: Stage) -> Batch:
+        id = await stage.submit(GOOD)
+        await stage.batchwright.batches.note_wait(id, "store", "503 Slow Down")
+        return await stage.get(id)
+
+    batch = on_stage(database_url, folder, noted)
+    words = "the store is unavailable: 503 Slow Down"
+    assert f"waiting on  {words}" in inside("batch", "show", batch.id)[1]
+    assert inside.json("batch", "show", batch.id)["waiting_on"][0] == words
+    assert words in View(Seen(batch=batch), {}).troubles()
+
+
 def test_steering_a_batch_that_waits(inside: Inside, folder: Path, database_url: str) -> None:
     id = waiting(database_url, folder).id
     assert inside("batch", "pause", id) == (0, f"batch {id} is paused at its beginning\n", "")
@@ -185,7 +198,10 @@ def test_steering_a_batch_that_waits(inside: Inside, folder: Path, database_url:
         (["priority", "3"], "Cannot change the priority of a batch with status 'completed'."),
         (["limits", "--max-in-flight", "2"], "Cannot limit a batch with status 'completed'."),
         (["retry"], "it has no error file, so no line is known to have failed."),
-        (["repair"], "Cannot repair a batch with status 'completed'; only a failed one may lack its files."),
+        (
+            ["repair"],
+            "Cannot repair a batch with status 'completed'; it must be one of 'failed', 'expired', 'cancelled'.",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -516,9 +532,13 @@ def test_repair_writes_the_files_of_a_batch_that_ended_without_them(
     async def broken(*_: object) -> None:
         raise StorageUnavailable("the store is away")
 
+    async def act(stage: Stage) -> Batch:
+        stage.work()
+        return await given_up(stage, patched, await stage.submit(MIXED))
+
     with monkeypatch.context() as patched:
         patched.setattr(Finalizer, "write", broken)
-        batch = ended(database_url, folder, MIXED)
+        batch = on_stage(database_url, folder, act)
     assert (batch.status, batch.manifest, batch.completed) == (BatchStatus.FAILED, None, 2)
     hint = f"the batch {batch.id} has no files: it is failed; try batchwright batch repair {batch.id}"
     assert inside("batch", "results", batch.id)[2] == f"error: {hint}\n"
@@ -531,12 +551,12 @@ def test_repair_writes_the_files_of_a_batch_that_ended_without_them(
     }
     assert inside("batch", "manifest", batch.id, "--verify")[0] == 0
     assert inside.json("batch", "show", batch.id)["status"] == "failed"
-    assert "nothing is wrong with it" in inside("batch", "repair", batch.id)[2]
+    assert "its files are written, and no further answer was found" in inside("batch", "repair", batch.id)[2]
 
 
 def test_repair_refuses_what_nothing_is_left_of(inside: Inside, cli: Cli, folder: Path, database_url: str) -> None:
     refused = ended(database_url, folder, [request("a"), request("a")])
-    assert "its input was refused" in inside("batch", "repair", refused.id)[2]
+    assert "nothing of it was sent" in inside("batch", "repair", refused.id)[2]
 
 
 def test_gc_counts_first_and_then_removes(inside: Inside, cli: Cli, folder: Path, database_url: str) -> None:

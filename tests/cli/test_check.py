@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +18,10 @@ from batchwright.db.check import Finding, Level, check_database, describe
 from batchwright.db.database import Pool
 from batchwright.engine.queue import Queue
 from tests.cli.conftest import SAMPLE, Cli, Inside
+from tests.storage.conftest import S3, s3, s3_port
 from tests.support import DATABASE
+
+__all__ = ["s3", "s3_port"]
 
 
 async def find(pool: Pool, name: str, **options) -> Finding:
@@ -103,24 +107,26 @@ async def test_a_store_that_the_machines_of_workers_do_not_share_is_a_warning(
     await queue.register_worker(id="a", host="here", operations=["batch.process"], **about)
     await queue.register_worker(id="b", host="elsewhere", operations=["greet"], **about)
     folder = f"{tmp_path.resolve()}/files"
-    assert await found() == ("ok", f"{folder} can be read")
+    assert await found() == ("ok", f"{folder} takes, lists, reads and deletes objects")
     await queue.register_worker(id="c", host="there", operations=["batch.process"], **about)
     assert await found() == ("warning", f"{folder} is a folder of this machine, and batches run on here, there")
     monkeypatch.setenv("BATCHWRIGHT_STORAGE_URL", f"file://{tmp_path}/shared")
-    assert await found() == ("ok", f"{tmp_path.resolve()}/shared can be read")
+    assert await found() == ("ok", f"{tmp_path.resolve()}/shared takes, lists, reads and deletes objects")
 
 
-def test_a_store_that_cannot_be_read_is_an_error(
-    inside: Inside, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
-) -> None:
-    settings = {"BATCHWRIGHT_STORAGE_URL": "s3://b", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{unused_tcp_port}"}
-    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "BATCHWRIGHT_STORAGE_ATTEMPTS": "1"}
-    gateway = {"BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9"}
-    for name, value in {**settings, **keys, **gateway}.items():
-        monkeypatch.setenv(name, value)
-    code, out, *_ = inside("check", "--json")
-    (found,) = [one for one in orjson.loads(out) if one["name"] == "store"]
-    assert (code, found["level"], "s3://b" in found["text"]) == (1, "error", True)
+@pytest.mark.parametrize("fault", ["whole", 503])
+def test_a_store_that_cannot_do_what_batches_need_is_an_error(cli: Cli, s3: S3, fault: int | str) -> None:
+    """A batch would wait for one that serves no ranges, or is down, until the end of its window."""
+    settings = {
+        "BATCHWRIGHT_STORAGE_URL": f"s3://{s3.bucket}",
+        "BATCHWRIGHT_STORAGE_RETRY_SECONDS_MAX": "0",
+        "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL": "http://127.0.0.1:9",
+    }
+    cli.environment |= {**settings, **{name: os.environ[name] for name in os.environ if name.startswith("AWS_")}}
+    s3.fail("", "", *[fault] * 20)
+    (found,) = [one for one in cli.json("check", code=1) if one["name"] == "store"]
+    assert (found["level"], s3.bucket in found["text"]) == ("error", True)
+    assert ("range" if fault == "whole" else "503") in found["text"]
 
 
 def test_without_gateways_nothing_is_said_of_them(inside: Inside) -> None:
@@ -159,8 +165,8 @@ async def test_a_wrong_clock_is_a_warning(pool: Pool, monkeypatch, hours: int, w
 
 
 def test_an_old_server_is_an_error() -> None:
-    assert check._server(140009, "14.9").level is Level.ERROR
-    assert check._server(150000, "15.0").level is Level.OK
+    assert check._server(140009, "14.9", is_standby=False).level is Level.ERROR
+    assert check._server(150000, "15.0", is_standby=False).level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -168,6 +174,9 @@ def test_an_old_server_is_an_error() -> None:
     [
         ("postgresql://me:secret@db:6000/shop", "postgresql://me@db:6000/shop"),
         ("host=db user=me password=secret dbname=shop", "postgresql://me@db/shop"),
+        ("postgresql://u:secret@db1,db2/app?target_session_attrs=read-write", "postgresql://u@db1,db2/app"),
+        ("postgresql://u:secret@db1:1,db2:2/app", "postgresql://u@db1:1,db2:2/app"),
+        ("host=db1,db2 port=6000 user=u dbname=app", "postgresql://u@db1:6000,db2:6000/app"),
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:

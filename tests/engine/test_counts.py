@@ -326,7 +326,7 @@ async def test_gauges_are_added_up_over_workers_and_the_dead_do_not_count(queue,
     await loaded(queue, "w1", a=1, b=2)
     await loaded(queue, "w2", b=3, c=0)
     assert await loads(queue) == {"a": 1, "b": 5, "c": 0}
-    await queue.remove_worker("w1")
+    await queue.leave("w1")
     assert await loads(queue) == {"b": 3, "c": 0}
     assert await counted(queue) == {}, "they are in no sum that stays"
 
@@ -349,7 +349,7 @@ async def test_a_gauge_that_changes_or_goes_is_written_and_one_that_stays_is_not
 
 async def test_gauges_come_back_after_their_row_was_removed(queue):
     _, row = await loaded(queue, "w1", a=1)
-    await queue.remove_worker("w1")
+    await queue.leave("w1")
     await loaded(queue, "w1")
     await row.write()
     assert await loads(queue) == {}
@@ -403,17 +403,26 @@ async def test_a_worker_that_has_no_room_left_looks_again_what_others_name(queue
     monkeypatch.setattr(counts_module, "_WRITE_SECONDS", 0.01)
     monkeypatch.setattr(counts_module, "_TOUCH_SECONDS", 0.0)
     rooms = {"part": Room(others_max=1)}
-    counts, earlier = WorkerCounts([WORK], rooms), WorkerCounts([WORK], rooms)
-    counts.add("work_total", 1, ("a",))
-    running = asyncio.create_task(CountsWriter(queue, "w1", counts).run())
-    earlier.add("work_total", 1, ("b",))
-    await CountsWriter(queue, "w2", earlier).write()
+    counts, others = WorkerCounts([WORK], rooms), WorkerCounts([WORK], rooms)
+    row, learned = CountsWriter(queue, "w1", counts), asyncio.Event()
+    learn = row.learn
+
+    async def learn_and_say() -> None:
+        await learn()
+        learned.set()
+
+    monkeypatch.setattr(row, "learn", learn_and_say)
     counts.add("work_total", 1, ("b",))
-    while ("b",) not in series(counts.flat())["work_total"]:
+    running = asyncio.create_task(row.run())
+    await learned.wait()
+    others.add("work_total", 1, ("a",))
+    await CountsWriter(queue, "w2", others).write()
+    counts.add("work_total", 1, ("a",))
+    assert counts.is_crowded, "nobody had named the other one when it learned first"
+    while ("a",) not in series(counts.flat())["work_total"]:
         await asyncio.sleep(0.01)
-        counts.add("work_total", 1, ("b",))
+        counts.add("work_total", 1, ("a",))
     running.cancel()
-    assert counts.is_crowded
 
 
 async def test_a_worker_runs_although_it_cannot_learn(pool, clock):

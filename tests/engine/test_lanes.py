@@ -21,6 +21,7 @@ def claim(queue: str = "a", priority: int = 5, *, at: datetime = NOW, key: str |
 
 def lanes_of(*queues: str, **limits: int) -> Lanes:
     lanes = Lanes(None, limits)
+    lanes.begin_scan()
     lanes.know(dict.fromkeys(queues, False))
     return lanes
 
@@ -90,6 +91,7 @@ def test_the_full_scan_forgets_the_watermarks():
     assert not lanes.scan_is_due
     lanes.scan_soon()
     assert lanes.scan_is_due
+    lanes.begin_scan()
     assert set(marks(lanes).values()) == {NOWHERE}
 
 
@@ -101,3 +103,30 @@ def test_a_ring_for_a_queue_never_seen_makes_the_worker_look_around():
     assert lanes.serves("new")
     assert lanes.scan_is_due
     assert not Lanes(["a"], {}).serves("b")
+
+
+def test_a_ring_for_a_queue_never_seen_is_not_forgotten_because_a_scan_was_under_way():
+    """The queues of that scan were read before the ring."""
+    lanes = lanes_of("a")
+    opened = lanes.open(10, {})
+    assert lanes.serves("new")
+    lanes.move_on(opened, Claimed(NOW, []), 10, 0.001)
+    assert lanes.scan_is_due
+
+
+def test_a_scan_that_falls_due_during_a_claim_is_made_by_the_next_one(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr("batchwright.engine.lanes.time.monotonic", lambda: now)
+    lanes = lanes_of("a")
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
+    now += 0.9
+    opened = lanes.open(10, {})
+    now += 0.2
+    lanes.move_on(opened, Claimed(NOW, []), 10, 0.2)
+    assert lanes.scan_is_due
+
+
+def test_a_scan_that_failed_is_made_again():
+    lanes = lanes_of("a")
+    lanes.open(10, {})
+    assert lanes.scan_is_due

@@ -1,7 +1,7 @@
 """Random verbs on a real PostgreSQL against an oracle in memory: after every step the two must agree.
 
-`BATCHWRIGHT_TEST_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py` is the long form. A failure prints the steps and
-a blob for `@reproduce_failure`.
+`BATCHWRIGHT_TEST_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py` is the long form. A failure prints the steps
+and a blob for `@reproduce_failure`.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class Machine(RuleBasedStateMachine):
         self.queue = Queue(database, ENGINE, clock=lambda: self.oracle.now)
         self.catalog = Catalog(self.queue, BASIC)
         self.claims: list[Claim] = []
+        self.workers: dict[tuple[Any, int], str] = {}
         self.last_event = 0
         self.events: dict[Any, list[tuple[str, int, int]]] = {}
 
@@ -244,7 +245,11 @@ class Machine(RuleBasedStateMachine):
             self.oracle.claim(claim.id, worker)
             assert claim.claim == self.oracle.jobs[claim.id].claims
             assert claim.attempts == self.oracle.jobs[claim.id].attempts
+            self.workers[claim.id, claim.claim] = worker
         self.claims.extend(claimed)
+
+    def worker_of(self, claim: Claim) -> str:
+        return self.workers[claim.id, claim.claim]
 
     def renew(self, indexes, lets_go):
         """Renew claims, good or not, and let go of those that have ended."""
@@ -264,17 +269,20 @@ class Machine(RuleBasedStateMachine):
             if verb == "retry" and claim.attempts >= claim.max_attempts:
                 verb = "fail"
             settles.setdefault(claim.id, (Settle(verb, claim, values_of(verb, delay)), delay))
-        expected = [(one.claim.id, one.claim.claim, one.verb, delay) for one, delay in settles.values()]
-        batch = [one for one, _ in settles.values()]
-        assert complete(self.queue.settle(batch, "w1")) == self.oracle.settle(expected)
-        assert complete(self.queue.settle(batch, "w1")) == set(), "the same settle once more is fenced"
+        for worker, another in (("w1", "w2"), ("w2", "w1")):
+            own = [(one, delay) for one, delay in settles.values() if self.worker_of(one.claim) == worker]
+            expected = [(one.claim.id, one.claim.claim, one.verb, delay) for one, delay in own]
+            batch = [one for one, _ in own]
+            assert complete(self.queue.settle(batch, another)) == set(), "another worker is fenced"
+            assert complete(self.queue.settle(batch, worker)) == self.oracle.settle(expected)
+            assert complete(self.queue.settle(batch, worker)) == set(), "the same settle once more is fenced"
 
     def succeed_with(self, index, held, then):
         claim = self.a_claim(index, held=held)
-        settle = Settle("succeed", claim, values_of("succeed", 0.0))
+        settle, worker = Settle("succeed", claim, values_of("succeed", 0.0)), self.worker_of(claim)
         jobs = [NewJob("noop") for _ in range(then)]
         rows = complete(self.catalog.prepare(jobs, before=claim))
-        found = answer_of(lambda: complete(self.queue.succeed_with(settle, "w1", write=None, then=rows)))
+        found = answer_of(lambda: complete(self.queue.succeed_with(settle, worker, write=None, then=rows)))
         moved = self.oracle.settle([(claim.id, claim.claim, "succeed", 0.0)])
         assert (found is None) == bool(moved)
         for job in jobs if moved else ():
@@ -287,7 +295,7 @@ class Machine(RuleBasedStateMachine):
         jobs = [NewJob("noop", max_attempts=one["max_attempts"], exclusive_key=one["key"]) for one in children]
         outcome = Wait(jobs, on_join=on_join, allow_failures=allow_failures)
         rows = complete(self.catalog.prepare(jobs, parent=claim))
-        found = answer_of(lambda: complete(self.queue.wait(claim, "w1", outcome, rows)))
+        found = answer_of(lambda: complete(self.queue.wait(claim, self.worker_of(claim), outcome, rows)))
         offspring = [self._row(job, None) for job in jobs]
         for child in offspring:
             child.tenant, child.priority, child.deadline = claim.tenant, claim.priority, claim.deadline

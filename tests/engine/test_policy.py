@@ -48,7 +48,7 @@ def claim(attempts=1, max_attempts=3):
     id = uuid.uuid4()
     return Claim(
         id, 1, "x", "default", "default", 5, None, attempts, max_attempts, None, id, None, None, False, 0, None, None,
-        None, moment, moment,
+        None, moment, False, moment,
     )  # fmt: skip
 
 

@@ -882,6 +882,57 @@ async def test_rescue_gives_the_attempt_back_and_counts_the_death(queue, clock):
     assert (event.event, event.level, event.worker) == ("job.rescued", "warning", "w1")
 
 
+async def test_the_claim_after_a_death_knows_of_it_and_the_next_one_does_not(queue, clock):
+    await put_one(queue)
+    claim = await take_one(queue)
+    assert not claim.after_death
+    await dead(queue, clock, claim)
+    await clock.advance(queue, 2)
+    heir = await take_one(queue)
+    assert heir.after_death
+    await queue.release([(heir.id, heir.claim)], "w1", "a deploy")
+    assert not (await take_one(queue)).after_death
+
+
+async def test_deaths_in_a_private_queue_do_not_lead_to_isolation(queue, clock):
+    """Its worker has no neighbours to protect, and whoever started it kills it as he likes."""
+    (id,) = await put(queue, NewJob("noop", queue="~run-1"))
+    for _ in range(4):
+        (claim,) = await take(queue, queues=["~run-1"])
+        await dead(queue, clock, claim)
+        await clock.advance(queue, 2)
+    row = await queue.get(id)
+    assert (row.status, row.rescues, row.attempts, row.claims) == (QUEUED, 0, 0, 4)
+
+
+async def test_a_worker_that_lives_after_all_takes_its_death_back(queue, clock):
+    id = await put_one(queue)
+    claim = await take_one(queue)
+    await dead(queue, clock, claim)
+    assert await queue.forgive([(id, claim.claim + 1)]) == 0
+    assert (await queue.get(id)).rescues == 1
+    assert await queue.forgive([(id, claim.claim)]) == 1
+    assert (await queue.get(id)).rescues == 0
+    assert await queue.forgive([(id, claim.claim)]) == 0, "once"
+    await clock.advance(queue, 2)
+    assert not (await take_one(queue)).after_death
+
+
+async def test_a_claim_number_that_was_given_twice_is_settled_by_the_worker_that_has_it(queue):
+    """A failover may lose a claim, and then its number is given again; the first worker does not know."""
+    for settle in SETTLES:
+        await put_one(queue)
+        zombie = await take_one(queue)
+        forget = "UPDATE batchwright.job SET status = 'QUEUED', claims = 0, locked_by = NULL, lease_until = NULL"
+        await raw(queue, f"{forget} WHERE id = %(id)s", id=zombie.id)
+        (claim,) = await take(queue, worker="w2")
+        assert (claim.id, claim.claim) == (zombie.id, zombie.claim)
+        assert not await settle(queue, zombie), settle
+        assert await status(queue, claim.id) is RUNNING
+        assert await settle(queue, claim, worker="w2"), settle
+        await queue.cancel([claim.id])
+
+
 async def test_rescue_leaves_jobs_whose_lease_is_alive(queue, clock):
     await put(queue, NewJob("noop"), NewJob("noop"))
     one, two = await take(queue)

@@ -12,6 +12,7 @@ from batchwright.engine.queue import EngineSettings
 from batchwright.engine.worker import WorkerSettings
 from batchwright.settings import Settings
 from tests.engine.deadly import OPERATIONS
+from tests.perturb import perturbed_process
 
 
 async def main(url: str, lease_seconds: float) -> None:
@@ -27,4 +28,5 @@ async def main(url: str, lease_seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], float(sys.argv[2])))
+    with perturbed_process("worker"):
+        asyncio.run(main(sys.argv[1], float(sys.argv[2])))

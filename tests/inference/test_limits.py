@@ -375,3 +375,17 @@ def test_a_probe_has_the_time_that_connecting_may_take():
         one.failed(0.0)
     assert one.wait_seconds(1.0) == 0.0
     assert one.wait_seconds(60.0) > 0.0
+
+
+def test_another_thread_may_ask_whether_anything_is_broken_while_a_lane_is_added():
+    """The thread of the leases says so with its heartbeat."""
+    limits = Limits(InferenceSettings())
+
+    class Growing:
+        @property
+        def slots(self):
+            limits.lane("http://one", "new", now=0.0)
+            return limits.total
+
+    limits._lanes["http://one", "first"] = Growing()
+    assert limits.broken is None

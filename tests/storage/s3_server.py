@@ -1,7 +1,8 @@
 """An S3 on loopback that fails on demand, run as a program: moto behind a gate.
 
 It prints its port and serves until its standard input ends. `PUT /_faults` takes a JSON list of faults for the next
-requests: a status to answer with, "deaf" (the request is done, the answer lost), "drop" (neither), "" (none).
+requests: a status to answer with, "deaf" (the request is done, the answer lost), "drop" (neither), "whole" (it is not
+heard that only a range was asked for), "" (none).
 """
 
 import json
@@ -34,6 +35,9 @@ def application(environ, start_response):
     if isinstance(fault, int):
         start_response(f"{fault} Fault", [("content-type", "application/xml")])
         return [b"<Error><Code>Fault</Code><AWSAccessKeyId>the-key-id</AWSAccessKeyId></Error>"]
+    if fault == "whole":
+        environ.pop("HTTP_RANGE", None)
+        fault = ""
     answer = S3(environ, start_response) if fault != "drop" else []
     if fault:
         list(answer)

@@ -347,6 +347,13 @@ class ErrorGroup(Answer):
     sample_custom_id: str
 
 
+class BatchWait(Answer):
+    """Something that a batch cannot go on without."""
+
+    reason: Literal["disk", "store"]
+    message: str
+
+
 class BatchView(Answer):
     """A batch, as OpenAI shows it, and what we know besides; all times are Unix seconds."""
 
@@ -382,6 +389,10 @@ class BatchView(Answer):
     error_summary: list[ErrorGroup] = Field(description="Why lines failed, the most frequent reason first.")
     cost: float | None = Field(description="By the setting `batches.prices`; null if a model has no price.")
     prefix_saved_tokens: int = Field(description="Tokens of prompts that the server's prefix cache saved.")
+    waiting_on: list[BatchWait] = Field(
+        description="What it cannot go on without now: the object store, or room on a worker's disk. It waits until "
+        "its window is over, and for an hour at least if only its files are to be written."
+    )
     paused_at: int | None
     retry_of: str | None = Field(description="The batch whose failed lines this one asks again.")
     priority: int
@@ -407,6 +418,7 @@ class BatchView(Answer):
             error_summary=_error_groups(batch.error_summary),
             cost=cost(batch.usage_by_model, settings.prices),
             prefix_saved_tokens=batch.cached_tokens,
+            waiting_on=_waits(batch),
             limits=BatchLimits(max_in_flight=batch.limits.get("max_in_flight")),
         )
 
@@ -448,6 +460,12 @@ _TIMES = (
 
 def unix(moment: datetime | None) -> int | None:
     return None if moment is None else int(moment.timestamp())
+
+
+def _waits(batch: Batch) -> list[BatchWait]:
+    if batch.waits_for is None:
+        return []
+    return [BatchWait.model_validate({"reason": batch.waiting_reason, "message": batch.waits_for})]
 
 
 def _problems(batch: Batch) -> BatchProblems | None:

@@ -76,6 +76,7 @@ class ApiServer:
         self._socket.close()
         if self._counting is not None:
             self._counting.cancel()
+            await asyncio.gather(self._counting, return_exceptions=True)
             await self._counts.write_last()
 
 

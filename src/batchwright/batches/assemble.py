@@ -113,6 +113,11 @@ class Assembly:
         return self.index.kinds.count(_MISSING)
 
     @property
+    def missing_offsets(self) -> set[int]:
+        """The same lines, by their places in the input."""
+        return {offset for offset, kind in zip(self.index.offsets, self.index.kinds, strict=True) if kind == _MISSING}
+
+    @property
     def counts(self) -> Counts:
         """How every line ended; raises Conflict while lines are missing and no one has said what became of them."""
         self._refuse_gaps()

@@ -4,9 +4,10 @@
 id, tenant, status::text, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds,
 metadata, limits, traceparent, retry_of, retry_codes, family, models, total, input_sha256, errors, completed, failed,
 expired, cancelled, input_tokens, cached_tokens, output_tokens, reasoning_tokens, usage_by_model, error_summary,
-full_disks, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
+resends, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
 expires_at, paused_at, taken_up_at, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at,
-cancelled_at
+cancelled_at, waiting_reason, waiting_message,
+coalesce(waiting_at > :now - make_interval(mins => 2), false)
 
 -- name: insert
 INSERT INTO batchwright.batch (
@@ -90,7 +91,7 @@ RETURNING :columns, expires_at <= :now
 -- name: begin
 UPDATE batchwright.batch
 SET status = 'in_progress', in_progress_at = :now, total = %(total)s, models = %(models)s,
-    input_sha256 = %(input_sha256)s
+    input_sha256 = %(input_sha256)s, waiting_reason = NULL, waiting_message = NULL, waiting_at = NULL
 WHERE id = %(id)s AND status = 'validating'
 RETURNING :columns
 
@@ -98,6 +99,20 @@ RETURNING :columns
 UPDATE batchwright.batch SET status = 'finalizing', finalizing_at = :now
 WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
 RETURNING :columns
+
+-- Lines have no answer although every shard is done: they are sent again, and only so often.
+-- name: resend
+UPDATE batchwright.batch SET status = 'in_progress', finalizing_at = NULL, resends = resends + 1
+WHERE id = %(id)s AND status = 'finalizing' AND resends < %(resends_max)s
+RETURNING resends
+
+-- What keeps it waiting, and whether it may go on waiting: until its window is over, and for an hour at least after
+-- everything was asked or it was told to stop.
+-- name: note_wait
+UPDATE batchwright.batch SET waiting_reason = %(reason)s, waiting_message = %(message)s, waiting_at = :now
+WHERE id = %(id)s AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+RETURNING :now < greatest(
+    expires_at, coalesce(finalizing_at, stop_at, cancelling_at, :now) + make_interval(secs => %(patience_seconds)s))
 
 -- What a user cancelled in the meantime ends cancelled, unless it failed.
 -- name: end
@@ -127,12 +142,14 @@ FROM move
 WHERE batch.id = move.id
 RETURNING move.target
 
+-- Of a batch that ended without its files, or whose files lack answers that were found since.
 -- name: repair
 UPDATE batchwright.batch
 SET completed = %(completed)s, failed = %(failed)s, expired = %(expired)s, cancelled = %(cancelled)s,
     error_summary = %(error_summary)s::jsonb, output_file_id = %(output_file_id)s, error_file_id = %(error_file_id)s,
     manifest = %(manifest)s::jsonb
-WHERE id = %(id)s AND status = 'failed' AND manifest IS NULL AND segments_gone_at IS NULL
+WHERE id = %(id)s AND status IN ('failed', 'expired', 'cancelled') AND segments_gone_at IS NULL
+    AND manifest IS NOT DISTINCT FROM %(manifest_before)s::jsonb
 RETURNING id
 
 -- What was stopping already because of an error has its requests in flight no longer than the grace from now on.
@@ -172,24 +189,17 @@ WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
         WHERE batch.queue = %(queue)s AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
 RETURNING name
 
--- Shards that find the same disk full at the same time have found it once.
--- name: note_full_disk
-UPDATE batchwright.batch
-SET full_disks = full_disks + CASE WHEN full_disk_at > :now - make_interval(secs => %(seconds)s) THEN 0 ELSE 1 END,
-    full_disk_at = CASE WHEN full_disk_at > :now - make_interval(secs => %(seconds)s) THEN full_disk_at ELSE :now END
-WHERE id = %(id)s
-RETURNING full_disks
-
 -- name: shards
 SELECT id FROM batchwright.job
 WHERE parent_job_id = %(job_id)s AND status::text = ANY(%(statuses)s)
 
--- The queues of shards that live workers claim from; one that ends in a slash stands for all below it.
+-- The queues of shards that workers claim from, or did until a moment ago: they may only be restarting. A queue that
+-- ends in a slash stands for all below it.
 -- name: served
 SELECT DISTINCT served.queue
 FROM batchwright.worker
 CROSS JOIN unnest(on_demand_queues) AS served (queue)
-WHERE %(shard)s = ANY(on_demand_types) AND stopping_at IS NULL
+WHERE %(shard)s = ANY(on_demand_types) AND strpos(served.queue, %(below)s) > 0
     AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
 
 -- What the workers' dispatchers must know of the batches that they work for.
@@ -224,14 +234,17 @@ RETURNING id
 -- name: fence
 SELECT job.id
 FROM batchwright.job
-JOIN unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim) ON held.id = job.id AND held.claim = job.claims
-WHERE job.status = 'RUNNING' AND job.lease_until IS NOT NULL
+JOIN unnest(%(ids)s::uuid[], %(claims)s::bigint[], %(workers)s::text[]) AS held (id, claim, worker)
+    ON held.id = job.id AND held.claim = job.claims
+WHERE job.status = 'RUNNING' AND job.lease_until IS NOT NULL AND job.locked_by IS NOT DISTINCT FROM held.worker
 ORDER BY job.id
 FOR NO KEY UPDATE OF job
 
 -- name: lock_sums
 SELECT id, usage_by_model, error_summary FROM batchwright.batch WHERE id = ANY(%(ids)s) ORDER BY id FOR NO KEY UPDATE
 
+-- A range is taken only if it begins where the one before it in its journal ends. After a failover that lost commits
+-- the one before may be gone; a range behind a gap would hide what was lost.
 -- name: insert_segments
 INSERT INTO batchwright.batch_segment (
     batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tally, registered_at)
@@ -239,9 +252,28 @@ SELECT batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tall
 FROM jsonb_to_recordset(%(segments)s::jsonb) AS one (
     place integer, batch_id text, shard integer, claim bigint, seq integer, host text, key text, start_byte bigint,
     end_byte bigint, lines integer, tally jsonb)
+WHERE (seq = 0 AND start_byte = 0) OR (
+    SELECT end_byte FROM batchwright.batch_segment AS before
+    WHERE (before.batch_id, before.shard, before.claim, before.seq) = (one.batch_id, one.shard, one.claim, one.seq - 1)
+) = start_byte
 ORDER BY place
 ON CONFLICT (batch_id, shard, claim, seq) DO NOTHING
 RETURNING batch_id, shard, claim, seq
+
+-- How far these journals are registered, and whether these very ranges are.
+-- name: positions
+SELECT one.batch_id, one.shard, one.claim, one.seq, last.seq, last.end_byte, EXISTS (
+    SELECT FROM batchwright.batch_segment AS same
+    WHERE (same.batch_id, same.shard, same.claim, same.seq) = (one.batch_id, one.shard, one.claim, one.seq)
+        AND (same.host, same.start_byte, same.end_byte) = (one.host, one.start_byte, one.end_byte))
+FROM jsonb_to_recordset(%(segments)s::jsonb) AS one (
+    batch_id text, shard integer, claim bigint, seq integer, host text, start_byte bigint, end_byte bigint)
+CROSS JOIN LATERAL (
+    SELECT seq, end_byte FROM batchwright.batch_segment
+    WHERE (batch_id, shard, claim) = (one.batch_id, one.shard, one.claim)
+    ORDER BY seq DESC
+    LIMIT 1
+) AS last
 
 -- name: add_sums
 UPDATE batchwright.batch

@@ -3,6 +3,8 @@
     take what was appended → bring it to the disk → upload it, where machines share a store → register it, fenced
 
 What is not registered does not exist for anybody else. A registration whose answer was lost is sent again as it was.
+The ranges of a journal are registered without gaps. A database that has lost commits, in a failover or a crash, refuses
+the next one and says how far it knows the journal; the journal is registered again from there.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
 
-from batchwright.batches.journal import Journal, Part, Syncer
+from batchwright.batches.journal import Journal, Part, Syncer, tally_of
 from batchwright.batches.metrics import BatchCounts
-from batchwright.batches.store import Batches, Registration
+from batchwright.batches.store import Batches, Position, Registration
+from batchwright.batches.waits import STORE, Waits
 from batchwright.batches.workspace import Workspace, segment_key
 from batchwright.errors import DatabaseError, StorageError, StorageUnavailable
 from batchwright.storage import Store
+from batchwright.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +38,16 @@ UPLOADS_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """In whose name a range is registered: a shard of a batch, and the claim that fences it."""
+    """Whose journal it is: a shard of a batch, and the claim that fences what is registered of it."""
 
     batch_id: str
     shard: int
     model: str
+    journal_number: int
     job_id: UUID
     job_claim: int
+    worker: str
+    traceparent: str | None = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -56,7 +63,7 @@ class Account:
     pending: Part | None = None
     registered_at: float = field(default_factory=time.monotonic)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a part of it is on its way; another one waits, and shards that end together do not for each other."""
+    """Held while a part of it is on its way. Shards that end at the same moment must not wait for one another."""
 
     @property
     def is_settled(self) -> bool:
@@ -77,6 +84,7 @@ class Checkpoints:
         batches: Batches,
         store: Store,
         workspace: Workspace,
+        waits: Waits,
         counts: BatchCounts,
         *,
         is_shared: bool,
@@ -87,37 +95,56 @@ class Checkpoints:
         self._batches = batches
         self._store = store
         self._workspace = workspace
+        self._waits = waits
         self._counts = counts
+        self._is_behind = False
         self._is_shared = is_shared
         self._every_seconds = every_seconds
         self._shared_every_seconds = shared_every_seconds
-        self._accounts: set[Account] = set()
+        self._watched: set[Account] = set()
         self._uploads = asyncio.Semaphore(UPLOADS_MAX)
 
-    def open(self, owner: Owner, path: Path) -> Account:
-        account = Account(owner=owner, journal=Journal(path, self.syncer))
-        self._accounts.add(account)
+    async def open(self, owner: Owner) -> Account:
+        """A journal in the work folder. It is registered by `flush`, and regularly from `watch` on.
+
+        A file that is there already belongs to a claim that the database has lost, and whose number it has given again:
+        what it holds is registered first.
+        """
+        path = self._workspace.journal(owner.batch_id, owner.shard, owner.journal_number)
+        account = Account(owner=owner, journal=await asyncio.to_thread(Journal, path, self.syncer))
+        if (size := account.journal.size) > 0:
+            account.pending = Part(0, size, await asyncio.to_thread(tally_of, path, 0, size))
         return account
 
+    def watch(self, account: Account) -> None:
+        self._watched.add(account)
+
     def close(self, account: Account) -> None:
-        self._accounts.discard(account)
+        self._watched.discard(account)
         account.journal.close()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self._every_seconds)
-            if due := [one for one in self._accounts if self._is_due(one)]:
+            if due := [one for one in self._watched if self._is_due(one)]:
                 await self._try(due)
 
     async def _try(self, due: Sequence[Account]) -> None:
         """A journal that cannot be synced must not keep the others from being registered."""
         try:
             await self.register([one for one in due if one.journal.broken is None])
+            self._is_behind = False
         except (DatabaseError, StorageError) as error:
-            log.warning("answers are not registered yet: %s", error)
+            self._say_behind(error)
         except Exception:
             log.exception("answers are not registered yet")
+
+    def _say_behind(self, error: DatabaseError | StorageError) -> None:
+        """Once for each outage; what a store does is said batch by batch."""
+        if not self._is_behind and not isinstance(error, StorageUnavailable):
+            log.warning("answers are not registered yet: %s", error)
+        self._is_behind = True
 
     async def flush(self, account: Account) -> None:
         """Register everything, however long the database or the store is away; or find that the shard is lost."""
@@ -127,7 +154,7 @@ class Checkpoints:
             except (DatabaseError, StorageUnavailable) as error:
                 if account.journal.broken is not None:
                     raise
-                log.warning("answers are not registered yet: %s", error)
+                self._say_behind(error)
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def register(self, accounts: Sequence[Account]) -> None:
@@ -139,46 +166,58 @@ class Checkpoints:
             if not parts:
                 return
             await asyncio.gather(*(self.syncer.sync(one.journal) for one, _ in parts))
-            rows = (self._row(one.owner, one.owner.job_claim, one.seq, one.journal.path, part) for one, part in parts)
-            uploads = await asyncio.gather(*rows, return_exceptions=True)
-            found = zip(parts, uploads, strict=True)
-            await self._register([(one, row) for (one, _), row in found if isinstance(row, Registration)])
-            for failure in uploads:
-                if isinstance(failure, BaseException):
-                    raise failure
+            uploads = await asyncio.gather(*(self._row(one, part) for one, part in parts), return_exceptions=True)
+            uploaded = [(one, row) for (one, _), row in zip(parts, uploads, strict=True)]
+            await self._register([(one, row) for one, row in uploaded if isinstance(row, Registration)])
+            for one, row in uploaded:
+                if isinstance(row, StorageUnavailable):
+                    await self._waits.note(one.owner.batch_id, STORE, str(row))
+            for _, row in uploaded:
+                if isinstance(row, BaseException):
+                    raise row
 
     async def _register(self, uploaded: Sequence[tuple[Account, Registration]]) -> None:
         if not uploaded:
             return
-        taken = await self._batches.register([row for _, row in uploaded])
+        registered = await self._batches.register([row for _, row in uploaded])
         for one, row in uploaded:
-            if row.name in taken:
+            if row.name in registered.taken:
                 one.seq, one.pending, one.registered_at = one.seq + 1, None, time.monotonic()
                 one.lines += row.tally.lines
                 self._counts.registered(row.tally.lines)
+                self._waits.end(row.batch_id)
+            elif (position := registered.behind.get(row.name)) is not None:
+                await self._go_back(one, row, position)
             else:
                 one.is_lost = True
 
-    async def adopt(self, owner: Owner, claim: int, seq: int, path: Path, parts: Sequence[Part]) -> bool:
-        """Register ranges of a dead claim's journal in the name of its heir; False if that is fenced itself."""
-        rows = [await self._row(owner, claim, seq + place, path, part) for place, part in enumerate(parts)]
-        is_taken = len(await self._batches.register(rows)) == len(rows)
-        if is_taken:
-            self._counts.registered(sum(part.tally.lines for part in parts))
-        return is_taken
+    async def _go_back(self, account: Account, row: Registration, position: Position) -> None:
+        """The database knows less of the journal than it had told, or more: register what lies behind that."""
+        account.seq, account.pending = position.seq, None
+        if position.byte >= row.end:
+            return
+        log.warning(
+            "batch %s: the database has lost registered answers; shard %d is registered again from byte %d on",
+            row.batch_id,
+            row.shard,
+            position.byte,
+        )
+        tally = await asyncio.to_thread(tally_of, account.journal.path, position.byte, row.end)
+        account.pending = Part(position.byte, row.end, tally)
 
-    async def _row(self, owner: Owner, claim: int, seq: int, path: Path, part: Part) -> Registration:
-        key = None
+    async def _row(self, account: Account, part: Part) -> Registration:
+        owner, host, key = account.owner, self._workspace.id, None
         if self._is_shared:
-            key = segment_key(owner.batch_id, owner.shard, claim, part.start, part.end)
+            key = segment_key(owner.batch_id, owner.shard, owner.journal_number, host, part.start, part.end)
             async with self._uploads:
-                await self._store.put(key, await asyncio.to_thread(_range, path, part))
+                with tracing.handed(owner.traceparent):
+                    await self._store.put(key, await asyncio.to_thread(_range, account.journal.path, part))
         return Registration(
             batch_id=owner.batch_id,
             shard=owner.shard,
-            claim=claim,
-            seq=seq,
-            host=self._workspace.id,
+            claim=owner.journal_number,
+            seq=account.seq,
+            host=host,
             key=key,
             start=part.start,
             end=part.end,
@@ -186,6 +225,7 @@ class Checkpoints:
             model=owner.model,
             job_id=owner.job_id,
             job_claim=owner.job_claim,
+            worker=owner.worker,
         )
 
     def _is_due(self, account: Account) -> bool:

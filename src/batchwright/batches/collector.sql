@@ -7,9 +7,11 @@ coalesce(batch.completed_at, batch.failed_at, batch.expired_at, batch.cancelled_
 -- part: open
 batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
 
--- Its files could not be written, and its answers are all there is.
+-- Its files could not be written, and its answers are all there is; or lines failed for want of answers, and some of
+-- those may yet be found.
 -- part: repairable
-(batch.status = 'failed' AND batch.manifest IS NULL AND batch.total > 0)
+(batch.in_progress_at IS NOT NULL AND batch.status IN ('failed', 'expired', 'cancelled')
+    AND (batch.manifest IS NULL OR jsonb_exists(batch.error_summary, 'batch_failed')))
 
 -- part: over
 :ended < :now - make_interval(secs => CASE WHEN :repairable THEN %(failed_kept_seconds)s::float8 ELSE %(kept_seconds)s::float8 END)

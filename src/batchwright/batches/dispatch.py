@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from batchwright.batches.disk import Disk
 from batchwright.batches.envelopes import answered, request_id, unanswered
 from batchwright.batches.journal import Journal, Outcome
 from batchwright.batches.lines import split
@@ -44,6 +45,8 @@ FIRST_SHARDS_MAX = 16
 """Shards that may be the first of their batch, in one claim."""
 FOLLOWERS_PER_SLOT = 2
 """While so many requests for each slot wait for the leaders of their groups, no other group begins."""
+FULL_SECONDS = 0.5
+"""How long a lane rests, or an answer waits in memory, before it is looked again whether there is room on the disk."""
 _PRIORITY_LAST = 9
 """Here the first shards of a batch cannot be told from the others."""
 
@@ -146,6 +149,7 @@ class Dispatcher:
         gateways: Gateways,
         limits: Limits,
         counts: BatchCounts,
+        disk: Disk,
         *,
         budgets: Mapping[Gateway, Budget] | None = None,
         tenant_weights: Mapping[str, int] | None = None,
@@ -155,6 +159,7 @@ class Dispatcher:
         self.gateways = gateways
         self.limits = limits
         self.counts = counts
+        self.disk = disk
         self.on_demand = on_demand
         """Called when a lane is running dry, so that the next shard may be claimed."""
         self.lanes: dict[str, Lane] = {}
@@ -259,6 +264,9 @@ class Dispatcher:
     async def _pump_on(self, lane: Lane) -> None:
         slots, schedule = lane.room.slots, lane.schedule
         while True:
+            if not self.disk.has_room(self.limits.bytes.in_use):
+                await lane.rest(FULL_SECONDS)
+                continue
             slot = slots.slot()
             if not slot.enter_now():
                 await slot.__aenter__()
@@ -337,10 +345,23 @@ class Dispatcher:
         if (pause := self._pause_before_another(lane.gateway.settings, item, answer)) is not None:
             self.counts.retried(lane.model, answer)
             return now + pause
-        outcome = Outcome.OK if answer.succeeded else Outcome.FAILED
-        work.journal.append(item.entry.offset, outcome, answered(request.id, custom_id, answer), answer.usage)
+        await self._keep(work, item.entry, answered(request.id, custom_id, answer), answer)
         self.counts.answered(lane.model, answer)
         return None
+
+    async def _keep(self, work: Work, entry: Entry, line: bytes, answer: Answer) -> None:
+        """Write a line to the journal. While the disk is full it stays in memory, with the slots of its request: it is
+        lost only if the shard must end before there is room."""
+        outcome = Outcome.OK if answer.succeeded else Outcome.FAILED
+        while True:
+            try:
+                work.journal.append(entry.offset, outcome, line, answer.usage)
+            except StorageFull:
+                if work.journal.broken is not None:
+                    raise
+                await asyncio.sleep(FULL_SECONDS)
+            else:
+                return
 
     @staticmethod
     def _note_abortion(work: Work, item: Item) -> None:

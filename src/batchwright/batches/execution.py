@@ -2,8 +2,8 @@
 
     look at the batch → input and plan → what was answered before → send → checkpoint → Done | Snooze
 
-It ends early when its batch is told to stop or to pause, at the deadline, when the worker stops, when the disk is full,
-or when another worker has it. Whatever was answered is registered before it ends.
+It ends early when its batch is told to stop or to pause, at the deadline, when the worker stops, or when another worker
+has it. Whatever was answered is registered before it ends. While the disk is full, it waits.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
 
 from batchwright.batches.checkpoint import Account, Checkpoints, Owner
 from batchwright.batches.dispatch import ABORT_SECONDS, Dispatcher, End, Work
 from batchwright.batches.files import Files
-from batchwright.batches.journal import FULL
 from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.planfile import Entry, plan_path, read_entries, safe_name
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.shards import Slice
 from batchwright.batches.store import AWAY_SECONDS, SHARD, Batch, Batches, Order, Stranger, refuse_stranger
 from batchwright.batches.takeover import Takeover
+from batchwright.batches.waits import DISK, STORE, Waits, reason_to_wait
 from batchwright.batches.workspace import Workspace
 from batchwright.engine.context import Context
 from batchwright.engine.jobs import Done, Outcome, Snooze
@@ -37,8 +36,6 @@ from batchwright.errors import (
     OperationError,
     RetryLater,
     StorageError,
-    StorageFull,
-    StorageUnavailable,
     Transient,
 )
 from batchwright.inference.budgets import live_workers
@@ -52,8 +49,10 @@ PAUSED_SECONDS = (1.0, 60.0)
 """A shard of a paused batch sleeps as long as the pause has lasted, within these bounds. Resuming wakes it, but not if
 its worker is just putting it to sleep: then that is what it costs."""
 NO_ROOM_SECONDS = 30.0
-FULL_DISKS_MAX = 3
-_HANDED_BACK = (End.BROKEN, End.FULL, End.LEAVE)
+NOTE_SECONDS = 30.0
+"""How often a batch whose disk is full is noted to wait."""
+_HANDED_BACK = {End.BROKEN: "system_error", End.FULL: "system_error", End.LEAVE: "none", End.LOST: "none"}
+"""Shards that end like this are given back; why, in the words of the metric."""
 _LAST_WORDS_SECONDS = 1.5
 _SHARE_SECONDS = 5.0
 _RATE_SECONDS = 10.0
@@ -72,6 +71,7 @@ class Shards:
         dispatcher: Dispatcher,
         checkpoints: Checkpoints,
         takeover: Takeover,
+        waits: Waits,
         counts: BatchCounts,
         settings: BatchSettings,
     ) -> None:
@@ -81,8 +81,10 @@ class Shards:
         self._dispatcher = dispatcher
         self._checkpoints = checkpoints
         self._takeover = takeover
+        self._waits = waits
         self._counts = counts
         self._settings = settings
+        self._noted_at = float("-inf")
         self._held: dict[Work, tuple[Context, Account]] = {}
         self._paces: dict[str, _Pace] = {}
         self._helpers: list[asyncio.Task[None]] = []
@@ -93,49 +95,75 @@ class Shards:
         return len(self._held)
 
     async def run(self, ctx: Context, shard: Slice) -> Outcome:
-        """One claim of a shard."""
+        """One claim of a shard. Its span lasts until the outcome is committed."""
+        span = tracing.span("process-shard", parent=ctx.traceparent, attributes=_named(ctx, shard), current=False)
+        span.__enter__()
+        ctx.when_settled(lambda _: span.__exit__(None, None, None))
+        with tracing.handed(span.traceparent):
+            try:
+                return await self._begin(ctx, shard, span.traceparent)
+            except BaseException as error:
+                span.error(error)
+                raise
+
+    async def _begin(self, ctx: Context, shard: Slice, traceparent: str | None) -> Outcome:
         try:
             order = (await self._batches.orders([shard.batch_id])).get(shard.batch_id)
             if order is None or order.status != BatchStatus.IN_PROGRESS or order.stop_reason:
                 return Done()
             refuse_stranger(ctx, order.id, order.job_id)
-            if (reason := await self._hindrance(shard, order)) is not None:
-                return Snooze(_pause_seconds(order) or NO_ROOM_SECONDS, reason)
+            if order.paused:
+                return Snooze(_pause_seconds(order), End.PAUSE.value)
+            if not self._dispatcher.serves(shard.model):
+                return Snooze(NO_ROOM_SECONDS, f"this worker has no gateway for {shard.model}")
+            if (trouble := await self._lack_of_room(shard.batch_id)) is not None:
+                return await self._wait(ctx, shard, DISK, trouble)
             with self._workspace.use(shard.batch_id):
-                return await self._run(ctx, shard, order)
-        except StorageFull as error:
-            return await self._no_room(shard.batch_id, str(error))
-        except OSError as error:
-            if error.errno not in FULL:
-                raise await self._judged(ctx, shard, error) from error
-            return await self._no_room(shard.batch_id, str(error))
+                return await self._run(ctx, shard, order, traceparent)
+        except asyncio.CancelledError:
+            if ctx.stopping:
+                self._give_back(ctx, shard, "none")
+            raise
         except Stranger:
             raise
         except NotFound as error:
             await self._batches.stop(shard.batch_id, "error", {"code": "input_gone", "message": str(error)})
             return Done()
         except Exception as error:
-            raise await self._judged(ctx, shard, error) from error
+            if (reason := reason_to_wait(error)) is not None:
+                return await self._wait(ctx, shard, reason, str(error))
+            raise await self._judge(ctx, shard, error) from error
 
-    async def _hindrance(self, shard: Slice, order: Order) -> str | None:
-        """Why the shard cannot run here now."""
-        if order.paused:
-            return End.PAUSE.value
-        if not self._dispatcher.serves(shard.model):
-            return f"this worker has no gateway for {shard.model}"
-        is_here = self._workspace.input(shard.batch_id).exists()
-        if not is_here and not await asyncio.to_thread(self._workspace.has_room):
-            return "the work folder is full"
-        return None
+    async def _lack_of_room(self, batch_id: str) -> str | None:
+        """Why nothing can be begun in the work folder now."""
+        disk = self._dispatcher.disk
+        if not disk.has_room(self._dispatcher.limits.bytes.in_use):
+            return disk.trouble
+        is_here = self._workspace.input(batch_id).exists()
+        if is_here or await asyncio.to_thread(self._workspace.has_room):
+            return None
+        return f"the work folder {self._workspace.root} is full; raise batches.work_dir_limit, or wait for its batches"
 
-    async def _judged(self, ctx: Context, shard: Slice, error: Exception) -> Exception:
+    async def _wait(self, ctx: Context, shard: Slice, reason: str, message: str) -> Outcome:
+        """Nothing that was answered is lost, so it costs time and no attempt, until the window is over."""
+        await self._waits.note(shard.batch_id, reason, message)
+        self._give_back(ctx, shard, "db_transient" if reason == STORE else "system_error")
+        return Snooze(AWAY_SECONDS if reason == STORE else NO_ROOM_SECONDS, message)
+
+    def _give_back(self, ctx: Context, shard: Slice, reason: str) -> None:
+        """Count that a shard is put back, and trace it where it happens."""
+        self._counts.given_back(reason)
+        with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
+            span.set({**_named(ctx, shard), "batch.re_enqueue.reason": reason})
+
+    async def _judge(self, ctx: Context, shard: Slice, error: Exception) -> Exception:
         """An error that ends this shard for good ends its batch, and what is in flight elsewhere may still end."""
         if isinstance(error, RetryLater):
             return error
         if isinstance(error, (Conflict, DatabaseError)):  # an earlier claim of ours has not ended yet, or an outage
-            self._counts.given_back("db_transient")
+            self._give_back(ctx, shard, "db_transient")
             return RetryLater(str(error), 1.0)
-        if isinstance(error, StorageError) and not isinstance(error, StorageUnavailable):
+        if isinstance(error, StorageError):
             error = Fatal(str(error), code="storage_error")
         elif not isinstance(error, OperationError):
             log.warning("a shard of %s will be tried again: %r", shard.batch_id, error)
@@ -143,29 +171,39 @@ class Shards:
         if not isinstance(error, Transient) or ctx.attempt >= ctx.max_attempts:
             code = getattr(error, "code", None) or "system_error"
             await self._batches.stop(shard.batch_id, "error", {"code": code, "message": str(error)})
+        else:
+            self._give_back(ctx, shard, "system_error")
         return error
 
-    async def _run(self, ctx: Context, shard: Slice, order: Order) -> Outcome:
+    async def _run(self, ctx: Context, shard: Slice, order: Order, traceparent: str | None) -> Outcome:
         batch = await self._batches.get(shard.batch_id, tenant=None)
-        owner = Owner(batch_id=batch.id, shard=shard.number, model=shard.model, job_id=ctx.job_id, job_claim=ctx.claim)
-        with self._waiting_for_store():
-            descriptor = await self._open_input(batch)
+        owner = Owner(
+            batch_id=batch.id,
+            shard=shard.number,
+            model=shard.model,
+            journal_number=shard.journal_number(ctx.claim),
+            job_id=ctx.job_id,
+            job_claim=ctx.claim,
+            worker=ctx.worker,
+            traceparent=traceparent,
+        )
+        descriptor = await self._open_input(batch)
         try:
-            with self._waiting_for_store():
-                entries = await self._entries(batch, shard)
-                done = await self._take_up(ctx, owner)
-            path = self._workspace.journal(batch.id, shard.number, ctx.claim)
-            account = self._checkpoints.open(owner, path)
+            entries = await self._entries(batch, shard)
+            account = await self._checkpoints.open(owner)
             try:
+                answered = await self._take_up(ctx, account, entries)
+                self._waits.end(batch.id)
                 work = self._work(ctx, batch, shard, order, descriptor, account, len(entries))
-                pending = [entry for entry in entries if entry.offset not in done]
+                pending = [entry for entry in entries if entry.offset not in answered]
                 ctx.progress(len(entries) - len(pending), len(entries))
+                self._checkpoints.watch(account)
                 await self._send(ctx, work, account, pending, order)
             finally:
                 self._checkpoints.close(account)
         finally:
             os.close(descriptor)
-        return await self._outcome(ctx, work)
+        return await self._outcome(ctx, shard, work)
 
     def _work(
         self, ctx: Context, batch: Batch, shard: Slice, order: Order, descriptor: int, account: Account, total: int
@@ -178,22 +216,13 @@ class Shards:
             claim=ctx.claim,
             model=shard.model,
             endpoint=batch.endpoint,
-            traceparent=ctx.traceparent,
+            traceparent=account.owner.traceparent,
             deadline=time.monotonic() + order.seconds_left,
             descriptor=descriptor,
             journal=account.journal,
         )
 
     # Before -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _waiting_for_store(self) -> Iterator[None]:
-        """Nothing is sent yet, so a store that is away costs time, until the window is over, and no attempt."""
-        try:
-            yield
-        except StorageUnavailable as error:
-            self._counts.given_back("db_transient")
-            raise RetryLater(str(error), AWAY_SECONDS) from error
 
     async def _open_input(self, batch: Batch) -> int:
         file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
@@ -205,14 +234,16 @@ class Shards:
         plan = plan_path(folder, safe_name(shard.model))
         return await asyncio.to_thread(read_entries, plan, shard.start, shard.count)
 
-    async def _take_up(self, ctx: Context, owner: Owner) -> set[int]:
+    async def _take_up(self, ctx: Context, account: Account, entries: list[Entry]) -> set[int]:
         """The offsets that have their answer from an earlier claim."""
-        done, adopted = await self._takeover.of_shard(owner)
-        if ctx.claim > 1:
-            self._counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if done else "re_enqueued")
-        if adopted:
-            ctx.emit("batch.answers_adopted", f"{adopted} answers of a dead worker were kept", answers=adopted)
-        return done
+        offsets = {entry.offset for entry in entries}
+        answered, copied = await self._takeover.of_shard(account.owner, account.journal, offsets)
+        if ctx.after_death:
+            self._counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if answered else "re_enqueued")
+        if copied:
+            text = f"{copied} answers were kept that nobody had registered"
+            ctx.emit("batch.answers_adopted", text, answers=copied)
+        return answered
 
     # While it runs ----------------------------------------------------------------------------------------------
 
@@ -264,13 +295,27 @@ class Shards:
                 log.exception("the control of batches stumbled")
 
     async def _look(self) -> None:
-        for work, (ctx, account) in list(self._held.items()):
+        """Only at what is held now: a shard that comes in while the orders are read has none among them."""
+        held = dict(self._held)
+        for work, (ctx, account) in held.items():
             self._watch(work, ctx, account)
-        if self._held:
-            orders = await self._batches.orders(sorted({work.batch_id for work in self._held}))
-            for work in list(self._held):
+        if not held:
+            return
+        orders = await self._batches.orders(sorted({work.batch_id for work in held}))
+        for work in held:
+            if work in self._held:
                 self._follow(work, orders.get(work.batch_id))
-            self._paces = {id: pace for id, pace in self._paces.items() if id in orders}
+        still = {work.batch_id for work in self._held}
+        self._paces = {id: pace for id, pace in self._paces.items() if id in still}
+        await self._note_full_disk(still)
+
+    async def _note_full_disk(self, batch_ids: set[str]) -> None:
+        """The dispatcher sends nothing while too little is free; whoever asks should be told why."""
+        trouble = self._dispatcher.disk.trouble
+        if trouble is not None and time.monotonic() - self._noted_at >= NOTE_SECONDS:
+            self._noted_at = time.monotonic()
+            for id in batch_ids:
+                await self._waits.note(id, DISK, trouble)
 
     async def _share(self) -> None:
         """Gateways with a limit over all workers are divided among those that live."""
@@ -333,46 +378,40 @@ class Shards:
 
     # After ------------------------------------------------------------------------------------------------------
 
-    async def _outcome(self, ctx: Context, work: Work) -> Outcome:
+    async def _outcome(self, ctx: Context, shard: Slice, work: Work) -> Outcome:
         if work.end in _HANDED_BACK:
-            self._counts.given_back(self._why_given_back(work.end))
-            with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
-                span.set({"batch.id": work.batch_id, "tenant.id": work.tenant, "batch.shard": work.number})
+            is_guarded = work.end is End.LEAVE and self._dispatcher.broken is not None
+            self._give_back(ctx, shard, "guard_shutdown" if is_guarded else _HANDED_BACK[work.end])
         match work.end:
             case None:
                 return Done(progress=(work.total, work.total))
             case End.DEADLINE:  # before anybody can join its shards and find lines without an answer and a reason
                 await self._batches.stop(work.batch_id, "deadline")
                 return Done()
-            case End.STOP | End.LOST:
+            case End.STOP:
                 return Done()
+            case End.LOST:  # if the claim is ours all the same, the rest must be sent; if it is not, this is refused
+                return Snooze(0, End.LOST.value)
             case End.PAUSE:  # what was in flight may have taken longer than the pause
                 order = (await self._batches.orders([work.batch_id])).get(work.batch_id)
                 return Snooze(0 if order is None else _pause_seconds(order), End.PAUSE.value)
             case End.LEAVE:
                 return Snooze(0, End.LEAVE.value)
             case End.FULL:
-                return await self._no_room(work.batch_id, End.FULL.value)
+                await self._waits.note(work.batch_id, DISK, End.FULL.value)
+                return Snooze(NO_ROOM_SECONDS, End.FULL.value)
             case End.BROKEN:
                 raise Transient(End.BROKEN.value, code="shard_broken")
-
-    def _why_given_back(self, end: End) -> str:
-        if end is not End.LEAVE:
-            return "system_error"
-        return "guard_shutdown" if self._dispatcher.broken else "none"
-
-    async def _no_room(self, batch_id: str, message: str) -> Outcome:
-        """Room may come back; a batch that finds none three times ends."""
-        if await self._batches.note_full_disk(batch_id, seconds=NO_ROOM_SECONDS / 2) < FULL_DISKS_MAX:
-            return Snooze(NO_ROOM_SECONDS, message)
-        await self._batches.stop(batch_id, "error", {"code": "disk_full", "message": message})
-        return Done()
 
     async def close(self) -> None:
         for task in (*self._helpers, *self._errands):
             task.cancel()
         await asyncio.gather(*self._helpers, *self._errands, return_exceptions=True)
         await asyncio.to_thread(self._checkpoints.syncer.close)
+
+
+def _named(ctx: Context, shard: Slice) -> tracing.Attributes:
+    return {"batch.id": shard.batch_id, "tenant.id": ctx.tenant, "batch.shard": shard.number}
 
 
 def _pause_seconds(order: Order) -> float:

@@ -1,6 +1,6 @@
 """The end of a batch: from what is registered to the two files, the manifest and the last move.
 
-    tails of dead claims → segments → assembly → output and error file into the store → one compare-and-set
+    segments → assembly → answers that nobody registered → output and error file into the store → one compare-and-set
 
 The files get new ids at every try, and their rows are written in the commit that ends the batch: what a try that died
 has uploaded is known to nobody, and the garbage collector takes it.
@@ -19,11 +19,11 @@ from batchwright.batches.assemble import Assembly, Piece, assemble, manifest
 from batchwright.batches.checkpoint import Owner
 from batchwright.batches.files import BATCH_OUTPUT, Files, NewFile, new_file_id, object_key
 from batchwright.batches.journal import sound_ranges
-from batchwright.batches.planfile import REJECTED, plan_paths
+from batchwright.batches.planfile import REJECTED, plan_path, plan_paths, read_entries, safe_name
 from batchwright.batches.segments import Segments
-from batchwright.batches.shards import slices
-from batchwright.batches.store import Batch, Batches, Ending
-from batchwright.batches.takeover import Takeover, tails
+from batchwright.batches.shards import Slice, slices
+from batchwright.batches.store import Batch, Batches, Ending, Segment
+from batchwright.batches.takeover import Takeover
 from batchwright.batches.workspace import InputDamaged, Workspace
 from batchwright.db.database import Session
 from batchwright.errors import NotFound, StorageError
@@ -62,26 +62,50 @@ class Finalizer:
         self._takeover = takeover
         self._segments = Segments(workspace, files.store)
 
-    async def gather(self, batch: Batch, heir: Owner | None = None) -> Assembly:
-        """Find the record of every line, also those that dead claims left here unregistered.
+    async def gather(self, batch: Batch, heir: Owner) -> Assembly:
+        """Find the record of every line. Where some have none, look for answers that nobody has registered."""
+        assembly = await self._assemble(batch, await self._batches.segments(batch.id))
+        if assembly.missing and self._takeover is not None:
+            models = {one.number: one.model for one in await self.slices(batch)}
+            if await self._takeover.of_batch(heir, models, assembly.missing_offsets):
+                assembly = await self._assemble(batch, await self._batches.segments(batch.id))
+        return assembly
 
-        An heir registers them. Where there is none, the batch has ended, and this is the last who looks: what is lost
-        for certain is left out, for the sake of the rest.
-        """
+    async def salvage(self, batch: Batch) -> Assembly:
+        """The same for a batch that has ended, without registering anything. This is the last who looks: what is lost
+        for certain is left out, for the sake of the rest."""
+        segments = [one for one in await self._batches.segments(batch.id) if not self._segments.is_lost(one)]
+        unregistered = await self._segments.unregistered(batch.id, segments)
+        strays = [piece for pieces in unregistered.values() for piece in pieces]
+        return await self._assemble(batch, segments, strays, is_damaged=True)
+
+    async def slices(self, batch: Batch) -> list[Slice]:
+        """The shards into which its plan is cut."""
+        folder = await self._workspace.fetch_plan(batch.id, self._files.store)
+        return await asyncio.to_thread(lambda: list(slices(batch.id, folder)))
+
+    async def slices_with(self, batch: Batch, offsets: set[int]) -> list[Slice]:
+        """Those that hold one of these lines."""
+        folder = await self._workspace.fetch_plan(batch.id, self._files.store)
+
+        def holds(one: Slice) -> bool:
+            entries = read_entries(plan_path(folder, safe_name(one.model)), one.start, one.count)
+            return any(entry.offset in offsets for entry in entries)
+
+        return await asyncio.to_thread(lambda: [one for one in slices(batch.id, folder) if holds(one)])
+
+    async def _assemble(
+        self, batch: Batch, segments: Sequence[Segment], strays: Sequence[Piece] = (), *, is_damaged: bool = False
+    ) -> Assembly:
         path = await self._input(batch)
         folder = await self._workspace.fetch_plan(batch.id, self._files.store)
-        if heir is not None and self._takeover is not None:
-            models = await asyncio.to_thread(lambda: {one.number: one.model for one in slices(batch.id, folder)})
-            await self._takeover.of_batch(heir, models)
-        segments = await self._batches.segments(batch.id)
-        if heir is None:
-            segments = [one for one in segments if not self._segments.is_lost(one)]
         pieces = await self._segments.fetch(segments)
-        if heir is None:
+        if is_damaged:
             pieces = await asyncio.to_thread(_sound, pieces)
-            pieces += await asyncio.to_thread(tails, self._workspace, batch.id, segments)
         plans, rejected = await asyncio.to_thread(plan_paths, folder), folder / REJECTED
-        assembly = await asyncio.to_thread(assemble, batch.id, path, plans=plans, rejected=rejected, pieces=pieces)
+        assembly = await asyncio.to_thread(
+            assemble, batch.id, path, plans=plans, rejected=rejected, pieces=[*pieces, *strays]
+        )
         if assembly.total != batch.total:
             raise StorageError(
                 f"the plan of batch {batch.id} has {assembly.total} lines, and {batch.total} were planned"

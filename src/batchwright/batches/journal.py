@@ -8,7 +8,7 @@ more; one thread brings the files to the disk soon after, so that a power cut lo
 covers all that follows it. Whatever a crash left behind the last whole record is refused by it and never read.
 
 A line's place in the input, its offset, is its identity. Where a file holds more than what is registered, the rest
-counts only if somebody adopts it.
+counts only if somebody copies it into his own journal.
 """
 
 from __future__ import annotations
@@ -454,22 +454,6 @@ def tally_of(path: Path, start: int, end: int) -> Tally:
                 line = read_open(descriptor, path, found.position, found.length, found.offset)
                 tally.add_error(*error_code_of(line))
     return tally
-
-
-def adopt(path: Path, start: int) -> tuple[int, Tally]:
-    """The tail of a dead claim's file: where its last valid record ends, and the sums over what lies behind `start`.
-
-    It is on the disk when this returns; until then it blocks. The file is not changed: should its writer be alive
-    after all, nobody will look at what it still appends.
-    """
-    if start == 0 and not path.exists():
-        return 0, Tally()
-    with _opened(path) as descriptor:
-        end = _valid_end(descriptor, path, start)
-        with _explained(path):
-            _sync_data(descriptor)
-            sync_folder(path.parent)
-    return end, tally_of(path, start, end)
 
 
 def _record(offset: int, outcome: Outcome, line: bytes, tokens: Tokens) -> bytes:

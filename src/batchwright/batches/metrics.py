@@ -165,6 +165,11 @@ OWN_METRICS = (
         "batch_answers_registered_total",
         "Answers that were registered in the database: from then on no crash can lose them.",
     ),
+    Metric(
+        "batch_lines_resent_total",
+        "Lines that had no answer when the files were to be written, and were sent again.",
+        expected=((),),
+    ),
 )
 BATCH_METRICS = (*SOURCE_METRICS, STORAGE_METRIC, *OWN_METRICS)
 
@@ -276,6 +281,10 @@ class BatchCounts:
     def skipped(self, reason: str) -> None:
         """There was nothing to do for a batch: not_runnable_state if it had ended, db_inconsistency if it is gone."""
         self._counts.add("jobs_processed_total", 1, ("skipped", reason))
+
+    def resent(self, lines: int) -> None:
+        """So many lines had no answer at the end, and are sent again."""
+        self._counts.add("batch_lines_resent_total", lines)
 
     def cancelled(self, phase: str) -> None:
         """A batch was cancelled: queued, in_progress or finalizing."""

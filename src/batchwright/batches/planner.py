@@ -20,6 +20,7 @@ from typing import Any
 
 from batchwright.batches import plan
 from batchwright.batches.plan import Rules
+from batchwright.engine.processes import end_with_parent
 
 APART_BYTES = 32 * 1024 * 1024
 """A file of this size is worth the quarter of a second that a process takes to start."""
@@ -73,12 +74,13 @@ async def _make_apart(input: Path, rules: Rules, folder: Path) -> Planned:
 def _run_child() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever stops all processes of a service means the worker
     asked = pickle.load(sys.stdin.buffer)  # noqa: S301 (our own parent)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent(signal.SIGKILL)
+    threading.Thread(target=_wait_for_the_end, daemon=True).start()
     sys.stdout.buffer.write(pickle.dumps(_make(*asked)))
 
 
-def _end_with_parent() -> None:
-    """Its end of the pipe stays open while it lives; nobody else may then be writing the same plan."""
+def _wait_for_the_end() -> None:
+    """Of the parent. Its end of the pipe stays open while it lives; nobody else may then be writing the same plan."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

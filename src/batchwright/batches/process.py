@@ -1,10 +1,12 @@
 """The story of a batch, told by its job: plan, hand over to shards, and when they have ended, write the files.
 
     validating ─ plan ─▶ in_progress ─ Wait(shards) … resumed ─▶ finalizing ─ files ─▶ completed
-         │                     │                                      │
+         │                  ▲  │                                   │  │
+         │                  └──┼──────── lines without an answer ──┘  │
          └ bad input: failed   └ told to stop: expired · failed · cancelling ─ files ─▶ cancelled
 
-Each run looks at the row and does what comes next, so that it does not matter where an earlier one died.
+Each run looks at the row and does what comes next, so that it does not matter where an earlier one died. A store that
+is unavailable and a full disk are waited for: until the window is over, and for an hour at least.
 """
 
 from __future__ import annotations
@@ -12,23 +14,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from batchwright.batches import plan, planner
+from batchwright.batches.assemble import Assembly
 from batchwright.batches.checkpoint import Owner
 from batchwright.batches.envelopes import error_code_of
 from batchwright.batches.files import File, Files
 from batchwright.batches.finalize import Finalizer, Result
+from batchwright.batches.journal import Outcome as Record
 from batchwright.batches.lines import Problem
 from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.operations import send_shard
 from batchwright.batches.settings import BatchSettings
-from batchwright.batches.shards import slices
+from batchwright.batches.shards import Slice, last_journal_number
 from batchwright.batches.store import AWAY_SECONDS, QUEUE, SHARD_QUEUE, Batch, Batches, Ending, refuse_stranger
 from batchwright.batches.takeover import Takeover
+from batchwright.batches.waits import Waits, reason_to_wait
 from batchwright.batches.webhooks import EVENTS, Webhooks
 from batchwright.batches.workspace import InputDamaged, Workspace
 from batchwright.db.database import adopt
@@ -41,8 +47,6 @@ from batchwright.errors import (
     NotFound,
     RetryLater,
     StorageError,
-    StorageFull,
-    StorageUnavailable,
     Transient,
 )
 from batchwright.states import BATCH, BatchStatus
@@ -70,6 +74,7 @@ class Processor:
         catalog: Catalog,
         takeover: Takeover,
         webhooks: Webhooks,
+        waits: Waits,
         counts: BatchCounts,
         settings: BatchSettings,
         *,
@@ -80,6 +85,7 @@ class Processor:
         self._workspace = workspace
         self._catalog = catalog
         self._webhooks = webhooks
+        self._waits = waits
         self._counts = counts
         self._settings = settings
         self._models = models
@@ -91,18 +97,32 @@ class Processor:
             refuse_stranger(ctx, batch.id, batch.job_id)
             return await self._go_on(ctx, batch)
         except DatabaseError as error:
+            _trace_return(ctx, batch_id, error)
             raise RetryLater(str(error), 1.0) from error
 
     async def _go_on(self, ctx: Context, batch: Batch) -> Outcome:
         with tracing.span("process-batch", parent=ctx.traceparent, attributes=_attributes(batch)) as span:
             try:
-                return await self._next(ctx, batch, span)
-            except (OSError, StorageFull, StorageUnavailable) as error:
-                if ctx.claim > 1:
-                    self._counts.recovered(batch.status, "error")
-                if isinstance(error, StorageUnavailable):  # the window bounds the wait, not the attempts
-                    raise RetryLater(str(error), AWAY_SECONDS) from error
-                raise Transient(str(error), code="unexpected") from error
+                outcome = await self._next(ctx, batch, span)
+            except (OSError, StorageError) as error:
+                return await self._wait_or_give_up(ctx, batch, span, error)
+            self._waits.end(batch.id)
+            return outcome
+
+    async def _wait_or_give_up(self, ctx: Context, batch: Batch, span: tracing.Span, error: Exception) -> Outcome:
+        """Whether it may go on waiting is told by its window and the database's clock, not by attempts."""
+        if ctx.after_death:
+            self._counts.recovered(batch.status, "error")
+        if (reason := reason_to_wait(error)) is not None:
+            may_wait = await self._waits.note(batch.id, reason, str(error))
+            if may_wait or batch.in_progress_at is None:
+                _trace_return(ctx, batch.id, error)
+                raise RetryLater(str(error), AWAY_SECONDS) from error
+        elif isinstance(error, OSError):
+            _trace_return(ctx, batch.id, error)
+            raise Transient(str(error), code="unexpected") from error
+        batch = await self._batches.get(batch.id, tenant=None)
+        return await self._end_with_counts(ctx, batch, span, error)
 
     async def _found(self, batch_id: str) -> Batch:
         try:
@@ -115,7 +135,7 @@ class Processor:
     async def _next(self, ctx: Context, batch: Batch, span: tracing.Span) -> Outcome:
         if batch.has_ended:
             self._counts.skipped("not_runnable_state")
-            if ctx.claim > 1:
+            if ctx.after_death:
                 self._counts.recovered(batch.status, "cleaned_up")
             return Done()
         if batch.status is BatchStatus.VALIDATING:
@@ -135,7 +155,7 @@ class Processor:
         batch, is_late = taken_up
         if ctx.claim == 1:
             self._counts.waited((_now() - batch.created_at).total_seconds())
-        else:
+        if ctx.after_death:
             self._counts.recovered(batch.status, "expired" if is_late else "re_enqueued")
         if is_late:
             return await self._end(ctx, batch, Ending(target=BatchStatus.EXPIRED, sources=_OPEN), span)
@@ -170,7 +190,10 @@ class Processor:
         return await self._hand_over(begun)
 
     async def _known_models(self, batch: Batch) -> frozenset[str] | None:
-        """Those with a gateway here or at another worker, which then takes their shards; None if some takes any."""
+        """Those with a gateway here or at another worker, which then takes their shards; None if some takes any.
+
+        A worker that left in the last minutes counts: it may only be restarting.
+        """
         if self._models is None:
             return None
         ours = shard_queue(batch.queue, "")
@@ -210,8 +233,9 @@ class Processor:
     async def _hand_over(self, batch: Batch) -> Outcome:
         """The shards, each a job of its own; when the last one has ended we come back."""
         with self._workspace.use(batch.id):
-            folder = await self._workspace.fetch_plan(batch.id, self._files.store)
-            shards = await asyncio.to_thread(lambda: list(slices(batch.id, folder)))
+            return self._wait_for(batch, await self._finalizer.slices(batch))
+
+    def _wait_for(self, batch: Batch, shards: Sequence[Slice]) -> Outcome:
         firsts: set[str] = set()
         children = []
         for one in shards:
@@ -232,27 +256,28 @@ class Processor:
     # Files ------------------------------------------------------------------------------------------------------
 
     async def _conclude(self, ctx: Context, batch: Batch, span: tracing.Span) -> Outcome:
-        if ctx.claim > 2 and batch.status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING):
+        if ctx.after_death and batch.status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING):
             self._counts.recovered(batch.status, "finalized" if batch.status is BatchStatus.FINALIZING else "cancelled")
         if batch.status is BatchStatus.IN_PROGRESS and batch.stop_reason is None:
             batch = await self._finalize_or_fail(ctx, batch)
         target, filler = _ending_of(batch)
-        if batch.stop_reason == "error" and (batch.stop_error or {}).get("code") == "disk_full":
-            return await self._end_with_counts(ctx, batch, span)
         try:
             with self._workspace.use(batch.id):
-                result, target = await self._write(ctx, batch, target, filler)
-        except (StorageFull, StorageUnavailable) as error:
-            if ctx.attempt < ctx.max_attempts and not isinstance(error, _Exhausted):
-                raise Transient(str(error), code="storage_unavailable") from error
-            return await self._end_with_counts(ctx, batch, span, error)
-        except (StorageError, NotFound) as error:
+                assembly = await self._finalizer.gather(batch, self._owner(ctx, batch))
+                if filler is None and assembly.missing:
+                    if (outcome := await self._resend(ctx, batch, assembly)) is not None:
+                        return outcome
+                    target, filler = BatchStatus.FAILED, "batch_failed"
+                if filler is not None:
+                    await asyncio.to_thread(assembly.fill, filler)
+                result = await self._finalizer.write(batch, assembly)
+        except NotFound as error:
             return await self._end_with_counts(ctx, batch, span, error)
         return await self._end(ctx, batch, result.ending(target, _OPEN), span, result)
 
     async def _finalize_or_fail(self, ctx: Context, batch: Batch) -> Batch:
-        if ctx.joined is not None and (ctx.joined.failed or ctx.joined.cancelled):
-            message = f"{ctx.joined.failed + ctx.joined.cancelled} of {ctx.joined.total} shards failed"
+        if ctx.joined is not None and ctx.joined.failed:
+            message = f"{ctx.joined.failed} of {ctx.joined.total} shards failed"
             await self._batches.stop(batch.id, "error", {"code": "shards_failed", "message": message})
         else:
             await self._batches.finalize(batch.id)
@@ -261,23 +286,35 @@ class Processor:
             raise RetryLater("the batch was moved while it was finished", 0)
         return moved
 
-    async def _write(
-        self, ctx: Context, batch: Batch, target: BatchStatus, filler: str | None
-    ) -> tuple[Result, BatchStatus]:
-        assembly = await self._finalizer.gather(batch, self._owner(ctx, batch))
-        if filler is None and assembly.missing:
-            log.error("batch %s: %d lines have no answer", batch.id, assembly.missing)
-            target, filler = BatchStatus.FAILED, "batch_failed"
-        if filler is not None:
-            await asyncio.to_thread(assembly.fill, filler)
-        try:
-            return await self._finalizer.write(batch, assembly), target
-        except StorageUnavailable as error:
-            raise _Exhausted(str(error)) from error
+    async def _resend(self, ctx: Context, batch: Batch, assembly: Assembly) -> Outcome | None:
+        """Every shard says that it is done, and lines have no answer: send those again. None if that was done before,
+        as often as is reasonable; then something is wrong that sending does not cure."""
+        resends = await self._batches.resend(batch.id)
+        if resends is None:
+            if (await self._batches.get(batch.id, tenant=None)).status is not BatchStatus.FINALIZING:
+                raise RetryLater("the batch was moved while it was finished", 0)
+            log.error("batch %s: %d lines have no answer, although they were sent again", batch.id, assembly.missing)
+            return None
+        log.error("batch %s: %d lines have no answer, and are sent again", batch.id, assembly.missing)
+        self._counts.resent(assembly.missing)
+        text = f"{assembly.missing} lines had no answer, and are sent again"
+        ctx.emit("batch.lines_resent", text, level="warning", lines=assembly.missing)
+        shards = await self._finalizer.slices_with(batch, assembly.missing_offsets)
+        return self._wait_for(batch, [replace(one, round=resends) for one in shards])
 
     @staticmethod
     def _owner(ctx: Context, batch: Batch) -> Owner:
-        return Owner(batch_id=batch.id, shard=-1, model="", job_id=ctx.job_id, job_claim=ctx.claim)
+        """For answers that are found at the end, in the journals of any shard."""
+        return Owner(
+            batch_id=batch.id,
+            shard=0,
+            model=batch.models[0] if batch.models else "",
+            journal_number=last_journal_number(ctx.claim),
+            job_id=ctx.job_id,
+            job_claim=ctx.claim,
+            worker=ctx.worker,
+            traceparent=tracing.current_traceparent(),
+        )
 
     # The last move ----------------------------------------------------------------------------------------------
 
@@ -285,16 +322,20 @@ class Processor:
         ending = Ending(target=BatchStatus.FAILED, sources=_OPEN, errors=errors)
         return await self._end(ctx, batch, ending, span)
 
-    async def _end_with_counts(
-        self, ctx: Context, batch: Batch, span: tracing.Span, error: Exception | None = None
-    ) -> Outcome:
-        """The files cannot be written: the counts are what is left, until somebody repairs the batch."""
-        stopped = batch.stop_error or {}
-        message = str(error) if error is not None else stopped.get("message", "the files could not be written")
-        code = stopped.get("code", "files_not_written") if error is None else "files_not_written"
-        log.error("batch %s ends without files: %s", batch.id, message)
-        errors = _errors(Problem(code=code, line=None, message=message))
-        ending = Ending(target=BatchStatus.FAILED, sources=_OPEN, errors=errors)
+    async def _end_with_counts(self, ctx: Context, batch: Batch, span: tracing.Span, error: Exception) -> Outcome:
+        """The files cannot be written: the counts are what is left, until somebody repairs the batch.
+
+        What expired or was cancelled stays so: that its files are missing is said in its errors.
+        """
+        log.error("batch %s ends without files: %s", batch.id, error)
+        code = "files_not_written" if batch.in_progress_at is not None else "storage_error"
+        errors = _errors(Problem(code=code, line=None, message=str(error)))
+        target, filler = _ending_of(batch)
+        if target is BatchStatus.COMPLETED:
+            target, filler = BatchStatus.FAILED, "batch_failed"
+        counts = {name: getattr(batch, name) for name in ("completed", "failed", "expired", "cancelled")}
+        counts[Record.of(filler or "").name.lower()] += max(0, batch.total - batch.done)
+        ending = Ending(target=target, sources=_OPEN, counts=counts, errors=errors)
         return await self._end(ctx, batch, ending, span)
 
     async def _end(
@@ -306,6 +347,8 @@ class Processor:
             problem = Problem(code=stopped["code"], line=None, message=stopped["message"])
             ending = replace(ending, errors=_errors(problem))
 
+        ended: list[BatchStatus] = []
+
         async def write(connection: Any) -> None:
             session = await adopt(connection)
             status = await self._batches.end(batch.id, ending, session=session)
@@ -313,16 +356,18 @@ class Processor:
                 raise RetryLater("the batch was moved while it ended", 0)
             if result is not None:
                 await self._finalizer.add_files(result, session)
-            self._note(batch, ending, status)
+            ended.append(status)
             jobs = self._webhooks.jobs(batch.tenant, batch.id, EVENTS[status], _now())
             await self._batches.queue.enqueue(await self._catalog.prepare(jobs, session=session), session=session)
 
         if ending.errors is not None:
             span.error(Fatal(ending.errors["data"][0]["message"]))
         span.set(_ending_attributes(batch, ending))
+        ctx.when_settled(lambda verb: self._count_end(batch, ending, ended[-1]) if verb == "succeed" else None)
         return Done({"status": ending.target.value}, write=write)
 
-    def _note(self, batch: Batch, ending: Ending, status: BatchStatus) -> None:
+    def _count_end(self, batch: Batch, ending: Ending, status: BatchStatus) -> None:
+        """After the commit: before it, the same end may be tried several times, or in vain."""
         now = _now()
         if status is BatchStatus.CANCELLED:
             at_end = batch.finalizing_at is not None
@@ -336,8 +381,10 @@ class Processor:
         )
 
 
-class _Exhausted(StorageUnavailable):
-    """An upload was tried as often as the settings allow: trying all of it again would fail for the same reason."""
+def _trace_return(ctx: Context, batch_id: str, error: Exception) -> None:
+    """A batch is put back: a span of its own, which nobody's cancellation cuts short."""
+    with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
+        span.set({"batch.id": batch_id, "tenant.id": ctx.tenant, "batch.re_enqueue.reason": str(error)})
 
 
 def _ending_attributes(batch: Batch, ending: Ending) -> dict[str, str | int | None]:
@@ -355,7 +402,7 @@ def _ending_of(batch: Batch) -> tuple[BatchStatus, str | None]:
     if batch.status is BatchStatus.FINALIZING:
         return BatchStatus.COMPLETED, None
     if batch.status is BatchStatus.CANCELLING:
-        return BatchStatus.CANCELLED, None if batch.finalizing_at is not None else "batch_cancelled"
+        return BatchStatus.CANCELLED, "batch_cancelled"
     if batch.stop_reason == "deadline":
         return BatchStatus.EXPIRED, "batch_expired"
     return BatchStatus.FAILED, "batch_failed"

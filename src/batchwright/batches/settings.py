@@ -45,6 +45,9 @@ class BatchSettings:
     """Where workers keep inputs and journals; unset, the folder `work` beside the embedded database."""
     work_dir_limit: int = 10 * 1024 * MIB
     """Bytes in the work folder beyond which no further batch is begun on this machine."""
+    work_dir_reserve: int = 64 * MIB
+    """Bytes that must stay free on the disk of the work folder, beside the answers in flight: below that nothing is
+    sent, because its answer could not be kept."""
     cancel_grace_seconds: float = 30.0
     """How long requests in flight may go on when their batch is cancelled."""
     checkpoint_seconds: float = 1.0
@@ -77,7 +80,7 @@ class BatchSettings:
         for name in ("checkpoint_seconds", "shared_checkpoint_seconds"):
             if not 0 < getattr(self, name) <= 60:
                 raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it goes from above 0 to 60")
-        for name in ("cancel_grace_seconds", "segments_kept_hours", "failed_segments_kept_days"):
+        for name in ("work_dir_reserve", "cancel_grace_seconds", "segments_kept_hours", "failed_segments_kept_days"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must not be negative")
 

@@ -12,6 +12,8 @@ from batchwright.batches.planfile import MODEL_MAP, Entry, plan_path, read_entri
 
 SHARD_BYTES_MAX = 16 * 1024 * 1024
 SHARD_REQUESTS_MAX = 1000
+_CLAIMS_PER_ROUND = 1_000_000
+_CLAIMS_OF_SHARDS = 1_000_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +34,17 @@ class Slice:
     number: int
     start: int
     count: int
+    round: int = 0
+    """How often the batch was sent before because lines had no answer at its end."""
+
+    def journal_number(self, claim: int) -> int:
+        """Each claim of each round writes a journal of its own."""
+        return self.round * _CLAIMS_PER_ROUND + claim
+
+
+def last_journal_number(claim: int) -> int:
+    """The journals that the batch's own job writes, for what it finds at the end, come after those of all shards."""
+    return _CLAIMS_OF_SHARDS + claim
 
 
 def slices(batch_id: str, folder: Path) -> Iterator[Slice]:

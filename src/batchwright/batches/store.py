@@ -37,12 +37,18 @@ SHARD = "batch.shard"
 WINDOW_SECONDS = (60, 30 * 24 * 3600)
 AWAY_SECONDS = 10.0
 """How long a job of a batch leaves a store alone that is away."""
+_WAITS = {"disk": "no room on the disk", "store": "the store is unavailable"}
 _WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DEADLOCKS_MAX = 10
 _RACES_MAX = 10
+PATIENCE_SECONDS = 3600.0
+"""A batch that needs nothing but its files written waits at least so long for the store, also after its window."""
+RESENDS_MAX = 3
+"""So often are lines sent again that have no answer when the files are to be written."""
 _RATE_SECONDS = 60.0
-_SILENT_SECONDS = 30.0
+_SERVED_SECONDS = 300.0
+"""A worker that was seen within this time counts as serving its models: it may only be restarting."""
 _RATE_SEGMENTS = 500
 _SEGMENTS_PER_PAGE = 5_000
 FENCE_SECONDS = 1.5
@@ -83,7 +89,8 @@ class Batch:
     reasoning_tokens: int
     usage_by_model: dict[str, Any]
     error_summary: Any
-    full_disks: int
+    resends: int
+    """How often lines without an answer were sent again."""
     stop_reason: str | None
     stop_at: datetime | None
     stop_error: dict[str, Any] | None
@@ -103,6 +110,18 @@ class Batch:
     expired_at: datetime | None
     cancelling_at: datetime | None
     cancelled_at: datetime | None
+    waiting_reason: str | None
+    """What kept it waiting when a worker last looked: `store` or `disk`."""
+    waiting_message: str | None
+    waits: bool
+    """Whether that was in the last minutes."""
+
+    @property
+    def waits_for(self) -> str | None:
+        """What it cannot go on without, in words; None if it goes on, as far as is known."""
+        if not self.waits or self.has_ended:
+            return None
+        return f"{_WAITS[self.waiting_reason or '']}: {self.waiting_message}"
 
     @property
     def done(self) -> int:
@@ -201,13 +220,33 @@ class Segment(NamedTuple):
     lines: int
 
 
+Name = tuple[str, int, int, int]
+"""Of a registered range: batch, shard, claim, and its number in the journal."""
+
+
+class Position(NamedTuple):
+    """How far a journal is registered: the number of the next range, and the byte at which it must begin."""
+
+    seq: int = 0
+    byte: int = 0
+
+
+class Registered(NamedTuple):
+    """What became of ranges that were to be registered; one that is in neither belongs to a claim that is lost."""
+
+    taken: set[Name]
+    behind: dict[Name, Position]
+    """Refused, because less of their journal is registered than their writer believes: where it must go on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A range of a journal that is safely written, and the job in whose name it is registered."""
+    """A range of a journal that is safely written, and the claim in whose name it is registered."""
 
     batch_id: str
     shard: int
     claim: int
+    """The number of the journal."""
     seq: int
     host: str
     key: str | None
@@ -217,9 +256,10 @@ class Registration:
     model: str
     job_id: UUID
     job_claim: int
+    worker: str
 
     @property
-    def name(self) -> tuple[str, int, int, int]:
+    def name(self) -> Name:
         return self.batch_id, self.shard, self.claim, self.seq
 
 
@@ -441,8 +481,9 @@ class Batches:
         return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
 
     async def served(self) -> set[str]:
-        """The queues of shards that live workers claim from; one that ends in a slash stands for all below it."""
-        params = {"shard": SHARD, "silent_seconds": _SILENT_SECONDS}
+        """The queues of shards that workers claim from, those of the last minutes included; one that ends in a slash
+        stands for all below it."""
+        params = {"shard": SHARD, "below": SHARD_QUEUE, "silent_seconds": _SERVED_SECONDS}
         return {queue for (queue,) in await self.queue.ask(SQL["served"], params)}
 
     async def begin(self, id: str, *, total: int, models: Sequence[str], input_sha256: str) -> Batch | None:
@@ -461,9 +502,21 @@ class Batches:
         rows = await self.queue.ask(SQL["end"], {"id": id, **ending.as_params()}, session)
         return BatchStatus(rows[0][0]) if rows else None
 
-    async def repair(self, id: str, ending: Ending, *, session: Session | None = None) -> bool:
-        """Give a failed batch the files that it could not get when it ended."""
-        return bool(await self.queue.ask(SQL["repair"], {"id": id, **ending.as_params()}, session))
+    async def resend(self, id: str) -> int | None:
+        """From finalizing back to in_progress, because lines have no answer; None if that was done often enough."""
+        rows = await self.queue.ask(SQL["resend"], {"id": id, "resends_max": RESENDS_MAX})
+        return int(rows[0][0]) if rows else None
+
+    async def note_wait(self, id: str, reason: str, message: str) -> bool:
+        """Say what the batch waits for; answers whether it may go on waiting."""
+        params = {"id": id, "reason": reason, "message": message, "patience_seconds": PATIENCE_SECONDS}
+        rows = await self.queue.ask(SQL["note_wait"], params)
+        return bool(rows and rows[0][0])
+
+    async def repair(self, batch: Batch, ending: Ending, *, session: Session | None = None) -> bool:
+        """Give an ended batch the files that it lacks, unless somebody else has done that since it was read."""
+        params = {"id": batch.id, "manifest_before": _json(batch.manifest), **ending.as_params()}
+        return bool(await self.queue.ask(SQL["repair"], params, session))
 
     @_repeated
     async def stop(self, id: str, reason: str, error: Mapping[str, Any] | None = None) -> bool:
@@ -475,41 +528,54 @@ class Batches:
                 return True
         return False
 
-    async def note_full_disk(self, id: str, *, seconds: float) -> int:
-        """How often shards of this batch have found no room for their journals; so close together it counts once."""
-        ((times,),) = await self.queue.ask(SQL["note_full_disk"], {"id": id, "seconds": seconds})
-        return int(times)
-
     async def orders(self, ids: Sequence[str]) -> dict[str, Order]:
         return {row[0]: Order(*row) for row in await self.queue.ask(SQL["orders"], {"ids": list(ids)})}
 
     @_repeated
-    async def register(self, registrations: Sequence[Registration]) -> set[tuple[str, int, int, int]]:
-        """Make written ranges part of their batches; answers the names of those whose job still holds its claim.
+    async def register(self, registrations: Sequence[Registration]) -> Registered:
+        """Make written ranges part of their batches, at most one of each journal.
 
         Sent again after a doubtful commit it answers the same and counts nothing twice.
         """
-        fences = {one.job_id: one.job_claim for one in registrations}
+        fences = {one.job_id: one for one in registrations}
         async with self.queue.database.transaction() as session:
-            params = {"ids": list(fences), "claims": list(fences.values())}
+            params = {
+                "ids": list(fences),
+                "claims": [one.job_claim for one in fences.values()],
+                "workers": [one.worker for one in fences.values()],
+            }
             alive = {id for (id,) in await self.queue.ask(SQL["fence"], params, session)}
             held = [one for one in registrations if one.job_id in alive]
-            if held:
-                await self._add(session, held)
-        return {one.name for one in held}
+            return await self._add(session, held) if held else Registered(set(), {})
 
-    async def _add(self, session: Session, held: Sequence[Registration]) -> None:
+    async def _add(self, session: Session, held: Sequence[Registration]) -> Registered:
         ids = sorted({one.batch_id for one in held})
         sums = {row[0]: _Sums(*row) for row in await self.queue.ask(SQL["lock_sums"], {"ids": ids}, session)}
         segments = _json([_segment_row(place, one) for place, one in enumerate(held)])
         rows = await self.queue.ask(SQL["insert_segments"], {"segments": segments}, session)
-        new = {tuple(row) for row in rows}
+        new = {(batch, shard, claim, seq) for batch, shard, claim, seq in rows}
         for one in held:
             if one.name in new:
                 sums[one.batch_id].add(one)
         changed = [one.as_row() for one in sums.values() if one.tally.lines]
         if changed:
             await self.queue.ask(SQL["add_sums"], {"sums": _json(changed)}, session)
+        behind = await self._behind(session, [one for one in held if one.name not in new])
+        return Registered({one.name for one in held} - behind.keys(), behind)
+
+    async def _behind(self, session: Session, refused: Sequence[Registration]) -> dict[Name, Position]:
+        """Where the journals of ranges that were not inserted must go on; without those that had been registered."""
+        if not refused:
+            return {}
+        segments = _json([_segment_row(place, one) for place, one in enumerate(refused)])
+        positions = dict.fromkeys((one.name for one in refused), Position())
+        rows = await self.queue.ask(SQL["positions"], {"segments": segments}, session)
+        for batch, shard, claim, seq, last, end, is_known in rows:
+            if is_known:
+                del positions[batch, shard, claim, seq]
+            else:
+                positions[batch, shard, claim, seq] = Position(last + 1, end)
+        return positions
 
     async def segments(
         self, id: str, *, shard: int | None = None, after: int = 0, limit: int | None = None

@@ -55,6 +55,8 @@ EVENTS: dict[BatchStatus, EventType] = {
     BatchStatus.EXPIRED: "batch.expired",
     BatchStatus.CANCELLED: "batch.cancelled",
 }
+DELIVER = "batch.webhook"
+WEBHOOKS = "webhooks"
 PATIENCE_SECONDS = 86_400.0
 _RETRY_AFTER_SECONDS_MIN = 5.0
 _LIMITS = InferenceSettings(response_bytes_max=64 * 1024)
@@ -91,8 +93,8 @@ class Event:
 
 
 @operation(
-    "batch.webhook",
-    queue="webhooks",
+    DELIVER,
+    queue=WEBHOOKS,
     max_attempts=34,
     timeout_seconds=TIMEOUT_SECONDS_MAX + 30.0,
     backoff_seconds=10.0,

@@ -32,6 +32,7 @@ INPUT = "input.jsonl"
 IN_USE = "in_use"
 JOURNAL = ".seg"
 GONE = ".gone"
+_HOST_DIGITS = 12
 _PREPARING = "preparing"
 _USED_SECONDS = 5.0
 
@@ -41,11 +42,25 @@ def plan_key(batch_id: str, name: str) -> str:
     return f"batches/{batch_id}/{name}"
 
 
-def segment_key(batch_id: str, shard: int, claim: int, start: int, end: int) -> str:
-    """Where the store keeps a range of a journal. Named by its bytes, which never change: whoever puts something there,
-    a writer that tries again, an heir, or a zombie that comes too late, puts the same.
+def segments_folder(batch_id: str, shard: int | None = None) -> str:
+    """Where the store keeps the answers of a batch, or those of one shard."""
+    folder = f"batches/{batch_id}/segments"
+    return folder if shard is None else f"{folder}/{shard}"
+
+
+def segment_key(batch_id: str, shard: int, claim: int, host: str, start: int, end: int) -> str:
+    """Where the store keeps a range of a journal.
+
+    It is named by its machine and its bytes, which never change: a writer that tries again, and a zombie that comes
+    too late, put the same object once more. After a failover that lost commits two machines may have the same claim
+    number; then their journals differ, and so do their keys.
     """
-    return f"batches/{batch_id}/segments/{shard}.{claim}.{start}-{end}{JOURNAL}"
+    return f"{segments_folder(batch_id, shard)}/{claim}.{host[:_HOST_DIGITS]}.{start}-{end}{JOURNAL}"
+
+
+def shard_of_key(key: str) -> int:
+    """The shard whose answers are in this object."""
+    return int(key.split("/")[3])
 
 
 class InputDamaged(StorageError):

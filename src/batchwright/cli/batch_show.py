@@ -64,6 +64,8 @@ async def see(batchwright: AsyncBatchwright, batch: Batch) -> Seen:
     paces = await batchwright.batches.paces([batch.id])
     shards = await batchwright.queue.count_children(JobId(batch.job_id))
     waiting = [] if shards.get(JobStatus.RUNNING) else await _waiting(batchwright, batch)
+    if batch.waits_for is not None:
+        waiting.insert(0, batch.waits_for)
     return Seen(batch=batch, pace=paces.get(batch.id), shards=shards, waiting=waiting)
 
 

@@ -131,7 +131,8 @@ class View:
             return []
         if self.batch.paused_at is not None:
             return [f"paused; go on: batchwright batch resume {self.batch.id}"]
-        return [one for one in (self.trouble, self.sending and self.sending.trouble(), *self.seen.waiting) if one]
+        found = (self.trouble, self.sending and self.sending.trouble(), self.batch.waits_for, *self.seen.waiting)
+        return list(dict.fromkeys(one for one in found if one))
 
     def lines(self) -> list[str]:
         """Two lines: how it goes, and what will come of it."""

@@ -43,6 +43,8 @@ class Here:
         return Load(total.in_use, min(total.capacity, sum(limits)) if limits else None)
 
     def trouble(self) -> str | None:
+        if self._dispatcher.disk.trouble is not None:
+            return self._dispatcher.disk.trouble
         for lane in self._dispatcher.lanes.values():
             if lane.room.breaker.is_open:
                 return f"{lane.gateway.endpoint} cannot be reached; it is tried again until the window is over"
@@ -127,7 +129,7 @@ async def free_the_dead(batchwright: AsyncBatchwright, queue: str) -> int:
             held = await batchwright.queue.holdings(worker.id)
             running = [claim for claim, status in held.items() if status is JobStatus.RUNNING]
             freed += await batchwright.queue.release(running, worker.id, "the process that ran it is gone")
-            await batchwright.queue.remove_worker(worker.id)
+            await batchwright.queue.leave(worker.id)
     return freed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -11,18 +10,22 @@ import typer
 from rich.text import Text
 
 from batchwright.app import AsyncBatchwright
-from batchwright.batches.files import FOLDER as FILES
+from batchwright.batches.metrics import STORAGE_METRIC
 from batchwright.batches.store import PROCESS
 from batchwright.cli.flags import Config, DatabaseUrl, Json, run, settings_from
 from batchwright.cli.serve import Processes, load_operations
 from batchwright.cli.show import console, print_json
+from batchwright.cli.stop import end
 from batchwright.db.check import Finding, Level, check_database, describe, explained, require_sessions
 from batchwright.engine.worker import host_name
 from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseError, DatabaseUnavailable, StorageError
 from batchwright.settings import Settings
+from batchwright.storage.probe import probe
 from batchwright.telemetry.logs import configure_logs
+from batchwright.telemetry.metrics import Counts
 
 _CONNECT_SECONDS = 3.0
+_STORE_PATIENCE_SECONDS = 3.0
 _SIGNS = {Level.OK: ("✓", "green"), Level.WARNING: ("!", "yellow"), Level.ERROR: ("✗", "red")}
 
 Sources = Annotated[
@@ -40,20 +43,24 @@ def check(
 ) -> None:
     """Look at configuration, database and workers, and say what to do about what is wrong."""
     configure_logs("ERROR", "text")
-    findings = run(_check(sources or [], processes, database_url, config))
+    try:
+        settings = settings_from(database_url, config)
+    except BatchwrightError as error:
+        _tell([Finding("settings", Level.ERROR, str(error), "correct the setting and check again")], json)
+        raise typer.Exit(1) from error
+    findings = run(_check(settings, sources or [], processes))
+    _tell(findings, json)
+    end(1 if any(finding.level is Level.ERROR for finding in findings) else 0, settings)
+
+
+def _tell(findings: list[Finding], json: bool) -> None:
     if json:
         print_json(findings)
     else:
         print_findings(findings)
-    if any(finding.level is Level.ERROR for finding in findings):
-        raise typer.Exit(1)
 
 
-async def _check(sources: list[str], processes: int, database_url: str | None, config: Path | None) -> list[Finding]:
-    try:
-        settings = settings_from(database_url, config)
-    except BatchwrightError as error:
-        return [Finding("settings", Level.ERROR, str(error), "correct the setting and check again")]
+async def _check(settings: Settings, sources: list[str], processes: int) -> list[Finding]:
     findings = [Finding("settings", Level.OK, "read"), _operations(settings, sources)]
     return [*findings, *await _check_gateways(settings), *await _check_database(settings, processes)]
 
@@ -135,18 +142,17 @@ async def _check_store(batchwright: AsyncBatchwright) -> list[Finding]:
     """Where batches run: can it be reached, and by all who must?"""
     if not batchwright.settings.has_gateways:
         return []
-    store = batchwright.store
+    store = batchwright.open_store("check", Counts([STORAGE_METRIC]), patience_seconds=_STORE_PATIENCE_SECONDS)
     try:
-        async for _ in store.list(FILES):
-            break
+        await probe(store)
     except StorageError as error:
-        return [Finding("store", Level.ERROR, str(error), "mend that, or correct storage.url: batches need it")]
+        return [Finding("store", Level.ERROR, str(error), "repair that, or correct storage.url: batches need it")]
     workers = await batchwright.views.workers()
     hosts = {host_name(), *(worker.host for worker in workers if worker.is_alive and PROCESS in worker.operations)}
     if batchwright.settings.storage.url is None and len(hosts) > 1:
         text = f"{store} is a folder of this machine, and batches run on {', '.join(sorted(hosts))}"
         return [Finding("store", Level.WARNING, text, "set storage.url to a store that all of them share")]
-    return [Finding("store", Level.OK, f"{store} can be read")]
+    return [Finding("store", Level.OK, f"{store} takes, lists, reads and deletes objects")]
 
 
 def _workers(n: int) -> Finding:

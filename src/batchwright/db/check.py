@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -67,8 +67,15 @@ def describe(url: str) -> str:
             "the database's URL cannot be read; write it as postgresql://user:password@host:5432/database"
         ) from error
     user = f"{parts['user']}@" if parts.get("user") else ""
-    port = f":{parts['port']}" if parts.get("port") else ""
-    return f"postgresql://{user}{parts.get('host', 'localhost')}{port}/{parts.get('dbname', '')}"
+    return f"postgresql://{user}{_servers(parts)}/{parts.get('dbname', '')}"
+
+
+def _servers(parts: Mapping[str, Any]) -> str:
+    """Each host with its port; a single port counts for all hosts."""
+    hosts = str(parts.get("host") or "localhost").split(",")
+    ports = str(parts.get("port") or "").split(",")
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    return ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
 
 
 def explained(error: DatabaseUnavailable) -> BatchwrightError:
@@ -142,12 +149,12 @@ async def check_database(
 ) -> list[Finding]:
     """Server, schema, connections, clock and what keeps dead rows alive; the pooler is `require_sessions`' matter."""
     began = datetime.now(UTC)
-    ((number, version, clock),) = await database.rows(SQL["server"])
+    ((number, version, is_standby, clock),) = await database.rows(SQL["server"])
     now = began + (datetime.now(UTC) - began) / 2
     ((plan, timeout, role, may_create, name),) = await database.rows(SQL["session"])
     ((available, others),) = await database.rows(SQL["connections"])
     return [
-        _server(number, version),
+        _server(number, version, is_standby),
         await _schema(database, may_create, name, role),
         _session_settings(settings, plan, timeout, role),
         _connections(settings, processes, available, others),
@@ -156,9 +163,13 @@ async def check_database(
     ]
 
 
-def _server(number: int, version: str) -> Finding:
+def _server(number: int, version: str, is_standby: bool) -> Finding:
     if number < 150000:
         return Finding("server", Level.ERROR, f"PostgreSQL {version}", "upgrade it to PostgreSQL 15 or newer")
+    if is_standby:
+        text = f"PostgreSQL {version}, a standby that takes no writes"
+        remedy = "connect to the primary; with several hosts in the URL, add target_session_attrs=read-write"
+        return Finding("server", Level.ERROR, text, remedy)
     return Finding("server", Level.OK, f"PostgreSQL {version}")
 
 

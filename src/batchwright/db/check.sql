@@ -1,7 +1,8 @@
 -- What `batchwright check` asks of the server.
 
 -- name: server
-SELECT current_setting('server_version_num')::integer, current_setting('server_version'), clock_timestamp()
+SELECT current_setting('server_version_num')::integer, current_setting('server_version'), pg_is_in_recovery(),
+       clock_timestamp()
 
 -- name: session
 -- Whether the settings of our connections have arrived.

@@ -14,7 +14,7 @@ from importlib.resources import files
 from batchwright.db.database import Database, Session
 from batchwright.errors import ConfigurationError, DatabaseError
 
-_LOCK = 0x57494E44  # "WIND"
+_LOCK = 0x42575249  # "BWRI"
 _SERVES = re.compile(r"^-- serves: (\d+\.\d+\.\d+)$", re.MULTILINE)
 _BOOK = """
 CREATE SCHEMA IF NOT EXISTS batchwright;

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
 
-from batchwright.engine.jobs import Claim, JobId
+from batchwright.engine.jobs import Claim, JobId, Verb
 from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
 from batchwright.telemetry.logs import about
@@ -81,12 +81,16 @@ class Context:
         claim: Claim,
         reporter: Reporter,
         *,
+        worker: str = "",
         joined: Joined | None = None,
         services: Callable[[type[Any]], Any] | None = None,
     ) -> None:
         self._claim = claim
         self._reporter = reporter
         self._services = services
+        self._callbacks: list[Callable[[Verb | None], object]] = []
+        self.worker = worker
+        """The id of the worker that holds the job."""
         self._logger: logging.LoggerAdapter[logging.Logger] | None = None
         self.joined = joined
         self.cancelled = False
@@ -111,6 +115,11 @@ class Context:
     def claim(self) -> int:
         """How often the job was taken by a worker, this time included; only grows, and fences what is written."""
         return self._claim.claim
+
+    @property
+    def after_death(self) -> bool:
+        """Whether the worker that held the job before has died."""
+        return self._claim.after_death
 
     @property
     def max_attempts(self) -> int:
@@ -166,6 +175,19 @@ class Context:
     def progress(self, current: int | None, total: int | None = None) -> None:
         """Say how far the job is; shown live, and proof of life."""
         self._reporter.progress(self._claim, current, total)
+
+    def when_settled(self, call: Callable[[Verb | None], object]) -> None:
+        """Call this once the worker is done with the job: with the verb that was committed, None if none was."""
+        self._callbacks.append(call)
+
+    def settled(self, verb: Verb | None) -> None:
+        """The worker is done with the job. A callback that raises harms nobody else."""
+        callbacks, self._callbacks = self._callbacks, []
+        for call in callbacks:
+            try:
+                call(verb)
+            except Exception:
+                self.logger.exception("a callback after the settle failed")
 
     def service(self, kind: type[S]) -> S:
         """The one object of this kind that the worker process keeps for its operations."""

@@ -61,7 +61,7 @@ UPDATE batchwright.worker SET gauges = %(gauges)s::jsonb WHERE id = %(worker)s R
 -- name: gauges
 SELECT key, sum(value::numeric)::double precision
 FROM batchwright.worker, jsonb_each_text(gauges)
-WHERE heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+WHERE left_at IS NULL AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
 GROUP BY key
 
 -- name: depths
@@ -112,4 +112,4 @@ GROUP BY job_type
 
 -- name: slots
 SELECT count(*), coalesce(sum(concurrency), 0), coalesce(sum(running), 0) FROM batchwright.worker
-WHERE heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+WHERE left_at IS NULL AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)

@@ -165,7 +165,7 @@ class Feeds:
         ended, cursor = job.status in JOB.terminal, after
         with self._joined(job.id) as feed:
             while not self.is_closed:
-                changed = feed.changed
+                changed, floor = feed.changed, feed.floor
                 entries = None if ended else feed.after(cursor)  # the feed may lag: only the database knows the end
                 if entries is None:
                     entries = await _within(self._page(Place(job.id, cursor)), idle_seconds)
@@ -175,8 +175,10 @@ class Feeds:
                     ended = next((entry.ends for entry in reversed(entries) if entry.ends is not None), ended)
                     cursor = entries[-1].id
                     yield [entry.frame for entry in entries]
-                elif feed.floor is not None and cursor < feed.floor:
-                    cursor = feed.floor  # what was there is gone: retention has taken it
+                elif floor is not None and cursor < floor:
+                    # What was there is gone: retention has taken it. Only the floor from before the page was read
+                    # says so; behind a floor that came meanwhile there may be events that the page is too old to have.
+                    cursor = floor
                 elif ended or feed.is_over:
                     return
                 elif not await _within(changed.wait(), idle_seconds):

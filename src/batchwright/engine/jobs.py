@@ -159,6 +159,8 @@ class Claim:
     progress_current: int | None
     progress_total: int | None
     run_after: datetime
+    after_death: bool
+    """Whether the worker that held it before has died."""
     claimed_at: datetime
 
 
@@ -216,12 +218,14 @@ Outcome = Done | Snooze | Wait
 
 # How a worker gives a job back ------------------------------------------------------------------------------------
 
+Verb = Literal["succeed", "fail", "retry", "snooze", "release", "wait"]
+
 
 @dataclass(frozen=True, slots=True)
 class Settle:
     """One fenced move out of RUNNING: the verb and its columns, as the statement of that name takes them."""
 
-    verb: Literal["succeed", "fail", "retry", "snooze", "release", "wait"]
+    verb: Verb
     claim: Claim
     values: Mapping[str, Any]
 

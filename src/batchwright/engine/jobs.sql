@@ -1,7 +1,8 @@
 -- Every statement that reads or writes batchwright.job, one per verb. Nothing else writes a status.
 -- `:now` is the caller's clock if a test brings one, otherwise the server's.
--- Settles are fenced: RUNNING, held, and the same claim. They test `status::text`, because a predicate that
--- matches a partial index tempts the planner to walk that index instead of the primary key.
+-- Settles are fenced: RUNNING, held, the same claim, and the same worker. After a failover that lost commits, a claim
+-- number may be given a second time; the worker tells the two apart. They test `status::text` and `IS NOT DISTINCT
+-- FROM`, because a predicate that matches an index tempts the planner to walk that index instead of the primary key.
 
 -- name: enqueue
 WITH input AS (
@@ -170,7 +171,7 @@ events AS (
 )
 SELECT claimed.id, claims, job_type, queue, tenant, priority, payload, attempts, max_attempts, exclusive_key,
        pipeline_id, parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current, progress_total,
-       run_after, clock.now
+       run_after, coalesce(dead_claim = claims - 1, false), clock.now
 FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
 
 -- name: suspects
@@ -216,7 +217,7 @@ WITH settled AS (
         progress_total = coalesce(done.progress_total, job.progress_total)
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
         id uuid, claim bigint, worker text, result jsonb, progress_current bigint, progress_total bigint)
-    WHERE job.id = done.id AND job.claims = done.claim
+    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
         AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
     RETURNING job.id, job.claims, job.attempts, job.parent_job_id, done.worker
 ),
@@ -232,7 +233,7 @@ WITH settled AS (
     SET status = 'FAILED', error = done.error, finished_at = :now,
         locked_by = NULL, lease_until = NULL, rescues = 0
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, worker text, error jsonb)
-    WHERE job.id = done.id AND job.claims = done.claim
+    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
         AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
     RETURNING job.id, job.claims, job.attempts, job.parent_job_id, job.error, done.worker
 ),
@@ -253,7 +254,7 @@ WITH settled AS (
                                   CASE WHEN NOT job.deadline_passed THEN job.deadline END))
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
         id uuid, claim bigint, worker text, error jsonb, delay_seconds float8)
-    WHERE job.id = done.id AND job.claims = done.claim
+    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
         AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
     RETURNING job.id, job.claims, job.attempts, job.error, done.worker, done.delay_seconds
 ),
@@ -278,7 +279,7 @@ WITH settled AS (
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
         id uuid, claim bigint, worker text, reason text, delay_seconds float8, error_kind text,
         progress_current bigint, progress_total bigint)
-    WHERE job.id = done.id AND job.claims = done.claim
+    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
         AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
     RETURNING job.id, job.claims, job.attempts, done.worker, done.reason, done.delay_seconds, done.error_kind
 ),
@@ -297,7 +298,7 @@ WITH settled AS (
     SET status = 'QUEUED', attempts = job.attempts - 1, locked_by = NULL, lease_until = NULL,
         run_after = :now
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, worker text, reason text)
-    WHERE job.id = done.id AND job.claims = done.claim
+    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
         AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
     RETURNING job.id, job.claims, job.attempts, done.worker, done.reason
 ),
@@ -322,7 +323,8 @@ WITH settled AS (
         progress_total = CASE WHEN %(children)s > 0 THEN %(children)s ELSE progress_total END,
         result = %(result)s::jsonb, error = NULL, attempts = attempts - 1, rescues = 0,
         locked_by = NULL, lease_until = NULL
-    WHERE id = %(id)s AND claims = %(claim)s AND status::text = 'RUNNING' AND lease_until IS NOT NULL
+    WHERE id = %(id)s AND claims = %(claim)s AND locked_by IS NOT DISTINCT FROM %(worker)s
+        AND status::text = 'RUNNING' AND lease_until IS NOT NULL
     RETURNING id, claims, attempts, status, waits, parent_job_id, pipeline_id, deadline, tenant, priority
 ),
 events AS (
@@ -504,14 +506,15 @@ LIMIT %(limit)s
 
 -- name: rescue
 -- Leases that are over: by the clock, but not in the first lease after the server started, or named by the worker
--- whose process for that job has died. A job that already ended only loses its lock.
+-- whose process for that job has died. A job that already ended only loses its lock. Deaths count towards isolation,
+-- but not in a private queue: its worker does nothing else, so there is no neighbour to protect, and users kill it.
 -- The server is ready when these helpers of it start: after a recovery, and again after the crash of a backend.
 WITH ready AS MATERIALIZED (
     SELECT greatest(pg_postmaster_start_time(), max(backend_start)) AS at
     FROM pg_stat_activity WHERE backend_type IN ('walwriter', 'autovacuum launcher')
 ),
 dead AS MATERIALIZED (
-    SELECT id, locked_by, status, max_attempts, rescues FROM batchwright.job
+    SELECT id, queue, locked_by, status, max_attempts, rescues FROM batchwright.job
     WHERE locked_by IS NOT NULL AND CASE WHEN cardinality(%(ids)s::uuid[]) > 0
         THEN (id, claims) IN (SELECT * FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]))
         ELSE lease_until < :now AND (SELECT at FROM ready) < :now - make_interval(secs => %(lease_seconds)s) END
@@ -520,7 +523,7 @@ dead AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ),
 verdict AS MATERIALIZED (
-    SELECT id, locked_by AS worker, status = 'RUNNING' AS open,
+    SELECT id, locked_by AS worker, status = 'RUNNING' AS open, left(queue, 1) = '~' AS private,
            CASE WHEN status <> 'RUNNING' THEN status
                 WHEN max_attempts = 1 OR rescues >= 2 THEN 'FAILED'
                 ELSE 'QUEUED' END::batchwright.job_status AS status
@@ -530,7 +533,8 @@ rescued AS (
     UPDATE batchwright.job
     SET status = verdict.status, locked_by = NULL, lease_until = NULL,
         attempts = CASE WHEN verdict.status = 'QUEUED' THEN attempts - 1 ELSE attempts END,
-        rescues = CASE WHEN verdict.open THEN rescues + 1 ELSE rescues END,
+        rescues = CASE WHEN verdict.open AND NOT verdict.private THEN rescues + 1 ELSE rescues END,
+        dead_claim = CASE WHEN verdict.open THEN claims ELSE dead_claim END,
         run_after = CASE WHEN verdict.status = 'QUEUED'
             THEN greatest(:now, least(:now + make_interval(secs => random() * %(jitter_seconds)s), deadline))
             ELSE run_after END,
@@ -559,6 +563,13 @@ events AS (
 SELECT id, CASE WHEN open AND status = 'FAILED' THEN parent_job_id END, true, status::text, open,
        open AND status = 'FAILED' AND error ->> 'code' = 'poison'
 FROM rescued
+
+-- name: forgive
+-- The worker of these claims lives after all: it had only lost its lease, so that was no death.
+UPDATE batchwright.job SET rescues = greatest(0, rescues - 1), dead_claim = NULL
+FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim)
+WHERE job.id = held.id AND job.dead_claim = held.claim AND job.finished_at IS NULL
+RETURNING job.id
 
 -- name: recover
 WITH recovered AS (
@@ -751,7 +762,7 @@ INSERT INTO batchwright.worker (
 VALUES (
     %(id)s, %(host)s, %(pid)s, %(version)s, %(queues)s::text[], %(operations)s::text[], %(concurrency)s,
     %(on_demand_types)s::text[], %(on_demand_queues)s::text[], :now, :now)
-ON CONFLICT (id) DO UPDATE SET heartbeat_at = :now
+ON CONFLICT (id) DO UPDATE SET heartbeat_at = :now, left_at = NULL
 
 -- name: heartbeat
 UPDATE batchwright.worker SET heartbeat_at = :now, running = %(running)s, broken = %(broken)s,
@@ -763,8 +774,17 @@ RETURNING id
 SELECT id, broken FROM batchwright.worker
 WHERE broken IS NOT NULL AND host = %(host)s AND heartbeat_at > :now - make_interval(secs => %(silent_seconds)s)
 
--- name: remove_worker
-DELETE FROM batchwright.worker WHERE id = %(id)s
+-- name: leave
+-- If others go by what the worker took on demand, the row stays until it counts as dead: it may only be restarting.
+WITH gone AS (
+    DELETE FROM batchwright.worker
+    WHERE id = %(id)s AND (on_demand_queues IS NULL OR left(queues[1], 1) = '~')
+    RETURNING id
+)
+UPDATE batchwright.worker
+SET left_at = :now, stopping_at = coalesce(stopping_at, :now), running = 0, gauges = NULL
+WHERE id = %(id)s AND left_at IS NULL AND NOT EXISTS (SELECT FROM gone)
+RETURNING id
 
 -- name: remove_dead_workers
 DELETE FROM batchwright.worker WHERE heartbeat_at < :now - make_interval(secs => %(silent_seconds)s) RETURNING id

@@ -39,8 +39,8 @@ class Demand(Protocol):
     def serves(self, queue: str) -> bool:
         """Whether the jobs of this queue are such jobs."""
 
-    def wanted(self, queue: str, priority: int) -> int:
-        """How many of them to claim now."""
+    def wanted(self, queue: str, priority: int, running: int) -> int:
+        """How many more of them to claim now; so many of the queue are in this worker's hands."""
 
     @property
     def broken(self) -> str | None:
@@ -60,15 +60,24 @@ class Lanes:
         self._queues: list[str] = list(queues or ())
         self._marks: dict[tuple[str, int], Watermark] = {}
         self._scan_at = 0.0
+        self._is_scan_asked = False
+        self._is_scanning = False
+        """A scan was begun and has not come to its end."""
         self._turn = 0
 
     @property
     def scan_is_due(self) -> bool:
-        return time.monotonic() >= self._scan_at
+        return self._is_scan_asked or self._is_scanning or time.monotonic() >= self._scan_at
 
     def scan_soon(self) -> None:
-        """Forget the watermarks at the next claim."""
-        self._scan_at = 0.0
+        """Let the next claim be a full scan, also if one is under way: it may have looked already."""
+        self._is_scan_asked = True
+
+    def begin_scan(self) -> None:
+        """Forget the watermarks, so that the claim which follows is a full scan."""
+        self._marks.clear()
+        self._is_scan_asked = False
+        self._is_scanning = True
 
     def know(self, queues: Mapping[str, bool]) -> None:
         """Learn which queues exist, and which of them are paused."""
@@ -92,8 +101,6 @@ class Lanes:
 
     def open(self, slots: int, running: Mapping[str, int]) -> list[Lane]:
         """All priorities of all queues with room, the queues taking turns at being first."""
-        if self.scan_is_due:
-            self._marks.clear()
         self._turn += 1
         start = self._turn % len(self._queues) if self._queues else 0
         order = self._queues[start:] + self._queues[:start]
@@ -105,10 +112,10 @@ class Lanes:
             Lane(name, priority, quota, self._marks.get((name, priority), NOWHERE))
             for priority in PRIORITIES
             for name in order
-            if (quota := self._quota(name, priority, room[name])) > 0
+            if (quota := self._quota(name, priority, room[name], running.get(name, 0))) > 0
         ]
 
-    def _quota(self, queue: str, priority: int, room: int) -> int:
+    def _quota(self, queue: str, priority: int, room: int, running: int) -> int:
         return room
 
     def move_on(self, lanes: Sequence[Lane], claimed: Claimed, slots: int, took_seconds: float) -> None:
@@ -131,7 +138,8 @@ class Lanes:
                 self._marks[name] = horizon
             elif name in last:
                 self._marks[name] = min(last[name], horizon)
-        if self.scan_is_due:
+        if self._is_scanning:
+            self._is_scanning = False
             pause = min(_SCAN_SECONDS_MAX, max(_SCAN_SECONDS_MIN, _SCAN_SHARE * took_seconds))
             self._scan_at = time.monotonic() + pause
 
@@ -146,5 +154,5 @@ class LanesOnDemand(Lanes):
     def _is_ours(self, queue: str) -> bool:
         return self._demand.serves(queue)
 
-    def _quota(self, queue: str, priority: int, room: int) -> int:
-        return min(room, self._demand.wanted(queue, priority))
+    def _quota(self, queue: str, priority: int, room: int, running: int) -> int:
+        return min(room, self._demand.wanted(queue, priority, running))

@@ -1,18 +1,21 @@
 """Processes for operations that need a core of their own, and for jobs that must run alone.
 
 A child is an ordinary Python process that speaks length-prefixed pickles over its standard input and output. It can
-be killed at any moment, which is how a plain function is cancelled for certain.
+be killed at any moment, which is how a plain function is cancelled for certain. It ends with its parent, whatever way
+that dies: the kernel sends it a signal, where it can, and closes the pipe that the parent held.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import pickle
 import signal
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,10 +32,20 @@ CHILD_BRIEF = "BATCHWRIGHT_CHILD"
 _LENGTH = struct.Struct(">I")
 _FRAME_BYTES_MAX = 64 * 1024 * 1024
 _IDLE_CHILDREN_MAX = 4
+_PR_SET_PDEATHSIG = 1
 
 
 class Died(Exception):
     """The child process ended without an answer."""
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """In a child: have the kernel send this signal when the parent dies.
+
+    A parent that died before is told by the end of its pipe, for which every child listens.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 class Killable(Protocol):
@@ -105,7 +118,7 @@ class Processes:
     async def isolate(self, id: JobId) -> int | None:
         """Let a process of its own claim and run this job; answers its claim if that process died of it.
 
-        The process outlives this worker: a job is not to blame when its neighbour's worker is killed.
+        If this worker is killed, the process gives the job back and ends: a job is not to blame for that.
         """
         child = await self._spawn("isolate", str(id))
         claim: int | None = None

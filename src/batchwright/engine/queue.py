@@ -568,6 +568,11 @@ class Queue:
             await self._join(session, [_Ended(parent, failed) for _, parent, failed, *_ in rows])
         return [Rescued(JobId(id), JobStatus(status), open, poison) for id, _, _, status, open, poison in rows]
 
+    async def forgive(self, lost: Sequence[tuple[UUID, int]]) -> int:
+        """Take back the deaths that were counted for these claims: their worker lives. Answers how many those were."""
+        ids, claims = [id for id, _ in lost], [claim for _, claim in lost]
+        return len(await self._run(self.database, "forgive", ids=ids, claims=claims)) if lost else 0
+
     @_repeated
     async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:
         """End what is past its deadline; parents that wait get their open children cancelled, then join."""
@@ -605,8 +610,9 @@ class Queue:
         """Workers of a host that live and have found themselves broken, with the reason."""
         return dict(await self._run(self.database, "broken_workers", host=host, silent_seconds=_BROKEN_SECONDS))
 
-    async def remove_worker(self, worker: str) -> None:
-        await self._run(self.database, "remove_worker", id=worker)
+    async def leave(self, worker: str) -> None:
+        """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""
+        await self._run(self.database, "leave", id=worker)
 
     async def remove_dead_workers(self, silent_seconds: float, *, session: Session | None = None) -> int:
         database = session or self.database

@@ -28,7 +28,7 @@ from batchwright.engine import policy
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.context import Child, Context, Joined
 from batchwright.engine.counts import WorkerCounts
-from batchwright.engine.jobs import Claim, Done, Settle, Snooze, Wait
+from batchwright.engine.jobs import Claim, Done, Settle, Snooze, Verb, Wait
 from batchwright.engine.lease import Key
 from batchwright.engine.operation import Operation, Operations
 from batchwright.engine.outbox import Outbox
@@ -36,7 +36,7 @@ from batchwright.engine.outcomes import checked
 from batchwright.engine.processes import Died, Processes
 from batchwright.engine.queue import Queue
 from batchwright.engine.settler import Settler
-from batchwright.errors import DatabaseUnavailable, Fatal, Fenced, Transient
+from batchwright.errors import DatabaseUnavailable, Deadlock, Fatal, Fenced, Transient
 from batchwright.states import JobStatus
 from batchwright.telemetry.logs import about, job_in_hand
 
@@ -63,6 +63,8 @@ class Running:
     ended: float | None = None
     """When the operation returned; what it raised or was interrupted by is dealt with at once."""
     settling: bool = False
+    settled_by: Verb | None = None
+    """The verb that was committed for it."""
 
 
 class Runner:
@@ -134,6 +136,8 @@ class Runner:
         operation = self._operations.get(claim.job_type)
         assert operation is not None, "claim takes known types only"
         running = Running(claim, operation)
+        if (older := self.held.get((claim.id, claim.claim))) is not None:
+            self._drop(older)
         self.held[(claim.id, claim.claim)] = running
         self.per_queue[claim.queue] += 1
         if claim.parent_job_id is not None:
@@ -142,6 +146,11 @@ class Runner:
         running.task = loop.create_task(self._run(running))
         if operation.timeout_seconds is not None:
             running.timer = loop.call_later(operation.timeout_seconds, self.interrupt, running, "timeout")
+
+    def _drop(self, older: Running) -> None:
+        """A failover has lost this claim, and the database gave us the same number once more: end the first run."""
+        self.interrupt(older, "lost")
+        self._forget(older.claim)
 
     async def _run(self, running: Running) -> None:
         """One job from start to settle. If we fail ourselves, the job is let fall, and a rescue will find it."""
@@ -182,7 +191,7 @@ class Runner:
 
     async def _perform(self, running: Running) -> Any:
         operation, claim = running.operation, running.claim
-        context = running.context = Context(claim, self._outbox, services=self._services)
+        context = running.context = Context(claim, self._outbox, worker=self._worker, services=self._services)
         context.stopping = self._is_stopping
         if claim.waits:
             context.joined = await self._joined(claim, operation.kind)
@@ -327,6 +336,8 @@ class Runner:
 
     def _account(self, settle: Settle, moved: bool, is_fenced: bool) -> None:
         claim = settle.claim
+        if (running := self._held(claim)) is not None:
+            running.settled_by = settle.verb if moved or not is_fenced else None
         if moved:
             self.counts.ended[claim.job_type, settle.verb] += 1
         elif is_fenced:
@@ -343,13 +354,20 @@ class Runner:
         if claim.exclusive_key is not None:
             self.freed_keys.add((claim.tenant, claim.exclusive_key))
 
+    def _held(self, claim: Claim) -> Running | None:
+        """What runs for this very claim; another one may have the same number."""
+        running = self.held.get((claim.id, claim.claim))
+        return running if running is not None and running.claim is claim else None
+
     def _forget(self, claim: Claim) -> None:
-        running = self.held.pop((claim.id, claim.claim), None)
-        if running is not None:
+        if (running := self._held(claim)) is not None:
+            del self.held[claim.id, claim.claim]
             self.per_queue[claim.queue] -= 1
             self._leave_parent(claim)
             if running.timer is not None:
                 running.timer.cancel()
+            if running.context is not None:
+                running.context.settled(running.settled_by)
         self._on_slot_free()
         if not self.held:
             self._emptied.set()
@@ -403,6 +421,8 @@ async def _bounded(write: Callable[[Any], Awaitable[None]], connection: Any) -> 
             await write(connection)
     except Exception as error:
         if getattr(connection, "closed", False) or getattr(error, "sqlstate", None) in _REPEATABLE:
+            raise
+        if isinstance(error, Deadlock):  # the same, from a verb of ours that `write` has called
             raise
         raise _WriteFailed(error) from error
 

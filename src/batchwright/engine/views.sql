@@ -224,7 +224,7 @@ LIMIT %(limit)s
 -- name: workers
 SELECT id, host, pid, version, queues, operations, concurrency, running, started_at, heartbeat_at, stopping_at,
        heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
-FROM batchwright.worker ORDER BY started_at, id
+FROM batchwright.worker WHERE left_at IS NULL ORDER BY started_at, id
 LIMIT %(limit)s
 
 -- name: operations

@@ -256,7 +256,7 @@ class Worker:
         left = list(self._runner.held)
         with contextlib.suppress(DatabaseError):
             await self.queue.release(left, self.id, "the worker stopped")
-            await self.queue.remove_worker(self.id)
+            await self.queue.leave(self.id)
         await self._end_helpers()
         return not left
 
@@ -300,7 +300,8 @@ class Worker:
             try:
                 if wanted:
                     claimed = await self._claim(wanted)
-                await self._claim_on_demand()
+                if await self._claim_on_demand():
+                    self._has_backlog = True  # there may be more, for which there was no room yet
             except DatabaseUnavailable as error:
                 self._outage(error)
             except DatabaseError:
@@ -336,10 +337,10 @@ class Worker:
         return 0 if self.broken is not None else self.settings.concurrency - self._slots_used()
 
     def _slots_used(self) -> int:
-        """Jobs that were claimed on demand take no slot."""
+        """Jobs that were claimed on demand take no slot. The lease thread asks too, while jobs start and end."""
         if self._demand is None:
             return len(self._runner.held)
-        return sum(n for queue, n in self._runner.per_queue.items() if not self._demand.serves(queue))
+        return sum(n for queue, n in list(self._runner.per_queue.items()) if not self._demand.serves(queue))
 
     async def _claim(self, slots: int) -> int:
         """One round of the worker's own slots."""
@@ -356,6 +357,7 @@ class Worker:
         """With the full scan also look which queues exist and which are paused."""
         began = time.monotonic()
         if known.scan_is_due:
+            known.begin_scan()
             known.know(await self.queue.queues())
         lanes = known.open(slots, self._runner.per_queue)
         if not lanes:

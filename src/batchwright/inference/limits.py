@@ -230,8 +230,11 @@ class Limits:
 
     @property
     def broken(self) -> str | None:
-        """The first invariant that does not hold; from then on this process should take no more work."""
-        every = (self.total, self.bytes, *self._shares.values(), *(lane.slots for lane in self._lanes.values()))
+        """The first invariant that does not hold; from then on this process should take no more work.
+
+        The lease thread asks too, while lanes are added.
+        """
+        every = (self.total, self.bytes, *self._shares.values(), *(lane.slots for lane in list(self._lanes.values())))
         return next((slots.broken for slots in every if slots.broken), None)
 
     def lane(self, endpoint: str, model: str, *, now: float) -> Lane:

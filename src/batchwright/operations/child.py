@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import os
 import pickle
@@ -18,6 +19,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 from uuid import UUID
@@ -27,7 +29,7 @@ import orjson
 from batchwright.db.database import DatabaseSettings, Pool
 from batchwright.engine.context import Child, Context, Joined
 from batchwright.engine.jobs import Claim, JobId
-from batchwright.engine.processes import CHILD_BRIEF, ChildProgram
+from batchwright.engine.processes import CHILD_BRIEF, ChildProgram, end_with_parent
 from batchwright.engine.queue import EngineSettings
 from batchwright.engine.worker import Worker, WorkerSettings
 from batchwright.errors import Fatal
@@ -35,6 +37,8 @@ from batchwright.operations.registry import Registry
 from batchwright.telemetry.logs import configure_logs, job_in_hand
 
 _LENGTH = struct.Struct(">I")
+_ORPHAN_GRACE_SECONDS = 1.0
+_ORPHAN_SECONDS_MAX = 15.0
 
 
 def main() -> int:
@@ -48,6 +52,7 @@ def main() -> int:
         return asyncio.run(_isolate(JobId(UUID(sys.argv[2])), brief, registry, output))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
     _Performer(registry, output).run()
     return 0
 
@@ -144,8 +149,34 @@ async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output:
             version=brief["version"],
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+        _Orphanage(worker)
         await worker.run_alone(id, lambda claim: _tell(output, claim.claim))
     return 0
+
+
+class _Orphanage:
+    """Waits for the death of the parent: then the job is given back soon, and the process ends for certain.
+
+    Left running it would hold its job, with requests open, for as long as that takes, and nobody would know of it.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        end_with_parent(signal.SIGTERM)
+        threading.Thread(target=self._listen, name="batchwright-parent", daemon=True).start()
+
+    def _listen(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended anyway
+            self._loop.call_soon_threadsafe(self._stop)
+        time.sleep(_ORPHAN_SECONDS_MAX)
+        os._exit(1)
+
+    def _stop(self) -> None:
+        self._worker.settings = dataclasses.replace(self._worker.settings, stop_grace_seconds=_ORPHAN_GRACE_SECONDS)
+        self._worker.stop()
 
 
 def _services(brief: dict[str, Any], pool: Pool, registry: Registry) -> tuple[Any, Any]:
@@ -158,7 +189,7 @@ def _services(brief: dict[str, Any], pool: Pool, registry: Registry) -> tuple[An
 
 
 def _tell(output: BinaryIO, claim: int) -> None:
-    """A worker that was killed meanwhile hears nothing; the job goes on, for it is not to blame."""
+    """A worker that was killed meanwhile hears nothing; then the job is given back, for it is not to blame."""
     with contextlib.suppress(BrokenPipeError):
         _send(output, claim)
 

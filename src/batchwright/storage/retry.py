@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -30,7 +31,10 @@ class Counter(Protocol):
 
 
 class Retry:
-    """Exponential backoff with full jitter, bounded by attempts and by time."""
+    """Exponential backoff with full jitter, bounded by time, and by attempts where those are set.
+
+    The last attempt comes when the time is over: an outage that is shorter is survived.
+    """
 
     def __init__(
         self,
@@ -49,20 +53,21 @@ class Retry:
     ) -> T:
         """The answer of `call`. Errors that are not the store's, such as those of a stream, pass uncounted."""
         ends = time.monotonic() + self._settings.retry_seconds_max
-        for attempt in range(1, self._settings.attempts + 1):
+        for attempt in itertools.count(1):
             try:
                 answer = await call()
             except (NotFound, Conflict):
                 self._count(operation, "success")
                 raise
             except StorageUnavailable as error:
-                seconds = random.uniform(0, min(LONGEST_SECONDS, FIRST_SECONDS * 2 ** (attempt - 1)))
-                last = attempt == self._settings.attempts or time.monotonic() + seconds > ends
-                if last or not may_repeat():
+                left = ends - time.monotonic()
+                if attempt == self._settings.attempts or left <= 0 or not may_repeat():
                     self._count(operation, "failure")
-                    raise StorageUnavailable(f"{error} (attempt {attempt} of {self._settings.attempts})") from None
+                    of = "" if self._settings.attempts is None else f" of {self._settings.attempts}"
+                    raise StorageUnavailable(f"{error} (attempt {attempt}{of})") from None
                 self._count(operation, "retry")
-                await self._pause(seconds)
+                longest = min(LONGEST_SECONDS, FIRST_SECONDS * 2 ** min(attempt - 1, 10))
+                await self._pause(min(left, random.uniform(0, longest)))
             except StorageError:
                 self._count(operation, "failure")
                 raise

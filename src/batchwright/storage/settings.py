@@ -16,10 +16,10 @@ class StorageSettings:
     url: str | None = None
     """`s3://bucket/path`, `gs://bucket/path`, `az://account/container/path` or `file:///folder`; unset, a folder
     `files` beside the embedded database."""
-    attempts: int = 6
-    """How often one operation is tried while the store is away or answers with errors of its own."""
     retry_seconds_max: float = 60.0
-    """No further attempt begins later than this after the first."""
+    """How long one operation is tried again while the store is unavailable or answers with errors of its own."""
+    attempts: int | None = None
+    """How often it is tried at most; unset, as often as fits into that time."""
     timeout_seconds: float = 60.0
     """How long one request to a remote store may take."""
     connect_timeout_seconds: float = 5.0
@@ -30,7 +30,7 @@ class StorageSettings:
     def __post_init__(self) -> None:
         at_least = {"attempts": 1, "retry_seconds_max": 0, "part_bytes": 5 * MIB}
         for name, least in at_least.items():
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ConfigurationError(f"storage.{name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("timeout_seconds", "connect_timeout_seconds"):
             if getattr(self, name) <= 0:

@@ -65,6 +65,16 @@ class Otlp:
         made = self._tracer.start_span(name, context.Context(), attributes=_sendable(attributes), links=links)
         return _Recorded(made, self._murmur, True)
 
+    @contextlib.contextmanager
+    def handed(self, traceparent: str | None) -> Iterator[None]:
+        origin = _remote(traceparent)
+        span = trace.INVALID_SPAN if origin is None else trace.NonRecordingSpan(origin)
+        token = context.attach(trace.set_span_in_context(span, context.Context()))
+        try:
+            yield
+        finally:
+            context.detach(token)
+
     def current_traceparent(self) -> str | None:
         found = trace.get_current_span().get_span_context()
         return _traceparent(found) if found.is_valid else None

@@ -1,0 +1,48 @@
+"""What batches wait for: noted in their rows for their users, and once in the log for operators."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+from batchwright.batches.journal import FULL
+from batchwright.batches.store import Batches
+from batchwright.errors import DatabaseError, StorageFull, StorageUnavailable
+
+log = logging.getLogger(__name__)
+
+DISK = "disk"
+STORE = "store"
+_TOLD_MAX = 1000
+
+
+def reason_to_wait(error: BaseException) -> str | None:
+    """What is to be waited for after this error: room on a disk, or the store; None if waiting helps nothing."""
+    if isinstance(error, StorageFull) or (isinstance(error, OSError) and error.errno in FULL):
+        return DISK
+    return STORE if isinstance(error, StorageUnavailable) else None
+
+
+class Waits:
+    """The waits of one worker process."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._told: OrderedDict[str, str] = OrderedDict()
+
+    async def note(self, batch_id: str, reason: str, message: str) -> bool:
+        """The batch cannot go on now; answers whether it may go on waiting."""
+        if self._told.get(batch_id) != reason:
+            self._told[batch_id] = reason
+            log.warning("batch %s waits: %s", batch_id, message)
+            if len(self._told) > _TOLD_MAX:
+                self._told.popitem(last=False)
+        try:
+            return await self._batches.note_wait(batch_id, reason, message)
+        except DatabaseError:
+            return True
+
+    def end(self, batch_id: str) -> None:
+        """What it waited for is there."""
+        if self._told.pop(batch_id, None) is not None:
+            log.info("batch %s goes on", batch_id)

@@ -1,0 +1,266 @@
+"""A store that is unavailable and a disk that is full are waited for, and the batch says so meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import subprocess
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from batchwright.batches import disk, execution, process
+from batchwright.batches.disk import Disk
+from batchwright.batches.execution import Shards
+from batchwright.batches.finalize import Finalizer
+from batchwright.batches.journal import Journal
+from batchwright.batches.repair import repair
+from batchwright.batches.verify import verify
+from batchwright.db.check import Level
+from batchwright.errors import StorageFull, StorageUnavailable
+from batchwright.simulator import Profile, SimulatorSettings
+from batchwright.states import BatchStatus
+from batchwright.storage import Store
+from tests.batches.stage import given_up, request, staged
+from tests.batches.test_endings import failing
+from tests.conftest import skip
+from tests.support import raw
+
+MIB = 1024 * 1024
+QUICK = SimulatorSettings(any_model=Profile(decode_rate=1000.0, output_sigma=0.0, max_running=1000))
+LINES = [request(f"r{n}") for n in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    for module in (execution, process):
+        monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
+    monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(execution, "NOTE_SECONDS", 0.05)
+
+
+async def waiting(stage, id):
+    return await stage.until(id, lambda batch: batch.waits_for is not None)
+
+
+# The store ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_store_that_is_unavailable_while_the_files_are_written_costs_nothing_but_time(
+    database_url, tmp_path, monkeypatch, caplog
+):
+    """More often than the job has attempts: the window bounds the wait, not the attempts."""
+    failing(monkeypatch, Finalizer, "write", StorageUnavailable("503 Slow Down"), times=15)
+    async with staged(database_url, tmp_path, worker={"poll_seconds_max": 0.1}) as stage:
+        stage.work()
+        with caplog.at_level(logging.WARNING):
+            id = await stage.submit(LINES)
+            seen = await waiting(stage, id)
+            batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert (batch.status, len(output), errors) == (BatchStatus.COMPLETED, 6, [])
+        assert seen.status is BatchStatus.FINALIZING
+        assert seen.waits_for == "the store is unavailable: 503 Slow Down"
+        assert batch.waits_for is None
+        said = [one.message for one in caplog.records if "503 Slow Down" in one.message]
+        assert said == [f"batch {id} waits: 503 Slow Down"]
+        ((attempts,),) = await raw(
+            stage.batchwright.queue, "SELECT attempts FROM batchwright.job WHERE job_type = 'batch.process'"
+        )
+        assert attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "counts"),
+    [("cancel", BatchStatus.CANCELLED, (1, 5)), ("deadline", BatchStatus.EXPIRED, (1, 5)), ("end", None, (6, 0))],
+)
+async def test_files_that_cannot_be_written_for_good_do_not_change_how_the_batch_ended(
+    database_url, tmp_path, monkeypatch, how, status, counts
+):
+    """All answers are kept, and a repair writes the files once the store is back."""
+    slow = SimulatorSettings(any_model=Profile(decode_rate=1000.0, max_running=1000), faults=("hang:1:match=hang",))
+    lines = [request("r0"), *(request(f"r{n}", prompt="hang" if how != "end" else None) for n in range(1, 6))]
+    async with staged(database_url, tmp_path, simulator=slow, batches={"cancel_grace_seconds": 0.1}) as stage:
+        with monkeypatch.context() as patched:
+            failing(patched, Finalizer, "write", StorageUnavailable("away"), times=1_000_000)
+            stage.work()
+            id = await stage.submit(lines)
+            await stage.until(id, lambda batch: batch.completed >= 1)
+            if how == "cancel":
+                await stage.batchwright.batches.cancel(id, tenant=None)
+            if how == "deadline":
+                await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now()")
+            batch = await given_up(stage, patched, id)
+        assert batch.status is (status or BatchStatus.FAILED)
+        assert (batch.completed, batch.done - batch.completed) == counts
+        assert (batch.output_file_id, batch.manifest) == (None, None)
+        assert [one["code"] for one in batch.errors["data"]] == ["files_not_written"]
+        repaired = await repair(stage.batchwright.batches, stage.batchwright.files, stage.batchwright.workspace, id)
+        output, errors = await stage.results(repaired)
+        assert (repaired.status, len(output), len(errors)) == (batch.status, *counts)
+        assert {one.level for one in await verify(stage.batchwright.files, repaired)} == {Level.OK}
+
+
+async def test_a_store_that_is_unavailable_while_answers_come_in_is_waited_for_and_nothing_is_sent_twice(
+    database_url, tmp_path, monkeypatch, caplog
+):
+    parts = {
+        "storage": {"url": f"file://{tmp_path / 'store'}"},
+        "batches": {"checkpoint_seconds": 0.05, "shared_checkpoint_seconds": 0.05},
+    }
+    async with staged(database_url, tmp_path, simulator=QUICK, **parts) as stage:
+        id = await stage.submit(LINES)
+        away = StorageUnavailable("503 Slow Down")
+        failing(monkeypatch, Store, "put", away, times=8, when=lambda key, *_: "/segments/" in key)
+        with caplog.at_level(logging.WARNING):
+            stage.work()
+            seen = await waiting(stage, id)
+            batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 6)
+        assert seen.waits_for == "the store is unavailable: 503 Slow Down"
+        assert stage.simulator.asked(over=1)["count"] == 0
+        assert sum("503" in one.message for one in caplog.records) == 1
+
+
+# The disk -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_that_finds_no_room_is_kept_until_there_is_some(database_url, tmp_path, monkeypatch):
+    """The server is not asked again for what it has answered."""
+    append, refusals = Journal.append, 0
+
+    def often_full(self, *args, **kwargs):
+        nonlocal refusals
+        if refusals < 20:
+            refusals += 1
+            raise StorageFull(os.strerror(errno.ENOSPC))
+        append(self, *args, **kwargs)
+
+    monkeypatch.setattr(Journal, "append", often_full)
+    monkeypatch.setattr("batchwright.batches.dispatch.FULL_SECONDS", 0.01)
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        batch = await stage.ended(await stage.submit(LINES))
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 6)
+        assert (refusals, stage.simulator.asked(over=1)["count"]) == (20, 0)
+
+
+async def test_nothing_is_sent_whose_answer_may_find_no_room_and_the_batch_says_why(
+    database_url, tmp_path, monkeypatch
+):
+    free = 0
+    monkeypatch.setattr(disk, "LOOK_SECONDS", 0.0)
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        stage.batchwright.runtime.dispatcher.disk._measure = lambda _: free
+        id = await stage.submit(LINES)
+        seen = await waiting(stage, id)
+        assert seen.waits_for.startswith("no room on the disk: the disk of the work folder ")
+        assert "has 0 MiB left, and 64 are needed to keep answers" in seen.waits_for
+        assert stage.simulator.stats()["received"] == 0
+        free = 10**12
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed, batch.waits_for) == (BatchStatus.COMPLETED, 6, None)
+
+
+async def test_a_disk_that_fills_up_while_requests_are_sent_stops_them(database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("batchwright.batches.dispatch.FULL_SECONDS", 0.01)
+    slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
+    async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(60)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        stage.batchwright.runtime.dispatcher.disk._measure = lambda _: 0
+        await waiting(stage, id)
+        sent = stage.simulator.stats()["received"]
+        await stage.until(id, lambda batch: batch.completed == sent)
+        assert stage.simulator.stats()["received"] == sent < 60
+        stage.batchwright.runtime.dispatcher.disk._measure = lambda _: 10**12
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 60)
+        assert stage.simulator.asked(over=1)["count"] == 0
+
+
+async def test_a_disk_without_room_for_the_input_is_waited_for(database_url, tmp_path, monkeypatch):
+    failing(monkeypatch, Shards, "_open_input", OSError(errno.ENOSPC, "No space left on device"), times=20)
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        id = await stage.submit(LINES)
+        seen = await waiting(stage, id)
+        assert seen.waits_for == "no room on the disk: [Errno 28] No space left on device"
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 6)
+
+
+@contextmanager
+def small_disk(folder, size):
+    """A file system of its own."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        skip("only root can mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+async def test_a_work_disk_that_is_really_full_is_waited_for_and_no_answer_is_paid_twice(database_url, tmp_path):
+    """Somebody else fills it while requests are in flight, and frees it again."""
+    slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
+    with small_disk(tmp_path / "small", "24m") as work:
+        parts = {"batches": {"checkpoint_seconds": 0.1, "work_dir": str(work), "work_dir_reserve": 1}}
+        async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}, **parts) as stage:
+            stage.work()
+            id = await stage.submit([request(f"r{n}") for n in range(80)])
+            await stage.until(id, lambda batch: batch.completed > 0)
+            with (work / "ballast").open("wb") as ballast, suppress(OSError):
+                while True:
+                    ballast.write(bytes(64 * 1024))
+                    ballast.flush()
+            await waiting(stage, id)
+            (work / "ballast").unlink()
+            batch = await stage.ended(id)
+            output, errors = await stage.results(batch)
+            assert (batch.status, len(output), errors) == (BatchStatus.COMPLETED, 80, [])
+            assert stage.simulator.asked(over=1)["count"] == 0
+
+
+def test_the_disk_is_looked_at_a_few_times_a_second_and_answers_in_flight_count(tmp_path):
+    now, looks, free = 0.0, 0, 100 * MIB
+
+    def measure(folder):
+        nonlocal looks
+        looks += 1
+        return free
+
+    checked = Disk(tmp_path, reserve=64 * MIB, clock=lambda: now, free=measure)
+    assert [checked.has_room(n) for n in (0, 36 * MIB, 36 * MIB + 1)] == [True, True, False]
+    assert (looks, checked.trouble is not None) == (1, True)
+    free = 200 * MIB
+    assert not checked.has_room(37 * MIB)
+    now += disk.LOOK_SECONDS
+    assert checked.has_room(37 * MIB)
+    assert (looks, checked.trouble) == (2, None)
+
+
+def test_the_free_bytes_are_those_that_this_user_may_write(tmp_path):
+    found = os.statvfs(tmp_path)
+    assert abs(disk.free_bytes(tmp_path) - found.f_bavail * found.f_frsize) < 10 * MIB
+
+
+async def test_a_batch_that_waits_for_the_store_before_it_is_planned_expires_in_time(
+    database_url, tmp_path, monkeypatch
+):
+    failing(monkeypatch, process.Processor, "_plan", StorageUnavailable("away"), times=1_000_000)
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        id = await stage.submit(LINES)
+        await waiting(stage, id)
+        await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now()")
+        async with asyncio.timeout(10):
+            batch = await stage.ended(id)
+        assert (batch.status, batch.total) == (BatchStatus.EXPIRED, 0)
