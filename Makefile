@@ -4,8 +4,8 @@ BIN := .venv/bin
 # The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-queue clean demo docs lint lock \
-	test test-external test-postgres16
+.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-failover chaos-queue clean demo \
+	docs lint lock test test-external test-perturbed test-postgres16
 
 demo: .venv/ready
 	@$(BIN)/batchwright demo
@@ -30,10 +30,20 @@ test-postgres16: .venv/ready
 test-external: .venv/ready
 	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 2 --dist loadgroup
 
-chaos: chaos-queue chaos-batches
+# Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
+test-perturbed: .venv/ready
+	$(BIN)/python -m tests.perturbed.run --minutes $(or $(MINUTES),30) $(addprefix --seed ,$(SEED)) $(ARGS)
+
+chaos: chaos-queue chaos-batches chaos-crowd chaos-failover
 
 chaos-batches: .venv/ready
 	$(BIN)/python -m tests.chaos.batches $(ARGS)
+
+chaos-crowd: .venv/ready
+	$(BIN)/python -m tests.chaos.crowd $(ARGS)
+
+chaos-failover: .venv/ready
+	$(BIN)/python -m tests.chaos.failover $(ARGS)
 
 chaos-queue: .venv/ready
 	$(BIN)/python -m tests.chaos.queue $(ARGS)

@@ -1,4 +1,4 @@
-"""`batchwright api` on a tether, as workers have one: `python -m tests.chaos.api --tether N --config FILE`.
+"""`batchwright api` on a tether, as workers have one: `python -m tests.chaos.api --config FILE --tether N`.
 
 It says when it answers, and ends when the harness does, so that nothing is left behind by one that was killed.
 """
@@ -35,7 +35,7 @@ def _answers(port: int) -> bool:
 
 
 if __name__ == "__main__":
-    descriptor, config = int(sys.argv[2]), sys.argv[4]
+    config, descriptor = sys.argv[2], int(sys.argv[4])
     port = load_settings({}, file=Path(config)).api.port
     threading.Thread(target=_hold, args=(socket.socket(fileno=descriptor), port), daemon=True).start()
     sys.argv = ["batchwright", "api", "--config", config]

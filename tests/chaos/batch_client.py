@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,14 +47,14 @@ class Workload(NamedTuple):
     requests: list[Request]
 
 
-def workload(count: int, seed: int) -> Workload:
-    """Three models; most lines share the beginning of their prompt with others; some fail for good, some only once."""
+def workload(count: int, seed: int, models: Sequence[str] = MODELS) -> Workload:
+    """Several models; most lines share the beginning of their prompt with others; some fail for good, some once."""
     draw = random.Random(f"batch workload {seed}")
     prefixes = [" ".join(f"Rule {n}.{rule} of the house." for rule in range(60)) for n in range(24)]
     data = bytearray()
     requests = []
     for n in range(count):
-        model = draw.choice(MODELS)
+        model = draw.choice(models)
         fails = draw.random() < 0.01
         fault = " [[fault:400]]" if fails else " [[fault:500:times=1]]" if draw.random() < 0.02 else ""
         system = draw.choice(prefixes) if draw.random() < 0.6 else f"You are the clerk number {n}."

@@ -21,9 +21,11 @@ import psycopg
 from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.errors import DatabaseUnavailable
 from tests.chaos.monkey import environment
+from tests.perturb import SEED
 
 Deed = Literal["worker", "workers", "api", "postgres", "everything", "stop"]
 Phase = Literal["uploading", "creating", "validating", "in_progress", "finalizing", "ended"]
+Kind = Literal["worker", "api"]
 Span = tuple[float, float]
 
 Ambushes = Mapping[Phase, tuple[float, Sequence[Deed]]]
@@ -35,11 +37,31 @@ _PATIENCE_SECONDS = 3.0
 """So long a deed waits for its victims; then a worker may also be the last that is awake."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """A place in a fleet: what runs there, and is started again when it ends."""
+
+    kind: Kind
+    command: Sequence[str]
+    """What follows `python -m`; the line to us is added to it. `{name}` is another name at every start."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def posts(config: Path, *, perturbed: int | None = None) -> list[Post]:
+    """Two workers and the HTTP server. With a seed the workers are perturbed, each in its own way at every start."""
+    settings = ("--config", str(config))
+    worker = Post(kind="worker", command=("batchwright", "worker", *settings))
+    if perturbed is not None:
+        command = ("tests.perturbed.process", "{name}", "worker", *settings)
+        worker = Post(kind="worker", command=command, environment={SEED: str(perturbed)})
+    return [worker, worker, Post(kind="api", command=("tests.chaos.api", *settings))]
+
+
 @dataclass(slots=True, eq=False)
 class Victim:
     """One process, from its start to its end."""
 
-    kind: Literal["worker", "api"]
+    kind: Kind
     process: asyncio.subprocess.Process
     started_at: float
     ready_at: float | None = None
@@ -47,6 +69,7 @@ class Victim:
     ended_at: float | None = None
     is_dismissed: bool = False
     stops: list[Span] = field(default_factory=list)
+    place: int = 0
 
     @property
     def is_awake(self) -> bool:
@@ -69,15 +92,16 @@ class Victim:
 
 
 class Fleet:
-    """Two workers and the HTTP server; one that ends is replaced at once."""
+    """Workers and HTTP servers of which one that ends is replaced at once; they keep their files in `folder`."""
 
-    def __init__(self, config: Path, logs: Path, *, workers: int = 2) -> None:
+    def __init__(self, posts: Sequence[Post], folder: Path, logs: Path) -> None:
         self.everybody: list[Victim] = []
-        self._config = config
+        self._posts = posts
+        self._folder = folder
         self._logs = logs
-        self._workers = workers
         self._keepers: list[asyncio.Task[None]] = []
         self._is_closing = False
+        self._vacant: set[int] = set()
 
     def awake(self, kind: str) -> list[Victim]:
         return [one for one in self.everybody if one.kind == kind and one.is_awake]
@@ -94,13 +118,19 @@ class Fleet:
         ]
 
     def start(self) -> None:
-        workers = [asyncio.create_task(self._keep("worker", n)) for n in range(self._workers)]
-        self._keepers = [*workers, asyncio.create_task(self._keep("api", 0))]
+        self._keepers = [asyncio.create_task(self._keep(place, post)) for place, post in enumerate(self._posts)]
 
     async def ready(self) -> None:
         """Everybody has begun to work."""
-        while len(self.awake("worker")) < self._workers or not self.awake("api"):
+        while len({one.place for one in self.everybody if one.is_awake}) < len(self._posts):
             await asyncio.sleep(_BREATH_SECONDS)
+
+    def kill(self, victim: Victim, *, for_good: bool = False) -> None:
+        """With SIGKILL; for good means that nobody takes its place."""
+        if for_good:
+            self._vacant.add(victim.place)
+        victim.killed_at = time.time()
+        victim.signal(signal.SIGKILL)
 
     async def close(self) -> None:
         """Ask everybody to stop, as a deploy does; those who do not are killed."""
@@ -122,14 +152,14 @@ class Fleet:
         """Processes that outlive their worker, because a job runs alone in them; they know our folder by its name."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if str(self._config.parent) in process.environ().get("BATCHWRIGHT_CHILD", ""):
+                if str(self._folder) in process.environ().get("BATCHWRIGHT_CHILD", ""):
                     process.kill()
 
-    async def _keep(self, kind: Literal["worker", "api"], place: int) -> None:
-        while not self._is_closing:
+    async def _keep(self, place: int, post: Post) -> None:
+        while not self._is_closing and place not in self._vacant:
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                victim = await self._hire(kind, place, theirs)
+                victim = await self._hire(place, post, theirs)
                 theirs.close()
                 try:
                     await asyncio.gather(_await_ready(victim, ours), victim.process.wait())
@@ -140,22 +170,22 @@ class Fleet:
                     victim.ended_at = time.time()
             await asyncio.sleep(_BREATH_SECONDS)
 
-    async def _hire(self, kind: Literal["worker", "api"], place: int, theirs: socket.socket) -> Victim:
+    async def _hire(self, place: int, post: Post, theirs: socket.socket) -> Victim:
         """It holds one end of a line to us, and leaves when ours is gone, whatever way we die."""
-        tether = ["--tether", str(theirs.fileno())]
-        module = ["batchwright", "worker"] if kind == "worker" else ["tests.chaos.api"]
-        with (self._logs / f"{kind}-{place}.log").open("ab") as log:
+        name = f"{post.kind} {place}.{len(self.everybody)}"
+        command = [name if part == "{name}" else part for part in post.command]
+        with (self._logs / f"{post.kind}-{place}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", *module, *tether, "--config", str(self._config)),
+                *("-m", *command, "--tether", str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(),
+                env={**environment(), **post.environment},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        victim = Victim(kind, process, time.time())
+        victim = Victim(post.kind, process, time.time(), place=place)
         self.everybody.append(victim)
         return victim
 
@@ -312,8 +342,7 @@ class Monkey:
         return True
 
     def _kill(self, deed: Deed, victim: Victim) -> None:
-        victim.killed_at = time.time()
-        victim.signal(signal.SIGKILL)
+        self._fleet.kill(victim)
         self._note(deed, victim.process.pid)
 
     def _stop(self, victim: Victim) -> None:

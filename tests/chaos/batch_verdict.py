@@ -77,7 +77,7 @@ def read_evidence(url: str, work: Path, requests: Sequence[Request], found: Foun
 
 def judge(evidence: Evidence) -> dict[str, list[Breach]]:
     """All breaches by the name of the promise."""
-    output, errors = _lines(evidence.found.output), _lines(evidence.found.errors)
+    output, errors = read_lines(evidence.found.output), read_lines(evidence.found.errors)
     replays = [replay(evidence.history.of_job[job.id], job) for job in evidence.history.jobs.values()]
     return {
         "batches not completed": list(not_completed(evidence)),
@@ -92,7 +92,7 @@ def judge(evidence: Evidence) -> dict[str, list[Breach]]:
         "lines registered twice: a zombie's": list(registered_twice(evidence)),
         "zombie writes accepted": [breach for one in replays for breach in one.zombies],
         "histories that are no legal path to their row": [breach for one in replays for breach in one.illegal],
-        "jobs not terminal, or failed": list(unfinished(evidence)),
+        "jobs not terminal, or failed": list(unfinished(evidence.history)),
         "files or batches made twice": list(made_twice(evidence)),
         "answers that nobody should get": evidence.found.breaches,
     }
@@ -210,8 +210,8 @@ def registered_twice(evidence: Evidence) -> Iterator[Breach]:
             first.setdefault(offset, segment.name)
 
 
-def unfinished(evidence: Evidence) -> Iterator[Breach]:
-    for job in evidence.history.jobs.values():
+def unfinished(history: History) -> Iterator[Breach]:
+    for job in history.jobs.values():
         if job.status not in TERMINAL or job.locked_by is not None:
             yield job.id, f"{job.job_type} is {job.status}, locked by {job.locked_by}, {job.children_open} open"
         elif job.status != "SUCCEEDED":
@@ -224,7 +224,7 @@ def made_twice(evidence: Evidence) -> Iterator[Breach]:
             yield what, f"there are {count}"
 
 
-def _lines(data: bytes) -> list[dict[str, Any]]:
+def read_lines(data: bytes) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in data.splitlines()]
 
 

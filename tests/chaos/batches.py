@@ -1,5 +1,7 @@
 """Chaos for batches: a batch of 20,000 requests while workers, the HTTP server and PostgreSQL are killed under it.
 
+Then a crowd of small batches that begin and end at random on perturbed workers, which are killed as well.
+
 python -m tests.chaos.batches [--seed N] [--json] [--keep] [--short]
 
 client ─ upload, create, poll, read on ─▶ ┌─────┐   ┌─────────┐
@@ -33,8 +35,9 @@ import psycopg
 from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.simulator import Remote, running_process
 from batchwright.states import BATCH
+from tests.chaos import crowd
 from tests.chaos.batch_client import MODELS, Client, Workload, workload
-from tests.chaos.batch_fleet import Ambushes, Deed, Fleet, Monkey, Phase, Scene, Span, free_port
+from tests.chaos.batch_fleet import Ambushes, Deed, Fleet, Monkey, Phase, Scene, Span, free_port, posts
 from tests.chaos.batch_verdict import KINDS, Evidence, Resumed, judge, read_evidence, resumed
 from tests.chaos.queue import Goal, breaches_as_json, breaches_as_text, goals_as_json, goals_as_text
 from tests.chaos.recovery import percentile
@@ -162,7 +165,7 @@ async def _play(
 ) -> None:
     size = result.size
     port = free_port()
-    fleet = Fleet(_configured(postgres.root, size, simulator.url, port), logs)
+    fleet = Fleet(posts(_configured(postgres.root, size, simulator.url, port)), postgres.root, logs)
     scene = Scene()
     monkey = Monkey(
         fleet,
@@ -375,10 +378,20 @@ def main() -> int:
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     say(f"seed {arguments.seed}")
-    size = SHORT if arguments.short else LONG
+    size, many = (SHORT, crowd.SHORT_KILLED) if arguments.short else (LONG, crowd.KILLED)
     result = asyncio.run(run(size, arguments.seed, keep=arguments.keep, say=say))
-    sys.stdout.write((orjson.dumps(as_json(result)).decode() if arguments.json else as_text(result)) + "\n")
-    return 0 if all(goal.met for goal in result.goals) else 1
+    say("a crowd of small batches")
+    others = asyncio.run(crowd.run(many, arguments.seed, keep=arguments.keep, say=say))
+    sys.stdout.write(_told(result, others, as_document=arguments.json) + "\n")
+    return 0 if all(goal.met for goal in [*result.goals, *others.goals]) else 1
+
+
+def _told(result: Run, others: crowd.Run, *, as_document: bool) -> str:
+    if not as_document:
+        return f"{as_text(result)}\n\n{crowd.as_text(others)}"
+    document, more = as_json(result), crowd.as_json(others)
+    goals = [*document["goals"], *({**goal, "name": f"crowd: {goal['name']}"} for goal in more["goals"])]
+    return orjson.dumps({**document, "crowd": more, "goals": goals}).decode()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from psycopg.rows import namedtuple_row
 _JOBS = """
 SELECT id, job_type, status::text, payload, result, error ->> 'code' AS code, error ->> 'message' AS reason,
        attempts, max_attempts, claims, locked_by, exclusive_key, parent_job_id, round, waits,
-       children_open, children_failed, progress_total, idempotency_key, deadline, priority, queue
+       children_open, children_failed, progress_total, idempotency_key, deadline, priority, queue, tenant
 FROM batchwright.job ORDER BY id
 """
 _EVENTS = """
@@ -56,7 +56,16 @@ class History:
                 self.children[job.parent_job_id].append(job)
 
     def count(self, job: Any, event: str) -> int:
-        return sum(one.event == event for one in self.of_job[job.id])
+        return sum(one.event == event for one in self.since_rerun(job))
+
+    def since_rerun(self, job: Any) -> list[Event]:
+        """The events of its present life: a human may have given it another one."""
+        events = self.of_job[job.id]
+        starts = [place for place, event in enumerate(events) if event.event == "job.rerun"]
+        return events[starts[-1] :] if starts else events
+
+    def was_rerun(self, job: Any) -> bool:
+        return any(event.event == "job.rerun" for event in self.of_job[job.id])
 
     def of_type(self, job_type: str) -> Iterator[Any]:
         return (job for job in self.jobs.values() if job.job_type == job_type)

@@ -1,7 +1,8 @@
-"""The short form of `make chaos-batches`."""
+"""The short forms of `make chaos-batches`."""
 
 import pytest
 
+from tests.chaos import crowd
 from tests.chaos.batches import SHORT, as_text, run
 
 
@@ -15,3 +16,11 @@ async def test_no_line_of_a_batch_is_lost_or_doubled_while_workers_and_the_datab
     assert result.counts["PostgreSQL killed"], as_text(result)
     assert result.counts["rescues"], as_text(result)
     assert result.counts["asked again"] <= result.asked_again_max, as_text(result)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(180)
+async def test_small_batches_that_begin_and_end_while_perturbed_workers_are_killed_lose_nothing():
+    result = await crowd.run(crowd.SHORT_KILLED, seed=2026)
+    assert all(goal.met for goal in result.goals), crowd.as_text(result)
+    assert result.counts["workers killed"] == crowd.SHORT_KILLED.kills, crowd.as_text(result)

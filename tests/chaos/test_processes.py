@@ -4,6 +4,7 @@ import asyncio
 import os
 import select
 import sys
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from batchwright import AsyncBatchwright, Context
 from batchwright.engine.processes import Processes
 from batchwright.states import JobStatus
-from tests.chaos.operations import cpu
+from tests.chaos.operations import cpu, plain
 from tests.support import noop, put_one, raw, take
 
 SILENT = SimpleNamespace(emit=lambda *_: None, progress=lambda *_: None)
@@ -19,7 +20,7 @@ SILENT = SimpleNamespace(emit=lambda *_: None, progress=lambda *_: None)
 
 @pytest.fixture
 async def batchwright(database_url):
-    async with AsyncBatchwright(database_url=database_url, operations=[cpu, noop]) as batchwright:
+    async with AsyncBatchwright(database_url=database_url, operations=[cpu, noop, plain]) as batchwright:
         yield batchwright
 
 
@@ -30,23 +31,70 @@ async def processes(batchwright):
     await processes.close()
 
 
+@asynccontextmanager
+async def isolated(program, id, **pipes):
+    process = await asyncio.create_subprocess_exec(
+        *(*program.command, "isolate", str(id)),
+        stderr=sys.stderr,
+        env={**os.environ, **program.environment},
+        **pipes,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 async def test_a_suspect_is_not_parked_because_the_worker_that_sent_it_away_was_killed(queue, batchwright):
+    """Both ends of the pipes are closed, as the kernel does when the worker that holds them dies."""
     id = await put_one(queue)
     await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     reader, writer = os.pipe()
-    os.close(reader)  # as the kernel does when the worker that holds it is killed
-    program = batchwright._child_program()
-    process = await asyncio.create_subprocess_exec(
-        *(*program.command, "isolate", str(id)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=writer,
-        stderr=sys.stderr,
-        env={**os.environ, **program.environment},
-    )
-    os.close(writer)
-    assert await process.wait() == 0
+    os.close(reader)
+    pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": writer}
+    async with isolated(batchwright._child_program(), id, **pipes) as process, asyncio.timeout(30):
+        os.close(writer)
+        assert await process.wait() == 0
     job = await queue.get(id)
-    assert (job.status, job.rescues, job.locked_by) == (JobStatus.SUCCEEDED, 0, None)
+    assert job.status in (JobStatus.SUCCEEDED, JobStatus.QUEUED)
+    assert (job.locked_by, job.error) == (None, None)
+
+
+async def test_a_job_that_runs_alone_is_given_back_when_its_workers_process_dies(queue, batchwright):
+    """It would hold its job otherwise, with all that the job has open, until it ends by itself."""
+    id = await batchwright.enqueue(plain, {"seconds": 600.0})
+    await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    async with isolated(batchwright._child_program(), id, **pipes) as process, asyncio.timeout(30):
+        await process.stdout.readexactly(4)  # it has claimed the job
+        while (await queue.get(id)).message is None:
+            await asyncio.sleep(0.02)
+        process.stdin.close()
+        assert await process.wait() == 0
+    job = await queue.get(id)
+    assert (job.status, job.rescues, job.locked_by, job.attempts) == (JobStatus.QUEUED, 2, None, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+async def test_the_kernel_tells_a_child_that_its_parent_was_killed(tmp_path):
+    """Even one that keeps the pipe from being closed, as a copy of it in another process does."""
+    told = tmp_path / "told"
+    child = (
+        "import signal, time, pathlib; from batchwright.engine.processes import end_with_parent; "
+        f"signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(told)!r}).write_text('told')); "
+        "end_with_parent(signal.SIGTERM); print('ready', flush=True); signal.pause()"
+    )
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    command = (sys.executable, "-c", parent)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(30):
+        assert await process.stdout.readline() == b"ready\n"
+        process.kill()
+        await process.wait()
+        while not told.exists():
+            await asyncio.sleep(0.02)
 
 
 async def test_a_child_that_died_while_idle_is_not_given_the_next_job(queue, batchwright, processes):

@@ -68,6 +68,23 @@ def test_two_jobs_that_have_one_key_at_a_time_are_seen():
     assert list(found) == ["two jobs of one key at a time"]
 
 
+def test_the_same_key_of_two_tenants_is_two_keys():
+    first, second = told(A), told(B)
+    woven = [first[0], second[0], first[1], second[1], first[2], second[2]]
+    events = [event._replace(id=place) for place, event in enumerate(woven)]
+    assert breaches([job(A, exclusive_key="k"), job(B, exclusive_key="k", tenant="ada")], events) == {}
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_rerun_begins_with_no_attempts(attempt):
+    first = told(A, ["job.enqueued", "job.started"])
+    failed = Event(3, A, 0.0, "job.failed", "FAILED", 1, 1, "w")
+    rerun = Event(4, A, 0.0, "job.rerun", "QUEUED", 1, attempt, None)
+    again = [Event(5, A, 0.0, "job.started", "RUNNING", 2, 1, "w"), Event(6, A, 0.0, WELL[2], "SUCCEEDED", 2, 1, "w")]
+    found = breaches([job(A, claims=2)], [*first, failed, rerun, *again])
+    assert list(found) == ["histories that are no legal path to their row"] * attempt
+
+
 def test_a_doubled_link_of_a_chain_is_seen():
     links = [job(id, job_type="chaos.chain", payload=link(step)) for id, step in ((A, 1), (B, 3), (C, 3))]
     found = breaches(links, told(A) + told(B) + told(C))
@@ -104,7 +121,14 @@ def told(id, names=WELL):
 def job(id, **columns):
     nothing = ("result", "code", "reason", "locked_by", "exclusive_key", "parent_job_id", "round", "progress_total")
     row = dict.fromkeys((*nothing, "idempotency_key", "deadline"))
-    row |= {"id": id, "job_type": "chaos.plain", "status": "SUCCEEDED", "payload": {}, "priority": 5}
+    row |= {
+        "id": id,
+        "job_type": "chaos.plain",
+        "status": "SUCCEEDED",
+        "payload": {},
+        "priority": 5,
+        "tenant": "default",
+    }
     row |= {"attempts": 1, "max_attempts": 3, "claims": 1, "waits": 0, "children_open": 0, "children_failed": 0}
     return SimpleNamespace(**row | columns)
 

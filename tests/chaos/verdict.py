@@ -30,6 +30,7 @@ VERBS = {
     "job.cancelled": "cancel",
     "job.expired": "expire",
     "job.rescued": "rescue",
+    "job.rerun": "rerun",
 }
 SETTLES = {"succeed", "fail", "retry", "snooze", "release", "wait", "rescue"}
 _GIVES_BACK = {"snooze", "release", "wait"}
@@ -93,6 +94,8 @@ class Replay:
         attempt = self.attempt + (verb == "claim")
         if verb in _GIVES_BACK or (verb == "rescue" and event.status == JobStatus.QUEUED):
             attempt -= 1
+        if verb == "rerun":
+            attempt = 0
         self._expect(event, is_legal, self.claim + (verb == "claim"), attempt)
 
     def _expect(self, event: Event, is_legal: bool, claim: int, attempt: int) -> None:
@@ -184,18 +187,19 @@ def overlaps(history: History) -> Iterator[Breach]:
 
     Ids of events are drawn before their commit, and the next job of a key starts only after that.
     """
-    holders: dict[str, UUID] = {}
+    holders: dict[tuple[str, str], UUID] = {}
     for event in history.events:
         job = history.jobs.get(event.job_id)
         if job is None or job.exclusive_key is None or event.status is None:
             continue
-        holder = holders.get(job.exclusive_key)
+        key = (job.tenant, job.exclusive_key)
+        holder = holders.get(key)
         if event.event == "job.started" and holder not in (None, job.id):
-            yield job.id, f"started while {holder} had the key {job.exclusive_key}"
+            yield job.id, f"started while {holder} had the key {key}"
         if event.event == "job.started":
-            holders[job.exclusive_key] = job.id
+            holders[key] = job.id
         elif event.status in TERMINAL and holder == job.id:
-            del holders[job.exclusive_key]
+            del holders[key]
 
 
 def wrong_parents(history: History) -> Iterator[Breach]:
@@ -205,10 +209,17 @@ def wrong_parents(history: History) -> Iterator[Breach]:
         children = [child for child in history.children[job.id] if child.round == job.waits]
         failed = sum(child.status != "SUCCEEDED" for child in children)
         counted = (job.children_open, job.children_failed, job.progress_total)
-        if counted != (0, failed, len(children)):
+        if counted != (0, failed, len(children)) and not _runs_itself_again(history, job):
             yield job.id, f"counts (open, failed, all) = {counted}; the truth is (0, {failed}, {len(children)})"
         if problem := _wrong_ending(job, len(children), failed):
             yield job.id, problem
+
+
+def _runs_itself_again(history: History, job: Any) -> bool:
+    """It was rerun and no child was unsuccessful: its counters begin anew when it waits again."""
+    life = history.since_rerun(job)
+    is_rerun = life[0].event == "job.rerun" and life[0].status == JobStatus.QUEUED
+    return is_rerun and all(event.event != "job.waited" for event in life)
 
 
 def _wrong_ending(job: Any, children: int, failed: int) -> str | None:
@@ -262,13 +273,16 @@ def wrong_keys(history: History, ledger: Ledger) -> Iterator[Breach]:
 
 
 def cancelled_by_nobody(history: History, ledger: Ledger) -> Iterator[Breach]:
-    """We cancelled it or one above it, another job of its key superseded it, or its parent's deadline passed."""
+    """We cancelled it or one above it, another job of its key superseded it, or its parent's deadline passed.
+
+    A rerun forgets a deadline that has passed.
+    """
     for job in history.jobs.values():
         if job.status != "CANCELLED":
             continue
         above = list(history.line(job))
         is_superseded = any((one.reason or "").startswith("superseded by job ") for one in above)
-        is_overdue = any(one.deadline is not None for one in above[1:])
+        is_overdue = any(one.deadline is not None or history.was_rerun(one) for one in above[1:])
         if not (is_superseded or is_overdue or any(one.id in ledger.cancelled for one in above)):
             yield job.id, f"{job.job_type}: {job.reason}"
 

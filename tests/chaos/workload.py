@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,7 +23,13 @@ _BACKLOG_MAX = 50
 """Due jobs at which the feeding pauses: about what the workers run at once, so that a rescued job waits for nobody."""
 _KEYS = 8
 _RECENT_MAX = 300
+_TENANTS = ("ada", "bob", "default")
 _WAVE_SECONDS = 0.25
+_UNSUCCESSFUL = """
+SELECT id FROM batchwright.job
+WHERE (id = ANY(%(ids)s) OR parent_job_id = ANY(%(ids)s)) AND status IN ('FAILED', 'CANCELLED')
+ORDER BY id
+"""
 
 
 @dataclass(slots=True)
@@ -45,6 +53,8 @@ class Size:
     bulk_times: int
     jobs_per_second: float
     poisons: int
+    pace: float = 1.0
+    """How long jobs run and how far away deadlines are, as a share of what they usually are."""
 
 
 class Workload:
@@ -73,6 +83,15 @@ class Workload:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
+    async def rerun(self) -> None:
+        """A job that has failed or was cancelled, or a child that has; whoever waits for it must count again."""
+        rows = await self._answered(lambda: self._batchwright.pool.rows(_UNSUCCESSFUL, {"ids": self._recent}))
+        if rows:
+            id = JobId(self._random.choice(rows)[0])
+            with contextlib.suppress(Conflict):  # it is being interrupted, or its parent does not wait any more
+                await self._answered(lambda: self._batchwright.rerun(id))
+                self.ledger.asked["accepted reruns"] += 1
+
     def _schedule(self, seconds: float) -> list[tuple[float, NewJob]]:
         """The few large and the few deadly ones, spread over the run."""
         size = self._size
@@ -85,17 +104,27 @@ class Workload:
     def _wave(self) -> None:
         count = max(1, round(self._size.jobs_per_second * _WAVE_SECONDS * self._random.uniform(0.5, 1.5)))
         kinds = self._random.choices(list(_MIX), weights=list(_MIX.values()), k=count)
-        together = [_MAKERS[kind](self._random) for kind in kinds if kind in _MAKERS]
+        together = [self._placed(_MAKERS[kind](self._random)) for kind in kinds if kind in _MAKERS]
         if together:
             self._spawn(self._put(together))
         for kind in kinds:
             if kind == "keyed":
-                self._spawn(self._put([self._keyed()]))
+                self._spawn(self._put([self._placed(self._keyed())]))
             elif kind == "idempotent":
                 self._spawn(self._put_idempotent())
             elif kind == "cancel":
                 self._spawn(self._cancel())
+            elif kind == "rerun":
+                self._spawn(self.rerun())
         self.ledger.asked.update(kinds)
+
+    def _placed(self, job: NewJob) -> NewJob:
+        """Of some tenant, and at the pace of this run."""
+        payload = dict(job.payload)
+        if "seconds" in payload:
+            payload["seconds"] *= self._size.pace
+        deadline = job.deadline * self._size.pace if isinstance(job.deadline, timedelta) else None
+        return dataclasses.replace(job, payload=payload, deadline=deadline, tenant=self._random.choice(_TENANTS))
 
     def _keyed(self) -> NewJob:
         policy = self._random.choice(list(OnHeld))
@@ -244,4 +273,5 @@ _MIX = {
     "keyed": 14,
     "idempotent": 5,
     "cancel": 4,
+    "rerun": 4,
 }

@@ -1,0 +1,17 @@
+"""A command of Batchwright in the perturbed mode: `python -m tests.perturbed.process NAME worker --config FILE`.
+
+Its delays follow from BATCHWRIGHT_PERTURB_SEED and from its name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from batchwright.cli import main
+from tests.perturb import perturbed_process
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    sys.argv = ["batchwright", *arguments]
+    with perturbed_process(name):
+        main()
