@@ -537,6 +537,19 @@ async def test_batches_that_end_before_they_begin_or_while_they_are_finished_are
     assert found["jobs_processed_total", "expired", "expired_dequeue"] == 1
 
 
+async def test_a_shard_that_another_worker_has_is_not_counted_as_put_back(database_url, tmp_path):
+    hanging = SimulatorSettings(any_model=Profile(decode_rate=1000.0), faults=("hang:1:match=hang",))
+    async with staged(database_url, tmp_path, simulator=hanging) as stage:
+        stage.work()
+        id = await stage.submit([request("a"), request("b", prompt="hang")])
+        await stage.until(id, lambda batch: batch.completed == 1)
+        taken = "UPDATE batchwright.job SET claims = claims + 1 WHERE job_type = 'batch.shard' RETURNING id"
+        assert await raw(stage.batchwright.queue, taken)
+        found = await scraped(stage)
+    assert found["batchwright_leases_lost_total",] >= 1
+    assert not [key for key in found if key[0] == "jobs_processed_total"]
+
+
 async def test_pauses_deploys_and_snoozes_are_no_recoveries_and_a_death_is_one(database_url, tmp_path):
     slow = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}, **LEASE) as stage:

@@ -185,8 +185,8 @@ async def test_a_disk_that_fills_up_while_requests_are_sent_stops_them(database_
 
 
 async def test_a_disk_without_room_for_the_input_is_waited_for(database_url, tmp_path, monkeypatch):
-    failing(monkeypatch, Shards, "_open_input", OSError(errno.ENOSPC, "No space left on device"), times=20)
-    async with staged(database_url, tmp_path) as stage:
+    failing(monkeypatch, Shards, "_open_input", OSError(errno.ENOSPC, "No space left on device"), times=6)
+    async with staged(database_url, tmp_path, worker={"poll_seconds_max": 0.1}) as stage:
         stage.work()
         id = await stage.submit(LINES)
         seen = await waiting(stage, id)
@@ -206,6 +206,27 @@ def small_disk(folder, size):
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+async def test_a_disk_that_fills_up_while_every_slot_is_taken_is_noted(database_url, tmp_path, monkeypatch):
+    """The lane waits for a slot, and the slots for room: nobody else would say so."""
+    slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
+    async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}) as stage:
+        stage.work()
+        append, is_full = Journal.append, True
+
+        def refusing(self, *arguments):
+            if is_full:
+                raise StorageFull("no space left")
+            append(self, *arguments)
+
+        monkeypatch.setattr(Journal, "append", refusing)
+        id = await stage.submit([request(f"r{n}") for n in range(30)])
+        assert "no space left" in (await waiting(stage, id)).waits_for
+        is_full = False
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 30)
+        assert stage.simulator.asked(over=1)["count"] == 0
 
 
 async def test_a_work_disk_that_is_really_full_is_waited_for_and_no_answer_is_paid_twice(database_url, tmp_path):
@@ -245,6 +266,16 @@ def test_the_disk_is_looked_at_a_few_times_a_second_and_answers_in_flight_count(
     now += disk.LOOK_SECONDS
     assert checked.has_room(37 * MIB)
     assert (looks, checked.trouble) == (2, None)
+
+
+def test_an_answer_that_found_no_room_is_trouble_whatever_was_measured_until_it_is_kept(tmp_path):
+    """A quota is seen by whoever writes, not by whoever measures."""
+    now = 0.0
+    checked = Disk(tmp_path, reserve=0, clock=lambda: now, free=lambda folder: 100 * MIB)
+    checked.refuse("the quota is used up")
+    assert (checked.has_room(0), checked.trouble) == (True, "the quota is used up")
+    now += disk.REFUSED_SECONDS
+    assert checked.trouble is None
 
 
 def test_the_free_bytes_are_those_that_this_user_may_write(tmp_path):

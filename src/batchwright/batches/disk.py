@@ -10,6 +10,8 @@ from pathlib import Path
 RESERVE_BYTES = 64 * 1024 * 1024
 """Beside the answers in flight, for plans, files and the database, which may be on the same disk."""
 LOOK_SECONDS = 0.25
+REFUSED_SECONDS = 2.0
+"""How long an answer that found no room counts as trouble; while there is none, it is tried again more often."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -35,8 +37,22 @@ class Disk:
         self._measure = free
         self._free = 0
         self._looked_at = float("-inf")
-        self.trouble: str | None = None
+        self._shortage: str | None = None
+        self._refused: tuple[str, float] | None = None
+
+    def refuse(self, trouble: str) -> None:
+        """An answer found no room, whatever was measured: say so for as long as a look is good for."""
+        self._refused = trouble, self._clock()
+
+    @property
+    def trouble(self) -> str | None:
         """What is wrong, while too little is free."""
+        if self._refused is not None:
+            trouble, at = self._refused
+            if self._clock() - at < REFUSED_SECONDS:
+                return trouble
+            self._refused = None
+        return self._shortage
 
     def has_room(self, in_flight: int) -> bool:
         """Whether the answers to so many bytes in flight can be kept, and those to one request more."""
@@ -44,9 +60,9 @@ class Disk:
             self._looked_at = now
             self._free = self._measure(self.folder)
         if self._free >= self._reserve + in_flight:
-            self.trouble = None
+            self._shortage = None
             return True
-        self.trouble = (
+        self._shortage = (
             f"the disk of the work folder {self.folder} has {self._free >> 20} MiB left, and "
             f"{(self._reserve + in_flight) >> 20} are needed to keep answers; free some, or set batches.work_dir"
         )

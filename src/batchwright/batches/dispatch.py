@@ -356,9 +356,10 @@ class Dispatcher:
         while True:
             try:
                 work.journal.append(entry.offset, outcome, line, answer.usage)
-            except StorageFull:
+            except StorageFull as error:
                 if work.journal.broken is not None:
                     raise
+                self.disk.refuse(str(error))  # the pump may wait for the very slot that this answer holds
                 await asyncio.sleep(FULL_SECONDS)
             else:
                 return

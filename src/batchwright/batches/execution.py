@@ -27,7 +27,7 @@ from batchwright.batches.takeover import Takeover
 from batchwright.batches.waits import DISK, STORE, Waits, reason_to_wait
 from batchwright.batches.workspace import Workspace
 from batchwright.engine.context import Context
-from batchwright.engine.jobs import Done, Outcome, Snooze
+from batchwright.engine.jobs import Done, Outcome, Snooze, Verb
 from batchwright.errors import (
     Conflict,
     DatabaseError,
@@ -151,10 +151,15 @@ class Shards:
         return Snooze(AWAY_SECONDS if reason == STORE else NO_ROOM_SECONDS, message)
 
     def _give_back(self, ctx: Context, shard: Slice, reason: str) -> None:
-        """Count that a shard is put back, and trace it where it happens."""
-        self._counts.given_back(reason)
-        with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
-            span.set({**_named(ctx, shard), "batch.re_enqueue.reason": reason})
+        """Count and trace that a shard is put back, once it is: it may have been taken away or ended meanwhile."""
+
+        def tell(verb: Verb | None) -> None:
+            if verb in ("snooze", "retry", "release"):
+                self._counts.given_back(reason)
+                with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
+                    span.set({**_named(ctx, shard), "batch.re_enqueue.reason": reason})
+
+        ctx.when_settled(tell)
 
     async def _judge(self, ctx: Context, shard: Slice, error: Exception) -> Exception:
         """An error that ends this shard for good ends its batch, and what is in flight elsewhere may still end."""
@@ -311,8 +316,11 @@ class Shards:
 
     async def _note_full_disk(self, batch_ids: set[str]) -> None:
         """The dispatcher sends nothing while too little is free; whoever asks should be told why."""
-        trouble = self._dispatcher.disk.trouble
-        if trouble is not None and time.monotonic() - self._noted_at >= NOTE_SECONDS:
+        disk = self._dispatcher.disk
+        disk.has_room(
+            self._dispatcher.limits.bytes.in_use
+        )  # nobody else may look, if every slot is taken or none needed
+        if (trouble := disk.trouble) is not None and time.monotonic() - self._noted_at >= NOTE_SECONDS:
             self._noted_at = time.monotonic()
             for id in batch_ids:
                 await self._waits.note(id, DISK, trouble)
