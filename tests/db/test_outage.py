@@ -57,7 +57,7 @@ async def until(condition) -> None:
 
 async def test_an_outage_shorter_than_a_lease_costs_nothing(server, pool):
     held, begun, may_end = held_operation()
-    queue = Queue(pool, EngineSettings(lease_seconds=6))
+    queue = Queue(pool, EngineSettings(lease_seconds=30))
     async with working(pool, held, engine=queue.settings) as worker:
         (id,) = await put(queue, NewJob(held), operations=Registry([held]))
         await begun.wait()
@@ -73,7 +73,7 @@ async def test_an_outage_shorter_than_a_lease_costs_nothing(server, pool):
 
 async def test_a_worker_starts_the_embedded_server_again(server, pool):
     held, begun, may_end = held_operation()
-    queue = Queue(pool, EngineSettings(lease_seconds=6))
+    queue = Queue(pool, EngineSettings(lease_seconds=30))
     async with working(pool, held, engine=queue.settings, revive=server.ensure_running) as worker:
         (id,) = await put(queue, NewJob(held), operations=Registry([held]))
         await begun.wait()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,10 +173,11 @@ async def test_a_renewal_whose_answer_was_lost_lengthens_the_lease_and_is_repeat
     database = Faulty(blocking)
     id = await put_one(queue)
     claim = await take_one(queue)
+    mine = SimpleNamespace(leased_until=0.0)
     lease = Lease(
         Queue(database, EngineSettings(lease_seconds=100.0)),
         "w1",
-        held=lambda: [(id, claim.claim)],
+        held=lambda: {(id, claim.claim): mine},
         claims_under_way=lambda: (0, 0),
         on_news=lambda news: pytest.fail(f"{news} although the lease is alive"),
         beat=lambda _: None,
@@ -186,7 +189,9 @@ async def test_a_renewal_whose_answer_was_lost_lengthens_the_lease_and_is_repeat
         lease.renew()
     between = (await queue.get(id)).lease_until
     assert between > before
-    lease.renew()
+    assert mine.leased_until == 0.0, "nobody knows whether it happened"
+    assert lease.renew()
+    assert 0.0 < mine.leased_until - time.monotonic() <= 100.0
     lease.look()
     assert (await queue.get(id)).lease_until > between
     blocking.close()
@@ -200,7 +205,7 @@ async def test_a_release_of_orphans_whose_answer_was_lost_happens_once(queue, da
     lease = Lease(
         Queue(database, ENGINE),
         "w1",
-        held=list,
+        held=dict,
         claims_under_way=lambda: (0, 0),
         on_news=lambda news: pytest.fail(f"{news} although nothing is held"),
         beat=lambda _: None,
@@ -223,7 +228,7 @@ async def test_orphans_are_not_released_while_a_claim_is_under_way(queue, databa
         lease = Lease(
             Queue(blocking, ENGINE),
             "w1",
-            held=list,
+            held=dict,
             claims_under_way=iter(states).__next__,
             on_news=lambda _: None,
             beat=lambda _: None,

@@ -55,6 +55,8 @@ class Running:
 
     claim: Claim
     operation: Operation
+    leased_until: float
+    """By the monotonic clock; the lease thread moves it on."""
     context: Context | None = None
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
@@ -132,10 +134,10 @@ class Runner:
         await self._doorbell.close()
         self._threads.shutdown(wait=False)
 
-    def start(self, claim: Claim) -> None:
+    def start(self, claim: Claim, leased_until: float) -> None:
         operation = self._operations.get(claim.job_type)
         assert operation is not None, "claim takes known types only"
-        running = Running(claim, operation)
+        running = Running(claim, operation, leased_until)
         if (older := self.held.get((claim.id, claim.claim))) is not None:
             self._drop(older)
         self.held[(claim.id, claim.claim)] = running

@@ -25,7 +25,7 @@ from batchwright.db.doorbell import Doorbell, listen
 from batchwright.engine.counts import CountsWriter, WorkerCounts
 from batchwright.engine.jobs import Claim, JobId
 from batchwright.engine.lanes import Demand, Lanes, LanesOnDemand
-from batchwright.engine.lease import Lease
+from batchwright.engine.lease import Lease, margin
 from batchwright.engine.operation import Operations
 from batchwright.engine.processes import ChildProgram, Processes
 from batchwright.engine.queue import EngineSettings, Queue
@@ -280,7 +280,7 @@ class Worker:
         lease = Lease(
             Queue(database, self.queue.settings),
             self.id,
-            held=lambda: list(self._runner.held),
+            held=self._runner.held.copy,
             claims_under_way=lambda: (self._claims_under_way, self._claim_generation),
             on_news=lambda news: loop.call_soon_threadsafe(self._runner.heard, news),
             beat=beat,
@@ -367,17 +367,27 @@ class Worker:
             freed, self._runner.freed_keys = self._runner.freed_keys, freed
         try:
             with self._claim_under_way():
+                asked = time.monotonic()
                 claimed = await self.queue.claim(self.id, lanes, self._types(), slots, freed_keys=freed)
-                for claim in claimed.jobs:
-                    self._runner.start(claim)
+                self._start(claimed.jobs, asked)
         except BaseException:
             self._runner.freed_keys |= freed
             raise
         if claimed.without_keys:
             self._runner.freed_keys |= freed
         known.move_on(lanes, claimed, slots, time.monotonic() - began)
-        self.counts.took(claimed.jobs)
         return len(claimed.jobs)
+
+    def _start(self, claims: Sequence[Claim], asked: float) -> bool:
+        """Start jobs whose lease counts from `asked`. Where that is all but over, the lease thread gives them back."""
+        lease_seconds = self.queue.settings.lease_seconds
+        if claims and time.monotonic() - asked >= lease_seconds - margin(lease_seconds):
+            log.warning("the claim of %d jobs was answered when their leases were over", len(claims))
+            return False
+        for claim in claims:
+            self._runner.start(claim, asked + lease_seconds)
+        self.counts.took(claims)
+        return True
 
     @contextlib.contextmanager
     def _claim_under_way(self) -> Iterator[None]:
@@ -391,14 +401,13 @@ class Worker:
 
     async def _claim_one(self, id: JobId, *, suspect: bool, on_claim: Callable[[Claim], None] | None = None) -> bool:
         with self._claim_under_way():
+            asked = time.monotonic()
             claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=suspect)
             if claim is None:
                 return False
             if on_claim is not None:
                 on_claim(claim)
-            self._runner.start(claim)
-            self.counts.took([claim])
-            return True
+            return self._start([claim], asked)
 
     def _types(self) -> list[str]:
         """Operations that could start now: those for processes only while one is free."""
