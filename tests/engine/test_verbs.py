@@ -905,6 +905,14 @@ async def test_deaths_in_a_private_queue_do_not_lead_to_isolation(queue, clock):
     assert (row.status, row.rescues, row.attempts, row.claims) == (QUEUED, 0, 0, 4)
 
 
+async def test_a_job_whose_attempts_are_used_up_neither_blocks_its_key_nor_is_a_suspect(queue):
+    first, second = await put(queue, *(NewJob("noop", exclusive_key="k") for _ in range(2)))
+    await raw(queue, "UPDATE batchwright.job SET attempts = max_attempts WHERE id = %(id)s", id=first)
+    assert [claim.id for claim in await take(queue)] == [second]
+    await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=first)
+    assert await queue.suspects(BASIC.names(), limit=10) == []
+
+
 async def test_a_worker_that_lives_after_all_takes_its_death_back(queue, clock):
     id = await put_one(queue)
     claim = await take_one(queue)

@@ -94,7 +94,7 @@ found AS MATERIALIZED (
                         WHERE rival.tenant = job.tenant AND rival.exclusive_key = job.exclusive_key
                             AND rival.finished_at IS NULL AND rival.status = 'QUEUED'
                             AND (rival.priority, rival.run_after, rival.id) < (job.priority, job.run_after, job.id)
-                            AND rival.run_after <= :now AND rival.rescues < 2
+                            AND rival.run_after <= :now AND rival.rescues < 2 AND rival.attempts < rival.max_attempts
                             AND rival.job_type = ANY(%(job_types)s::text[])
                             AND rival.queue = ANY(ARRAY(SELECT lane.queue FROM lane))))))
             ORDER BY job.run_after, job.id
@@ -177,7 +177,8 @@ FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
 -- name: suspects
 -- Jobs whose worker died twice and that are due: each runs alone.
 SELECT id FROM batchwright.job
-WHERE status = 'QUEUED' AND rescues >= 2 AND run_after <= :now AND job_type = ANY(%(job_types)s::text[])
+WHERE status = 'QUEUED' AND rescues >= 2 AND attempts < max_attempts
+    AND run_after <= :now AND job_type = ANY(%(job_types)s::text[])
     AND queue <> ALL (ARRAY(SELECT name FROM batchwright.queue WHERE paused_at IS NOT NULL))
     AND (left(queue, 1) <> '~' OR split_part(queue, '/', 1) = ANY(%(private)s::text[]))
 ORDER BY run_after
