@@ -20,7 +20,6 @@ from batchwright.cli.flags import Config, DatabaseUrl, TetherDescriptor, setting
 from batchwright.cli.loop import loop_factory, spare_the_collector
 from batchwright.cli.stop import Stop, Tether, leave
 from batchwright.cli.supervisor import Supervisor
-from batchwright.db.check import require_sessions
 from batchwright.db.migrate import require_current
 from batchwright.engine.worker import Worker
 from batchwright.errors import BatchwrightError, ConfigurationError
@@ -362,8 +361,6 @@ async def _guard(batchwright: AsyncBatchwright) -> None:
 
 async def _open(settings: Settings, operations: Registry, *, is_up: bool) -> AsyncBatchwright:
     """Refuse what cannot work before anything runs; `up` brings the schema along, a worker only looks at it."""
-    if settings.database.url is not None:
-        await require_sessions(settings.database, settings.database.url)
     batchwright = await AsyncBatchwright(settings=settings, operations=operations).open(migrated=False)
     try:
         if is_up or batchwright.embedded is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -13,32 +11,15 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from batchwright.db.database import Database, DatabaseSettings, Session, connect_arguments, translated
+from batchwright.db.database import PER_WORKER, Database, DatabaseSettings, Session
 from batchwright.db.migrate import pending
 from batchwright.db.statements import statements
-from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseUnavailable
+from batchwright.errors import ConfigurationError, DatabaseUnavailable
 
 SQL = statements(__package__, "check.sql")
 
-_POOLED = (
-    "this connection goes through a pooler that gives every transaction another session (PgBouncer with "
-    "pool_mode = transaction or statement); Batchwright needs sessions for LISTEN, prepared statements and timeouts: "
-    "set pool_mode = session for this database, or connect to PostgreSQL directly"
-)
-_OPTIONS = (
-    "a pooler (PgBouncer) refuses the startup parameter `options`, by which Batchwright sets its timeouts: connect to "
-    "PostgreSQL directly, or use a pool with pool_mode = session and ignore_startup_parameters = options"
-)
-_CROWDED = (
-    "the server, or a pooler before it, gave no second connection within {seconds:g} seconds; a worker process needs "
-    "{needed}: raise pool_size (PgBouncer) or max_connections (PostgreSQL)"
-)
-_ROUNDS = 4
-_PROBE_SECONDS = 5.0
 _CLOCK_SECONDS_MAX = 5.0
 _OLD_TRANSACTION_SECONDS = 300.0
-_PER_WORKER = 2
-"""Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
 
 
 class Level(StrEnum):
@@ -78,13 +59,9 @@ def _servers(parts: Mapping[str, Any]) -> str:
     return ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
 
 
-def explained(error: DatabaseUnavailable) -> BatchwrightError:
+def explained(error: DatabaseUnavailable) -> DatabaseUnavailable:
     """The same failure, with its remedy where the words of the server tell which one it is."""
     text = _one_line(error)
-    if "startup parameter" in text:
-        return ConfigurationError(_OPTIONS)
-    if "statement pooling" in text:
-        return ConfigurationError(_POOLED)
     remedies = {
         "Connection refused": "start the server, or correct host and port in BATCHWRIGHT_DATABASE_URL",
         "No such file or directory": "start the server, or correct the host in BATCHWRIGHT_DATABASE_URL",
@@ -100,54 +77,10 @@ def explained(error: DatabaseUnavailable) -> BatchwrightError:
     return DatabaseUnavailable(text)
 
 
-async def require_sessions(settings: DatabaseSettings, url: str) -> None:
-    """Refuse a pooler that lends one server session to many clients.
-
-    While two clients are connected, neither may meet the other's backend or change its own. A pooler in
-    transaction mode shows itself: it either lends the backend that has just become free to the second client, or
-    takes it from the first while the second is in a transaction.
-    """
-    try:
-        async with asyncio.timeout(_PROBE_SECONDS), _connected(settings, url) as one, _connected(settings, url) as two:
-            for _ in range(_ROUNDS):
-                await _refuse_sharing(one, two)
-    except TimeoutError as error:
-        needed = settings.pool_size + _PER_WORKER
-        raise DatabaseUnavailable(_CROWDED.format(seconds=_PROBE_SECONDS, needed=needed)) from error
-    except DatabaseUnavailable as error:
-        raise explained(error) from error
-
-
-async def _refuse_sharing(one: psycopg.AsyncConnection[Any], two: psycopg.AsyncConnection[Any]) -> None:
-    before = await _backend(one)
-    await two.execute("BEGIN")
-    try:
-        if await _backend(two) == before or await _backend(one) != before:
-            raise ConfigurationError(_POOLED)
-    finally:
-        await two.execute("ROLLBACK")
-
-
-@contextlib.asynccontextmanager
-async def _connected(settings: DatabaseSettings, url: str) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-    """Without prepared statements, which would break in the very case that is looked for."""
-    with translated():
-        async with await psycopg.AsyncConnection.connect(
-            url, autocommit=True, prepare_threshold=None, **connect_arguments(settings)
-        ) as connection:
-            yield connection
-
-
-async def _backend(connection: psycopg.AsyncConnection[Any]) -> int:
-    row = await (await connection.execute("SELECT pg_backend_pid()")).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
 async def check_database(
     database: Database, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
 ) -> list[Finding]:
-    """Server, schema, connections, clock and what keeps dead rows alive; the pooler is `require_sessions`' matter."""
+    """Server, schema, connections, clock and what keeps dead rows alive; opening the pool has checked for poolers."""
     began = datetime.now(UTC)
     ((number, version, is_standby, clock),) = await database.rows(SQL["server"])
     now = began + (datetime.now(UTC) - began) / 2
@@ -203,7 +136,7 @@ def _session_settings(settings: DatabaseSettings, plan: str, timeout: int, role:
 
 
 def _connections(settings: DatabaseSettings, processes: int, available: int, others: int) -> Finding:
-    each = settings.pool_size + _PER_WORKER
+    each = settings.pool_size + PER_WORKER
     needed, free = processes * each, available - others
     text = f"{processes} worker process(es) use up to {needed} of {available}, others use {others} now"
     if needed <= free:

@@ -20,6 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_loads
 
+from batchwright.db.sessions import POOLED, require_sessions
 from batchwright.errors import (
     ConfigurationError,
     DatabaseError,
@@ -33,6 +34,8 @@ T = TypeVar("T")
 Params = Mapping[str, Any]
 Row = tuple[Any, ...]
 _RECONNECT_SECONDS_MAX = 1.0
+PER_WORKER = 2
+"""Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
 _PLANNER = (
     "plan_cache_mode=force_generic_plan",  # our statements have one good plan each; planning costs more than running
     "enable_seqscan=off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
@@ -77,6 +80,8 @@ class Pool:
     def __init__(self, settings: DatabaseSettings, url: str) -> None:
         self.settings = settings
         self.url = url
+        self.answer_seconds = 0.0
+        """The slowest round trip, measured when the pool was opened."""
         self._pool = psycopg_pool.AsyncConnectionPool(
             url,
             connection_class=psycopg.AsyncConnection[Row],
@@ -92,9 +97,9 @@ class Pool:
         )
 
     async def open(self) -> None:
-        """Connect once, so that a wrong address is an error now and not at the first job."""
+        """Connect once, so that a wrong address or pooler is an error now and not at the first job."""
         with translated():
-            await (await psycopg.AsyncConnection.connect(self.url, **connect_arguments(self.settings))).close()
+            self.answer_seconds = await require_sessions(self._connected, self.settings.pool_size + PER_WORKER)
             await self._pool.open(wait=True)
 
     async def close(self) -> None:
@@ -111,6 +116,24 @@ class Pool:
             async with self._pool.connection() as connection, connection.transaction():
                 yield Transaction(connection)
                 _refuse_aborted(connection)
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+        """A connection of its own, beside the pool."""
+        limit = self.settings.connect_timeout_seconds
+        try:
+            connection = await psycopg.AsyncConnection.connect(
+                self.url, autocommit=True, **connect_arguments(self.settings)
+            )
+        except pg.ConnectionTimeout as error:
+            raise DatabaseUnavailable(
+                f"no connection to PostgreSQL within {limit:g} s ({error}): raise database.connect_timeout_seconds "
+                "if it is far away, or look at the network and at the server's load"
+            ) from error
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -252,6 +275,8 @@ def translated() -> Iterator[None]:
         raise Deadlock(str(error)) from error
     except (pg.UntranslatableCharacter, pg.CharacterNotInRepertoire, pg.InvalidTextRepresentation) as error:
         raise DataRefused(str(error)) from error
+    except (pg.DuplicatePreparedStatement, pg.InvalidSqlStatementName) as error:
+        raise DatabaseError(f"{error}: {POOLED}") from error
     except (pg.IntegrityError, pg.ProgrammingError, pg.RaiseException) as error:
         raise DatabaseError(str(error)) from error
     except pg.DataError as error:
