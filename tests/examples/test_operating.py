@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from batchwright import AsyncBatchwright, operation
 from batchwright.batches.metrics import BATCH_METRICS
 from batchwright.cli import app
+from batchwright.db.database import DatabaseSettings, connect_arguments
 from batchwright.engine.counts import WORKER_METRICS
 from batchwright.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
 from batchwright.settings import PREFIX, Settings, is_table
@@ -198,7 +199,7 @@ async def test_questions_to_the_database_can_be_asked(pool):
     asked = 0
     for body in blocks(text_of(OPERATING), "sql"):
         for statement in filter(str.strip, body.replace(":'id'", "'00000000-0000-0000-0000-000000000000'").split(";")):
-            if not re.match(r"\s*(CREATE|GRANT)\b", statement):  # which belong to the whole server
+            if not re.match(r"\s*(CREATE|GRANT|ALTER ROLE)\b", statement):  # which belong to the whole server
                 await pool.rows(statement)
                 asked += 1
     assert asked >= 5
@@ -214,6 +215,12 @@ async def test_settings_of_postgresql_exist(pool):
     known = {name for (name,) in await pool.rows("SELECT name FROM pg_settings")}
     assert len(named) >= 10
     assert named <= known
+
+
+def test_the_settings_for_a_role_behind_a_pooler_are_those_of_our_connections():
+    listed = dict(re.findall(r"ALTER ROLE batchwright SET (\w+) = '?(\w+)'?;", text_of(OPERATING)))
+    set_by_us = dict(re.findall(r"-c (\w+)=(\w+)", connect_arguments(DatabaseSettings())["options"]))
+    assert {name: re.sub(r"^(\d+)s$", r"\g<1>000", value) for name, value in listed.items()} == set_by_us
 
 
 # What can be tried --------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ async def check_database(
     return [
         _server(number, version, is_standby),
         await _schema(database, may_create, name, role),
-        _session_settings(settings, plan, timeout, role),
+        _session_settings(settings, plan, timeout),
         _connections(settings, processes, available, others),
         _clock((now - clock).total_seconds()),
         await _oldest_xmin(database, old_seconds),
@@ -119,20 +119,15 @@ async def _schema(database: Database, may_create: bool, name: str, role: str) ->
     return Finding("schema", Level.ERROR, text, "run: batchwright migrate")
 
 
-def _session_settings(settings: DatabaseSettings, plan: str, timeout: int, role: str) -> Finding:
+def _session_settings(settings: DatabaseSettings, plan: str, timeout: int) -> Finding:
     if plan == "force_generic_plan" and timeout == int(settings.statement_timeout_seconds * 1000):
         return Finding("session", Level.OK, f"timeouts of {settings.statement_timeout_seconds:g} s are in force")
-    limit = f"'{settings.statement_timeout_seconds:g}s'"
-    wanted = {
-        "statement_timeout": limit,
-        "lock_timeout": limit,
-        "idle_in_transaction_session_timeout": limit,
-        "plan_cache_mode": "force_generic_plan",
-        "enable_seqscan": "off",
-    }
-    orders = "; ".join(f"ALTER ROLE {role} SET {name} = {value}" for name, value in wanted.items())
     text = "the timeouts of our connections do not arrive: a pooler ignores the startup parameter `options`"
-    return Finding("session", Level.WARNING, text, f"set them for the role: {orders}")
+    remedy = (
+        "connect to PostgreSQL directly, or set them for a role that no other program uses "
+        "(docs/operating.md, Poolers and standbys, lists them)"
+    )
+    return Finding("session", Level.WARNING, text, remedy)
 
 
 def _connections(settings: DatabaseSettings, processes: int, available: int, others: int) -> Finding:
