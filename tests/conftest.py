@@ -20,7 +20,7 @@ from batchwright.db.database import Blocking, Pool, complete
 from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.db.migrate import migrate
 from batchwright.engine.queue import EngineSettings, Queue
-from tests.support import DATABASE, Clock
+from tests.support import DATABASE, Clock, let_children_hear_signals
 
 pytest_plugins = ("tests.perturb",)
 EXTERNAL = os.environ.get("BATCHWRIGHT_TEST_DATABASE_URL")
@@ -30,6 +30,7 @@ MAJOR = int(os.environ.get("BATCHWRIGHT_TEST_POSTGRES_MAJOR", "18"))
 
 def pytest_configure(config: pytest.Config) -> None:
     """xdist's workers inherit the name of the run, and so share one server."""
+    let_children_hear_signals()
     os.environ.setdefault("BATCHWRIGHT_TEST_RUN", uuid.uuid4().hex[:12])
     global SERVER_ROOT
     SERVER_ROOT = roomy_folder() / f"batchwright-tests-{os.environ['BATCHWRIGHT_TEST_RUN']}"

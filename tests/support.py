@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -21,6 +22,17 @@ from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
 
 DATABASE = DatabaseSettings(pool_size=6)
+
+
+def let_children_hear_signals() -> None:
+    """Give processes that tests start the default for signals that this process was started to ignore.
+
+    A shell has what it runs in the background ignore SIGINT, and children inherit that. They do not inherit a
+    handler, so with one that does nothing only this process stays deaf.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 class Clock:
