@@ -73,7 +73,7 @@ class Stream:
             self._text += chunk
         message, _, self._text = self._text.partition(b"\n\n")
         fields = Message()
-        for line in message.decode().split("\n"):
+        for line in message.decode().splitlines():  # as clients do that split text, also at U+2028
             name, _, value = line.partition(":")
             assert name not in fields
             fields[name] = value.removeprefix(" ")

@@ -82,9 +82,10 @@ async def test_a_stream_brings_each_event_as_one_message_and_ends_with_the_job(q
         assert list(first) == ["id", "data"]
         assert (first.json["event"], first.json["status"], first.json["job_id"]) == ("job.enqueued", "QUEUED", str(id))
         assert second.json["event"] == "job.started"
-        await emit(queue, claim, message="a line\nand another\r\nand …", fields={"n": 1, "html": "<b>&</b>"})
+        said = "a line\nand another\r\nand …\u2028\u2029\x85"
+        await emit(queue, claim, message=said, fields={"n": 1, "html": "<b>&</b>"})
         third = await stream.next()
-        assert third.json["message"] == "a line\nand another\r\nand …"
+        assert third.json["message"] == said
         assert third.json["fields"] == {"n": 1, "html": "<b>&</b>"}
         await succeed(queue, claim)
         fourth = await stream.next()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import openai
 import orjson
 import pytest
 
 from batchwright.batches.store import NewBatch
+from batchwright.batches.verify import verify
+from batchwright.db.check import Finding, Level
 from tests.batches.stage import jsonl, request
 from tests.conformance.conftest import SLOW, Client, Running
 from tests.conformance.test_files import was_sent_once
@@ -48,6 +51,36 @@ async def test_a_batch_is_created_retrieved_cancelled_and_listed(client: Client)
     assert cancelling.cancelling_at is not None
     assert (await client(client.batches.cancel, batch.id)).id == batch.id
     assert [one.id for one in await client.all(client.batches.list)] == [batch.id]
+
+
+async def test_line_breaks_of_unicode_do_not_cut_lines_in_two(client: Client, running: Running) -> None:
+    """Neither for `iter_lines`, which splits at them, nor for `splitlines`; the model's name is in each answer."""
+    breaks = "\u2028\u2029\x85"
+    sent = [request(f"good{breaks}", model=f"odd{breaks}"), request(f"bad{breaks}", prompt="[[fault:400]]")]
+    batch = await client.ended((await client.create(jsonl(sent))).id)
+    files = [(batch.output_file_id, sent[0]), (batch.error_file_id, sent[1])]
+    for file_id, line in files:
+        content = await client(client.files.content, file_id)
+        (found,) = [orjson.loads(one) for one in content.iter_lines()]
+        assert [found] == lines(await client.text(file_id))
+        assert found["custom_id"] == line["custom_id"]
+        if file_id == batch.output_file_id:
+            assert found["response"]["body"]["model"] == line["body"]["model"]
+    url = f"{running.url}/batches/{batch.id}/results"
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {client.raw.api_key}"}) as http:
+        for params in ({}, {"follow": "true"}, {"cursors": "true"}):
+            async with http.stream("GET", url, params=params) as answer:
+                assert answer.status_code == 200
+                shown = {orjson.loads(one)["custom_id"] async for one in answer.aiter_lines()}
+            assert shown == {line["custom_id"] for line in sent}
+    verified = await asyncio.to_thread(running.call, _verified(running, batch.id))
+    assert {finding.level for finding in verified} == {Level.OK}
+
+
+async def _verified(running: Running, id: str) -> list[Finding]:
+    """What `batchwright batch manifest --verify` finds."""
+    batchwright = running.stage.batchwright
+    return await verify(batchwright.files, await batchwright.batches.get(id, tenant=None))
 
 
 async def test_more_than_a_hundred_batches_are_listed_over_several_pages(

@@ -146,7 +146,7 @@ def test_extra_fields_cannot_replace_the_lines_own(written):
     assert line["ts"] != 0
 
 
-@pytest.mark.parametrize("value", [2**70, "half \ud800", {1: 2}, float("nan"), object(), {1, 2}])
+@pytest.mark.parametrize("value", [2**70, "half \ud800", {1: 2}, float("nan"), object(), {1, 2}, "\u2028\x85"])
 def test_no_value_makes_a_line_unreadable(written, value):
     log.warning("odd", extra={"value": value})
     (line,) = written()

@@ -44,6 +44,7 @@ from batchwright.engine.bulk import Changed, Verb
 from batchwright.engine.jobs import Job, JobEvent, JobId
 from batchwright.engine.views import JobFilter
 from batchwright.errors import Conflict, DatabaseError, InvalidInput
+from batchwright.jsonl import one_line
 from batchwright.states import JOB, JobStatus
 from batchwright.telemetry.tracing import incoming
 
@@ -262,7 +263,7 @@ async def event_page(app: Services, id: JobId, after: int, limit: int) -> Page[E
 
 def render_event(event: JobEvent) -> bytes:
     """One message of a stream."""
-    return b"id: %d\ndata: %b\n\n" % (event.id, EventView.model_validate(event).model_dump_json().encode())
+    return b"id: %d\ndata: %b\n\n" % (event.id, one_line(EventView.model_validate(event).model_dump_json().encode()))
 
 
 async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncGenerator[bytes, None]:

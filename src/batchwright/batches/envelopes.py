@@ -5,7 +5,8 @@
     unanswered   {"id", "custom_id", "response": null, "error": {"code", "message"}}
 
 A body is spliced in byte for byte: it was checked to be one line of JSON when it came, and nothing is read or written
-again that could change a digit of it. Every line ends with a newline.
+again that could change a digit of it. Only U+0085, U+2028 and U+2029 are escaped, because many readers split lines at
+them. Every line ends with a newline.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from orjson import dumps
 
 from batchwright.inference.answers import Answer
+from batchwright.jsonl import one_line
 
 MESSAGES = {
     "batch_cancelled": "This request was not executed because the batch was cancelled.",
@@ -56,20 +58,22 @@ def request_id(batch_id: str, offset: int) -> str:
 def answered(id: str, custom_id: str, answer: Answer) -> bytes:
     """The line of a request that was sent; the server's own words stand in `response`, whatever their status."""
     if answer.code is not None:
-        return b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), _failure(answer.code, answer)))
+        tail = _failure(answer.code, answer)
+        return one_line(b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), tail)))
     assert answer.status is not None, "an answer without a status has a code"
-    return b'{"id":"%b","custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}\n' % (
+    line = b'{"id":"%b","custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}\n' % (
         id.encode(),
         dumps(custom_id),
         answer.status,
         dumps(answer.request_id or id),
         answer.body,
     )
+    return one_line(line)
 
 
 def unanswered(id: str, custom_id: str, code: str) -> bytes:
     """The line of a request that was never sent, or whose answer nobody waited for."""
-    return b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), _TAILS[code]))
+    return one_line(b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), _TAILS[code])))
 
 
 def error_code_of(line: bytes) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from batchwright.engine.jobs import DEFAULT_QUEUE, DEFAULT_TENANT, Job, JobEvent
 from batchwright.engine.views import Reason, WaitingOn
+from batchwright.jsonl import one_line
 from batchwright.states import JobStatus
 
 COLOURS = {
@@ -47,7 +48,7 @@ def print_json(value: Any, *, indent: bool = True) -> None:
     """Statuses may be keys: they are text, which the encoder takes for something else."""
     shape = orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
     document = orjson.dumps(value, option=shape, default=str)
-    sys.stdout.write(document.decode() + "\n")
+    sys.stdout.write(one_line(document).decode() + "\n")
     sys.stdout.flush()
 
 

@@ -16,6 +16,8 @@ from uuid import UUID
 
 import orjson
 
+from batchwright.jsonl import one_line
+
 Form = Literal["auto", "text", "json"]
 _BOUND = ("job_id", "job_type", "attempt", "worker", "trace_id")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -119,9 +121,10 @@ class _JsonLines(_Lines):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         try:
-            return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+            document = orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS)
         except TypeError:  # numbers beyond 64 bits, halves of surrogate pairs: the line is worth more than its form
-            return orjson.dumps({name: _readable(value) for name, value in line.items()}).decode()
+            document = orjson.dumps({name: _readable(value) for name, value in line.items()})
+        return one_line(document).decode()
 
 
 def _readable(value: object) -> str:
