@@ -441,8 +441,16 @@ def test_results_of_an_ended_batch_are_its_files(
     assert found == {"lines": 2, "errors": 1}
     assert (ids(read(answers)), ids(read(failures))) == (["good", "also good"], ["bad"])
     assert cli("batch", "results", batch.id, "-o", "-").stdout.encode() == answers.read_bytes()
+    everything = cli("batch", "results", batch.id, "--errors", "-").stdout.encode()
+    assert everything == answers.read_bytes() + failures.read_bytes()
+    again = ("batch", "results", batch.id, "-o", str(failures), "--errors", str(answers))
+    assert inside(*again)[2] == (
+        f"error: --output {failures} exists already: write --force to overwrite it, or name another file\n"
+    )
+    assert inside(*again, "--force")[0] == 0
+    assert answers.read_bytes() + failures.read_bytes() != everything == failures.read_bytes() + answers.read_bytes()
     shown = cli("batch", "results", batch.id)
-    assert shown.stdout.encode() == answers.read_bytes()
+    assert shown.stdout.encode() == failures.read_bytes()
     assert shown.stderr == "wrote 2 answers; 1 lines failed: --errors FILE writes them to a file of their own\n"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -455,7 +463,7 @@ def test_results_that_cannot_be_had_are_explained(
     whole = ended(database_url, folder)
     missing = tmp_path / "no" / "out.jsonl"
     assert inside("batch", "results", whole.id, "-o", str(missing))[2] == (
-        f"error: {missing} cannot be written: No such file or directory\n"
+        f"error: --output {missing} cannot be written: there is no folder {missing.parent}, or it is closed to us\n"
     )
     assert "are the same file" in inside("batch", "results", whole.id, "-o", "x", "--errors", "./x")[2]
 

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import signal
 import socket
+import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from batchwright.batches.lines import MODEL_CHARACTERS_MAX
 from batchwright.batches.process import shard_queue
 from batchwright.cli.batch_run import Plan, _gateway_set
 from batchwright.cli.batch_work import only_one, private_settings
+from batchwright.cli.targets import Target
 from batchwright.errors import ConfigurationError, Conflict
 from batchwright.settings import Settings, load_settings
 from batchwright.simulator import Remote, running_process
 from tests.batches.stage import request
 from tests.cli.batches import MIXED, ids, read, write
-from tests.cli.conftest import Cli, Inside, Running
+from tests.cli.conftest import SECONDS_MAX, Cli, Inside, Running
 from tests.examples.test_docs import example, shell
 from tests.telemetry.test_tracing import Collector, collector, environment, traced
 
@@ -249,8 +254,101 @@ def test_an_error_file_from_before_does_not_lie(
 ) -> None:
     write(tmp_path / "in.jsonl")
     (tmp_path / "in.errors.jsonl").write_text("stale")
-    assert inside(*command(simulator))[0] == 0
+    assert inside(*command(simulator, "--force"))[0] == 0
     assert (tmp_path / "in.errors.jsonl").read_text() == ""
+
+
+# Where it is written ------------------------------------------------------------------------------------------------
+
+
+def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", MIXED)
+    os.mkfifo(tmp_path / "pipe")
+    null = device(tmp_path / "null", 3)
+    with subprocess.Popen(["cat", "pipe"], cwd=tmp_path, stdout=subprocess.PIPE) as reader:
+        try:
+            found = cli.json(*command(simulator, "-o", "pipe", "--errors", str(null)), code=4)
+            lines = reader.communicate(timeout=SECONDS_MAX)[0].splitlines()
+        finally:
+            reader.kill()
+    assert ids([orjson.loads(line) for line in lines]) == ["good", "also good"]
+    assert (found["output"], found["errors"]) == (str(tmp_path / "pipe"), str(null))
+    assert (tmp_path / "pipe").is_fifo()
+    assert null.is_char_device()
+    cli(*command(simulator, "-o", str(null), "--errors", str(null)), code=4)
+    assert null.is_char_device()
+    assert sorted(path.name for path in tmp_path.iterdir() if path != null) == ["data", "in.jsonl", "pipe"]
+
+
+def test_a_device_that_is_full_is_told_and_answers_are_kept(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    full = device(tmp_path / "full", 7)
+    said = cli(*command(simulator, "-o", str(full)), code=1).stderr
+    assert f"{full} cannot be written: No space left on device; every answer is kept" in said
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_standard_output_gets_lines_and_nothing_else(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, name: str
+) -> None:
+    write(tmp_path / "in.jsonl", MIXED)
+    done = cli(*command(simulator, "-o", name), code=4)
+    assert ids([orjson.loads(line) for line in done.stdout.splitlines()]) == ["good", "also good"]
+    assert "✗ completed: 2 of 3 lines were answered, 1 failed" in done.stderr
+    assert ids(read(tmp_path / "in.errors.jsonl")) == ["bad"]
+    again = cli(*command(simulator, "-o", "-", "--errors", "-", "--json"), code=4)
+    assert {line["custom_id"] for line in map(orjson.loads, again.stdout.splitlines())} == {"good", "bad", "also good"}
+    assert orjson.loads(again.stderr)["output"] == "-"
+    assert simulator.stats()["received"] == 3
+
+
+def test_a_file_that_exists_is_overwritten_only_by_force_or_by_the_run_that_wrote_it(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", MIXED)
+    (tmp_path / "other.jsonl").write_bytes((tmp_path / "in.jsonl").read_bytes().replace(b"good", b"better"))
+    output, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    arguments = command(simulator, "-o", "out.jsonl")
+    for file, flag in ((output, "--output"), (errors, "--errors")):
+        file.write_text("precious")
+        code, out, err = inside(*arguments)
+        assert (code, out) == (1, "")
+        assert err == (f"error: {flag} {file} exists already: write --force to overwrite it, or name another file\n")
+        assert file.read_text() == "precious"
+        file.unlink()
+    assert cli.rows("SELECT FROM batchwright.file") == []
+    assert simulator.stats()["received"] == 0
+    output.touch()
+    assert inside(*arguments)[0] == 4
+    first = output.read_bytes()
+    for more in ([], ["--retry-failed"], ["--again"]):
+        assert inside(*arguments, *more)[0] == 4
+    assert output.read_bytes() != first
+    output.write_bytes(first)  # as if the last one had been killed before it wrote
+    assert inside(*arguments)[0] == 4
+    assert output.read_bytes() != first
+    theirs = ["batch", "run", "other.jsonl", *arguments[3:]]
+    assert "exists already" in inside(*theirs)[2]
+    assert inside(*theirs, "--force")[0] == 4
+    assert ids(read(output)) == ["better", "also better"]
+    assert "exists already" in inside(*arguments)[2]
+    assert ids(read(output)) == ["better", "also better"]
+
+
+def device(path: Path, minor: int) -> Path:
+    """A device of our own, where we may make one: then a fault of ours harms nobody. 3 is null, 7 is full."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        with path.open("wb"):
+            return path
+    except OSError:
+        path.unlink(missing_ok=True)
+        assert os.geteuid() != 0 or not os.access("/dev", os.W_OK), "a fault of ours could replace the system's own"
+        return {3: Path("/dev/null"), 7: Path("/dev/full")}[minor]
 
 
 # Broken off -------------------------------------------------------------------------------------------------------
@@ -357,10 +455,10 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
         (["in.jsonl", "--url", "nowhere"], "a gateway's url is 'nowhere'; write it like http://gateway:8000"),
         (["in.jsonl", "-o", "in.jsonl"], "input, output and errors must be three files, not "),
-        (["in.jsonl", "-o", "x", "--errors", "./x"], "input, output and errors must be three files, not "),
+        (["in.jsonl", "-o", "x", "--errors", "./x"], "--output and --errors are the same file, "),
         (["in.jsonl", "-o", "data"], "--output "),
         (["in.jsonl", "-o", "no/x"], "--output "),
-        (["in.jsonl", "-o", "-"], "--output - is not a file"),
+        (["in.jsonl", "-o", "data/new.sock"], "--output data/new.sock is a socket"),
         (["in.jsonl", "-o", "x" * 250, "--errors", "e"], "--output "),
         (["in.jsonl", "--errors", "x" * 300], "--errors "),
         (["-"], "standard input cannot be read twice; write the requests to a file"),
@@ -373,6 +471,8 @@ def test_what_is_off_is_said_before_anything_is_paid_for(
     inside: Inside, cli: Cli, folder: Path, tmp_path: Path, arguments: list[str], complaint: str
 ) -> None:
     write(tmp_path / "in.jsonl")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("data/new.sock")
     code, out, err = inside("batch", "run", *arguments)
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {complaint}")
@@ -460,10 +560,11 @@ def test_the_longest_model_name_fits_below_a_private_queue() -> None:
         sha256="0",
         endpoint="/v1/embeddings",
         server="http://ours",
-        output=Path("b"),
-        errors=Path("c"),
+        output=Target(name="b"),
+        errors=Target(name="c"),
         window="24h",
         again=False,
+        force=False,
         retry_failed=False,
     )
     assert len(shard_queue(plan.queue, "m" * MODEL_CHARACTERS_MAX)) == 200

@@ -11,6 +11,7 @@ them. Every line ends with a newline.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ MESSAGES = {
 
 _CODE_CHARACTERS_MAX = 64
 _ID_PREFIX = "batch_"
+_LINE_ID = re.compile(rb'\{"id":"batch_req_([0-9a-f]+)[0-9a-f]{10}"')
 _NOTHING = b'""'
 
 _BODY = b',"body":'
@@ -53,6 +55,16 @@ def request_id(batch_id: str, offset: int) -> str:
     'batch_req_0123456789abcdef0123456789abcdef0000001000'
     """
     return f"batch_req_{batch_id.removeprefix(_ID_PREFIX)}{offset:010x}"
+
+
+def batch_id_of(line: bytes) -> str | None:
+    """The batch that wrote a line, of which the beginning is enough; None if none did.
+
+    >>> batch_id_of(b'{"id":"batch_req_0123456789abcdef0123456789abcdef0000001000","custom_id":')
+    'batch_0123456789abcdef0123456789abcdef'
+    """
+    found = _LINE_ID.match(line)
+    return None if found is None else f"{_ID_PREFIX}{found[1].decode()}"
 
 
 def answered(id: str, custom_id: str, answer: Answer) -> bytes:

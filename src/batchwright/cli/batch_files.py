@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
@@ -28,8 +27,9 @@ from batchwright.cli.check import print_findings
 from batchwright.cli.flags import BatchId, Config, DatabaseUrl, DryRun, Json, client, run
 from batchwright.cli.show import print_json, print_table
 from batchwright.cli.stop import end
+from batchwright.cli.targets import STANDARD_OUTPUT, Target, refuse_same, target
 from batchwright.db.check import Finding, Level
-from batchwright.errors import Conflict, InvalidInput, NotFound
+from batchwright.errors import Conflict, NotFound
 from batchwright.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,12 +40,13 @@ _PAUSE_SECONDS_MIN = 0.25
 _PAUSE_SECONDS_MAX = 2.0
 
 OutputFile = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write to this file; by default to standard output."),
+    Path,
+    typer.Option("--output", "-o", metavar="FILE", help="Write to this file, device or pipe; - is standard output."),
 ]
 ErrorFile = Annotated[
     Path | None, typer.Option("--errors", metavar="FILE", help="Write lines that failed to this file.")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist already.")]
 
 
 class Copied(NamedTuple):
@@ -57,8 +58,9 @@ class Copied(NamedTuple):
 
 def results(
     id: BatchId,
-    output: OutputFile = None,
+    output: OutputFile = STANDARD_OUTPUT,
     errors: ErrorFile = None,
+    force: Force = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the batch has ended.")] = False,
     json: Json = False,
     database_url: DatabaseUrl = None,
@@ -68,25 +70,24 @@ def results(
 
     While it runs, lines come in the order in which they were finished, and those that failed are among them unless
     --errors names a file. With --json what was written is counted, on standard error unless --output names a file.
+    Files that exist already are only overwritten with --force.
     """
-    output = None if output == Path("-") else output
-    refuse_dash("--errors", errors)
-    _refuse_same(output, errors)
+    answers, others = _targets(output, errors, force=force)
 
     async def go(batchwright: AsyncBatchwright) -> Copied:
         batch = await batchwright.batches.get(id, tenant=None)
         if batch.has_ended:
-            return await copy_files(batchwright, batch, output, errors)
-        return await _copy_lines(batchwright, batch, output, errors, follow=follow)
+            return await copy_files(batchwright, batch, answers, others)
+        return await _copy_lines(batchwright, batch, answers, others, follow=follow)
 
     def tell(copied: Copied) -> int:
         if json:
-            _say_json(copied, output)
-        elif output is not None or copied.errors:
-            typer.echo(_told(copied, output, errors), err=True)
+            _say_json(copied, answers)
+        elif answers.stream is None or copied.errors:
+            typer.echo(_told(copied, answers, others), err=True)
         return 0
 
-    with _unless_nobody_reads():
+    with unless_nobody_reads():
         on_store(go, tell, database_url, config)
 
 
@@ -192,15 +193,15 @@ def on_store(
 # Files of an ended batch ------------------------------------------------------------------------------------------
 
 
-async def copy_files(batchwright: AsyncBatchwright, batch: Batch, output: Path | None, errors: Path | None) -> Copied:
+async def copy_files(batchwright: AsyncBatchwright, batch: Batch, output: Target, errors: Target | None) -> Copied:
     """The two files; one that the batch does not have is an empty one."""
     if batch.manifest is None and not batch.output_file_id:
         hint = f"; try batchwright batch repair {batch.id}" if batch.done and batch.segments_gone_at is None else ""
         raise Conflict(f"the batch {batch.id} has no files: it is {batch.status.value}{hint}")
-    with writing(output) as target:
+    with output.writing() as target:
         await copy_file(batchwright.files, batch.output_file_id, target)
     if errors is not None:
-        with writing(errors) as target:
+        with errors.writing() as target:
             await copy_file(batchwright.files, batch.error_file_id, target)
     return Copied(batch.completed, failed(batch))
 
@@ -217,40 +218,16 @@ async def copy_file(files: Files, file_id: str | None, target: BinaryIO) -> None
         await asyncio.to_thread(target.write, chunk)
 
 
-@contextlib.contextmanager
-def writing(path: Path | None) -> Iterator[BinaryIO]:
-    """A file that is there is whole: it gets its name when all of it is on the disk. None is standard output."""
-    if path is None:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    draft = draft_of(path)
-    try:
-        with draft.open("wb") as target:
-            yield target
-            target.flush()
-            os.fsync(target.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-
-
 # Lines of one that runs -------------------------------------------------------------------------------------------
 
 
 async def _copy_lines(
-    batchwright: AsyncBatchwright, batch: Batch, output: Path | None, errors: Path | None, *, follow: bool
+    batchwright: AsyncBatchwright, batch: Batch, output: Target, errors: Target | None, *, follow: bool
 ) -> Copied:
     copied = Copied()
     with contextlib.ExitStack() as stack:
-        answers = stack.enter_context(_opened(output))
-        others = answers if errors is None else stack.enter_context(_opened(errors))
+        answers = stack.enter_context(output.growing())
+        others = answers if errors is None else stack.enter_context(errors.growing())
         async for lines in _finished(batchwright, batch, follow=follow):
             for line in lines:
                 (answers if is_success(line) else others).write(line)
@@ -259,19 +236,6 @@ async def _copy_lines(
             good = sum(map(is_success, lines))
             copied = Copied(copied.lines + good, copied.errors + len(lines) - good)
     return copied
-
-
-@contextlib.contextmanager
-def _opened(path: Path | None) -> Iterator[BinaryIO]:
-    """Open for what comes little by little; None is standard output."""
-    if path is None:
-        yield sys.stdout.buffer
-        return
-    try:
-        with path.open("wb") as target:
-            yield target
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 async def _finished(batchwright: AsyncBatchwright, batch: Batch, *, follow: bool) -> AsyncIterator[list[bytes]]:
@@ -298,7 +262,7 @@ async def _finished(batchwright: AsyncBatchwright, batch: Batch, *, follow: bool
 
 
 @contextlib.contextmanager
-def _unless_nobody_reads() -> Iterator[None]:
+def unless_nobody_reads() -> Iterator[None]:
     """Whoever reads our output may have had enough, as `head` has; Python would complain once more when it leaves."""
     try:
         yield
@@ -307,26 +271,28 @@ def _unless_nobody_reads() -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-def _say_json(copied: Copied, output: Path | None) -> None:
+def _say_json(copied: Copied, output: Target) -> None:
     counts = copied._asdict()
-    if output is not None:
+    if output.stream is None:
         print_json(counts)
     else:
         typer.echo(orjson.dumps(counts).decode(), err=True)
 
 
-def refuse_dash(flag: str, path: Path | None) -> None:
-    if path == Path("-"):
-        raise InvalidInput(f"{flag} - is not a file, and these lines go to one; name it")
+def _targets(output: Path, errors: Path | None, *, force: bool) -> tuple[Target, Target | None]:
+    answers = target("--output", output)
+    others = None if errors is None else target("--errors", errors)
+    if others is not None:
+        refuse_same(answers, others)
+    if not force:
+        answers.refuse_to_overwrite("--output")
+        if others is not None:
+            others.refuse_to_overwrite("--errors")
+    return answers, others
 
 
-def _refuse_same(output: Path | None, errors: Path | None) -> None:
-    if output is not None and errors is not None and output.absolute() == errors.absolute():
-        raise InvalidInput(f"--output and --errors are the same file, {output}; give each its own")
-
-
-def _told(copied: Copied, output: Path | None, errors: Path | None) -> str:
-    where = f" to {output}" if output is not None else ""
+def _told(copied: Copied, output: Target, errors: Target | None) -> str:
+    where = f" to {output}" if output.stream is None else ""
     text = f"wrote {number(copied.lines)} answers{where}"
     if not copied.errors:
         return text

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,12 +25,13 @@ import typer
 from rich.text import Text
 
 from batchwright.app import VERSION, AsyncBatchwright
+from batchwright.batches.envelopes import batch_id_of
 from batchwright.batches.family import answers, lineage
 from batchwright.batches.outlook import cost
 from batchwright.batches.store import Batch, NewBatch, window_seconds
 from batchwright.batches.submission import check_retry, create, retry_of, store_input
 from batchwright.cli.batch_check import Endpoint, InputFile, endpoint_of, readable
-from batchwright.cli.batch_files import copy_file, draft_of, refuse_dash, writing
+from batchwright.cli.batch_files import Force, copy_file, unless_nobody_reads
 from batchwright.cli.batch_show import (
     COLOURS,
     error_groups,
@@ -51,9 +51,10 @@ from batchwright.cli.flags import Config, DatabaseUrl, Json, settings_from
 from batchwright.cli.loop import loop_factory
 from batchwright.cli.show import console, print_facts, print_json, seconds, time_text
 from batchwright.cli.stop import Stop, end
+from batchwright.cli.targets import Target, refuse_same, target
 from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.engine.lanes import PRIVATE
-from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.errors import ConfigurationError, InvalidInput, NotFound
 from batchwright.inference.settings import NO_GATEWAY, GatewaySettings
 from batchwright.settings import Settings
 from batchwright.telemetry import tracing
@@ -73,16 +74,17 @@ class Plan:
     sha256: str
     endpoint: str
     server: str
-    output: Path
-    errors: Path
+    output: Target
+    errors: Target
     window: str
     again: bool
+    force: bool
     retry_failed: bool
 
     @property
     def key(self) -> str:
         """The same for the same file, server, endpoint and output; then it is the same batch."""
-        parts = [self.sha256, self.server, self.endpoint, str(self.output)]
+        parts = [self.sha256, self.server, self.endpoint, self.output.name]
         return hashlib.sha256(orjson.dumps(parts)).hexdigest()
 
     @property
@@ -115,7 +117,12 @@ def run_batch(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where answers go; by default beside FILE, .out.jsonl."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where answers go; - is standard output; by default beside FILE, .out.jsonl.",
+        ),
     ] = None,
     errors: Annotated[
         Path | None,
@@ -133,6 +140,7 @@ def run_batch(
         ),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="If it is done, ask every line again.")] = False,
+    force: Force = False,
     retry_failed: Annotated[
         bool,
         typer.Option("--retry-failed", help="If it is done, ask the lines that failed again, and keep the others."),
@@ -144,7 +152,8 @@ def run_batch(
     """Run a file of requests on a model server, and write the answers to a file; needs no other process.
 
     Started again with the same file, server and output it goes on where it stood, whatever had happened. Ctrl-C lets
-    requests in flight end, a second one leaves at once; nothing that was answered is lost.
+    requests in flight end, a second one leaves at once; nothing that was answered is lost. Files that another command
+    has written are only overwritten with --force. Where answers go to standard output, all else goes to standard error.
 
     The exit code is 0 if every line was answered, 4 if some were not, 3 if the batch was cancelled, 1 if it failed or
     something is wrong, and 130 after Ctrl-C.
@@ -153,12 +162,12 @@ def run_batch(
     if again and retry_failed:
         raise InvalidInput("--again asks every line again, --retry-failed only those that failed; give one of them")
     base = _gateway_set(settings_from(database_url, config), url, api_key_env)
-    plan = _plan(base, file, output, errors, endpoint, window, again=again, retry_failed=retry_failed)
+    plan = _plan(base, file, output, errors, endpoint, window, again=again, force=force, retry_failed=retry_failed)
     settings = private_settings(base, plan.queue, max_in_flight)
     configure_logs("ERROR", settings.log.form)
     tracing.start(version=VERSION)
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        with unless_nobody_reads(), _said_beside(plan), asyncio.Runner(loop_factory=loop_factory()) as runner:
             code = runner.run(_run(plan, settings, json))
     finally:
         tracing.stop()
@@ -177,15 +186,17 @@ def _plan(
     window: str,
     *,
     again: bool,
+    force: bool,
     retry_failed: bool,
 ) -> Plan:
     where = endpoint_of(readable(file), endpoint)
     if (size := file.stat().st_size) > (most := settings.batches.file_bytes_max):
         raise InvalidInput(f"{file} has {size} bytes, and batches.file_bytes_max is {most}; split it, or raise that")
-    output = _writable("--output", output or _beside(file, ".out.jsonl"))
-    errors = _writable("--errors", errors or _beside(output, ".errors.jsonl"))
-    if len({file.resolve(), output, errors}) < 3:
-        raise InvalidInput(f"input, output and errors must be three files, not {file}, {output} and {errors}")
+    answers = target("--output", output or _beside(file, ".out.jsonl"))
+    others = target("--errors", errors or _beside(answers.path or file, ".errors.jsonl"))
+    refuse_same(answers, others)
+    if file.resolve() in (answers.path, others.path):
+        raise InvalidInput(f"input, output and errors must be three files, not {file}, {answers} and {others}")
     with file.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     return Plan(
@@ -193,10 +204,11 @@ def _plan(
         sha256=sha256,
         endpoint=where,
         server=_server(settings),
-        output=output,
-        errors=errors,
+        output=answers,
+        errors=others,
         window=window,
         again=again,
+        force=force,
         retry_failed=retry_failed,
     )
 
@@ -204,23 +216,6 @@ def _plan(
 def _beside(file: Path, ending: str) -> Path:
     """requests.jsonl → requests.out.jsonl → requests.errors.jsonl"""
     return file.with_name(file.name.removesuffix(".jsonl").removesuffix(".out") + ending)
-
-
-def _writable(flag: str, path: Path) -> Path:
-    """Found out before anything is paid for."""
-    refuse_dash(flag, path)
-    path = path.resolve()
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InvalidInput(f"{flag} {path} cannot be written: there is no folder {path.parent}, or it is closed to us")
-    try:
-        if path.is_dir():
-            raise InvalidInput(f"{flag} {path} is a folder; name a file in it")
-        draft = draft_of(path)
-        draft.touch()
-        draft.unlink()
-    except OSError as error:
-        raise InvalidInput(f"{flag} {path} cannot be written: {error.strerror or error}") from error
-    return path
 
 
 def _gateway_set(settings: Settings, url: str | None, api_key_env: str | None) -> Settings:
@@ -268,6 +263,8 @@ async def _run(plan: Plan, settings: Settings, json: bool) -> int:
 
 async def _run_alone(batchwright: AsyncBatchwright, plan: Plan, stop: Stop, lock: Lock, json: bool) -> int:
     batch = await batchwright.batches.repeated(plan.batch(""))
+    if not plan.force:
+        await _refuse_to_overwrite(batchwright, plan)
     was_done = batch is not None and _is_done(plan, batch)
     if batch is None or not was_done:
         runner = _Runner(batchwright, plan, stop, json)
@@ -277,6 +274,24 @@ async def _run_alone(batchwright: AsyncBatchwright, plan: Plan, stop: Stop, lock
         await batchwright.batches.forget_queue(batch)
     lock.remove()
     return await _conclude(batchwright, plan, batch, json, was_done=was_done)
+
+
+async def _refuse_to_overwrite(batchwright: AsyncBatchwright, plan: Plan) -> None:
+    """Only what this very command has written before may be replaced: its batches have one queue."""
+    for flag, one in (("--output", plan.output), ("--errors", plan.errors)):
+        id = batch_id_of(one.head())
+        try:
+            is_own = id is not None and (await batchwright.batches.get(id, tenant=None)).queue == plan.queue
+        except NotFound:
+            is_own = False
+        if not is_own:
+            one.refuse_to_overwrite(flag)
+
+
+def _said_beside(plan: Plan) -> contextlib.AbstractContextManager[object]:
+    """Nothing but lines may come out where lines are read."""
+    is_taken = any(one.stream is not None for one in (plan.output, plan.errors))
+    return contextlib.redirect_stdout(sys.stderr) if is_taken else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -418,12 +433,12 @@ async def _conclude(batchwright: AsyncBatchwright, plan: Plan, batch: Batch, jso
 async def _write(batchwright: AsyncBatchwright, plan: Plan, family: list[Batch]) -> None:
     """The answers of all that was asked for this file; an error file that is there from before must not lie."""
     try:
-        with writing(plan.output) as target:
+        with plan.output.writing() as stream:
             async for chunk in answers(batchwright.files, family):
-                await asyncio.to_thread(target.write, chunk)
-        if family[0].error_file_id is not None or plan.errors.exists():
-            with writing(plan.errors) as target:
-                await copy_file(batchwright.files, family[0].error_file_id, target)
+                await asyncio.to_thread(stream.write, chunk)
+        if family[0].error_file_id is not None or plan.errors.is_there:
+            with plan.errors.writing() as stream:
+                await copy_file(batchwright.files, family[0].error_file_id, stream)
     except InvalidInput as error:
         raise InvalidInput(f"{error}; every answer is kept: mend that, and start the same command again") from error
 
@@ -444,8 +459,8 @@ def _summary(batchwright: AsyncBatchwright, plan: Plan, family: list[Batch], cod
         "cached_tokens": sum(one.cached_tokens for one in family),
         "output_tokens": sum(one.output_tokens for one in family),
         "cost": _cost(batchwright, family),
-        "output": str(plan.output) if has_files else None,
-        "errors": str(plan.errors) if has_files and batch is not None and batch.error_file_id else None,
+        "output": plan.output.name if has_files else None,
+        "errors": plan.errors.name if has_files and batch is not None and batch.error_file_id else None,
     }
 
 

@@ -1,0 +1,217 @@
+"""Where results are written: files that are whole, and everything that is no file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from batchwright.cli.targets import refuse_same, target
+from batchwright.errors import InvalidInput
+
+WRITE = """
+import sys
+from pathlib import Path
+from batchwright.cli.targets import target
+with target("--output", Path("out.jsonl")).writing() as stream:
+    stream.write(b"half")
+    stream.flush()
+    print("written", flush=True)
+    sys.stdin.read()
+"""
+READ_ONLY = """
+import os, subprocess
+from pathlib import Path
+from batchwright.cli.targets import target
+subprocess.run(["mount", "-t", "tmpfs", "none", "."], check=True)
+os.chdir(os.getcwd())
+found = target("--output", Path("out.jsonl"))
+subprocess.run(["mount", "-o", "remount,ro", "."], check=True)
+with found.writing() as stream:
+    stream.write(b"line")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(path: Path | str, data: bytes = b"line\n") -> None:
+    with target("--output", Path(path)).writing() as stream:
+        stream.write(data)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_has_its_name_only_when_it_is_whole(folder: Path) -> None:
+    (folder / "out").write_bytes(b"before")
+    with target("--output", Path("out")).writing() as stream:
+        stream.write(b"after")
+        stream.flush()
+        assert (folder / "out").read_bytes() == b"before"
+    assert (folder / "out").read_bytes() == b"after"
+    with pytest.raises(KeyboardInterrupt), target("--output", Path("out")).writing() as stream:
+        raise KeyboardInterrupt
+    assert ((folder / "out").read_bytes(), names(folder)) == (b"after", ["out"])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed_and_stays(folder: Path, is_there: bool) -> None:
+    (folder / "real").mkdir()
+    if is_there:
+        (folder / "real" / "out").write_bytes(b"before")
+    (folder / "link").symlink_to("real/out")
+    put("link")
+    assert (folder / "link").is_symlink()
+    assert (folder / "real" / "out").read_bytes() == b"line\n"
+    assert names(folder / "real") == ["out"]
+
+
+def test_a_pipe_waits_for_its_reader_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(folder / "pipe")
+    writer = threading.Thread(target=put, args=["pipe"])
+    writer.start()
+    said = ""
+    while "\n" not in said:  # the test's timeout bounds this
+        said += capsys.readouterr().err
+    assert said == "waiting until somebody reads pipe\n"
+    assert (folder / "pipe").read_bytes() == b"line\n"
+    writer.join(30)
+    assert (folder / "pipe").is_fifo()
+    assert names(folder) == ["pipe"]
+
+
+def test_a_pipe_whose_reader_is_gone_is_an_error(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    found = target("--output", Path("pipe"))
+    os.close(reader)
+    with pytest.raises(InvalidInput, match="pipe cannot be written: Broken pipe"), found.writing() as stream:
+        stream.write(b"line")
+
+
+def test_a_file_that_the_shell_has_opened_is_written_behind_what_it_holds(folder: Path) -> None:
+    with (folder / "out").open("wb") as opened:
+        opened.write(b"head\n")
+        opened.flush()
+        number = (folder / "out").stat().st_ino
+        put(f"/dev/fd/{opened.fileno()}")
+    assert (folder / "out").read_bytes() == b"head\nline\n"
+    assert (folder / "out").stat().st_ino == number
+
+
+def test_folders_and_sockets_are_refused(folder: Path) -> None:
+    (folder / "there").mkdir()
+    (folder / "link").symlink_to("there")
+    for name in ("there", "link"):
+        with pytest.raises(InvalidInput, match=f"--output {name} is a folder; name a file in it"):
+            target("--output", Path(name))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+    with pytest.raises(InvalidInput, match="--output socket is a socket"):
+        target("--output", Path("socket"))
+    (folder / "loop").symlink_to("loop")
+    with pytest.raises(InvalidInput, match="--output loop cannot be written: Too many levels of symbolic links"):
+        target("--output", Path("loop"))
+    assert names(folder) == ["link", "loop", "socket", "there"]
+
+
+def test_one_file_or_one_pipe_cannot_take_both(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    (folder / "link").symlink_to("file")
+    for one, other in (("pipe", "pipe"), ("file", "link")):
+        with pytest.raises(InvalidInput, match="--output and --errors are the same file"):
+            refuse_same(target("--output", Path(one)), target("--errors", Path(other)))
+    os.close(reader)
+    refuse_same(target("--output", Path("-")), target("--errors", Path("-")))
+
+
+def test_a_name_that_has_become_something_else_meanwhile_is_not_replaced(folder: Path) -> None:
+    found = target("--output", Path("out"))
+    os.mkfifo(folder / "out")
+    with pytest.raises(InvalidInput, match="it has become something that is not a file"), found.writing():
+        pass
+    assert (folder / "out").is_fifo()
+    assert names(folder) == ["out"]
+
+
+# What is left behind ------------------------------------------------------------------------------------------------
+
+
+def test_the_draft_of_a_killed_process_is_removed_by_the_next_and_one_in_use_is_not(folder: Path) -> None:
+    def start() -> subprocess.Popen[bytes]:
+        child = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"written\n"
+        return child
+
+    strange = [
+        ".out.jsonl.tmp",
+        ".out.jsonl.0123456789ab.tmp.bak",
+        ".out.jsonl.nothexdigits.tmp",
+        ".other.0123456789ab.tmp",
+    ]
+    for name in strange:
+        (folder / name).touch()
+    killed, alive = start(), start()
+    drafts = set(names(folder)) - set(strange)
+    assert len(drafts) == 2
+    with killed, alive:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(30)
+        put("out.jsonl", b"mine")
+        left = set(names(folder)) - set(strange) - {"out.jsonl"}
+        assert len(left) == 1
+        alive.communicate(b"", 30)
+        assert alive.returncode == 0
+    assert names(folder) == sorted([*strange, "out.jsonl"])
+    assert (folder / "out.jsonl").read_bytes() == b"half"
+
+
+def test_a_draft_that_was_taken_for_abandoned_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its making and its lock another process may look at it."""
+    from batchwright.cli import targets
+
+    flock, removed = targets.fcntl.flock, []
+
+    def late(file: int, how: int) -> None:
+        if not removed:
+            removed.extend(folder.glob(".out.*.tmp"))
+            removed[0].unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(targets.fcntl, "flock", late)
+    put("out")
+    assert len(removed) == 1
+    assert names(folder) == ["out"]
+
+
+def test_a_clean_up_that_fails_does_not_hide_why_nothing_could_be_written(folder: Path) -> None:
+    (folder / "results").mkdir()
+    found = target("--output", Path("results/out"))
+    shutil.rmtree(folder / "results")
+    (folder / "results").touch()
+    with pytest.raises(InvalidInput, match="out cannot be written: Not a directory"), found.writing():
+        pass
+
+
+def test_a_read_only_file_system_is_told_without_a_traceback_of_the_clean_up(folder: Path) -> None:
+    alone = ["unshare", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no file system of our own can be mounted here")
+    done = subprocess.run([*alone, sys.executable, "-c", READ_ONLY], capture_output=True, text=True, check=False)
+    *_, last = done.stderr.splitlines()
+    assert last.endswith(f"{folder}/out.jsonl cannot be written: Read-only file system"), done.stderr
+    assert "During handling of the above exception" not in done.stderr
