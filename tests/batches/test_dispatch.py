@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from batchwright.batches.dispatch import FIRST_SHARDS_MAX, End, Work
+from batchwright.batches.envelopes import id_on_the_wire, request_id
 from batchwright.batches.journal import Journal
 from batchwright.batches.planfile import Entry
 from batchwright.inference.budgets import Budget, Rate
@@ -113,6 +115,23 @@ async def test_whoever_waits_for_a_budget_holds_no_slot_that_others_need(databas
         async with asyncio.timeout(5):
             await work.quiet.wait()
         assert held[-1] == (0, 0)
+
+
+async def test_every_request_bears_a_uuid_that_maps_to_the_id_of_its_line(database_url, tmp_path):
+    """Some servers refuse an x-request-id that is no UUID, without a word."""
+    async with staged(database_url, tmp_path) as stage:
+        lines = [request("good"), request("bad", prompt="[[fault:400]]"), request("last")]
+        id = await stage.submit(lines)
+        stage.work()
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        asked = stage.simulator.asked(by="request_id", limit=10)["requests"]
+        assert {str(uuid.UUID(one)) for one in asked} == set(asked)
+        written = {line["custom_id"]: line["id"] for line in [*output, *errors]}
+        offsets = [0, len(jsonl(lines[:1])), len(jsonl(lines[:2]))]
+        assert [written[line["custom_id"]] for line in lines] == [request_id(id, offset) for offset in offsets]
+        assert {id_on_the_wire(one) for one in written.values()} == set(asked)
+        assert {line["response"]["request_id"] for line in output} <= set(asked)
 
 
 async def test_a_limit_over_all_workers_holds_from_the_first_request(database_url, tmp_path):

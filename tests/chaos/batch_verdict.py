@@ -16,7 +16,7 @@ import orjson
 import psycopg
 from psycopg.rows import dict_row
 
-from batchwright.batches.envelopes import request_id
+from batchwright.batches.envelopes import id_on_the_wire, request_id
 from batchwright.batches.journal import scan
 from batchwright.states import BatchStatus
 from tests.chaos.batch_client import Found, Request
@@ -151,9 +151,10 @@ def mixed_up(evidence: Evidence, lines: Iterable[Mapping[str, Any]]) -> Iterator
             yield line["custom_id"], "was never asked"
             continue
         expected = request_id(evidence.row["id"], request.offset)
+        sent = id_on_the_wire(expected)
         response = line["response"] or {}
         model = response.get("body", {}).get("model", request.model)
-        if {line["id"], response.get("request_id", expected), model} != {expected, request.model}:
+        if (line["id"], response.get("request_id", sent), model) != (expected, sent, request.model):
             yield line["custom_id"], f"is not {expected} of {request.model}: {_short(line)}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 
 from batchwright.api.keys import DEFAULT_SCOPES
-from batchwright.batches.envelopes import request_id
+from batchwright.batches.envelopes import id_on_the_wire, request_id
 from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import CHAT, Stage, jsonl, request, staged
 from tests.support import raw
@@ -39,7 +39,7 @@ class Told:
     def request_ids(self) -> list[str]:
         ids, offset = [], 0
         for line in self.lines:
-            ids.append(request_id(self.id, offset))
+            ids.append(id_on_the_wire(request_id(self.id, offset)))
             offset += len(jsonl([line]))
         return ids
 

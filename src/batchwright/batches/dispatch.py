@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from batchwright.batches.disk import Disk
-from batchwright.batches.envelopes import answered, request_id, unanswered
+from batchwright.batches.envelopes import answered, id_on_the_wire, request_id, unanswered
 from batchwright.batches.journal import Journal, Outcome
 from batchwright.batches.lines import split
 from batchwright.batches.metrics import BatchCounts
@@ -88,12 +88,16 @@ class Work:
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     """Nothing is in flight, and nothing will be sent any more."""
 
+    def id(self, entry: Entry) -> str:
+        """The line's id in the result files."""
+        return request_id(self.batch_id, entry.offset)
+
     def request(self, entry: Entry, now: float) -> tuple[str, Request]:
         custom_id, body = split(os.pread(self.descriptor, entry.length, entry.offset))
         return custom_id, Request(
             url=self.endpoint,
             body=body,
-            id=request_id(self.batch_id, entry.offset),
+            id=id_on_the_wire(self.id(entry)),
             traceparent=self.traceparent,
             seconds_left=self.deadline - now,
         )
@@ -345,7 +349,7 @@ class Dispatcher:
         if (pause := self._pause_before_another(lane.gateway.settings, item, answer)) is not None:
             self.counts.retried(lane.model, answer)
             return now + pause
-        await self._keep(work, item.entry, answered(request.id, custom_id, answer), answer)
+        await self._keep(work, item.entry, answered(work.id(item.entry), custom_id, answer), answer)
         self.counts.answered(lane.model, answer)
         return None
 
@@ -368,8 +372,8 @@ class Dispatcher:
     def _note_abortion(work: Work, item: Item) -> None:
         """At the deadline the server may have worked on it; otherwise whoever writes the files knows what to say."""
         if work.end is End.DEADLINE:
-            custom_id, request = work.request(item.entry, work.deadline)
-            line = unanswered(request.id, custom_id, Failure.DEADLINE.value)
+            custom_id, _ = work.request(item.entry, work.deadline)
+            line = unanswered(work.id(item.entry), custom_id, Failure.DEADLINE.value)
             with contextlib.suppress(StorageError):
                 work.journal.append(item.entry.offset, Outcome.FAILED, line)
 
