@@ -49,6 +49,7 @@ from batchwright.telemetry.metrics import Counts
 if TYPE_CHECKING:
     from batchwright.api.server import ApiServer
     from batchwright.batches.runtime import Runtime
+    from batchwright.engine.health import HealthServer
 
 T = TypeVar("T")
 VERSION = version("batchwright")
@@ -357,6 +358,17 @@ class AsyncBatchwright:
             counts=counts,
             version=VERSION,
         )
+
+    def health(self, worker: Worker) -> HealthServer | None:
+        """The health page of a worker of this client, if the settings want one."""
+        from batchwright.engine.exposition import Exposition
+        from batchwright.engine.health import HealthServer, own_counts
+
+        settings = self.settings.worker
+        if settings.health_port is None:
+            return None
+        page = Exposition(self.queue, own_counts(worker), more=BATCH_METRICS, rooms=rooms(self._models()))
+        return HealthServer(worker, page, version=VERSION, host=settings.health_host, port=settings.health_port)
 
     def _models(self) -> set[str]:
         """The models that the configuration names."""

@@ -20,6 +20,7 @@ BatchwrightError
 ├── JobFailed                   raised by wait(): the job ended FAILED
 ├── JobCancelled                raised by wait(): the job ended CANCELLED
 ├── WaitTimeout                 raised by wait(): the job is still open
+├── WorkerBroken                raised by Worker.run(): the process must be started anew
 ├── RetryLater                  raised by an operation: put the job back, no attempt used
 └── OperationError              raised by an operation: the class decides the reaction
     ├── RateLimited             wait, same step again, no attempt used
@@ -129,6 +130,10 @@ class JobCancelled(BatchwrightError):
 
 class WaitTimeout(BatchwrightError):
     """The awaited job was still open when the time was over; it goes on running."""
+
+
+class WorkerBroken(BatchwrightError):
+    """A worker has found that its own accounts do not add up. It has given its jobs back; start the process anew."""
 
 
 class RetryLater(BatchwrightError):

@@ -15,7 +15,6 @@ from batchwright.api.services import services
 from batchwright.db.migrate import require_current
 from batchwright.engine.exposition import CONTENT_TYPE
 from batchwright.engine.views import OperationView, QueueView, WorkerView
-from batchwright.engine.worker import host_name
 from batchwright.errors import ConfigurationError, DatabaseError, NotFound
 
 router = APIRouter(route_class=OrjsonRoute)
@@ -65,19 +64,16 @@ async def healthz(request: Request) -> Health:
     "/readyz",
     responses={503: {"model": Health, "description": "It cannot work now"}},
     tags=["system"],
-    summary="Whether work can be done: the database answers, its schema fits, and no worker of this host is broken",
+    summary="Whether requests can be answered: the database answers, and its schema fits",
 )
 async def readyz(request: Request) -> Response:
     app = services(request)
     try:
         await require_current(app.queue.database, app.version)
-        broken = await app.queue.broken_workers(host_name())
     except ConfigurationError as error:
         return _unready(app.version, str(error))
     except DatabaseError:
         return _unready(app.version, "the database is away")
-    for worker, reason in broken.items():
-        return _unready(app.version, f"the worker {worker} is broken and must be started anew: {reason}")
     return JSONResponse(Health(status="ok", version=app.version).model_dump())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ from batchwright.cli.stop import Stop, Tether, leave
 from batchwright.cli.supervisor import Supervisor
 from batchwright.db.migrate import require_current
 from batchwright.engine.worker import Worker
-from batchwright.errors import BatchwrightError, ConfigurationError
+from batchwright.errors import BatchwrightError, ConfigurationError, WorkerBroken
 from batchwright.operations.registry import Registry
 from batchwright.settings import PREFIX, Settings
 from batchwright.telemetry import tracing
@@ -108,10 +109,13 @@ class Plan:
             arguments += ["--or-none"]
         return [*arguments, "--", *self.sources]
 
-    def child_environment(self) -> dict[str, str]:
-        """The URL travels here, since a command line is public and a URL may hold a password."""
-        url = {} if self.database_url is None else {f"{PREFIX}DATABASE_URL": self.database_url}
-        return {**os.environ, **url}
+    def child_environment(self, settings: Settings, number: int) -> dict[str, str]:
+        """The URL travels here, since a command line is public and a URL may hold a password. Each child has a health
+        port of its own."""
+        more = {} if self.database_url is None else {f"{PREFIX}DATABASE_URL": self.database_url}
+        if port := settings.worker.health_port:
+            more[f"{PREFIX}WORKER_HEALTH_PORT"] = str(port + number)
+        return {**os.environ, **more}
 
 
 def up(
@@ -229,11 +233,13 @@ def _run(main: Coroutine[Any, Any, int], settings: Settings) -> None:
         code = runner.run(main)
         tracing.stop()
         if code < 0 or settings.storage.url is not None:
-            leave(max(code, 0))
+            leave(_LEFT.get(code, code))
     raise typer.Exit(code)
 
 
 _THREADS_LEFT = -1
+_BROKEN = -2
+_LEFT = {_THREADS_LEFT: 0, _BROKEN: 1}
 
 
 async def _work(plan: Plan, settings: Settings) -> int:
@@ -251,14 +257,21 @@ async def _work(plan: Plan, settings: Settings) -> int:
     try:
         if stop.asked.is_set():
             return 0
-        clean = await _work_until(stop, batchwright, tether)
-        return 0 if clean else _THREADS_LEFT
+        is_clean = await _work_until(stop, batchwright, tether)
+    except WorkerBroken as error:
+        typer.echo(f"error: {error}", err=True)
+        return _BROKEN
+    else:
+        return 0 if is_clean else _THREADS_LEFT
     finally:
         await batchwright.close()
 
 
 async def _work_until(stop: Stop, batchwright: AsyncBatchwright, tether: Tether | None) -> bool:
     worker = batchwright.worker()
+    health = batchwright.health(worker)
+    if health is not None:
+        await health.start()
     stop.on_ask = lambda _: _stop(worker, batchwright.settings)
     running = asyncio.create_task(worker.run())
     started = asyncio.create_task(worker.started.wait())
@@ -268,7 +281,11 @@ async def _work_until(stop: Stop, batchwright: AsyncBatchwright, tether: Tether 
         spare_the_collector()
         if tether is not None:
             tether.ready()
-    return await running
+    try:
+        return await running
+    finally:
+        if health is not None:
+            await health.close()
 
 
 def _stop(worker: Worker, settings: Settings) -> None:
@@ -315,7 +332,7 @@ def _supervisor(plan: Plan, settings: Settings, stop: Stop) -> Supervisor:
         plan.child_arguments(),
         plan.processes,
         stop,
-        environment=plan.child_environment(),
+        environment=functools.partial(plan.child_environment, settings),
         grace_seconds=settings.worker.stop_grace_seconds,
     )
 

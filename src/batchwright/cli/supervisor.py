@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from batchwright.cli.stop import Stop
 
@@ -34,7 +34,7 @@ class Supervisor:
         processes: int,
         stop: Stop,
         *,
-        environment: Mapping[str, str],
+        environment: Callable[[int], Mapping[str, str]],
         grace_seconds: float,
     ) -> None:
         self._command = (sys.executable, "-P", "-m", "batchwright", "worker")
@@ -52,7 +52,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         asyncio.get_running_loop().add_reader(ours, self._heard, ours)
         try:
-            await asyncio.gather(*(self._keep_one(theirs.fileno()) for _ in range(self._processes)))
+            await asyncio.gather(*(self._keep_one(theirs.fileno(), number) for number in range(self._processes)))
         finally:
             self._kill()
             asyncio.get_running_loop().remove_reader(ours)
@@ -60,11 +60,11 @@ class Supervisor:
             theirs.close()
         return self._code
 
-    async def _keep_one(self, tether: int) -> None:
+    async def _keep_one(self, tether: int, number: int) -> None:
         pause = _PAUSE_SECONDS_MIN
         while not self._stop.asked.is_set():
             began = time.monotonic()
-            code = await self._run_one(tether)
+            code = await self._run_one(tether, number)
             if self._stop.asked.is_set():
                 return
             if code > 0 and not self.ready.is_set():
@@ -76,14 +76,14 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.asked.wait(), pause)
             pause = min(_PAUSE_SECONDS_MAX, pause * 2)
 
-    async def _run_one(self, tether: int) -> int:
+    async def _run_one(self, tether: int, number: int) -> int:
         """In a session of its own: a Ctrl-C on the terminal must reach it once, through us."""
         child = await asyncio.create_subprocess_exec(
             *self._command,
             "--tether",
             str(tether),
             *self._arguments,
-            env=dict(self._environment),
+            env=dict(self._environment(number)),
             pass_fds=[tether],
             start_new_session=True,
             stdin=asyncio.subprocess.DEVNULL,

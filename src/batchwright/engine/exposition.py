@@ -93,7 +93,7 @@ class Exposition:
 
     async def render(self) -> bytes:
         shared = await self._read_shared()
-        return shared + _text(_families(PROCESS_METRICS, self._own.flat()))
+        return shared + _text(_families(self._own.metrics, self._own.flat()))
 
     async def _read_shared(self) -> bytes:
         async with self._reading:

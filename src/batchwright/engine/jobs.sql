@@ -771,10 +771,6 @@ UPDATE batchwright.worker SET heartbeat_at = :now, running = %(running)s, broken
 WHERE id = %(id)s
 RETURNING id
 
--- name: broken_workers
-SELECT id, broken FROM batchwright.worker
-WHERE broken IS NOT NULL AND host = %(host)s AND heartbeat_at > :now - make_interval(secs => %(silent_seconds)s)
-
 -- name: leave
 -- If others go by what the worker took on demand, the row stays until it counts as dead: it may only be restarting.
 WITH gone AS (

@@ -40,7 +40,6 @@ _DEADLOCKS_MAX = 10
 _ROWS_PER_STATEMENT = 5_000
 _KEYS_PER_CALL_MAX = 1_000
 _CANCEL_DEPTH_MAX = 1000
-_BROKEN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -605,10 +604,6 @@ class Queue:
         return bool(
             await self._run(self.database, "heartbeat", id=worker, running=running, stopping=stopping, broken=broken)
         )
-
-    async def broken_workers(self, host: str) -> dict[str, str]:
-        """Workers of a host that live and have found themselves broken, with the reason."""
-        return dict(await self._run(self.database, "broken_workers", host=host, silent_seconds=_BROKEN_SECONDS))
 
     async def leave(self, worker: str) -> None:
         """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""

@@ -31,7 +31,7 @@ from batchwright.engine.processes import ChildProgram, Processes
 from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.engine.runner import Runner, insist
 from batchwright.engine.upkeep import Round, Upkeep
-from batchwright.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, InvalidInput
+from batchwright.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, InvalidInput, WorkerBroken
 from batchwright.states import JobStatus
 
 log = logging.getLogger(__name__)
@@ -65,12 +65,19 @@ class WorkerSettings:
     """Whether `batchwright up` runs a worker at all."""
     stop_grace_seconds: float = 25.0
     """After SIGTERM, running jobs may go on so long; then they are given back."""
+    health_port: int | None = None
+    """The port of a worker process's /healthz, /readyz and /metrics; each further process has the next one, and 0 takes
+    a free one. Unset, a worker listens nowhere."""
+    health_host: str = "127.0.0.1"
+    """The address of that port. Its pages need no key: in a pod, where the kubelet must reach them, write 0.0.0.0."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ConfigurationError(f"concurrency is {self.concurrency}; it must be at least 1")
         if not 0 < self.poll_seconds_min <= self.poll_seconds_max <= 10:
             raise ConfigurationError("poll_seconds_min and poll_seconds_max must rise from above 0 to at most 10")
+        if self.health_port is not None and not 0 <= self.health_port <= 65535:
+            raise ConfigurationError(f"health_port is {self.health_port}; it goes from 0 to 65535, or is left out")
 
 
 def host_name() -> str:
@@ -142,7 +149,10 @@ class Worker:
     # Life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> bool:
-        """Work until `stop()`; answers False when threads of operations would not end."""
+        """Work until `stop()`; answers False when threads of operations would not end.
+
+        A worker that finds itself broken stops by itself, and when it has given its jobs back raises WorkerBroken.
+        """
         await self.register()
         self._runner.open()
         lease = self.lease = self._start_lease()
@@ -160,6 +170,8 @@ class Worker:
             self._stopping.set()
             await _cancel(*helpers, claiming)
             clean = await self._wind_down(lease)
+        if self.broken is not None:
+            raise WorkerBroken(f"this worker is broken and must be started anew: {self.broken}")
         return clean
 
     async def register(self) -> None:
@@ -295,6 +307,10 @@ class Worker:
     async def _claim_until_stopped(self) -> None:
         pause = self.settings.poll_seconds_min
         while not self._stopping.is_set():
+            if self.broken is not None:
+                log.error("this worker is broken: it gives its jobs back and leaves: %s", self.broken)
+                self.stop()
+                return
             self._wake.clear()
             claimed, wanted = 0, self._free()
             try:
@@ -329,8 +345,20 @@ class Worker:
             self._lanes_on_demand.scan_soon()
 
     @property
+    def jobs(self) -> int:
+        """Jobs in hand."""
+        return len(self._runner.held)
+
+    @property
+    def idle_because(self) -> str | None:
+        """Why it claims nothing just now."""
+        if self._stopping.is_set():
+            return "this worker is stopping"
+        return None if self.started.is_set() else "this worker is starting"
+
+    @property
     def broken(self) -> str | None:
-        """Why this worker takes no more jobs; those that it has go on."""
+        """Why this worker takes no more jobs: it gives back those that it has, and leaves."""
         return None if self._demand is None else self._demand.broken
 
     def _free(self) -> int:

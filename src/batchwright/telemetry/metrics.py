@@ -85,6 +85,10 @@ class Counts:
         self._values: dict[str, set[str]] = {}
         self._on_read: list[Callable[[], None]] = []
 
+    @property
+    def metrics(self) -> list[Metric]:
+        return list(self._metrics.values())
+
     def on_read(self, count: Callable[[], None]) -> None:
         """Call `count` before numbers are read: for whoever only puts things down at first, to count them later."""
         self._on_read.append(count)
