@@ -63,7 +63,7 @@ def bare(url: str, connections: int) -> Send:
 
     async def take(lines: Iterator[bytes], output: BinaryIO) -> None:
         for line in lines:
-            custom_id, body = split(line)
+            custom_id, _, body = split(line)
             response = await client.post(url + ENDPOINT, body=body, headers=headers)
             answer = bytes(await response.bytes())
             loads(answer)

@@ -135,6 +135,8 @@ async def test_any_window_from_a_minute_to_thirty_days_is_taken(
         ({"completion_window": "h" * 41}, "string_above_max_length", "completion_window", "maximum length 40"),
         ({"completion_window": ...}, "missing_required_parameter", "completion_window", "Missing required parameter"),
         ({"endpoint": "/v1/images/edits"}, "invalid_value", "endpoint", "'/v1/embeddings', '/v1/moderations'"),
+        ({"endpoint": "mixed"}, "invalid_value", "endpoint", "Invalid value: 'mixed'."),
+        ({"endpoint": "/v1/audio/speech"}, "invalid_value", "endpoint", "it answers with audio"),
         ({"endpoint": "v1/embeddings"}, "invalid_value", "endpoint", "Supported values are: '/v1/chat/completions'"),
         ({"endpoint": ...}, "missing_required_parameter", "endpoint", "Missing required parameter: 'endpoint'."),
         ({"endpoint": 7}, "invalid_type", "endpoint", "expected a string, but got an integer instead."),

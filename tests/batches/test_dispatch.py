@@ -16,7 +16,7 @@ from batchwright.batches.journal import Journal
 from batchwright.batches.planfile import Entry
 from batchwright.inference.budgets import Budget, Rate
 from batchwright.simulator import Profile, SimulatorSettings
-from tests.batches.stage import CHAT, jsonl, request, staged
+from tests.batches.stage import jsonl, request, staged
 
 BATCH = "batch_" + "0" * 32
 ROOM = FIRST_SHARDS_MAX + 1
@@ -39,7 +39,6 @@ async def prepared(database_url, folder, count, *, settings=None, **fields):
             claim=1,
             total=count,
             model="small",
-            endpoint=CHAT,
             traceparent=None,
             deadline=float("inf"),
             descriptor=descriptor,

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from batchwright.batches.lines import ENDPOINTS, BadLine, LineCheck, Request, split
+from batchwright.batches.lines import MIXED, BadLine, LineCheck, Request, split
 from batchwright.errors import InvalidInput
+from tests.batches.reference import REQUIRED
 
 CHAT = "/v1/chat/completions"
 
@@ -135,7 +136,7 @@ def test_all_problems_of_a_line_are_told_at_once():
     ]
 
 
-@pytest.mark.parametrize(("endpoint", "name"), [(url, each.required) for url, each in ENDPOINTS.items()])
+@pytest.mark.parametrize(("endpoint", "name"), REQUIRED.items())
 def test_each_endpoint_needs_its_own_field(endpoint, name):
     good = line(url=endpoint, body={"model": "m", name: ["hello"]})
     assert found(good, endpoint) == []
@@ -144,7 +145,7 @@ def test_each_endpoint_needs_its_own_field(endpoint, name):
 
 
 def test_an_endpoint_without_batches_is_refused_with_the_ones_that_have_them():
-    with pytest.raises(InvalidInput, match="'/v1/images' takes no batches: use one of /v1/chat/completions, "):
+    with pytest.raises(InvalidInput, match="'/v1/images' takes no batches; use one of /v1/chat/completions, "):
         LineCheck("/v1/images")
 
 
@@ -157,14 +158,14 @@ def test_a_model_and_an_id_at_their_limits_are_good():
 def test_line_endings_and_array_content_are_fine(end):
     data = body(messages=[{"role": "user", "content": [{"type": "text", "text": "grün"}]}]) + end
     assert LineCheck(CHAT).check(data, 1) == Request(
-        "a", "m", json.dumps(json.loads(data)["body"]["messages"]).encode(), 0
+        "a", "m", json.dumps(json.loads(data)["body"]["messages"]).encode(), 0, CHAT
     )
 
 
 def test_the_prompt_is_tools_before_messages_whatever_the_order_in_the_body():
     one = body().replace(b'"messages": []', b'"messages":[1],"tools":[2]')
     two = body().replace(b'"messages": []', b'"tools": [2], "messages": [1] ')
-    assert LineCheck(CHAT).check(one, 1) == LineCheck(CHAT).check(two, 1) == Request("a", "m", b"[2][1]", 0)
+    assert LineCheck(CHAT).check(one, 1) == LineCheck(CHAT).check(two, 1) == Request("a", "m", b"[2][1]", 0, CHAT)
 
 
 def test_the_prompt_of_responses_is_instructions_tools_input():
@@ -185,11 +186,69 @@ def test_of_equal_keys_the_last_counts():
     assert found(body().replace(b'"model": "m"', b'"model": 3, "model": "m"')) == []
     assert found(body().replace(b'"model": "m"', b'"model": "m", "model": null')) != []
     again = LineCheck(CHAT).check(line().replace(b'"custom_id": "a"', b'"custom_id": 1, "custom_id": "b"'), 1)
-    assert again == Request("b", "m", b"[]", 0)
+    assert again == Request("b", "m", b"[]", 0, CHAT)
 
 
 def test_splitting_a_line_gives_the_body_byte_for_byte():
     raw = b'{ "model":"m",\t"messages":[],"seed":12345678901234567890123, "x":1e999,"x":"\\u0041\\/" }'
     data = b'{"custom_id":"\\u0041b","method":"POST","url":"/v1/chat/completions", "body" : ' + raw + b" }\r"
     assert found(data) == []
-    assert split(data) == ("Ab", raw)
+    assert split(data) == ("Ab", CHAT, raw)
+
+
+PAIR = {"text_1": "q", "text_2": ["a", "b"]}
+
+
+@pytest.mark.parametrize("url", ["/v1/score", "/score"])
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+def test_score_takes_each_of_vllms_pairs_and_says_which_half_is_missing(url, names):
+    first, second = names
+    good = LineCheck(url).check(line(url=url, body={"model": "m", first: "qq", second: ["a", "b", "c"]}), 1)
+    assert (good.prompt, good.repeated_bytes) == (b'"qq"["a", "b", "c"]', 2 * len('"qq"'))
+    ((code, param, message),) = found(line(url=url, body={"model": "m", first: "q"}), url)
+    assert (code, param) == ("invalid_request", "body.text_2")
+    assert message == "One of 'text_2', 'documents', 'data_2', 'items' is required."
+    ((code, param, _),) = found(line(url=url, body={"model": "m", first: 3, second: "a"}), url)
+    assert (code, param) == ("invalid_type", f"body.{first}")
+
+
+@pytest.mark.parametrize("url", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_rerank_needs_a_query_and_documents(url):
+    assert found(line(url=url, body={"model": "m", "query": "q", "documents": ["a"]}), url) == []
+    assert found(line(url=url, body={"model": "m"}), url) == [
+        ("invalid_request", "body.query", "Query parameter is required."),
+        ("invalid_request", "body.documents", "Documents parameter is required."),
+    ]
+
+
+@pytest.mark.parametrize("url", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+def test_audio_is_taken_by_url_and_only_where_the_answer_is_json(url):
+    body = {"model": "m", "file_url": "data:audio/wav;base64,UklGRg=="}
+    assert found(line(url=url, body=body), url) == found(line(url=url, body={**body, "response_format": "json"}), url)
+    assert LineCheck(url).check(line(url=url, body=body), 1).prompt == b""
+    assert found(line(url=url, body={**body, "response_format": "srt"}), url) == [
+        (
+            "invalid_value",
+            "body.response_format",
+            "Audio: An answer must be JSON; response_format is 'json' or 'verbose_json'.",
+        )
+    ]
+    ((code, param, _),) = found(line(url=url, body={"model": "m", "file": "x"}), url)
+    assert (code, param) == ("invalid_request", "body.file_url")
+
+
+def test_speech_is_refused_with_the_reason():
+    with pytest.raises(InvalidInput, match="'/v1/audio/speech' takes no batches: it answers with audio, and a line of"):
+        LineCheck("/v1/audio/speech")
+
+
+def test_each_line_of_a_mixed_batch_is_held_against_its_own_endpoint():
+    assert found(line(), MIXED) == []
+    assert found(line(url="/v1/score", body={"model": "m", **PAIR}), MIXED) == []
+    ((_, param, _),) = found(line(url="/v1/embeddings"), MIXED)
+    assert param == "body.input"
+    ((code, param, message),) = found(line(url="/v1/images"), MIXED)
+    assert (code, param) == ("invalid_url", "url")
+    assert message.startswith("The URL '/v1/images' takes no batches; use one of /v1/chat/completions, ")
+    assert found(line(url="/v1/images", body={"messages": []}), MIXED)[1][1] == "body.model"
+    assert found(line(url=3), MIXED)[0][:2] == ("invalid_type", "url")

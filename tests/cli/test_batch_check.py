@@ -95,6 +95,24 @@ def test_the_endpoint_is_that_of_the_first_request_unless_it_is_named(inside: In
     assert "invalid_url" in out
 
 
+def test_requests_of_several_endpoints_are_checked_and_estimated_each_by_its_own(
+    inside: Inside, tmp_path: Path
+) -> None:
+    documents = ["d" * 40] * 10
+    rerank = {"model": "small", "query": "q" * 398, "documents": documents}
+    lines = [request("a"), {"custom_id": "b", "method": "POST", "url": "/v1/rerank", "body": rerank}]
+    file = write(tmp_path / "in.jsonl", lines)
+    found = inside.json("batch", "check", str(file), "--output-tokens", "100")
+    assert (found["endpoint"], found["problems"]["total"]) == ("mixed", 0)
+    assert found["endpoints"] == {"/v1/chat/completions": 1, "/v1/rerank": 1}
+    assert found["output_tokens"] == 100
+    assert found["prompt_tokens"] == pytest.approx(10 * (400 + 43) / 4, rel=0.1)
+    _, out, _ = inside("batch", "check", str(file))
+    assert "2 requests to /v1/chat/completions (1), /v1/rerank (1); about" in out
+    code, out, _ = inside("batch", "check", str(file), "--endpoint", "/v1/rerank")
+    assert (code, "invalid_url" in out) == (1, True)
+
+
 def test_models_without_a_gateway_are_said_to_fail(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +129,7 @@ def test_models_without_a_gateway_are_said_to_fail(
     [
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
         (["."], ". cannot be read: Is a directory"),
-        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches; write one of /v1/chat"),
+        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches; use one of /v1/chat"),
     ],
 )
 def test_what_cannot_be_checked_is_said(inside: Inside, tmp_path: Path, arguments: list[str], complaint: str) -> None:

@@ -107,6 +107,40 @@ def test_one_command_runs_a_file_and_leaves_its_answers_in_order(
     assert simulator.stats()["received"] == 50
 
 
+def test_one_file_may_mix_the_endpoints_of_its_lines(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    """As vLLM's own batch files do; here on a server that answers each in vLLM's shape."""
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "embed": ("/v1/embeddings", {"input": ["a", "b"]}),
+        "moderate": ("/v1/moderations", {"input": "fine"}),
+        "rerank": ("/v1/rerank", {"query": "q", "documents": ["a", "b"]}),
+        "rerank-2": ("/rerank", {"query": "q", "documents": ["a", "b"]}),
+        "score": ("/v1/score", {"text_1": "q", "text_2": ["a", "b"]}),
+        "score-2": ("/score", {"queries": "q", "documents": ["a", "b"]}),
+    }
+    lines = [
+        {"custom_id": id, "method": "POST", "url": url, "body": {"model": "small", **body}}
+        for id, (url, body) in bodies.items()
+    ]
+    write(tmp_path / "in.jsonl", [request("chat"), *lines])
+    found = inside.json(*command(simulator))
+    assert (found["exit_code"], found["completed"], found["failed"]) == (0, 7, 0)
+    answers = {line["custom_id"]: line["response"]["body"] for line in read(tmp_path / "in.out.jsonl")}
+    assert list(answers) == ["chat", *bodies]
+    assert answers["chat"]["choices"][0]["message"]["content"]
+    assert [one["object"] for one in answers["embed"]["data"]] == ["embedding", "embedding"]
+    assert answers["moderate"]["results"][0]["flagged"] is False
+    assert len(answers["rerank"]["results"]) == len(answers["rerank-2"]["results"]) == 2
+    assert answers["score"]["data"] == answers["score-2"]["data"]
+    told = sum(answer.get("usage", {}).get("prompt_tokens", 0) for answer in answers.values())
+    assert (found["input_tokens"], found["output_tokens"]) == (told, 4)
+    write(tmp_path / "in.jsonl", [request("chat"), {**lines[0], "url": "/v1/audio/speech"}, *lines[1:]])
+    code, out, _ = inside(*command(simulator))
+    assert code == 1
+    assert "'/v1/audio/speech' takes no batches: it answers with audio" in " ".join(out.split())
+
+
 def test_nothing_but_the_batch_is_left_behind(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:

@@ -55,6 +55,30 @@ async def test_completions_responses_embeddings_and_moderations_have_theirs():
         assert (await ask(url, {"input": "fine"}, "/v1/moderations"))[2]["results"][0]["flagged"] is False
 
 
+async def test_scores_and_rankings_have_the_shapes_of_vllm():
+    async with running() as simulator:
+        url, pair = simulator.url, {"model": "m", "text_1": "q" * 8, "text_2": ["a" * 7, "b" * 7]}
+        _, _, scores = await ask(url, pair, "/v1/score")
+        assert (scores["object"], [one["object"] for one in scores["data"]]) == ("list", ["score", "score"])
+        assert [one["index"] for one in scores["data"]] == [0, 1]
+        assert all(0 <= one["score"] < 1 for one in scores["data"])
+        assert scores["usage"]["prompt_tokens"] == scores["usage"]["total_tokens"] == 8
+        _, _, again = await ask(url, {"model": "m", "queries": "q" * 8, "documents": ["a" * 7, "b" * 7]}, "/score")
+        assert again["data"] == scores["data"]
+        wanted = {"model": "m", "query": "q" * 8, "documents": ["a" * 7, "b" * 7]}
+        _, _, ranked = await ask(url, wanted, "/v2/rerank")
+        found = {one["index"]: one["relevance_score"] for one in ranked["results"]}
+        assert list(found.values()) == sorted((one["score"] for one in scores["data"]), reverse=True)
+        assert [one["document"]["text"] for one in ranked["results"]] == [wanted["documents"][n] for n in found]
+        _, _, best = await ask(url, {**wanted, "top_n": 1}, "/v1/rerank")
+        assert best["results"] == ranked["results"][:1]
+        status, _, error = await ask(url, {**wanted, "documents": []}, "/v1/rerank")
+        assert (status, error["error"]["param"]) == (400, "query")
+        status, _, _ = await ask(url, {**pair, "text_1": ["q", "r", "s"]}, "/v1/score")
+        assert status == 400
+        assert simulator.stats()["models"]["m"]["completion_tokens"] == 0
+
+
 async def test_equal_seeds_write_equal_texts_and_lengths():
     body = {"model": "m", "messages": [{"role": "user", "content": "How long?"}]}
 

@@ -30,7 +30,7 @@ from batchwright.api.routes import Streamed, Unfinished
 from batchwright.api.schemas import LIMIT_MAX, EventId, EventView, Page, Text
 from batchwright.api.services import Services, services
 from batchwright.batches.files import BATCH
-from batchwright.batches.lines import ENDPOINTS
+from batchwright.batches.lines import ENDPOINTS, NO_JSON
 from batchwright.batches.outlook import outlook
 from batchwright.batches.results import Cursor, Lines
 from batchwright.batches.store import SHARD_QUEUE, Batch, NewBatch, window_seconds
@@ -276,7 +276,7 @@ async def get_results(
 
 def _check(body: BatchToBe) -> None:
     if body.endpoint not in ENDPOINTS:
-        raise unsupported("endpoint", body.endpoint, [*ENDPOINTS])
+        raise unsupported("endpoint", body.endpoint, [*ENDPOINTS], NO_JSON.get(body.endpoint))
     try:
         window_seconds(body.completion_window)
     except InvalidInput as error:

@@ -63,9 +63,10 @@ def unknown(param: str) -> Refusal:
     return Refusal(f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
 
 
-def unsupported(param: str, value: str, supported: Sequence[str]) -> Refusal:
+def unsupported(param: str, value: str, supported: Sequence[str], reason: str | None = None) -> Refusal:
     known = ", ".join(f"'{one}'" for one in supported)
-    return Refusal(f"Invalid value: '{value[:100]}'. Supported values are: {known}.", code="invalid_value", param=param)
+    text = f"Invalid value: '{value[:100]}'. Supported values are: {known}."
+    return Refusal(f"{text} It is refused because {reason}." if reason else text, code="invalid_value", param=param)
 
 
 def wrong_type(param: str, expected: str, found: str) -> Refusal:

@@ -74,7 +74,6 @@ class Work:
     total: int
     """Requests of the shard, those answered before included."""
     model: str
-    endpoint: str
     traceparent: str | None
     deadline: float
     """By the monotonic clock."""
@@ -93,9 +92,9 @@ class Work:
         return request_id(self.batch_id, entry.offset)
 
     def request(self, entry: Entry, now: float) -> tuple[str, Request]:
-        custom_id, body = split(os.pread(self.descriptor, entry.length, entry.offset))
+        custom_id, url, body = split(os.pread(self.descriptor, entry.length, entry.offset))
         return custom_id, Request(
-            url=self.endpoint,
+            url=url,
             body=body,
             id=id_on_the_wire(self.id(entry)),
             traceparent=self.traceparent,

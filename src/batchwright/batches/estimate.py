@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batchwright.batches.lines import ENDPOINTS
 from batchwright.batches.outlook import cost
 from batchwright.batches.plan import Draft
 from batchwright.batches.settings import Price
-
-_SILENT = {"/v1/embeddings", "/v1/moderations"}
-"""Endpoints whose answers have no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +30,9 @@ class Estimate:
     """If a prefix cache saves all of the shared tokens, at the price of cached ones."""
 
 
-def estimate(draft: Draft, endpoint: str, prices: Mapping[str, Price], *, output_tokens: int) -> list[Estimate]:
-    """By model, the largest first; an answer is assumed to have `output_tokens`."""
-    assert endpoint in ENDPOINTS, f"{endpoint} was checked when the file was read"
-    each = 0 if endpoint in _SILENT else output_tokens
-    found = [_of_model(draft, model, prices, each) for model in draft.models]
+def estimate(draft: Draft, prices: Mapping[str, Price], *, output_tokens: int) -> list[Estimate]:
+    """By model, the largest first; an answer is assumed to have `output_tokens`, or none if it is no text."""
+    found = [_of_model(draft, model, prices, output_tokens) for model in draft.models]
     return sorted(found, key=lambda one: (-one.requests, one.model))
 
 
@@ -52,7 +46,8 @@ def total_cost(estimates: list[Estimate]) -> tuple[float, float] | None:
 
 def _of_model(draft: Draft, model: str, prices: Mapping[str, Price], output_tokens: int) -> Estimate:
     plan = draft.plan(model)
-    usage = {"input": plan.prompt_tokens, "output": output_tokens * len(plan.entries)}
+    written = len(plan.entries) - draft.models[model].silent
+    usage = {"input": plan.prompt_tokens, "output": output_tokens * written}
     return Estimate(
         model=model,
         requests=len(plan.entries),

@@ -220,7 +220,6 @@ class Shards:
             number=shard.number,
             claim=ctx.claim,
             model=shard.model,
-            endpoint=batch.endpoint,
             traceparent=account.owner.traceparent,
             deadline=time.monotonic() + order.seconds_left,
             descriptor=descriptor,

@@ -20,6 +20,7 @@ from msgspec.json import Decoder, encode
 from batchwright.errors import InvalidInput
 
 CUSTOM_ID_BYTES_MAX = 512
+_SHOWN_CHARACTERS_MAX = 100
 MODEL_CHARACTERS_MAX = 176  # a queue is named after the model, below a private one of 17; its name has 200
 
 
@@ -43,6 +44,13 @@ class Request(NamedTuple):
     model: str
     prompt: bytes
     inputs: int
+    url: str
+    repeated_bytes: int = 0
+    """Bytes that the model reads beside the prompt: the query once more for each document after the first."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return ENDPOINTS[self.url]
 
 
 class BadLine(NamedTuple):
@@ -52,32 +60,92 @@ class BadLine(NamedTuple):
     problems: list[Problem]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
-    """How the requests of one endpoint look: the field they need, and where their prompt is, in the model's order."""
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A field that a request must have, under one of its names, and how its value may begin."""
 
-    title: str
-    required: str
+    names: tuple[str, ...]
     first_bytes: bytes
-    prompt: tuple[str, ...]
-    counts_inputs: bool = False
 
     @property
     def expected(self) -> str:
-        return "an array" if self.first_bytes == b"[" else "a string or an array"
+        return " or ".join(_KINDS[bytes([first])] for first in self.first_bytes)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """How the requests of one endpoint look."""
+
+    title: str
+    needs: tuple[Need, ...]
+    before: tuple[str, ...] = ()
+    """Fields that come before those in the prompt."""
+    formats: frozenset[bytes] | None = None
+    """Values of `response_format` whose answer is JSON; None: that field says nothing about that."""
+    counts_inputs: bool = False
+    is_ordered: bool = True
+    """Whether requests are ordered by the beginning of their prompt, because a prefix cache may help."""
+    is_text: bool = True
+    """Whether the model reads the fields as text; how many tokens something else has is not known beforehand."""
+    has_output: bool = True
+    """Whether answers have tokens that the model wrote."""
+    repeats_first: bool = False
+    """Whether the model reads the first need once for each item of the second."""
+
+
+_SCORE = Endpoint(
+    title="Score",
+    needs=(Need(("text_1", "queries", "data_1"), b'"[{'), Need(("text_2", "documents", "data_2", "items"), b'"[{')),
+    has_output=False,
+    repeats_first=True,
+)
+_RERANK = Endpoint(
+    title="Rerank",
+    needs=(Need(("query",), b'"{'), Need(("documents",), b'"[{')),
+    has_output=False,
+    repeats_first=True,
+)
+_AUDIO = Endpoint(
+    title="Audio",
+    needs=(Need(("file_url",), b'"'),),
+    formats=frozenset({b"", b"null", b'"json"', b'"verbose_json"', b'"diarized_json"'}),
+    is_ordered=False,
+    is_text=False,
+)
 ENDPOINTS: Mapping[str, Endpoint] = {
-    "/v1/chat/completions": Endpoint(
-        title="Chat Completions", required="messages", first_bytes=b"[", prompt=("tools", "messages")
+    "/v1/chat/completions": Endpoint(title="Chat Completions", needs=(Need(("messages",), b"["),), before=("tools",)),
+    "/v1/completions": Endpoint(title="Completions", needs=(Need(("prompt",), b'"['),)),
+    "/v1/embeddings": Endpoint(
+        title="Embeddings",
+        needs=(Need(("input",), b'"['),),
+        counts_inputs=True,
+        is_ordered=False,
+        has_output=False,
     ),
-    "/v1/completions": Endpoint(title="Completions", required="prompt", first_bytes=b'["', prompt=("prompt",)),
-    "/v1/embeddings": Endpoint(title="Embeddings", required="input", first_bytes=b'["', prompt=(), counts_inputs=True),
-    "/v1/moderations": Endpoint(title="Moderations", required="input", first_bytes=b'["', prompt=()),
-    "/v1/responses": Endpoint(
-        title="Responses", required="input", first_bytes=b'["', prompt=("instructions", "tools", "input")
+    "/v1/moderations": Endpoint(
+        title="Moderations", needs=(Need(("input",), b'"['),), is_ordered=False, has_output=False
     ),
+    "/v1/responses": Endpoint(title="Responses", needs=(Need(("input",), b'"['),), before=("instructions", "tools")),
+    "/v1/score": _SCORE,
+    "/v1/rerank": _RERANK,
+    "/v1/audio/transcriptions": _AUDIO,
+    "/v1/audio/translations": _AUDIO,
+    # The same under the other paths of vLLM, which its own examples mix.
+    "/score": _SCORE,
+    "/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
 }
+MIXED = "mixed"
+"""The endpoint of a batch whose lines each name their own; only the command line makes such batches."""
+NO_JSON = {"/v1/audio/speech": "it answers with audio, and a line of an output file holds JSON"}
+"""Endpoints that are refused for a reason of their own."""
+
+
+def why_refused(url: str) -> str:
+    """Why an endpoint takes no batches, and which ones do."""
+    reason = f": {NO_JSON[url]}" if url in NO_JSON else ""
+    return f"{url!r} takes no batches{reason}; use one of {', '.join(ENDPOINTS)}"
+
 
 _ABSENT = Raw(b"")
 
@@ -85,10 +153,20 @@ _ABSENT = Raw(b"")
 class _Body(Struct, gc=False):
     model: str
     stream: bool | None = None
+    data_1: Raw = _ABSENT
+    data_2: Raw = _ABSENT
+    documents: Raw = _ABSENT
+    file_url: Raw = _ABSENT
     input: Raw = _ABSENT
     instructions: Raw = _ABSENT
+    items: Raw = _ABSENT
     messages: Raw = _ABSENT
     prompt: Raw = _ABSENT
+    queries: Raw = _ABSENT
+    query: Raw = _ABSENT
+    response_format: Raw = _ABSENT
+    text_1: Raw = _ABSENT
+    text_2: Raw = _ABSENT
     tools: Raw = _ABSENT
 
 
@@ -101,6 +179,7 @@ class _Line(Struct, gc=False):
 
 class _Envelope(Struct, gc=False):
     custom_id: str
+    url: str
     body: Raw
 
 
@@ -128,10 +207,10 @@ class _Fault(TypedDict):
     param: str
 
 
-def split(line: bytes) -> tuple[str, bytes]:
-    """The custom_id and the body, byte for byte as the user wrote it, of a line that has passed the check."""
+def split(line: bytes) -> tuple[str, str, bytes]:
+    """The custom_id, the url, and the body byte for byte as the user wrote it, of a line that has passed the check."""
     envelope = _envelope.decode(line)
-    return envelope.custom_id, bytes(envelope.body)
+    return envelope.custom_id, envelope.url, bytes(envelope.body)
 
 
 class LineCheck:
@@ -142,15 +221,10 @@ class LineCheck:
     """
 
     def __init__(self, url: str) -> None:
-        endpoint = ENDPOINTS.get(url)
-        if endpoint is None:
-            raise InvalidInput(
-                f"endpoint {url!r} takes no batches: use one of {', '.join(ENDPOINTS)}", param="endpoint"
-            )
+        if url != MIXED and url not in ENDPOINTS:
+            raise InvalidInput(f"endpoint {why_refused(url)}", param="endpoint")
         self.url = url
-        self.endpoint = endpoint
-        self._required: Callable[[_Body], Raw] = attrgetter(endpoint.required)
-        self._before = tuple(attrgetter(name) for name in endpoint.prompt if name != endpoint.required)
+        self._readers = {one: _Reader(ENDPOINTS[one]) for one in (ENDPOINTS if url == MIXED else [url])}
 
     def check(self, line: bytes, number: int) -> Request | BadLine:
         """Never raises for what a line holds; trailing white space, a newline included, is no part of it."""
@@ -160,26 +234,16 @@ class LineCheck:
             fields = _line.decode(line)
         except (DecodeError, RecursionError):
             return self._check_carefully(line, number)
-        required = bytes(self._required(fields.body))
-        if self._is_good(fields, required):
-            return self._request(fields, required)
+        reader = self._readers.get(fields.url)
+        if (
+            reader is not None
+            and not fields.body.stream
+            and _custom_id_fault(fields.custom_id) is None
+            and _model_fault(fields.body.model) is None
+            and (request := reader.read(fields)) is not None
+        ):
+            return request
         return self._check_carefully(line, number)
-
-    def _is_good(self, line: _Line, required: bytes) -> bool:
-        return (
-            line.url == self.url
-            and not line.body.stream
-            and required[:1] in self.endpoint.first_bytes
-            and required != b""
-            and _custom_id_fault(line.custom_id) is None
-            and _model_fault(line.body.model) is None
-        )
-
-    def _request(self, line: _Line, required: bytes) -> Request:
-        body = line.body
-        prompt = b"".join([*[field(body) for field in self._before], required]) if self._before else required
-        inputs = _count_inputs(required) if self.endpoint.counts_inputs else 0
-        return Request(line.custom_id, body.model, prompt, inputs)
 
     def _check_carefully(self, line: bytes, number: int) -> Request | BadLine:
         try:
@@ -192,39 +256,87 @@ class LineCheck:
             return BadLine(_usable_custom_id(fields.get("custom_id")), problems)
         # Nothing is wrong where an earlier one of several equal keys was off: drop it and read the line again.
         clean = _line.decode(encode({**fields, "body": body}))
-        return self._request(clean, bytes(self._required(clean.body)))
+        request = self._readers[clean.url].read(clean)
+        assert request is not None, "a line without a fault can be read"
+        return request
 
     def _faults(self, fields: Fields, body: Fields | None) -> Iterator[_Fault]:
         yield from _text_faults(fields, "custom_id", _custom_id_fault)
         yield from _text_faults(fields, "method", _method_fault)
         yield from _text_faults(fields, "url", self._url_fault)
         if body is not None:
-            yield from self._body_faults(body)
+            yield from self._body_faults(body, self._endpoint(fields))
         elif _kind(fields.get("body")) == "null":
             yield _missing("body")
         else:
             yield _wrong_type("body", "an object", fields["body"])
 
+    def _endpoint(self, fields: Fields) -> Endpoint | None:
+        """What the body is held against: the batch's endpoint, or the line's own, as far as that is known."""
+        if self.url != MIXED:
+            return ENDPOINTS[self.url]
+        url = fields.get("url")
+        return ENDPOINTS.get(_text.decode(url)) if url is not None and _kind(url) == "a string" else None
+
     def _url_fault(self, url: str) -> _Fault | None:
-        if url == self.url:
+        if url in self._readers:
             return None
-        return _Fault(
-            code="invalid_url",
-            message="The URL provided for this request does not match the batch endpoint.",
-            param="url",
+        message = "The URL provided for this request does not match the batch endpoint."
+        if self.url == MIXED:
+            message = f"The URL {why_refused(url[:_SHOWN_CHARACTERS_MAX])}."
+        return _Fault(code="invalid_url", message=message, param="url")
+
+    def _body_faults(self, body: Fields, endpoint: Endpoint | None) -> Iterator[_Fault]:
+        yield from _text_faults(body, "model", _model_fault, inside="body.")
+        if endpoint is None:
+            return
+        for need in endpoint.needs:
+            yield from _need_faults(body, need)
+        if bytes(body.get("stream", b"null")) not in (b"null", b"false"):
+            message = f"{endpoint.title}: Streaming is not supported in the Batch API."
+            yield _Fault(code="streaming_unsupported", message=message, param="body.stream")
+        wanted = bytes(body.get("response_format", b""))
+        if endpoint.formats is not None and wanted not in endpoint.formats:
+            message = f"{endpoint.title}: An answer must be JSON; response_format is 'json' or 'verbose_json'."
+            yield _Fault(code="invalid_value", message=message, param="body.response_format")
+
+
+class _Reader:
+    """Takes what the plan needs out of the lines of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._before = tuple(attrgetter(name) for name in endpoint.before)
+        self._needs = tuple(
+            (tuple(attrgetter(name) for name in need.names), need.first_bytes) for need in endpoint.needs
         )
 
-    def _body_faults(self, body: Fields) -> Iterator[_Fault]:
-        yield from _text_faults(body, "model", _model_fault, inside="body.")
-        required = body.get(self.endpoint.required)
-        param = f"body.{self.endpoint.required}"
-        if required is None or _kind(required) == "null":
-            yield _needed(param)
-        elif bytes(required)[:1] not in self.endpoint.first_bytes:
-            yield _wrong_type(param, self.endpoint.expected, required)
-        if bytes(body.get("stream", b"null")) not in (b"null", b"false"):
-            message = f"{self.endpoint.title}: Streaming is not supported in the Batch API."
-            yield _Fault(code="streaming_unsupported", message=message, param="body.stream")
+    def read(self, line: _Line) -> Request | None:
+        """None if the body is not as the endpoint needs it."""
+        body, endpoint = line.body, self._endpoint
+        if endpoint.formats is not None and bytes(body.response_format) not in endpoint.formats:
+            return None
+        found = []
+        for getters, first_bytes in self._needs:
+            value = next((value for get in getters if (value := bytes(get(body))) not in (b"", b"null")), b"")
+            if not value or value[0] not in first_bytes:
+                return None
+            found.append(value)
+        prompt = b"".join([*[get(body) for get in self._before], *found]) if endpoint.is_text else b""
+        inputs = _count_inputs(found[0]) if endpoint.counts_inputs else 0
+        again = len(found[0]) * (max(1, _count_items(found[1])) - 1) if endpoint.repeats_first else 0
+        return Request(line.custom_id, body.model, prompt, inputs, line.url, again)
+
+
+def _need_faults(body: Fields, need: Need) -> Iterator[_Fault]:
+    name = next((name for name in need.names if _kind(body.get(name)) != "null"), None)
+    if name is None and len(need.names) > 1:
+        names = ", ".join(f"'{name}'" for name in need.names)
+        yield _Fault(code="invalid_request", message=f"One of {names} is required.", param=f"body.{need.names[0]}")
+    elif name is None:
+        yield _needed(f"body.{need.names[0]}")
+    elif bytes(body[name])[0] not in need.first_bytes:
+        yield _wrong_type(f"body.{name}", need.expected, body[name])
 
 
 def _text_faults(
@@ -304,6 +416,11 @@ def _count_inputs(required: bytes) -> int:
         return 1
     items = _items.decode(required)
     return 1 if items and _kind(items[0]) == "a number" else len(items)
+
+
+def _count_items(value: bytes) -> int:
+    """Of an array; anything else is one."""
+    return len(_items.decode(value)) if value[:1] == b"[" else 1
 
 
 def _is_utf8(line: bytes) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,12 +102,15 @@ class ModelDraft:
         self.lengths = array("I")
         self.chains: list[bytes] = []
         self.prompt_bytes = 0
+        self.silent = 0
+        """Requests whose answers have no tokens, such as embeddings."""
 
-    def add(self, offset: int, length: int, prompt: bytes, chained: bytes) -> None:
+    def add(self, offset: int, length: int, request: Request, chained: bytes) -> None:
         self.offsets.append(offset)
         self.lengths.append(length)
         self.chains.append(chained)
-        self.prompt_bytes += len(prompt)
+        self.prompt_bytes += len(request.prompt) + request.repeated_bytes
+        self.silent += not request.endpoint.has_output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +141,8 @@ class Draft:
     inputs: int = 0
     line_count: int = 0
     models: dict[str, ModelDraft] = field(default_factory=dict)
+    urls: Counter[str] = field(default_factory=Counter)
+    """Requests by the url that they go to."""
     rejected: list[Entry] = field(default_factory=list)
 
     @property
@@ -272,13 +278,14 @@ class _Pass:
 
     def _place(self, line: _Line, request: Request) -> None:
         self.draft.inputs += request.inputs
+        self.draft.urls[request.url] += 1
         if self.rules.models is not None and request.model not in self.rules.models:
             self.draft.rejected.append(Entry(line.offset, line.length, 0))
             return
         draft = self.draft.models.get(request.model) or self._open(request.model, line.number)
         if draft is not None:
-            chained = chain(request.prompt) if self.lines.endpoint.prompt else b""
-            draft.add(line.offset, line.length, request.prompt, chained)
+            chained = chain(request.prompt) if request.endpoint.is_ordered else b""
+            draft.add(line.offset, line.length, request, chained)
 
     def _open(self, model: str, number: int) -> ModelDraft | None:
         if len(self.draft.models) < self.limits.models_max:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
+import msgspec
 import typer
 from rich.text import Text
 
 from batchwright.batches.estimate import Estimate, estimate, total_cost
-from batchwright.batches.lines import ENDPOINTS
+from batchwright.batches.lines import ENDPOINTS, MIXED, why_refused
 from batchwright.batches.plan import Draft, Rules, read
 from batchwright.cli.batch_show import money, number, print_problems, size
 from batchwright.cli.flags import Config, Json, settings_from
@@ -23,7 +23,15 @@ from batchwright.settings import Settings
 DEFAULT_ENDPOINT = "/v1/chat/completions"
 _BOM = b"\xef\xbb\xbf"
 _LINE_BYTES_MAX = 16 * 1024 * 1024
-_LINES_LOOKED_AT = 100
+
+
+class _Url(msgspec.Struct):
+    """The one field of a line that says where it goes; the rest is skipped."""
+
+    url: str | None = None
+
+
+_line = msgspec.json.Decoder(_Url)
 
 InputFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="Requests, one JSON object per line.", show_default=False)
@@ -32,7 +40,7 @@ Endpoint = Annotated[
     str | None,
     typer.Option(
         metavar="PATH",
-        help="Where its requests go, such as /v1/embeddings; by default where its first line says.",
+        help="Where all of its requests go, such as /v1/embeddings; by default each goes where its line says.",
         show_default=False,
     ),
 ]
@@ -53,7 +61,7 @@ def check(
     settings = settings_from(None, config)
     where = endpoint_of(file, endpoint)
     draft = read_draft(file, where, settings, limit)
-    estimates = estimate(draft, where, settings.batches.prices, output_tokens=output_tokens)
+    estimates = estimate(draft, settings.batches.prices, output_tokens=output_tokens)
     if json:
         print_json(_as_json(where, draft, estimates))
     else:
@@ -63,17 +71,20 @@ def check(
 
 
 def endpoint_of(file: Path, named: str | None) -> str:
-    """The one that was named, or the url of the first request, or chat completions."""
+    """The one that was named, or the one that all requests have, or `MIXED`; chat completions if none is known."""
     if named is not None:
         if named not in ENDPOINTS:
-            raise InvalidInput(f"--endpoint {named!r} takes no batches; write one of {', '.join(ENDPOINTS)}")
+            raise InvalidInput(f"--endpoint {why_refused(named)}")
         return named
+    found: str | None = None
     with readable(file).open("rb") as lines:
-        for _ in range(_LINES_LOOKED_AT):
-            line = lines.readline(_LINE_BYTES_MAX).removeprefix(_BOM).strip()
-            if line:
-                return _url_of(line)
-    return DEFAULT_ENDPOINT
+        while line := lines.readline(_LINE_BYTES_MAX):
+            url = _url_of(line.removeprefix(_BOM))
+            if url in ENDPOINTS and url != found:
+                if found is not None:
+                    return MIXED
+                found = url
+    return found or DEFAULT_ENDPOINT
 
 
 def readable(file: Path) -> Path:
@@ -93,18 +104,19 @@ def read_draft(file: Path, endpoint: str, settings: Settings, problems_kept: int
     return read(readable(file), Rules(endpoint=endpoint, limits=limits, models=models))
 
 
-def _url_of(line: bytes) -> str:
+def _url_of(line: bytes) -> str | None:
+    """None of a line that cannot be read: what is wrong with it is told when it is checked."""
     try:
-        url = orjson.loads(line).get("url")
-    except (orjson.JSONDecodeError, AttributeError):
-        return DEFAULT_ENDPOINT
-    return url if isinstance(url, str) and url in ENDPOINTS else DEFAULT_ENDPOINT
+        return _line.decode(line).url
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> dict[str, Any]:
     costs = total_cost(list(estimates))
     return {
         "endpoint": endpoint,
+        "endpoints": dict(draft.urls),
         "requests": draft.line_count,
         "rejected": len(draft.rejected),
         "problems": draft.problems.as_json(),
@@ -149,13 +161,19 @@ def _print_models(estimates: Sequence[Estimate]) -> None:
 
 def _conclusion(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> str:
     prompt, shared = sum(one.prompt_tokens for one in estimates), sum(one.shared_tokens for one in estimates)
-    parts = [f"{number(draft.line_count)} requests to {endpoint}", f"{about(prompt)} prompt tokens"]
+    parts = [f"{number(draft.line_count)} requests to {_where(endpoint, draft)}", f"{about(prompt)} prompt tokens"]
     if shared:
         parts.append(f"{_share(shared, prompt):.0%} of them in beginnings that a prefix cache can save")
     if (costs := total_cost(list(estimates))) is not None:
         cached = f", {money(costs[0])} if all of that is saved" if costs[0] < costs[1] else ""
         parts.append(f"cost about {money(costs[1])}{cached}")
     return f"{file} can be run: {'; '.join(parts)}"
+
+
+def _where(endpoint: str, draft: Draft) -> str:
+    if endpoint != MIXED:
+        return endpoint
+    return ", ".join(f"{url} ({number(count)})" for url, count in sorted(draft.urls.items()))
 
 
 def about(n: int) -> str:

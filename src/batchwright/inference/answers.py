@@ -223,11 +223,12 @@ _FAILURES = {
 
 
 def _usage(found: Any) -> Usage:
-    """Chat, completions and embeddings say prompt and completion, responses say input and output."""
+    """Chat, completions and embeddings say prompt and completion, responses say input and output, and some rerankers
+    say the total alone, which is all input."""
     if not isinstance(found, dict):
         return UNKNOWN
     return Usage(
-        input=_count(found, "prompt_tokens", "input_tokens"),
+        input=_count(found, "prompt_tokens", "input_tokens", "total_tokens"),
         output=_count(found, "completion_tokens", "output_tokens"),
         cached=_count(found.get("prompt_tokens_details") or found.get("input_tokens_details"), "cached_tokens"),
         reasoning=_count(

@@ -13,7 +13,16 @@ from statistics import NormalDist
 import orjson
 import xxhash
 
-from batchwright.simulator.bodies import CHAT, COMPLETIONS, EMBEDDINGS, MODERATIONS, OUTPUT_TOKENS_MAX, Ask
+from batchwright.simulator.bodies import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MODERATIONS,
+    OUTPUT_TOKENS_MAX,
+    RERANK,
+    SCORE,
+    Ask,
+)
 from batchwright.simulator.profiles import Profile
 
 _POOL = 1 << 14
@@ -39,6 +48,13 @@ _EMBEDDINGS = b'{"object":"list","data":[%b],"model":%b,"usage":{"prompt_tokens"
 _EMBEDDING = b'{"object":"embedding","index":%d,"embedding":%b}'
 _MODERATIONS = b'{"id":"modr-%016x","model":%b,"results":[%b]}'
 _MODERATION = b'{"flagged":false,"categories":{"violence":false},"category_scores":{"violence":0.0001}}'
+_SCORES = (
+    b'{"id":"score-%016x","object":"list","created":%d,"model":%b,"data":[%b],"usage":{"prompt_tokens":%d,'
+    b'"total_tokens":%d,"completion_tokens":0,"prompt_tokens_details":null}}'
+)
+_SCORE = b'{"index":%d,"object":"score","score":%.6f}'
+_RERANKING = b'{"id":"rerank-%016x","model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d},"results":[%b]}'
+_RANK = b'{"index":%d,"document":{"text":%b,"multi_modal":null},"relevance_score":%.6f}'
 _RESPONSE = (
     b'{"id":"resp_%016x","object":"response","created_at":%d,"status":"%b","background":false,"error":null,'
     b'"incomplete_details":%b,"instructions":null,"max_output_tokens":%b,"model":%b,'
@@ -104,6 +120,8 @@ class Author:
             return _EMBEDDINGS % (b",".join(vectors), model, done.prompt_tokens, done.prompt_tokens)
         if ask.endpoint == MODERATIONS:
             return _MODERATIONS % (done.number, model, b",".join([_MODERATION] * len(ask.prompts)))
+        if ask.endpoint in (RERANK, SCORE):
+            return self._scored(ask, done, model)
         if ask.endpoint == CHAT:
             return _CHAT % self._filled(_CHAT_CHOICE, ask, done, model)
         if ask.endpoint == COMPLETIONS:
@@ -129,6 +147,17 @@ class Author:
         total = done.prompt_tokens + done.tokens_each
         head = (done.number, done.created, status, why, most, model, done.number, status, text)
         return _RESPONSE % (*head, done.prompt_tokens, done.cached_tokens, done.tokens_each, total)
+
+    def _scored(self, ask: Ask, done: Written, model: bytes) -> bytes:
+        """Shapes as vLLM has them; a score follows from the seed and the pair, and reranked documents from the best."""
+        scores = [xxhash.xxh3_64_intdigest(pair, self.seed) / 2.0**64 for pair in ask.prompts]
+        tokens = (done.prompt_tokens, done.prompt_tokens)
+        if ask.endpoint == SCORE:
+            data = b",".join(_SCORE % pair for pair in enumerate(scores))
+            return _SCORES % (done.number, done.created, model, data, *tokens)
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: ask.top_n]
+        results = b",".join(_RANK % (index, orjson.dumps(ask.documents[index]), scores[index]) for index in best)
+        return _RERANKING % (done.number, model, *tokens, results)
 
     def _vector(self, ask: Ask, text: bytes, dimensions: int) -> bytes:
         start = xxhash.xxh3_64_intdigest(text, self.seed) % _POOL

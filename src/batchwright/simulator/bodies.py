@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,24 @@ import orjson
 
 from batchwright.errors import InvalidInput
 
-CHAT, COMPLETIONS, EMBEDDINGS, MODERATIONS, RESPONSES = ENDPOINTS = (
+CHAT, COMPLETIONS, EMBEDDINGS, MODERATIONS, RERANK, RESPONSES, SCORE = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
     "/v1/moderations",
+    "/v1/rerank",
     "/v1/responses",
+    "/v1/score",
 )
+ENDPOINTS = {
+    **{one: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, MODERATIONS, RERANK, RESPONSES, SCORE)},
+    "/score": SCORE,
+    "/rerank": RERANK,
+    "/v2/rerank": RERANK,
+}
+"""What is answered at each path; some are there twice, as at vLLM."""
+SILENT = (EMBEDDINGS, MODERATIONS, RERANK, SCORE)
+"""Endpoints at which the model writes nothing."""
 OUTPUT_TOKENS_MAX = 1_000_000
 _CHOICES_MAX = 128
 _INPUTS_MAX = 2048
@@ -31,6 +43,12 @@ class Body(msgspec.Struct, gc=False):
     prompt: str | list[Any] | None = None
     input: str | list[Any] | None = None
     instructions: str | list[Any] | None = None
+    query: str | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    top_n: int | None = None
     tools: list[Any] | None = None
     n: int | None = None
     max_tokens: int | None = None
@@ -52,6 +70,9 @@ class Ask:
     max_tokens: int | None = None
     dimensions: int | None = None
     is_base64: bool = False
+    documents: Sequence[str] = ()
+    """Those of a rerank request, one for each prompt."""
+    top_n: int | None = None
 
 
 _decode = msgspec.json.Decoder(Body).decode
@@ -75,6 +96,8 @@ def read(endpoint: str, raw: bytes) -> Ask:
         max_tokens=_max_tokens(endpoint, body),
         dimensions=_within("dimensions", body.dimensions, 1, _DIMENSIONS_MAX),
         is_base64=body.encoding_format == "base64",
+        documents=_list(body.documents or ()) if endpoint == RERANK else (),
+        top_n=_within("top_n", body.top_n, 0, _INPUTS_MAX) or None,
     )
 
 
@@ -101,6 +124,8 @@ def _prompts(endpoint: str, body: Body) -> list[bytes]:
         if body.input is None:
             raise InvalidInput("you must provide an input parameter", param="input")
         return [_joined(body.tools, _text(body.instructions or ""), *map(_text, _parts(body.input)))]
+    if endpoint in (RERANK, SCORE):
+        return _pairs(endpoint, body)
     name, value = ("prompt", body.prompt) if endpoint == COMPLETIONS else ("input", body.input)
     if not value:
         raise InvalidInput(f"{name} must be a text or a list of texts, and not empty", param=name)
@@ -108,6 +133,27 @@ def _prompts(endpoint: str, body: Body) -> list[bytes]:
     if len(texts) > _INPUTS_MAX:
         raise InvalidInput(f"{name} has {len(texts)} texts, but {_INPUTS_MAX} are allowed", param=name)
     return texts
+
+
+def _pairs(endpoint: str, body: Body) -> list[bytes]:
+    """Each document after its query; one query goes with all of them, several with one document each."""
+    first, second = ("query", "documents") if endpoint == RERANK else ("text_1", "text_2")
+    if endpoint == SCORE and body.text_1 is None:
+        first, second = "queries", "documents"
+    queries, documents = _list(getattr(body, first) or ()), _list(getattr(body, second) or ())
+    if not queries or not documents:
+        raise InvalidInput(f"{first} and {second} must be texts or lists of texts, and not empty", param=first)
+    if len(documents) > _INPUTS_MAX:
+        raise InvalidInput(f"{second} has {len(documents)} texts, but {_INPUTS_MAX} are allowed", param=second)
+    if len(queries) == 1:
+        queries = [*queries] * len(documents)
+    if len(queries) != len(documents):
+        raise InvalidInput(f"{first} has {len(queries)} texts and {second} {len(documents)}", param=first)
+    return [f"{query}\n{document}".encode() for query, document in zip(queries, documents, strict=True)]
+
+
+def _list(value: str | Sequence[str]) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def _joined(tools: list[Any] | None, *texts: str) -> bytes:

@@ -17,7 +17,7 @@ import xxhash
 from batchwright.errors import ConfigurationError, InvalidInput
 from batchwright.simulator import faults
 from batchwright.simulator.answers import Author, Written, error_body, models_body
-from batchwright.simulator.bodies import EMBEDDINGS, ENDPOINTS, MODERATIONS, Ask, read
+from batchwright.simulator.bodies import ENDPOINTS, SILENT, Ask, read
 from batchwright.simulator.counters import Counters, Spread
 from batchwright.simulator.faults import Fault, Faults
 from batchwright.simulator.http import Connection, Exchange
@@ -25,7 +25,7 @@ from batchwright.simulator.model import ModelServer, Ticket
 from batchwright.simulator.prefix_cache import BLOCK_TOKENS, chain, tokens
 from batchwright.simulator.profiles import Profile
 
-_ENDPOINTS = {endpoint.encode(): endpoint for endpoint in ENDPOINTS}
+_ENDPOINTS = {path.encode(): endpoint for path, endpoint in ENDPOINTS.items()}
 _LISTED_MAX = 10_000
 _TICK_SECONDS = 0.001
 
@@ -295,7 +295,7 @@ class Simulator:
     def _submit(self, work: Work) -> None:
         ask, lane, profile = work.ask, work.lane, work.lane.server.profile
         prompt_tokens = sum(map(tokens, ask.prompts))
-        is_written = ask.endpoint not in (EMBEDDINGS, MODERATIONS)
+        is_written = ask.endpoint not in SILENT
         if is_written:
             work.tokens_each = ask.max_tokens or self._author.length(ask.prompts[0], profile)
         output = work.tokens_each * ask.choices * len(ask.prompts)
