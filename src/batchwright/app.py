@@ -21,6 +21,7 @@ import orjson
 from batchwright.api.keys import Keys
 from batchwright.batches.files import Files
 from batchwright.batches.metrics import BATCH_METRICS, STORAGE_METRIC, BatchCounts, StorageCounts, rooms
+from batchwright.batches.seal import KEY_FILE, KeySource, Seal
 from batchwright.batches.store import Batches
 from batchwright.batches.workspace import Workspace
 from batchwright.db.database import Pool, adopt, complete, is_blocking
@@ -152,6 +153,14 @@ class AsyncBatchwright:
     def workspace(self) -> Workspace:
         settings = self.settings.batches
         return Workspace(settings.work_dir or self.folder / "work", settings.work_dir_limit)
+
+    @property
+    def seal(self) -> Seal:
+        """Encrypts headers of creators; a key is made by itself only where nobody else needs it."""
+        settings = self.settings.batches
+        is_named = settings.header_key_file is not None or settings.header_key_env is not None
+        made = None if is_named or self.settings.database.url is not None else self.folder / KEY_FILE
+        return Seal(KeySource(settings.header_key_file, settings.header_key_env, made))
 
     # Life -------------------------------------------------------------------------------------------------------
 
@@ -317,6 +326,8 @@ class AsyncBatchwright:
                 settings=settings,
                 batch_settings=self.settings.batches,
                 has_gateways=self.settings.has_gateways,
+                passthrough_headers=self.settings.passthrough_headers,
+                seal=self.seal,
                 version=VERSION,
                 queue=self.queue,
                 catalog=self.catalog,
@@ -412,6 +423,7 @@ class AsyncBatchwright:
             counts=BatchCounts(counts),
             inference=settings.inference,
             settings=settings.batches,
+            seal=self.seal,
             is_shared=settings.storage.url is not None,
             queues=settings.worker.queues,
         )

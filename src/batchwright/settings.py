@@ -84,6 +84,12 @@ class Settings:
         """Whether there is a model server to send batches to."""
         return self.global_inference_gateway.is_set or bool(self.model_gateways)
 
+    @property
+    def passthrough_headers(self) -> frozenset[str]:
+        """Headers of creators that some gateway wants."""
+        gateways = (self.global_inference_gateway, *self.model_gateways.values())
+        return frozenset(name for gateway in gateways for name in gateway.passthrough_headers)
+
     def __post_init__(self) -> None:
         refuse_both(self.global_inference_gateway, self.model_gateways)
         refuse_doubles(self.webhooks)
@@ -154,16 +160,17 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         table = found
         for part in path[:-1]:
             table = table.setdefault(part, {})
-        table[path[-1]] = _value(text, is_list=path in _lists())
+        table[path[-1]] = _value(name, text, is_list=path in _lists())
     return found
 
 
-def _value(text: str, *, is_list: bool) -> Any:
+def _value(name: str, text: str, *, is_list: bool) -> Any:
+    """An error does not repeat the text: there may be headers in it."""
     if text.startswith(("[", "{")):
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
-            raise ConfigurationError(f"{text!r} in the environment is not JSON: {error}") from error
+            raise ConfigurationError(f"the environment variable {name} is not JSON: {error}") from error
     return text.split(",") if is_list else text
 
 

@@ -141,6 +141,22 @@ def test_one_file_may_mix_the_endpoints_of_its_lines(
     assert "'/v1/audio/speech' takes no batches: it answers with audio" in " ".join(out.split())
 
 
+def test_headers_of_the_command_line_go_with_each_request_and_are_not_stored(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_TEST_FAULT", "418:code=teapot")
+    write(tmp_path / "in.jsonl")
+    headers = ["--header", "X-Simulator-Fault: env:BATCHWRIGHT_TEST_FAULT", "--header", "x-team: Zebra-4711"]
+    code, out, err = inside(*command(simulator, *headers))
+    assert (code, err) == (4, "")
+    assert [line["response"]["status_code"] for line in read(tmp_path / "in.errors.jsonl")] == [418] * 4
+    assert "Zebra" not in out + str(cli.rows("SELECT b::text FROM batchwright.batch b"))
+    code, _, err = inside(*command(simulator, "--header", "x-team Zebra-4711"))
+    assert (code, "write it like --header 'x-team: search'" in " ".join(err.split())) == (1, True)
+    code, _, err = inside(*command(simulator, "--header", "Host: Zebra-4711"))
+    assert (code, "headers has host, which is set" in " ".join(err.split()), "Zebra" in err) == (1, True, False)
+
+
 def test_nothing_but_the_batch_is_left_behind(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:

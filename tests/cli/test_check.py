@@ -129,6 +129,15 @@ def test_a_store_that_cannot_do_what_batches_need_is_an_error(cli: Cli, s3: S3, 
     assert ("range" if fault == "whole" else "503") in found["text"]
 
 
+def test_headers_that_nobody_could_store_are_a_finding(inside: Inside, tmp_path: Path) -> None:
+    gateway = '[global_inference_gateway]\nurl = "http://127.0.0.1:9"\npassthrough_headers = ["x-tenant-id"]\n'
+    (tmp_path / "batchwright.toml").write_text(gateway)
+    (found,) = [one for one in orjson.loads(inside("check", "--json")[1]) if one["name"] == "gateways"]
+    assert found["level"] == "error"
+    assert "there is no key for that" in found["text"]
+    assert found["remedy"].startswith("set batches.header_key_file")
+
+
 def test_without_gateways_nothing_is_said_of_them(inside: Inside) -> None:
     assert "gateways" not in {one["name"] for one in inside.json("check")}
 

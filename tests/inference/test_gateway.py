@@ -18,6 +18,7 @@ from batchwright.errors import ConfigurationError
 from batchwright.inference import gateway as gateway_module
 from batchwright.inference.answers import Verdict
 from batchwright.inference.gateway import Gateway, Gateways, Request
+from batchwright.inference.headers import header_pairs
 from batchwright.inference.settings import GatewaySettings, InferenceSettings
 from tests.conftest import skip
 from tests.inference.server import RawServer, answer
@@ -55,6 +56,31 @@ async def test_a_request_goes_out_byte_for_byte_with_its_headers(model_server):
         "x-request-id": "batch_req_1",
         "x-tenant": "a",
     }
+
+
+async def test_fixed_headers_and_the_key_win_over_those_of_a_request(model_server, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "token").write_text("Basic first\n")
+    fixed = header_pairs({"X-Team": "search", "X-Tenant": "env:TENANT", "x-token": f"file:{tmp_path / 'token'}"})
+    environment = {"TENANT": "acme", "KEY": KEY}
+    one = gateway(model_server, headers=fixed, api_key_env="KEY", environment=environment)
+    theirs = {"x-team": "mine", "x-tenant": "mine", "x-token": "mine", "authorization": "mine", "x-priority": "low"}
+    await one.send(request(headers=theirs))
+    monkeypatch.setattr(gateway_module, "KEY_SECONDS", 0.0)
+    (tmp_path / "token").write_text("Basic second")
+    await one.send(request())
+    first, second = model_server.heads
+    assert (first["x-team"], first["x-tenant"], first["x-token"]) == ("search", "acme", "Basic first")
+    assert (first["authorization"], first["x-priority"]) == (f"Bearer {KEY}", "low")
+    assert second["x-token"] == "Basic second", "a file that was exchanged is read again"
+    for text in (repr(one), repr(one.settings), caplog.text):
+        assert not any(secret in text for secret in ("acme", "Basic", KEY, "search"))
+
+
+async def test_a_header_whose_value_cannot_be_read_is_refused_at_start(model_server, tmp_path):
+    for value, origin in [("env:NOWHERE", "environment variable NOWHERE"), ("file:/no/where", "file /no/where")]:
+        with pytest.raises(ConfigurationError, match=f"the header x-a is the {origin}, which "):
+            gateway(model_server, headers=header_pairs({"x-a": value}))
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])

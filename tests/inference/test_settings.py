@@ -9,7 +9,7 @@ import pytest
 
 from batchwright.errors import ConfigurationError
 from batchwright.inference.settings import GatewaySettings, InferenceSettings, seconds
-from batchwright.settings import load_settings
+from batchwright.settings import load_settings, settings_document, settings_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "gateways.md"
 
@@ -21,7 +21,8 @@ def load(tmp_path, text="", environment=None, flags=None):
 
 
 def test_the_examples_of_the_docs_are_valid(tmp_path):
-    one, many, fair = (load(tmp_path, text) for text in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    examples = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    one, many, routed, fair = (load(tmp_path, text) for text in examples)
     # The first example spells out the defaults.
     assert one.global_inference_gateway == GatewaySettings(url="http://inference-gateway:8000")
     assert one.model_gateways == {}
@@ -30,7 +31,53 @@ def test_the_examples_of_the_docs_are_valid(tmp_path):
     assert many.model_gateways["mistral"].tls_ca_cert_file == Path("/etc/tls/ca.pem")
     assert many.model_gateways["llama-3"].request_timeout == 300.0
     assert many.inference.most_per_model == 150
+    gateway = routed.global_inference_gateway
+    assert dict(gateway.headers) == {"x-gateway-team": "search", "x-router-key": "file:/etc/.secrets/router-key"}
+    assert gateway.passthrough_headers == ("x-priority", "x-tenant-id")
+    assert routed.batches.header_key_file == Path("/etc/.secrets/headers.key")
     assert fair.batches.tenant_weights == {"acme": 3}
+
+
+GATEWAY = '[global_inference_gateway]\nurl = "http://a:1"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('headers = { Host = "b" }', "headers has host, which is set for each request by itself"),
+        ('headers = { Content-Length = "5" }', "headers has content-length, which is set"),
+        ('headers = { Transfer-Encoding = "chunked" }', "headers has transfer-encoding, which is set"),
+        ('headers = { "x team" = "b" }', "headers has 'x team', which is no name of a header"),
+        ('headers = { x-a = "secret\\nx-b: 1" }', "headers has a value for x-a that cannot be sent"),
+        ('headers = { x-a = "secret", X-A = "c" }', "headers has x-a twice"),
+        ("headers = { x-a = 5 }", "a value in headers is no text"),
+        ('headers = "x-a: secret"', "headers is a table"),
+        ('headers = { Authorization = "secret" }\napi_key_env = "KEY"', "has a key, which is sent as authorization"),
+        ('passthrough_headers = ["Authorization"]', "which its sender means for this API"),
+        ('passthrough_headers = ["Cookie"]', "which its sender means for this API"),
+        ('passthrough_headers = ["Connection"]', "passthrough_headers has connection, which is set"),
+        ('passthrough_headers = ["x-a"]\nheaders = { X-A = "secret" }', "sets x-a itself and passes it through"),
+        (
+            'passthrough_headers = ["x-gateway-inference-objective"]\ninference_objective = "low"',
+            "sets x-gateway-inference-objective itself",
+        ),
+    ],
+)
+def test_headers_that_would_break_or_betray_a_request_are_refused(tmp_path, text, complaint):
+    with pytest.raises(ConfigurationError, match=re.escape(complaint)) as raised:
+        load(tmp_path, GATEWAY + text)
+    assert "secret" not in str(raised.value)
+
+
+def test_an_operator_may_set_authorization_himself_and_headers_come_from_the_environment_too(tmp_path):
+    environment = {
+        "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_HEADERS": '{"Authorization": "env:BASIC"}',
+        "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_PASSTHROUGH_HEADERS": "X-B,x-a",
+    }
+    settings = load(tmp_path, GATEWAY, environment)
+    assert settings.global_inference_gateway.headers == (("authorization", "env:BASIC"),)
+    assert settings.passthrough_headers == {"x-a", "x-b"}
+    assert settings_of(settings_document(settings)) == settings
 
 
 def test_without_gateways_a_queue_without_batches_starts(tmp_path):

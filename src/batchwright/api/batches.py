@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -33,11 +34,13 @@ from batchwright.batches.files import BATCH
 from batchwright.batches.lines import ENDPOINTS, NO_JSON
 from batchwright.batches.outlook import outlook
 from batchwright.batches.results import Cursor, Lines
+from batchwright.batches.seal import Seal
 from batchwright.batches.store import SHARD_QUEUE, Batch, NewBatch, window_seconds
 from batchwright.batches.submission import check_retry, create, idempotency, is_served, retry_of
 from batchwright.engine.jobs import JobId
 from batchwright.errors import (
     BatchwrightError,
+    ConfigurationError,
     Conflict,
     DatabaseError,
     DatabaseUnavailable,
@@ -45,6 +48,7 @@ from batchwright.errors import (
     NotFound,
     StorageUnavailable,
 )
+from batchwright.inference.headers import headers_of_creator
 from batchwright.inference.settings import NO_GATEWAY
 from batchwright.telemetry.tracing import incoming, span
 
@@ -98,6 +102,7 @@ async def create_batch(
     """Its lines are checked by a worker: what is wrong with them is in `errors` of a batch that has `failed`."""
     app = services(request)
     _check(body)
+    headers = _passed_on(app, request)
     with span("create-batch", parent=incoming(request.headers)) as creating:
         new = NewBatch(
             tenant=caller.own_tenant,
@@ -109,8 +114,11 @@ async def create_batch(
             priority=body.priority,
             limits=body.limits.as_row(),
             traceparent=creating.traceparent,
-            **idempotency("batches", idempotency_key, body.model_dump(mode="json", exclude_unset=True)),
+            **idempotency(
+                "batches", idempotency_key, {**body.model_dump(mode="json", exclude_unset=True), **headers.digest}
+            ),
         )
+        new = headers.sealed_into(new)
         creating.set({"batch.id": new.id, "tenant.id": new.tenant, "input.file.id": new.input_file_id})
         batch = await app.batches.repeated(new)
         if batch is None:
@@ -201,9 +209,10 @@ async def retry_batch(
     app = services(request)
     batch = await app.batches.get(id, tenant=caller.tenant)
     codes = (body or WhichToRetry()).codes
+    headers = _passed_on(app, request)
     with span("create-batch", parent=incoming(request.headers)) as creating:
-        key = idempotency("retry", idempotency_key, {"retry_of": batch.id, "codes": codes})
-        new = retry_of(batch, codes, traceparent=creating.traceparent, **key)
+        key = idempotency("retry", idempotency_key, {"retry_of": batch.id, "codes": codes, **headers.digest})
+        new = headers.sealed_into(retry_of(batch, codes, traceparent=creating.traceparent, **key))
         creating.set({"batch.id": new.id, "tenant.id": new.tenant, "input.file.id": new.input_file_id})
         known = await app.batches.repeated(new)
         if known is None:
@@ -281,6 +290,42 @@ def _check(body: BatchToBe) -> None:
         window_seconds(body.completion_window)
     except InvalidInput as error:
         raise Refusal(str(error), code="invalid_value", param=error.param) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _PassedOn:
+    """Headers of the caller that go to the model server, and the seal for them."""
+
+    seal: Seal
+    headers: Mapping[str, str] = field(repr=False)
+
+    @property
+    def digest(self) -> dict[str, str]:
+        """What an idempotency key stands for beside the body."""
+        return {"passed_on": self.seal.fingerprint(self.headers)} if self.headers else {}
+
+    def sealed_into(self, new: NewBatch) -> NewBatch:
+        if not self.headers:
+            return new
+        return replace(new, sealed_headers=self.seal.close(self.headers, new.family or new.id))
+
+
+def _passed_on(app: Services, request: Request) -> _PassedOn:
+    """Refused where they cannot be encrypted: a batch without them could go to the wrong place."""
+    try:
+        found = _PassedOn(app.seal, headers_of_creator(request.headers.items(), app.passthrough_headers))
+        _ = found.digest
+    except InvalidInput as error:
+        raise Refusal(str(error), code="invalid_value", param=error.param) from error
+    except ConfigurationError as error:
+        names = ", ".join(sorted(app.passthrough_headers.intersection(request.headers)))
+        log.warning("a batch with the header %s was refused: %s", names, error)
+        text = (
+            f"The header {names} cannot be passed on to the model server, because this server has no usable key to "
+            "encrypt it. Its operator sets one by batches.header_key_file; its log says more."
+        )
+        raise Refusal(text, code="headers_not_configured", param=names) from error
+    return found
 
 
 async def _check_workers(app: Services) -> None:

@@ -10,6 +10,7 @@ from batchwright.api.access import Gate
 from batchwright.api.settings import ApiSettings
 from batchwright.batches.files import Files
 from batchwright.batches.results import Results
+from batchwright.batches.seal import Seal
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batches
 from batchwright.db.doorbell import Doorbell
@@ -31,6 +32,9 @@ class Services:
     batch_settings: BatchSettings
     has_gateways: bool
     """Whether this process knows a model server to send batches to, as workers of its configuration will."""
+    passthrough_headers: frozenset[str]
+    """Headers of creators that go to the model server with each request of their batch."""
+    seal: Seal
     version: str
     queue: Queue
     catalog: Catalog

@@ -12,12 +12,14 @@ coalesce(waiting_at > :now - make_interval(mins => 2), false)
 -- name: insert
 INSERT INTO batchwright.batch (
     id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds, metadata,
-    limits, idempotency_key, idempotency_digest, traceparent, retry_of, retry_codes, family, created_at, expires_at)
+    limits, idempotency_key, idempotency_digest, traceparent, retry_of, retry_codes, family, sealed_headers, created_at,
+    expires_at)
 VALUES (
     %(id)s, %(tenant)s, %(job_id)s, %(queue)s, %(priority)s, %(endpoint)s, %(input_file_id)s, %(completion_window)s,
     %(output_expires_seconds)s, %(metadata)s::jsonb, %(limits)s::jsonb, %(idempotency_key)s, %(idempotency_digest)s,
-    %(traceparent)s, %(retry_of)s, %(retry_codes)s, %(family)s, :now,
-    :now + make_interval(secs => %(window_seconds)s))
+    %(traceparent)s, %(retry_of)s, %(retry_codes)s, %(family)s,
+    coalesce(%(sealed_headers)s::bytea, (SELECT sealed_headers FROM batchwright.batch AS first WHERE first.id = %(retry_of)s)),
+    :now, :now + make_interval(secs => %(window_seconds)s))
 ON CONFLICT DO NOTHING
 RETURNING :columns
 
@@ -37,6 +39,9 @@ RETURNING id
 
 -- name: get
 SELECT :columns FROM batchwright.batch WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
+
+-- name: sealed_headers
+SELECT sealed_headers FROM batchwright.batch WHERE id = %(id)s
 
 -- name: lock
 SELECT :columns FROM batchwright.batch WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant) FOR NO KEY UPDATE

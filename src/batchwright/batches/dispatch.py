@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -80,6 +80,8 @@ class Work:
     descriptor: int
     """The input file."""
     journal: Journal
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of the batch's creator, for the model server."""
     share: Share = field(init=False)
     lane: Lane = field(init=False)
     end: End | None = None
@@ -98,6 +100,7 @@ class Work:
             body=body,
             id=id_on_the_wire(self.id(entry)),
             traceparent=self.traceparent,
+            headers=self.headers,
             seconds_left=self.deadline - now,
         )
 
@@ -189,6 +192,11 @@ class Dispatcher:
                 totals[gateway.endpoint] = min(total, totals.get(gateway.endpoint, total))
         for endpoint, total in totals.items():
             self.limits.share(endpoint, 1 if workers is None else max(1, total // workers))
+
+    def passes_through(self, model: str) -> Sequence[str]:
+        """The headers of creators that the model's gateway wants."""
+        gateway = self.gateways.of(model)
+        return () if gateway is None else gateway.settings.passthrough_headers
 
     def serves(self, model: str) -> bool:
         return self.gateways.of(model) is not None

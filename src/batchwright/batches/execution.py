@@ -20,15 +20,17 @@ from batchwright.batches.dispatch import ABORT_SECONDS, Dispatcher, End, Work
 from batchwright.batches.files import Files
 from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.planfile import Entry, plan_path, read_entries, safe_name
+from batchwright.batches.seal import Seal
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.shards import Slice
 from batchwright.batches.store import AWAY_SECONDS, SHARD, Batch, Batches, Order, Stranger, refuse_stranger
 from batchwright.batches.takeover import Takeover
-from batchwright.batches.waits import DISK, STORE, Waits, reason_to_wait
+from batchwright.batches.waits import DISK, KEY, STORE, Waits, reason_to_wait
 from batchwright.batches.workspace import Workspace
 from batchwright.engine.context import Context
 from batchwright.engine.jobs import Done, Outcome, Snooze, Verb
 from batchwright.errors import (
+    ConfigurationError,
     Conflict,
     DatabaseError,
     Fatal,
@@ -74,7 +76,9 @@ class Shards:
         waits: Waits,
         counts: BatchCounts,
         settings: BatchSettings,
+        seal: Seal,
     ) -> None:
+        self._seal = seal
         self._batches = batches
         self._files = files
         self._workspace = workspace
@@ -182,6 +186,10 @@ class Shards:
 
     async def _run(self, ctx: Context, shard: Slice, order: Order, traceparent: str | None) -> Outcome:
         batch = await self._batches.get(shard.batch_id, tenant=None)
+        try:
+            headers = await self._headers(batch, shard.model)
+        except ConfigurationError as error:
+            return await self._wait(ctx, shard, KEY, str(error))
         owner = Owner(
             batch_id=batch.id,
             shard=shard.number,
@@ -200,6 +208,7 @@ class Shards:
                 answered = await self._take_up(ctx, account, entries)
                 self._waits.end(batch.id)
                 work = self._work(ctx, batch, shard, order, descriptor, account, len(entries))
+                work.headers = headers
                 pending = [entry for entry in entries if entry.offset not in answered]
                 ctx.progress(len(entries) - len(pending), len(entries))
                 self._checkpoints.watch(account)
@@ -227,6 +236,16 @@ class Shards:
         )
 
     # Before -----------------------------------------------------------------------------------------------------
+
+    async def _headers(self, batch: Batch, model: str) -> dict[str, str]:
+        """Those of the batch's creator that the model's gateway wants; nothing is sent without them."""
+        if not (wanted := self._dispatcher.passes_through(model)):
+            return {}
+        sealed = await self._batches.sealed_headers(batch.id)
+        if sealed is None:
+            return {}
+        headers = await asyncio.to_thread(self._seal.open, sealed, batch.family)
+        return {name: value for name, value in headers.items() if name in wanted}
 
     async def _open_input(self, batch: Batch) -> int:
         file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)

@@ -17,6 +17,7 @@ from batchwright.batches.files import Files
 from batchwright.batches.metrics import BatchCounts, load_of
 from batchwright.batches.operations import process_batch, send_shard
 from batchwright.batches.process import Processor, shard_queue
+from batchwright.batches.seal import Seal
 from batchwright.batches.segments import Segments
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import PROCESS, QUEUE, SHARD, Batches
@@ -58,6 +59,7 @@ class Runtime:
         counts: BatchCounts,
         inference: InferenceSettings,
         settings: BatchSettings,
+        seal: Seal,
         is_shared: bool,
         queues: Sequence[str] | None = None,
     ) -> None:
@@ -81,7 +83,9 @@ class Runtime:
             shared_every_seconds=settings.shared_checkpoint_seconds,
         )
         takeover = Takeover(batches, Segments(workspace, files.store), checkpoints)
-        self.shards = Shards(batches, files, workspace, self.dispatcher, checkpoints, takeover, waits, counts, settings)
+        self.shards = Shards(
+            batches, files, workspace, self.dispatcher, checkpoints, takeover, waits, counts, settings, seal
+        )
         processor = Processor(
             batches, files, workspace, catalog, takeover, webhooks, waits, counts, settings, models=gateways.models
         )

@@ -58,12 +58,19 @@ class BatchSettings:
     """How long answers can still be read one by one after the end of their batch."""
     failed_segments_kept_days: float = 7.0
     """The same if the files could not be written, so that `batchwright batch repair` can."""
+    header_key_file: Path | None = None
+    """The file with the key that encrypts headers of creators, 32 bytes in base64; unset, the embedded database has one
+    in its folder, and with another database such headers are refused."""
+    header_key_env: str | None = None
+    """The same key is in this environment variable."""
     prices: dict[str, Price] = field(default_factory=dict)
     """What the tokens of a model cost; `*` is for all that are not named."""
     tenant_weights: dict[str, int] = field(default_factory=dict)
     """Requests of a tenant in each round of those that wait for the same model; 1 for tenants that are not named."""
 
     def __post_init__(self) -> None:
+        if self.header_key_file is not None and self.header_key_env is not None:
+            raise ConfigurationError("batches has header_key_file and header_key_env; keep one of them")
         for tenant, weight in self.tenant_weights.items():
             if weight < 1:
                 raise ConfigurationError(f"batches.tenant_weights.{tenant} is {weight}; it must be at least 1")

@@ -37,7 +37,11 @@ SHARD = "batch.shard"
 WINDOW_SECONDS = (60, 30 * 24 * 3600)
 AWAY_SECONDS = 10.0
 """How long a job of a batch leaves a store alone that is away."""
-_WAITS = {"disk": "no room on the disk", "store": "the store is unavailable"}
+_WAITS = {
+    "disk": "no room on the disk",
+    "key": "no key for the headers of its creator",
+    "store": "the store is unavailable",
+}
 _WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DEADLOCKS_MAX = 10
@@ -111,7 +115,7 @@ class Batch:
     cancelling_at: datetime | None
     cancelled_at: datetime | None
     waiting_reason: str | None
-    """What kept it waiting when a worker last looked: `store` or `disk`."""
+    """What kept it waiting when a worker last looked: `store`, `disk` or `key`."""
     waiting_message: str | None
     waits: bool
     """Whether that was in the last minutes."""
@@ -160,6 +164,8 @@ class NewBatch:
     retry_of: str | None = None
     retry_codes: Sequence[str] | None = None
     family: str | None = None
+    sealed_headers: bytes | None = field(default=None, repr=False)
+    """Encrypted; a retry without any has those of the batch that it repeats."""
     id: str = field(default_factory=lambda: f"batch_{new_id().hex}")
     job_id: JobId = field(default_factory=lambda: new_id())
 
@@ -385,6 +391,11 @@ class Batches:
         for row in await self.queue.ask(SQL["get"], {"id": id, "tenant": tenant}):
             return _batch(row)
         raise NotFound(f"there is no batch {id!r}")
+
+    async def sealed_headers(self, id: str) -> bytes | None:
+        """The headers of its creator, encrypted. No view of a batch has them."""
+        rows = await self.queue.ask(SQL["sealed_headers"], {"id": id})
+        return bytes(rows[0][0]) if rows and rows[0][0] is not None else None
 
     async def list(
         self,

@@ -12,6 +12,7 @@ from batchwright.errors import DatabaseError, StorageFull, StorageUnavailable
 log = logging.getLogger(__name__)
 
 DISK = "disk"
+KEY = "key"
 STORE = "store"
 _TOLD_MAX = 1000
 

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +55,7 @@ from batchwright.cli.targets import Target, refuse_same, target
 from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.engine.lanes import PRIVATE
 from batchwright.errors import ConfigurationError, InvalidInput, NotFound
+from batchwright.inference.headers import header_pairs
 from batchwright.inference.settings import NO_GATEWAY, GatewaySettings
 from batchwright.settings import Settings
 from batchwright.telemetry import tracing
@@ -132,6 +133,14 @@ def run_batch(
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="The environment variable that holds the server's key.")
     ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME: VALUE",
+            help="A header for each request; repeat it. A secret as NAME: env:VARIABLE or file:PATH.",
+            show_default=False,
+        ),
+    ] = None,
     window: Annotated[str, typer.Option(metavar="24h", help="When it must be done: any time from 1m to 30d.")] = "24h",
     max_in_flight: Annotated[
         int | None,
@@ -162,6 +171,7 @@ def run_batch(
     if again and retry_failed:
         raise InvalidInput("--again asks every line again, --retry-failed only those that failed; give one of them")
     base = _gateway_set(settings_from(database_url, config), url, api_key_env)
+    base = _headers_set(base, header or ())
     plan = _plan(base, file, output, errors, endpoint, window, again=again, force=force, retry_failed=retry_failed)
     settings = private_settings(base, plan.queue, max_in_flight)
     configure_logs("ERROR", settings.log.form)
@@ -237,6 +247,27 @@ def _gateway_set(settings: Settings, url: str | None, api_key_env: str | None) -
     if api_key_env is not None:
         gateway = replace(gateway, api_key_env=api_key_env, api_key_file=None, api_key_name=None)
     return replace(settings, global_inference_gateway=gateway, model_gateways={})
+
+
+def _headers_set(settings: Settings, given: Sequence[str]) -> Settings:
+    """These headers for all gateways, before those of the configuration. Nobody else runs the batch, so they are not
+    stored: who continues it gives them again."""
+    headers: dict[str, str] = {}
+    for text in given:
+        name, separator, value = text.partition(":")
+        if not separator or not value.strip():
+            raise InvalidInput(f"--header {name.strip()!r} has no value; write it like --header 'x-team: search'")
+        headers[name.strip().lower()] = value.strip()
+
+    def with_headers(gateway: GatewaySettings) -> GatewaySettings:
+        pairs = header_pairs({**dict(gateway.headers), **headers})
+        return replace(gateway, headers=pairs, passthrough_headers=()) if gateway.is_set else gateway
+
+    return replace(
+        settings,
+        global_inference_gateway=with_headers(settings.global_inference_gateway),
+        model_gateways={model: with_headers(one) for model, one in settings.model_gateways.items()},
+    )
 
 
 def _server(settings: Settings) -> str:

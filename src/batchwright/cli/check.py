@@ -89,6 +89,12 @@ async def _check_gateways(settings: Settings) -> list[Finding]:
         await Webhooks(settings.webhooks).close()
     except ConfigurationError as error:
         return [Finding("gateways", Level.ERROR, str(error), "correct that: no worker starts with it")]
+    if settings.passthrough_headers:
+        try:
+            AsyncBatchwright(settings=settings).seal.check()
+        except ConfigurationError as error:
+            text = f"headers are passed through, but batches that have them cannot be created: {error}"
+            return [Finding("gateways", Level.ERROR, text, "set batches.header_key_file, or passthrough_headers = []")]
     reached = await asyncio.gather(*(_is_reached(endpoint) for endpoint in endpoints))
     if away := [endpoint for endpoint, is_there in zip(endpoints, reached, strict=True) if not is_there]:
         text = f"{', '.join(away)} cannot be reached from here"

@@ -17,6 +17,7 @@ from wreq import dns, exceptions, redirect, tls
 
 from batchwright.errors import ConfigurationError
 from batchwright.inference.answers import Answer, Failure, Reply, classify
+from batchwright.inference.headers import ENVIRONMENT, FILE, OBJECTIVE
 from batchwright.inference.settings import NO_GATEWAY, SECRETS, GatewaySettings, InferenceSettings, refuse_both
 
 KEY_SECONDS = 60.0
@@ -46,8 +47,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Key:
     """A reference to a key: read when needed, again after a minute, and shown by nothing."""
 
-    def __init__(self, what: str, file: Path | None, variable: str | None, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        what: str,
+        file: Path | None,
+        variable: str | None,
+        environment: Mapping[str, str],
+        *,
+        is_word: bool = True,
+    ) -> None:
         self._what = what
+        self._is_word = is_word
         self._file = file
         self._variable = variable
         self._environment = environment
@@ -83,7 +93,8 @@ class Key:
             raise ConfigurationError(
                 f"{self._what} is {self.origin}, which cannot be read: {type(error).__name__}"
             ) from None
-        if not text or not text.isascii() or not text.isprintable() or " " in text or len(text) > _KEY_BYTES_MAX:
+        is_word = " " not in text or not self._is_word
+        if not text or not text.isascii() or not text.isprintable() or not is_word or len(text) > _KEY_BYTES_MAX:
             raise ConfigurationError(f"{self._what} is {self.origin}, which does not hold a key in one line")
         return text
 
@@ -119,7 +130,14 @@ class Gateway:
         self._usual_timeout = timedelta(seconds=settings.request_timeout)
         self._headers = dict(_OWN_HEADERS)
         if objective:
-            self._headers["x-gateway-inference-objective"] = objective
+            self._headers[OBJECTIVE] = objective
+        self._referred: dict[str, Key] = {}
+        for header, value in settings.headers:
+            if (reference := _reference(header, value, variables)) is None:
+                self._headers[header] = value
+            else:
+                reference.text(time.monotonic())
+                self._referred[header] = reference
 
     def __repr__(self) -> str:
         return f"Gateway({self.endpoint}, key={self._key!r})"
@@ -157,6 +175,8 @@ class Gateway:
 
     def _headers_of(self, request: Request, now: float) -> dict[str, str]:
         headers = {**request.headers, **self._headers, "x-request-id": request.id}
+        for header, reference in self._referred.items():
+            headers[header] = reference.text(now) or ""
         if request.traceparent is not None:
             headers["traceparent"] = request.traceparent
         if (key := self._key.text(now)) is not None:
@@ -258,6 +278,16 @@ _SAYS = {
     Failure.TIMEOUT: "the time for the request was over",
     Failure.UNSENDABLE: "the request cannot be sent: its url or a header is invalid",
 }
+
+
+def _reference(header: str, value: str, environment: Mapping[str, str]) -> Key | None:
+    """Where the value of a fixed header is; None if this is the value."""
+    what = f"the header {header}"
+    if value.startswith(ENVIRONMENT):
+        return Key(what, None, value.removeprefix(ENVIRONMENT), environment, is_word=False)
+    if value.startswith(FILE):
+        return Key(what, Path(value.removeprefix(FILE)), None, environment, is_word=False)
+    return None
 
 
 def network_thread() -> wreq.Runtime:

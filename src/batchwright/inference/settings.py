@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from batchwright.errors import ConfigurationError
+from batchwright.inference.headers import Headers, check_headers
 
 SECRETS = Path("/etc/.secrets")
 NO_GATEWAY = (
@@ -64,6 +65,10 @@ class GatewaySettings:
     """Requests that all worker processes together send to this gateway in a minute."""
     tokens_per_minute: float | None = None
     """Tokens, of prompts and answers, that they spend there in a minute."""
+    headers: Headers = field(default=(), repr=False)
+    """Headers of every request to this gateway, as a table; a value, or where it is: `env:NAME` or `file:/path`."""
+    passthrough_headers: tuple[str, ...] = ()
+    """Names of headers that are taken from the request that creates a batch and sent with each of its requests."""
     inference_objective: str | None = None
     """Sent as x-gateway-inference-objective, by which an inference gateway may rank requests."""
     tls_insecure_skip_verify: bool = False
@@ -76,6 +81,8 @@ class GatewaySettings:
     """The private key of that certificate, as PKCS#8 PEM."""
 
     def __post_init__(self) -> None:
+        lowered = tuple(sorted({name.lower() for name in self.passthrough_headers}))
+        object.__setattr__(self, "passthrough_headers", lowered)
         if self.is_set:
             _check_url(self.url)
             self._check()
@@ -95,6 +102,12 @@ class GatewaySettings:
         named = [name for name in ("api_key_name", "api_key_file", "api_key_env") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ConfigurationError(f"the gateway {self.url} has {' and '.join(named)}; keep one of them")
+        check_headers(
+            self.headers,
+            self.passthrough_headers,
+            has_key=bool(named),
+            has_objective=bool(self.inference_objective),
+        )
         if self.api_key_name is not None and (
             not self.api_key_name or Path(self.api_key_name).name != self.api_key_name
         ):
