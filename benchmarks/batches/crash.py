@@ -18,7 +18,7 @@ SECONDS_MAX = 240.0
 IN_FLIGHT = 32
 LEASE_SECONDS = 3.0
 REQUESTS = 1_000
-SLACK_SECONDS = 3.0
+SLACK_SECONDS = 2.0
 SIMULATOR = ("--model", f"{MODEL}:fast", "--decode", "520", "--decode-total", "0", "--cache-blocks", "0")
 SETTINGS = f"""
     A batch of one shard with {REQUESTS:,} requests, {IN_FLIGHT} in flight, lease {LEASE_SECONDS:g} s. Two

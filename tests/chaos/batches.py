@@ -127,7 +127,7 @@ class Run:
     @property
     def goals(self) -> list[Goal]:
         counted = [Goal(name, 0, len(found)) for name, found in self.breaches.items()]
-        most = self.size.lease_seconds + 3.0
+        most = self.size.lease_seconds + 2.0
         return [
             Goal(f"kills short of {self.size.kills_min}", 0, max(0, self.size.kills_min - self.counts["SIGKILL"])),
             *counted,

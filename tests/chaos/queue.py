@@ -39,7 +39,7 @@ from tests.chaos.worker import settings
 from tests.chaos.workload import Ledger, Size, Workload
 
 LEASE_SECONDS = 3.0
-RECOVERY_SECONDS_MAX = LEASE_SECONDS + 3.0
+RECOVERY_SECONDS_MAX = LEASE_SECONDS + 2.0
 WORKERS = 4
 LONG = Size(bulk_children=10_000, bulk_times=2, jobs_per_second=30.0, poisons=3)
 SHORT = Size(bulk_children=1_000, bulk_times=1, jobs_per_second=25.0, poisons=1)

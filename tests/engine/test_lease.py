@@ -19,7 +19,7 @@ from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
 from tests.engine import deadly
 from tests.silence import silenceable
-from tests.support import DATABASE, make_worker, noop, put, put_one, take_one, working
+from tests.support import DATABASE, make_worker, noop, put, put_one, raw, take_one, working
 
 ENGINE = EngineSettings(lease_seconds=2.0, rescue_jitter_seconds=0.0)
 
@@ -146,3 +146,40 @@ async def test_a_claim_that_is_answered_when_its_lease_is_over_starts_nothing(po
     assert worker._start([claim], asked=time.monotonic())
     assert worker._runner.held
     await worker.close()
+
+
+async def test_a_rescued_job_starts_without_waiting_for_a_poll(pool, queue, child):
+    """Whoever rescued it: the worker's upkeep, one with other work that rings, or the run whose process died."""
+    ran, waits_for_a_ring = asyncio.Event(), asyncio.Event()
+
+    @operation("patient")
+    async def patient() -> None:
+        ran.set()
+
+    async def rest(seconds: float) -> None:
+        waits_for_a_ring.set()
+        await worker._wake.wait()
+
+    known = Registry([patient, deadly.dies])
+    (id,) = await put(queue, NewJob(patient, delay_seconds=3600), operations=known)
+    async with (
+        asyncio.timeout(30),
+        working(pool, patient, deadly.dies, engine=ENGINE, child=child) as worker,
+        working(pool, noop, engine=ENGINE),
+    ):
+        worker._rest = rest
+        worker._wake.set()
+        await waits_for_a_ring.wait()
+        await raw(
+            queue,
+            "UPDATE batchwright.job SET status = 'RUNNING', locked_by = 'dead', locked_at = now(), claims = 1,"
+            " lease_until = now() - interval '1 minute', run_after = now(), attempts = 1 WHERE id = %(id)s",
+            id=id,
+        )
+        await ran.wait()
+        (dying,) = await put(queue, NewJob(deadly.dies), operations=known)
+        worker._wake.set()
+        while (await queue.get(dying)).claims < 2:
+            await asyncio.sleep(0.01)
+        worker.stop()
+    assert (await queue.get(id)).status is JobStatus.SUCCEEDED

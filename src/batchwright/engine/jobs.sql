@@ -550,7 +550,7 @@ rescued AS (
                 'message', 'its worker died and max_attempts = 1 allows one start only') END
     FROM verdict
     WHERE job.id = verdict.id
-    RETURNING job.id, job.parent_job_id, job.claims, job.attempts, job.status, job.error, job.job_type,
+    RETURNING job.id, job.parent_job_id, job.claims, job.attempts, job.status, job.error, job.queue, job.run_after,
               verdict.worker, verdict.open
 ),
 events AS (
@@ -562,7 +562,8 @@ events AS (
     FROM rescued WHERE open
 )
 SELECT id, CASE WHEN open AND status = 'FAILED' THEN parent_job_id END, true, status::text, open,
-       open AND status = 'FAILED' AND error ->> 'code' = 'poison'
+       open AND status = 'FAILED' AND error ->> 'code' = 'poison', queue,
+       CASE WHEN open AND status = 'QUEUED' THEN extract(epoch FROM run_after - :now)::float8 END
 FROM rescued
 
 -- name: forgive

@@ -50,7 +50,7 @@ class EngineSettings:
     """A worker that has not renewed for so long is dead, and its jobs are rescued."""
     stale_job_timeout_seconds: float = 1800.0
     """A job locked longer than this may be recovered by hand even though its lease is alive."""
-    rescue_jitter_seconds: float = 1.0
+    rescue_jitter_seconds: float = 0.5
     """Rescued jobs come back spread over this time."""
 
     def __post_init__(self) -> None:
@@ -101,6 +101,9 @@ class Rescued(NamedTuple):
     status: JobStatus
     was_running: bool
     is_poison: bool
+    queue: str
+    due_seconds: float | None
+    """When it can be claimed again, if it can."""
 
 
 class _Ended(NamedTuple):
@@ -565,7 +568,7 @@ class Queue:
                 limit=limit,
             )
             await self._join(session, [_Ended(parent, failed) for _, parent, failed, *_ in rows])
-        return [Rescued(JobId(id), JobStatus(status), open, poison) for id, _, _, status, open, poison in rows]
+        return [Rescued(JobId(id), JobStatus(status), *rest) for id, _, _, status, *rest in rows]
 
     async def forgive(self, lost: Sequence[tuple[UUID, int]]) -> int:
         """Take back the deaths that were counted for these claims: their worker lives. Answers how many those were."""

@@ -36,6 +36,7 @@ from batchwright.engine.outcomes import checked
 from batchwright.engine.processes import Died, Processes
 from batchwright.engine.queue import Queue
 from batchwright.engine.settler import Settler
+from batchwright.engine.upkeep import Wake, wake_when_due
 from batchwright.errors import DatabaseUnavailable, Deadlock, Fatal, Fenced, Transient
 from batchwright.states import JobStatus
 from batchwright.telemetry.logs import about, job_in_hand
@@ -82,6 +83,7 @@ class Runner:
         processes: Processes,
         threads_max: int,
         on_slot_free: Callable[[], None],
+        wake: Wake,
         services: Callable[[type[Any]], Any] | None,
         counts: WorkerCounts,
     ) -> None:
@@ -101,6 +103,7 @@ class Runner:
         self._doorbell = doorbell
         self._processes = processes
         self._on_slot_free = on_slot_free
+        self._wake = wake
         self._services = services
         self._is_stopping = False
         self._emptied = asyncio.Event()
@@ -304,8 +307,10 @@ class Runner:
             return await self._give_up(running)
         log.warning("the process that ran job %s died: %s", running.claim.id, death)
         dead = [(running.claim.id, running.claim.claim)]
-        for rescued in await insist(lambda: self._queue.rescue(dead=dead, limit=1)):
-            self.counts.note(rescued)
+        rescued = await insist(lambda: self._queue.rescue(dead=dead, limit=1))
+        wake_when_due(rescued, self._wake)
+        for one in rescued:
+            self.counts.note(one)
         return None
 
     def interrupt(self, running: Running, reason: Reason) -> None:

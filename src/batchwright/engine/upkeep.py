@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,12 +19,16 @@ from batchwright.engine.operation import Operations
 from batchwright.engine.processes import Processes
 from batchwright.engine.queue import Queue, Rescued
 from batchwright.errors import DatabaseError, DatabaseUnavailable
-from batchwright.states import JobStatus
 
 log = logging.getLogger(__name__)
 
 _DEAD_WORKER_SECONDS = 300.0
 _SUSPECTS_MAX = 100
+_PAUSE_SECONDS_MIN = 0.3
+_PAUSE_SECONDS_MAX = 0.7
+_WAKE_SECONDS = 0.1
+
+Wake = Callable[[set[str]], None]
 
 
 class RescueCounts(Protocol):
@@ -41,6 +47,19 @@ class Round:
     run: Callable[[Session], Awaitable[object]]
 
 
+def wake_when_due(rescued: Iterable[Rescued], wake: Wake) -> None:
+    """Have jobs claimed when they come back, and not at the next poll. Call this after the commit.
+
+    They come back spread over a time; those of one tenth of a second are waited for together.
+    """
+    moments: defaultdict[int, set[str]] = defaultdict(set)
+    for one in rescued:
+        if one.due_seconds is not None:
+            moments[math.ceil(one.due_seconds / _WAKE_SECONDS)].add(one.queue)
+    for moment, queues in moments.items():
+        asyncio.get_running_loop().call_later(moment * _WAKE_SECONDS, wake, queues)
+
+
 class Upkeep:
     """Rescue, expiry, partitions and dead workers; and, in each worker, suspects that must run alone."""
 
@@ -53,7 +72,7 @@ class Upkeep:
         rounds: Sequence[Round] = (),
         *,
         queues: Sequence[str] | None = None,
-        wake: Callable[[], None] = lambda: None,
+        wake: Wake = lambda queues: None,
     ) -> None:
         self._queues = queues
         self._wake = wake
@@ -63,10 +82,12 @@ class Upkeep:
         self._counts = counts
         self._is_cut_off = False
         self._no_rescue_until = 0.0
+        self._rescued: list[Rescued] = []
+        """By a round that is not committed yet."""
         self._alone: asyncio.Task[None] | None = None
         self._due: dict[str, float] = {}
         self._rounds = (
-            Round("rescue", 1.0, self._rescue),
+            Round("rescue", 0.5, self._rescue),
             Round("expire", 1.0, lambda session: queue.expire(session=session)),
             Round("partitions", 3600.0, lambda session: queue.make_event_partitions(session=session)),
             Round("workers", 60.0, lambda session: queue.remove_dead_workers(_DEAD_WORKER_SECONDS, session=session)),
@@ -90,11 +111,16 @@ class Upkeep:
                     unknown_at = time.monotonic() + 60
                     with contextlib.suppress(DatabaseError):
                         await self._report_unknown_types()
-                await asyncio.sleep(random.uniform(0.3, 0.7))
+                await asyncio.sleep(self._pause_seconds())
         finally:
             if self._alone is not None:
                 self._alone.cancel()
                 await asyncio.gather(self._alone, return_exceptions=True)
+
+    def _pause_seconds(self) -> float:
+        """Until the next round is due, but with room between rounds, and not in step with other workers."""
+        first = min(self._due.get(round.name, 0.0) for round in self._rounds) - time.monotonic()
+        return max(_PAUSE_SECONDS_MIN, min(first, random.uniform(_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX)))
 
     async def run_due(self) -> None:
         for round in self._rounds:
@@ -114,22 +140,27 @@ class Upkeep:
                 return False
             if await round.run(session) is True:
                 self._due[round.name] = 0.0
-            return True
+        self._announce()
+        return True
+
+    def _announce(self) -> None:
+        """What was rescued, once that is committed."""
+        rescued, self._rescued = self._rescued, []
+        wake_when_due(rescued, self._wake)
+        for one in rescued:
+            self._counts.note(one)
+            if one.was_running:
+                extra = {"job_id": str(one.id)}
+                log.warning("job %s was rescued from a dead worker: %s", one.id, one.status, extra=extra)
 
     async def _rescue(self, session: Session) -> None:
+        self._rescued = []  # those of a round whose commit failed
         if self._is_cut_off:
             self._is_cut_off = False
             self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
         if time.monotonic() < self._no_rescue_until:
             return
-        for rescued in await self._queue.rescue(session=session):
-            self._counts.note(rescued)
-            if rescued.status is JobStatus.QUEUED:
-                # They come back spread over this time, and whoever rescued them is idle as likely as not.
-                asyncio.get_running_loop().call_later(self._queue.settings.rescue_jitter_seconds, self._wake)
-            if rescued.was_running:
-                extra = {"job_id": str(rescued.id)}
-                log.warning("job %s was rescued from a dead worker: %s", rescued.id, rescued.status, extra=extra)
+        self._rescued = await self._queue.rescue(session=session)
 
     async def isolate_suspects(self) -> None:
         """Run a job whose worker died twice alone in a process of its own: no neighbour dies with it.
@@ -143,8 +174,10 @@ class Upkeep:
                 claim = await self._processes.isolate(id)
                 if claim is not None:
                     log.error("job %s killed the process that ran it alone", id, extra={"job_id": str(id)})
-                    for rescued in await self._queue.rescue(dead=[(id, claim)], limit=1):
-                        self._counts.note(rescued)
+                    rescued = await self._queue.rescue(dead=[(id, claim)], limit=1)
+                    wake_when_due(rescued, self._wake)
+                    for one in rescued:
+                        self._counts.note(one)
         except DatabaseError as error:
             log.debug("suspects wait: %s", error)
 

@@ -130,19 +130,29 @@ class Worker:
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._processes = Processes(child, self.settings.processes_max or os.cpu_count() or 1)
+        self._doorbell = Doorbell(pool)
         self._runner = Runner(
             self.queue,
             self.id,
             operations,
-            doorbell=Doorbell(pool),
+            doorbell=self._doorbell,
             processes=self._processes,
             threads_max=self.settings.concurrency,
             on_slot_free=self._slot_free,
+            wake=self._came_back,
             services=services or functools.partial(_offer, pool),
             counts=self.counts,
         )
         self._counts_writer = CountsWriter(self.queue, self.id, self.counts)
-        self._upkeep = Upkeep(self.queue, self._processes, operations, self.counts, rounds, queues=self.settings.queues)
+        self._upkeep = Upkeep(
+            self.queue,
+            self._processes,
+            operations,
+            self.counts,
+            rounds,
+            queues=self.settings.queues,
+            wake=self._came_back,
+        )
         if demand is not None:
             demand.listen(self._wake.set)
 
@@ -449,6 +459,12 @@ class Worker:
         if self._has_backlog or self._runner.freed_keys or self._runner.parents_left:
             self._runner.parents_left = False
             self._wake.set()
+
+    def _came_back(self, queues: set[str]) -> None:
+        """Rescued jobs of these queues are due. We may have no room for them, so the others hear it too."""
+        self._wake.set()
+        if not self._stopping.is_set():
+            self._doorbell.ring(queues)
 
     def _rung(self, queue: str) -> None:
         on_demand = self._lanes_on_demand
