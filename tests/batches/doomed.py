@@ -1,7 +1,7 @@
 """A worker process that kills itself at a named point: `python -m tests.batches.doomed BRIEF`.
 
 The brief is JSON: the settings, and optionally `at` ("module:Class.method"), `when` ("before" or "after") and `call`,
-the number of the call at which it dies.
+the number of the call at which it dies. With `cancel`, a batch's id, it is a client that cancels the batch.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ async def main(brief: dict[str, Any]) -> None:
     if "at" in brief:
         doom(brief["at"], brief["when"], brief["call"])
     async with AsyncBatchwright(settings=settings_of(brief["settings"])) as batchwright:
+        if "cancel" in brief:
+            await batchwright.batches.cancel(brief["cancel"], tenant=None)
+            return
         worker = batchwright.worker()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         await worker.run()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import pytest
 
+from batchwright.batches.finalize import Finalizer
 from batchwright.batches.store import Batches
 from batchwright.engine.views import Views
 from batchwright.errors import Conflict, JobFailed
 from batchwright.simulator import Profile, SimulatorSettings
-from batchwright.states import BatchStatus
+from batchwright.states import BatchStatus, JobStatus
 from tests.batches.stage import request, staged
 from tests.support import raw
 
@@ -139,6 +141,73 @@ async def test_a_batch_found_in_cancelling_before_its_plan_ends_cancelled(databa
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.total) == (BatchStatus.CANCELLED, 0)
+
+
+@asynccontextmanager
+async def held(monkeypatch, owner, name, when="before"):
+    """Calls of this method wait before or after it until the event is set."""
+    reached, may_go_on = asyncio.Event(), asyncio.Event()
+    original = getattr(owner, name)
+
+    async def hold(*args, **kwargs):
+        answer = await original(*args, **kwargs) if when == "after" else None
+        reached.set()
+        await may_go_on.wait()
+        return answer if when == "after" else await original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, hold)
+    try:
+        yield reached, may_go_on
+    finally:
+        may_go_on.set()
+
+
+@pytest.mark.parametrize(("owner", "at"), [(Finalizer, "gather"), (Finalizer, "write"), (Batches, "end")])
+async def test_a_batch_that_is_cancelled_while_finalizing_ends_cancelled_with_all_its_answers(
+    database_url, tmp_path, monkeypatch, owner, at
+):
+    async with staged(database_url, tmp_path) as stage, held(monkeypatch, owner, at) as (reached, may_go_on):
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(20)])
+        async with asyncio.timeout(30):
+            await reached.wait()
+        assert (await stage.get(id)).status is BatchStatus.FINALIZING
+        cancelling = await stage.batchwright.batches.cancel(id, tenant="default")
+        assert cancelling.status is BatchStatus.CANCELLING
+        may_go_on.set()
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert (batch.status, batch.completed_at) == (BatchStatus.CANCELLED, None)
+        assert batch.finalizing_at < batch.cancelling_at <= batch.cancelled_at
+        assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(20)]
+        assert (errors, batch.completed, batch.failed, batch.cancelled) == ([], 20, 0, 0)
+        assert stage.simulator.stats()["received"] == 20
+        job = await stage.batchwright.get(batch.job_id)
+        assert (job.status, job.result) == (JobStatus.SUCCEEDED, None), "the batch alone says how it ended"
+        assert (await stage.batchwright.batches.cancel(id, tenant="default")) == batch
+
+
+async def test_a_cancellation_that_comes_with_the_commit_of_the_end_waits_for_it_and_is_refused(
+    database_url, tmp_path, monkeypatch
+):
+    async with (
+        staged(database_url, tmp_path) as stage,
+        held(monkeypatch, Batches, "end", "after") as (reached, may_go_on),
+    ):
+        stage.work()
+        id = await stage.submit([request("a")])
+        async with asyncio.timeout(30):
+            await reached.wait()
+            cancelling = asyncio.create_task(stage.batchwright.batches.cancel(id, tenant="default"))
+            waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            while not await raw(stage.batchwright.queue, waiting):
+                assert not cancelling.done()
+                await asyncio.sleep(0.01)
+        may_go_on.set()
+        with pytest.raises(Conflict, match="Cannot cancel a batch with status 'completed'"):
+            await cancelling
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed, batch.cancelling_at) == (BatchStatus.COMPLETED, 1, None)
 
 
 async def test_an_ended_batch_cannot_be_cancelled_or_paused(database_url, tmp_path):

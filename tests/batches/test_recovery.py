@@ -18,6 +18,7 @@ from tests.support import raw
 
 LEASE = {"engine": {"lease_seconds": 1.0, "rescue_jitter_seconds": 0.0}}
 QUICK = SimulatorSettings(any_model=Profile(decode_rate=200.0, output_sigma=0.0, max_running=1000))
+SLOW = SimulatorSettings(any_model=Profile(decode_rate=20.0, output_sigma=0.0, max_running=1000))
 REQUESTS = 60
 IN_FLIGHT = 16
 
@@ -74,6 +75,61 @@ async def test_a_worker_that_dies_here_loses_nothing(database_url, tmp_path, at,
         assert sum(again.values()) - len(again) <= IN_FLIGHT
 
 
+CANCEL_POINTS = [
+    None,
+    ("batchwright.batches.assemble:Assembly.fill", "after", 1),
+    ("batchwright.batches.store:Batches.end", "after", 1),
+    ("batchwright.engine.queue:Queue.succeed_with", "after", 1),
+]
+"""None is the moment after the cancellation, with requests in flight."""
+
+
+@pytest.mark.parametrize("point", CANCEL_POINTS)
+async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(database_url, tmp_path, point):
+    fate = dict(zip(("at", "when", "call"), point or (), strict=False))
+    limits = {"inference": {"concurrency": IN_FLIGHT}, **LEASE}
+    async with staged(database_url, tmp_path, simulator=SLOW, **limits) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(300)])
+        async with doomed(stage, tmp_path, **fate) as process:
+            await stage.until(id, lambda batch: batch.completed > 0)
+            await stage.batchwright.batches.cancel(id, tenant="default")
+            if point is None:
+                process.kill()
+            async with asyncio.timeout(30):
+                assert await process.wait() == -signal.SIGKILL
+        sent = stage.simulator.stats()["received"]
+        stage.work()
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert batch.status is BatchStatus.CANCELLED
+        assert sorted(line["custom_id"] for line in output + errors) == sorted(f"r{n}" for n in range(300))
+        assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
+        assert (len(output), len(errors), batch.failed) == (batch.completed, batch.cancelled, 0)
+        assert 0 < batch.completed <= sent
+        assert batch.completed >= sent - (IN_FLIGHT if point is None else 0)
+        assert stage.simulator.stats()["received"] == sent, "nothing is sent after a cancellation"
+
+
+async def test_a_client_that_dies_inside_its_cancellation_changes_nothing(database_url, tmp_path):
+    """Its transaction has cancelled the shards and not yet moved the batch."""
+    point = {"at": "batchwright.batches.store:Batches._cancel_shards", "when": "after", "call": 1}
+    async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": IN_FLIGHT}) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
+        await stage.until(id, lambda batch: batch.completed > 0)
+        await stage.batchwright.batches.pause(id, tenant="default")
+        sql = "SELECT status::text FROM batchwright.job WHERE parent_job_id IS NOT NULL"
+        async with asyncio.timeout(30):
+            while await raw(stage.batchwright.queue, sql) != [("QUEUED",)]:
+                await asyncio.sleep(0.02)
+        async with doomed(stage, tmp_path, cancel=id, **point) as process, asyncio.timeout(30):
+            assert await process.wait() == -signal.SIGKILL
+        assert (await stage.get(id)).status is BatchStatus.IN_PROGRESS
+        await stage.batchwright.batches.resume(id, tenant="default")
+        batch = await stage.ended(id)
+        assert (batch.status, batch.completed, batch.cancelled) == (BatchStatus.COMPLETED, REQUESTS, 0)
+
+
 async def test_a_shard_that_killed_two_workers_runs_alone_and_the_batch_completes(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=QUICK, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
@@ -107,8 +163,7 @@ async def test_answers_that_were_never_registered_are_adopted_on_the_same_machin
 
 async def test_a_zombie_that_still_writes_changes_nothing(database_url, tmp_path):
     """A worker is stopped in the middle, loses its shard, and wakes up when another one has finished the batch."""
-    slow = SimulatorSettings(any_model=Profile(decode_rate=20.0, output_sigma=0.0, max_running=1000))
-    async with staged(database_url, tmp_path, simulator=slow, **LEASE) as stage:
+    async with staged(database_url, tmp_path, simulator=SLOW, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(200)])
         async with doomed(stage, tmp_path) as process:
             await stage.until(id, lambda batch: batch.completed > 0)

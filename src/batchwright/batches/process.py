@@ -364,7 +364,7 @@ class Processor:
             span.error(Fatal(ending.errors["data"][0]["message"]))
         span.set(_ending_attributes(batch, ending))
         ctx.when_settled(lambda verb: self._count_end(batch, ending, ended[-1]) if verb == "succeed" else None)
-        return Done({"status": ending.target.value}, write=write)
+        return Done(write=write)  # without a result: only `write` finds out whether a user has cancelled meanwhile
 
     def _count_end(self, batch: Batch, ending: Ending, status: BatchStatus) -> None:
         """After the commit: before it, the same end may be tried several times, or in vain."""
