@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
 
 DATABASE = DatabaseSettings(pool_size=6)
+INTERRUPT_SECONDS_MAX = 2.0
+"""What docs/operations.md promises of the time from a cancel to the interruption of an operation."""
 
 
 def let_children_hear_signals() -> None:
@@ -163,6 +166,31 @@ def make_worker(
     quick = dataclasses.replace(WorkerSettings(stop_grace_seconds=2.0), **settings)
     registry = Registry(functions or [noop, other])
     return Worker(pool, registry, settings=quick, queue=queue, engine=engine, child=child, revive=revive)
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """The block takes no longer, apart from the time for which this machine was too busy to run us at all."""
+    import asyncio
+
+    late = 0.0
+
+    async def measure() -> None:
+        nonlocal late
+        while True:
+            asked = time.monotonic()
+            await asyncio.sleep(0.02)
+            late += time.monotonic() - asked - 0.02
+
+    measuring = asyncio.create_task(measure())
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(30):
+            yield
+    finally:
+        took = time.monotonic() - began
+        measuring.cancel()
+    assert took - late <= seconds, f"it took {took:.2f} s, of which the machine was busy for {late:.2f} s"
 
 
 async def finished(queue: Queue, id: JobId) -> Job:

@@ -208,7 +208,7 @@ class Runner:
                 return await operation.function(**arguments)
             case "thread":
                 loop = asyncio.get_running_loop()
-                call = functools.partial(contextvars.copy_context().run, _call, operation.function, arguments)
+                call = functools.partial(contextvars.copy_context().run, _call, running, arguments)
                 return await loop.run_in_executor(self._threads, call)
             case "process":
                 return await self._processes.perform(operation, claim, context, running)
@@ -434,9 +434,11 @@ async def _bounded(write: Callable[[Any], Awaitable[None]], connection: Any) -> 
         raise _WriteFailed(error) from error
 
 
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _call(running: Running, arguments: Mapping[str, Any]) -> Any:
     """In a thread; a future cannot carry StopIteration, so it goes as what Python itself makes of it."""
+    if running.reason is not None:  # it was interrupted while it waited for its children's counts or for a thread
+        raise asyncio.CancelledError
     try:
-        return function(**arguments)
+        return running.operation.function(**arguments)
     except StopIteration as error:
         raise RuntimeError("the operation raised StopIteration") from error
