@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import orjson
 import xxhash
@@ -23,7 +24,9 @@ from batchwright.simulator.bodies import (
     SCORE,
     Ask,
 )
+from batchwright.simulator.prefix_cache import tokens
 from batchwright.simulator.profiles import Profile
+from batchwright.simulator.structured import Form, written
 
 _POOL = 1 << 14
 _WORDS = b"all and any are ask bed big but can car cat day did dog eat end few fly for fox get had her him".split()
@@ -32,11 +35,13 @@ _NORMAL = NormalDist()
 _CHAT = (
     b'{"id":"chatcmpl-%016x","object":"chat.completion","created":%d,"model":%b,"choices":[%b],'
     b'"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
-    b'"prompt_tokens_details":{"cached_tokens":%d,"audio_tokens":0},'
-    b'"completion_tokens_details":{"reasoning_tokens":0,"audio_tokens":0}},"system_fingerprint":"fp_simulator"}'
+    b'"prompt_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0,"audio_tokens":0},'
+    b'"completion_tokens_details":{"reasoning_tokens":0,"audio_tokens":0,"accepted_prediction_tokens":0,'
+    b'"rejected_prediction_tokens":0}},"service_tier":"default","system_fingerprint":"fp_simulator"}'
 )
 _CHAT_CHOICE = (
-    b'{"index":%d,"message":{"role":"assistant","content":"%b","refusal":null},"logprobs":null,"finish_reason":"%b"}'
+    b'{"index":%d,"message":{"role":"assistant","content":"%b","refusal":null,"annotations":[]},'
+    b'"logprobs":null,"finish_reason":"%b"}'
 )
 _TEXT = (
     b'{"id":"cmpl-%016x","object":"text_completion","created":%d,"model":%b,"choices":[%b],'
@@ -62,7 +67,7 @@ _RESPONSE = (
     b'"content":[{"type":"output_text","annotations":[],"logprobs":[],"text":"%b"}]}],'
     b'"parallel_tool_calls":true,"previous_response_id":null,"store":false,"temperature":1.0,"tool_choice":"auto",'
     b'"tools":[],"top_p":1.0,"truncation":"disabled","usage":{"input_tokens":%d,'
-    b'"input_tokens_details":{"cached_tokens":%d},"output_tokens":%d,'
+    b'"input_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0},"output_tokens":%d,'
     b'"output_tokens_details":{"reasoning_tokens":0},"total_tokens":%d},"metadata":{}}'
 )
 
@@ -88,6 +93,16 @@ class Written:
     prompt_tokens: int
     cached_tokens: int
     tokens_each: int
+    formed: Sequence[Formed] | None = None
+    """What was wanted as JSON."""
+
+
+class Formed(NamedTuple):
+    """An answer in a form that was asked for, ready to stand inside a JSON string."""
+
+    text: bytes
+    tokens: int
+    is_cut: bool
 
 
 class Author:
@@ -113,6 +128,19 @@ class Author:
             return self._text[start:end]
         return (self._text * (end // len(self._text) + 1))[start:end]
 
+    def formed(self, ask: Ask, form: Form, profile: Profile, *, is_bad: bool) -> list[Formed]:
+        """The JSON that was asked for, once for each choice; a maximum that is too small cuts it off."""
+        prompt, found = ask.prompts[0], []
+        most = ask.max_tokens or OUTPUT_TOKENS_MAX
+        words = max(1, min(self.length(prompt, profile), most - tokens(b'{"answer":""}')))
+        for choice in range(ask.choices):
+            seed = xxhash.xxh3_64_intdigest(prompt, self.seed + choice)
+            text = written(form, seed, self.text(prompt, words, choice).decode())
+            kept = (text[:-1] if is_bad else text)[: 4 * most]
+            inside = orjson.dumps(kept.decode("utf-8", "ignore"))[1:-1]
+            found.append(Formed(inside, tokens(kept), len(text) > 4 * most))
+        return found
+
     def answer(self, ask: Ask, done: Written, dimensions: int) -> bytes:
         model = orjson.dumps(ask.model)
         if ask.endpoint == EMBEDDINGS:
@@ -129,24 +157,31 @@ class Author:
         return self._response(ask, done, model)
 
     def _filled(self, shape: bytes, ask: Ask, done: Written, model: bytes) -> tuple[object, ...]:
-        reason = b"stop" if ask.max_tokens is None else b"length"
+        if done.formed is not None:
+            choices = b",".join(shape % (i, one.text, _reason(one.is_cut)) for i, one in enumerate(done.formed))
+            return self._counted(done, model, choices, sum(one.tokens for one in done.formed))
+        reason = _reason(ask.max_tokens is not None)
         each = [(prompt, choice) for prompt in ask.prompts for choice in range(ask.choices)]
         choices = b",".join(
             shape % (i, self.text(prompt, done.tokens_each, choice), reason) for i, (prompt, choice) in enumerate(each)
         )
-        written = done.tokens_each * len(each)
+        return self._counted(done, model, choices, done.tokens_each * len(each))
+
+    @staticmethod
+    def _counted(done: Written, model: bytes, choices: bytes, written: int) -> tuple[object, ...]:
         total = done.prompt_tokens + written
         return done.number, done.created, model, choices, done.prompt_tokens, written, total, done.cached_tokens
 
     def _response(self, ask: Ask, done: Written, model: bytes) -> bytes:
-        is_cut = ask.max_tokens is not None
+        one = Formed(b"", done.tokens_each, ask.max_tokens is not None) if done.formed is None else done.formed[0]
+        is_cut = one.is_cut
         status = b"incomplete" if is_cut else b"completed"
         why = b'{"reason":"max_output_tokens"}' if is_cut else b"null"
         most = b"%d" % ask.max_tokens if ask.max_tokens is not None else b"null"
-        text = self.text(ask.prompts[0], done.tokens_each)
-        total = done.prompt_tokens + done.tokens_each
+        text = one.text or self.text(ask.prompts[0], one.tokens)
+        total = done.prompt_tokens + one.tokens
         head = (done.number, done.created, status, why, most, model, done.number, status, text)
-        return _RESPONSE % (*head, done.prompt_tokens, done.cached_tokens, done.tokens_each, total)
+        return _RESPONSE % (*head, done.prompt_tokens, done.cached_tokens, one.tokens, total)
 
     def _scored(self, ask: Ask, done: Written, model: bytes) -> bytes:
         """Shapes as vLLM has them; a score follows from the seed and the pair, and reranked documents from the best."""
@@ -164,6 +199,10 @@ class Author:
         if ask.is_base64:
             return b'"' + base64.b64encode(self._numbers[start : start + dimensions].tobytes()) + b'"'
         return b"[" + b",".join(self._digits[start : start + dimensions]) + b"]"
+
+
+def _reason(is_cut: bool) -> bytes:
+    return b"length" if is_cut else b"stop"
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:

@@ -10,6 +10,8 @@ import msgspec
 import orjson
 
 from batchwright.errors import InvalidInput
+from batchwright.simulator.messages import check
+from batchwright.simulator.structured import Form, form_of
 
 CHAT, COMPLETIONS, EMBEDDINGS, MODERATIONS, RERANK, RESPONSES, SCORE = (
     "/v1/chat/completions",
@@ -55,6 +57,8 @@ class Body(msgspec.Struct, gc=False):
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
+    response_format: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
     dimensions: int | None = None
     encoding_format: str | None = None
 
@@ -73,6 +77,8 @@ class Ask:
     documents: Sequence[str] = ()
     """Those of a rerank request, one for each prompt."""
     top_n: int | None = None
+    form: Form | None = None
+    """The JSON that the answer shall be."""
 
 
 _decode = msgspec.json.Decoder(Body).decode
@@ -98,6 +104,7 @@ def read(endpoint: str, raw: bytes) -> Ask:
         is_base64=body.encoding_format == "base64",
         documents=_list(body.documents or ()) if endpoint == RERANK else (),
         top_n=_within("top_n", body.top_n, 0, _INPUTS_MAX) or None,
+        form=_form(endpoint, body),
     )
 
 
@@ -107,6 +114,14 @@ def _max_tokens(endpoint: str, body: Body) -> int | None:
     if endpoint == RESPONSES:
         return _within("max_output_tokens", body.max_output_tokens, 1, OUTPUT_TOKENS_MAX)
     return _within("max_tokens", body.max_tokens, 1, OUTPUT_TOKENS_MAX)
+
+
+def _form(endpoint: str, body: Body) -> Form | None:
+    if endpoint == CHAT and body.response_format is not None:
+        return form_of(body.response_format, "response_format")
+    if endpoint == RESPONSES and body.text is not None:
+        return form_of(body.text.get("format"), "text.format")
+    return None
 
 
 def _within(name: str, value: int | None, least: int, most: int) -> int | None:
@@ -119,6 +134,7 @@ def _prompts(endpoint: str, body: Body) -> list[bytes]:
     if endpoint == CHAT:
         if not body.messages:
             raise InvalidInput("messages must be a list with at least one message", param="messages")
+        check(body.messages)
         return [_joined(body.tools, *map(_message, body.messages))]
     if endpoint == RESPONSES:
         if body.input is None:

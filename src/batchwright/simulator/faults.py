@@ -18,6 +18,7 @@ _ANY = frozenset({"rate", "match", "model", "times", "limit"})
 _STATUS = frozenset({"code", "message", "retry_after"})
 KINDS: dict[str, frozenset[str]] = {
     "array": frozenset(),
+    "bad_json": frozenset(),
     "big": frozenset({"bytes"}),
     "drip": frozenset({"bytes", "every"}),
     "drop": frozenset({"after"}),

@@ -16,7 +16,7 @@ import xxhash
 
 from batchwright.errors import ConfigurationError, InvalidInput
 from batchwright.simulator import faults
-from batchwright.simulator.answers import Author, Written, error_body, models_body
+from batchwright.simulator.answers import Author, Formed, Written, error_body, models_body
 from batchwright.simulator.bodies import ENDPOINTS, SILENT, Ask, read
 from batchwright.simulator.counters import Counters, Spread
 from batchwright.simulator.faults import Fault, Faults
@@ -63,12 +63,13 @@ class SimulatorSettings:
 class Work:
     """A request that the model works on, and everything needed to answer it."""
 
-    __slots__ = ("ask", "exchange", "fault", "key", "lane", "ticket", "tokens_each")
+    __slots__ = ("ask", "exchange", "fault", "formed", "key", "lane", "ticket", "tokens_each")
 
     def __init__(self, exchange: Exchange, lane: Lane, ask: Ask, key: int, fault: Fault | None) -> None:
         self.ask = ask
         self.exchange = exchange
         self.fault = fault
+        self.formed: list[Formed] | None = None
         self.key = key
         self.lane = lane
         self.ticket: Ticket[Work] | None = None
@@ -253,13 +254,16 @@ class Simulator:
             self._refuse_key(exchange)
             return
         try:
-            ask = read(endpoint, exchange.body)
-            fault = self._fault(exchange, ask, key, asked)
+            self._take(exchange, endpoint, key, asked)
         except InvalidInput as error:
             exchange.send(400, error_body(400, str(error), param=error.param))
-            return
+
+    def _take(self, exchange: Exchange, endpoint: str, key: int, asked: int) -> None:
+        """What its model or a fault makes of a request."""
+        ask = read(endpoint, exchange.body)
+        fault = self._fault(exchange, ask, key, asked)
         if fault is not None:
-            counters.faults[fault.kind] += 1
+            self.counters.faults[fault.kind] += 1
         if fault is not None and fault.is_early:
             self._fail(exchange, fault)
         elif (lane := self._lane(ask.model)) is None:
@@ -299,6 +303,10 @@ class Simulator:
         if is_written:
             work.tokens_each = ask.max_tokens or self._author.length(ask.prompts[0], profile)
         output = work.tokens_each * ask.choices * len(ask.prompts)
+        if ask.form is not None:
+            is_bad = work.fault is not None and work.fault.kind == "bad_json"
+            work.formed = self._author.formed(ask, ask.form, profile, is_bad=is_bad)
+            output = sum(one.tokens for one in work.formed)
         if profile.context_tokens is not None and prompt_tokens + output > profile.context_tokens:
             message = f"{prompt_tokens} + {output} tokens are more than the context of {profile.context_tokens}"
             work.exchange.send(400, error_body(400, message, code="context_length_exceeded"))
@@ -358,6 +366,7 @@ class Simulator:
             prompt_tokens=ticket.prompt_tokens,
             cached_tokens=ticket.cached_tokens,
             tokens_each=work.tokens_each,
+            formed=work.formed,
         )
         return self._author.answer(work.ask, done, work.ask.dimensions or work.lane.server.profile.embedding_dimensions)
 
