@@ -389,3 +389,89 @@ def test_another_thread_may_ask_whether_anything_is_broken_while_a_lane_is_added
 
     limits._lanes["http://one", "first"] = Growing()
     assert limits.broken is None
+
+
+# Bytes ----------------------------------------------------------------------------------------------------------
+
+
+def small_limits():
+    return Limits(settings(concurrency=10, bytes_in_flight_max=10_000, response_bytes_max=1024))
+
+
+async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one():
+    limits = small_limits()
+    heavy, light = limits.lane("http://a", "heavy", now=0.0), limits.lane("http://a", "light", now=0.0)
+    first, second = Holder(limits.slot(heavy, 8000)), Holder(limits.slot(heavy, 8000))
+    await settle()
+    assert (first.inside.is_set(), second.inside.is_set()) == (True, False)
+    passed = 0
+    while (one := limits.rest(light, 100)).enter_now():
+        one.leave()
+        passed += 1
+        assert passed < 1000, "the heavy model is never served"
+    assert 70 <= passed <= 81, "the light one may have as many bytes as the heavy one waits for, and no more"
+    last = Holder(limits.slot(light, 100))
+    await settle()
+    assert not last.inside.is_set()
+    await first.end()
+    await settle()
+    assert second.inside.is_set()
+    assert last.inside.is_set()
+    await second.end()
+    await last.end()
+    assert (limits.bytes.in_use, limits.bytes.waiting, limits.broken) == (0, 0, None)
+
+
+async def test_models_that_wait_for_bytes_are_served_by_what_they_weigh():
+    limits, log = small_limits(), []
+    lanes = [limits.lane("http://a", name, now=0.0) for name in ("heavy", "light")]
+    all_of_it = Holder(limits.bytes.slot(10_000))
+    await settle()
+    holders = [Holder(limits.slot(lanes[0], 6000), log, f"heavy {n}") for n in range(2)]
+    await settle()
+    holders += [Holder(limits.slot(lanes[1], 2500), log, f"light {n}") for n in range(4)]
+    await settle()
+    for holder in [all_of_it, *holders]:
+        holder.leave.set()
+        await settle()
+    await asyncio.gather(*(holder.task for holder in [all_of_it, *holders]))
+    assert log == ["light 0", "light 1", "heavy 0", "light 2", "light 3", "heavy 1"]
+    assert (limits.bytes.in_use, limits.broken) == (0, None)
+
+
+async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others():
+    limits = small_limits()
+    heavy, light = limits.lane("http://a", "heavy", now=0.0), limits.lane("http://a", "light", now=0.0)
+    first, second = Holder(limits.slot(heavy, 9500)), Holder(limits.slot(heavy, 9500))
+    third = Holder(limits.slot(light, 9600))
+    await settle()
+    second.task.cancel()
+    await settle()
+    assert limits.bytes.waiting == 1
+    await first.end()
+    await settle()
+    assert third.inside.is_set()
+    await third.end()
+    assert (limits.bytes.in_use, limits.bytes.waiting, limits.broken) == (0, 0, None)
+
+
+def test_the_largest_answer_fades_with_every_smaller_one_that_succeeds():
+    lane = small_limits().lane("http://a", "m", now=0.0)
+
+    def hear(size, status=200):
+        lane.heard(
+            lane.sent(0.0), classify(Reply(status=status, body=b'{"choices":"' + b"x" * size + b'"}'), now=0), 1.0
+        )
+
+    hear(1_000_000)
+    for _ in range(100):
+        hear(0, status=429)
+    assert lane.answer_bytes > 1_000_000
+    for _ in range(50):
+        hear(1000)
+    assert 100_000 < lane.answer_bytes < 500_000
+    for _ in range(400):
+        hear(1000)
+    assert 1000 <= lane.answer_bytes < 1100
+    hear(50_000)
+    assert lane.answer_bytes >= 50_000

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import random
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import NamedTuple
 
 from batchwright.inference.adaptive import AdaptiveLimit, Sent
 from batchwright.inference.answers import Answer, Failure
@@ -16,9 +17,16 @@ from batchwright.inference.settings import InferenceSettings
 
 logger = logging.getLogger(__name__)
 
+ANSWERS_FADE = 32
+"""Of what the largest answer was longer than the last one, so small a part is forgotten."""
+
 
 class Slots:
-    """Room for so many at a time, first come first served; a slot may weigh more than one.
+    """Room for so many at a time; a slot may weigh more than one.
+
+    Slots of one owner are first come, first served. Between owners those go first whose slots weighed less so far: a
+    slot's mark is its weight behind its owner's last mark, or behind the last one served, and the lowest mark is next.
+    So whoever wants little passes whoever waits for much, until he has had as much, and nobody waits for ever.
 
     What weighs more than the whole capacity passes alone. A slot that is given back twice is never counted twice:
     `broken` then says so, and whoever owns the process should stop taking work.
@@ -29,7 +37,10 @@ class Slots:
         self.broken: str | None = None
         self.in_use = 0
         self._capacity = capacity
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._arrivals = 0
+        self._served = 0
+        self._marks: dict[str, int] = {}
+        self._waiting: list[_Turn] = []
 
     @property
     def capacity(self) -> int:
@@ -49,28 +60,33 @@ class Slots:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def slot(self, weight: int = 1) -> Slot:
+    def slot(self, weight: int = 1, owner: str = "") -> Slot:
         """`async with slots.slot():` holds one inside the block."""
-        return Slot(self, weight)
+        return Slot(self, weight, owner)
 
-    def take_now(self, weight: int) -> bool:
-        if self._waiting or not self._fits(weight):
+    def take_now(self, weight: int, owner: str) -> bool:
+        mark = self._mark(weight, owner)
+        if not self._fits(weight) or (self._waiting and mark >= self._waiting[0].mark):
             return False
-        self.in_use += weight
+        self._take(weight, owner, mark)
         return True
 
-    async def take_turn(self, weight: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((weight, turn))
+    async def take_turn(self, weight: int, owner: str) -> None:
+        self._arrivals += 1
+        mark = self._marks[owner] = self._mark(weight, owner)
+        turn = _Turn(mark, self._arrivals, weight, owner, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, turn)
+        self._admit()
         try:
-            await turn
+            await turn.admitted
         except asyncio.CancelledError:
             # Admitted and cancelled in the same moment: the room goes to the next.
-            if turn.done() and not turn.cancelled():
+            if turn.admitted.done() and not turn.admitted.cancelled():
                 self.give(weight)
             else:
                 with contextlib.suppress(ValueError):  # whoever gave room back just before has passed it over
-                    self._waiting.remove((weight, turn))
+                    self._waiting.remove(turn)
+                    heapq.heapify(self._waiting)
                 self._admit()
             raise
 
@@ -85,31 +101,50 @@ class Slots:
         self.broken = f"the slots of {self.name} do not add up: {what}"
         logger.error(self.broken)
 
+    def _mark(self, weight: int, owner: str) -> int:
+        return max(self._served, self._marks.get(owner, 0)) + weight
+
+    def _take(self, weight: int, owner: str, mark: int) -> None:
+        self.in_use += weight
+        self._served = max(self._served, mark)
+        self._marks[owner] = max(mark, self._marks.get(owner, 0))
+
     def _fits(self, weight: int) -> bool:
         return self.in_use == 0 or self.in_use + weight <= self._capacity
 
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            weight, turn = self._waiting.popleft()
-            if not turn.done():
-                self.in_use += weight
-                turn.set_result(None)
+        while self._waiting and self._fits(self._waiting[0].weight):
+            turn = heapq.heappop(self._waiting)
+            if not turn.admitted.done():
+                self._take(turn.weight, turn.owner, turn.mark)
+                turn.admitted.set_result(None)
+
+
+class _Turn(NamedTuple):
+    """Somebody who waits; no two have the same arrival, so the rest is never compared."""
+
+    mark: int
+    arrival: int
+    weight: int
+    owner: str
+    admitted: asyncio.Future[None]
 
 
 class Slot:
     """One place, to be entered once and left once."""
 
-    __slots__ = ("_held", "_slots", "_weight")
+    __slots__ = ("_held", "_owner", "_slots", "_weight")
 
-    def __init__(self, slots: Slots, weight: int) -> None:
+    def __init__(self, slots: Slots, weight: int, owner: str) -> None:
         self._slots = slots
         self._weight = weight
+        self._owner = owner
         self._held = False
 
     def enter_now(self) -> bool:
         """Without waiting, which costs less than a coroutine; False means that `async with` would have to wait."""
         assert not self._held, "a slot is entered once"
-        self._held = self._slots.take_now(self._weight)
+        self._held = self._slots.take_now(self._weight, self._owner)
         return self._held
 
     def leave(self) -> None:
@@ -121,7 +156,7 @@ class Slot:
 
     async def __aenter__(self) -> None:
         if not self.enter_now():
-            await self._slots.take_turn(self._weight)
+            await self._slots.take_turn(self._weight, self._owner)
             self._held = True
 
     async def __aexit__(
@@ -191,7 +226,7 @@ class Lane:
         self.endpoint_slots: Slots | None = None
         """This worker's share of what the endpoint takes from all workers together."""
         self.answer_bytes = 0
-        """The largest answer seen."""
+        """The largest answer seen; with each smaller one it fades towards that."""
 
     def wait_seconds(self, now: float) -> float:
         """How long to send nothing to this lane; 0 means: send now, for this may be the probe of an open breaker."""
@@ -205,6 +240,8 @@ class Lane:
         """What the answer says about the server's load and reachability."""
         if (size := len(answer.body)) > self.answer_bytes:
             self.answer_bytes = size
+        elif answer.succeeded:
+            self.answer_bytes -= (self.answer_bytes - size) // ANSWERS_FADE
         if answer.code == Failure.CONNECT:
             self.breaker.failed(now)
             return
@@ -272,7 +309,7 @@ class Limits:
         return Hold(*self._rest(lane, request_bytes))
 
     def _rest(self, lane: Lane, request_bytes: int) -> tuple[Slot, ...]:
-        rest = self.total.slot(), self.bytes.slot(request_bytes + lane.answer_bytes)
+        rest = self.total.slot(), self.bytes.slot(request_bytes + lane.answer_bytes, lane.slots.name)
         return rest if lane.endpoint_slots is None else (lane.endpoint_slots.slot(), *rest)
 
 
