@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -211,7 +212,7 @@ def test_a_run_is_one_trace(inside: Inside, simulator: Remote, folder: Path, tmp
 
 
 def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
-    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl", [request(f"r{n}") for n in range(20)])
     simulator.put_faults(["500:match=Say r3", "500:match=Say r17"])
@@ -226,8 +227,33 @@ def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
     assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(20)]
     assert read(tmp_path / "in.errors.jsonl") == []
     assert simulator.stats()["received"] == 20 + 2 + 1
-    assert inside(*command(simulator, "--retry-failed"))[0] == 0
+    code, out, _ = inside(*command(simulator, "--retry-failed"))
+    assert code == 0
     assert simulator.stats()["received"] == 23
+    (tokens,) = [line for line in out.splitlines() if line.startswith("  tokens")]
+    assert found["input_tokens"] == sum(n for (n,) in cli.rows("SELECT input_tokens FROM batchwright.batch"))
+    assert f"{found['input_tokens']:,} in" in tokens
+    assert f"{found['output_tokens']:,} out" in tokens
+
+
+def test_an_interrupted_retry_counts_what_was_answered_before(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    simulator.put_faults(["500:match=Say r2."])
+    before = orjson.loads(inside(*command(simulator, "--json"))[1])
+    assert (before["completed"], before["failed"]) == (3, 1)
+    simulator.put_faults(["503"])
+    arguments = [sys.executable, "-P", "-m", "batchwright", *command(simulator, "--retry-failed", "--json")]
+    with subprocess.Popen(arguments, cwd=tmp_path, env=cli.environment, stdout=subprocess.PIPE) as retry:
+        try:
+            cli.until("SELECT FROM batchwright.batch WHERE status = 'in_progress'")
+            retry.send_signal(signal.SIGINT)
+            found = orjson.loads(retry.communicate(timeout=SECONDS_MAX)[0])
+        finally:
+            retry.kill()
+    assert (found["exit_code"], found["total"], found["completed"]) == (130, 4, 3)
+    assert (found["input_tokens"], found["output_tokens"]) == (before["input_tokens"], before["output_tokens"])
 
 
 def test_bad_input_is_explained_and_can_be_tried_again(

@@ -50,13 +50,22 @@ def test_the_tree_has_every_command_that_people_are_told_of() -> None:
 
 @pytest.mark.parametrize("words", list(TREE), ids=" ".join)
 def test_every_command_and_every_flag_says_what_it_does(words: tuple[str, ...]) -> None:
+    """Whole: markup takes what stands in brackets for a style, and swallows it unless it is escaped."""
     command = TREE[words]
-    shown = CliRunner().invoke(app, [*words, "--help"])
+    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "1000"})
     assert shown.exit_code == 0
+    said = packed(shown.output)
     assert command.help
-    assert command.help.split()[0] in shown.output
-    for flag in command.params:
-        assert getattr(flag, "help", None) or getattr(flag, "hidden", False), f"{words}: {flag.name} has no help"
+    assert all(packed(part) in said for part in command.help.partition("\f")[0].split("\n\n"))
+    for flag in (flag for flag in command.params if not getattr(flag, "hidden", False)):
+        assert flag.help, f"{words}: {flag.name} has no help"
+        assert packed(flag.help) in said, f"{words}: {flag.name}"
+        assert packed(flag.metavar or "") in said, f"{words}: {flag.name}"
+
+
+def packed(text: str) -> str:
+    """Without white space and frames, and without what escapes a bracket."""
+    return "".join(text.replace("\\[", "[").replace("│", "").split())
 
 
 @pytest.mark.parametrize("words", [words for words in LEAVES if words not in SERVERS], ids=" ".join)

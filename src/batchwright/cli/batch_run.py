@@ -301,7 +301,7 @@ async def _run_alone(batchwright: AsyncBatchwright, plan: Plan, stop: Stop, lock
         runner = _Runner(batchwright, plan, stop, json)
         batch = await runner.run(batch)
         if batch is None or not batch.has_ended:
-            return runner.interrupted(batch)
+            return runner.interrupted(await lineage(batchwright.batches, batch) if batch else [])
         await batchwright.batches.forget_queue(batch)
     lock.remove()
     return await _conclude(batchwright, plan, batch, json, was_done=was_done)
@@ -371,13 +371,14 @@ class _Runner:
         with self._shown(view) as on_look:
             return await work(self._batchwright, self._worker, view, on_look, self._when_asked)
 
-    def interrupted(self, batch: Batch | None) -> int:
+    def interrupted(self, family: list[Batch]) -> int:
         code = 128 + self._signal
         if self._json:
-            print_json(_summary(self._batchwright, self._plan, [batch] if batch else [], code))
-        elif batch is None:
+            print_json(_summary(self._batchwright, self._plan, family, code))
+        elif not family:
             typer.echo("stopped before anything was sent", err=True)
         else:
+            batch = family[0]
             typer.echo(f"stopped at {progress(batch) or 'the beginning'}; what is answered is kept", err=True)
             typer.echo(f"  go on:    the same command again\n  give up:  batchwright batch cancel {batch.id}", err=True)
         return code
@@ -514,7 +515,7 @@ def _print_end(batchwright: AsyncBatchwright, plan: Plan, family: list[Batch], *
         [
             ("  output", plan.output if has_files else None),
             ("  errors", plan.errors if has_files and batch.error_file_id else None),
-            ("  tokens", tokens_text(batch)),
+            ("  tokens", tokens_text(*family)),
             ("  cost", money(spent) if spent and has_files else None),
             ("  took", f"{seconds(took)}, {batch.completed / took:,.1f} answers/s" if took else None),
             ("  look", f"batchwright batch show {batch.id}"),

@@ -234,12 +234,15 @@ def outcomes(batch: Batch) -> str:
     return " · ".join(f"{number(getattr(batch, name))} {name}" for name in names if getattr(batch, name))
 
 
-def tokens_text(batch: Batch) -> str:
-    if not batch.input_tokens + batch.output_tokens:
+def tokens_text(*batches: Batch) -> str:
+    """Of all of them together."""
+    read, written = sum(one.input_tokens for one in batches), sum(one.output_tokens for one in batches)
+    cached, reasoning = sum(one.cached_tokens for one in batches), sum(one.reasoning_tokens for one in batches)
+    if not read + written:
         return ""
-    share = f" ({batch.cached_tokens / batch.input_tokens:.0%} from a cache)" if batch.cached_tokens else ""
-    thought = f" ({number(batch.reasoning_tokens)} of them thought)" if batch.reasoning_tokens else ""
-    return f"{number(batch.input_tokens)} in{share} · {number(batch.output_tokens)} out{thought}"
+    share = f" ({cached / read:.0%} from a cache)" if cached and read else ""
+    thought = f" ({number(reasoning)} of them thought)" if reasoning else ""
+    return f"{number(read)} in{share} · {number(written)} out{thought}"
 
 
 def cost_text(batch: Batch, prices: Mapping[str, Price]) -> str | None:

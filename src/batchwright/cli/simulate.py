@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -69,7 +70,7 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(metavar="KIND[:SHARE][:NAME=VALUE]", help="Let requests fail; repeat it.", show_default=False),
 ]
-PromptFaults = Annotated[bool, typer.Option(help="Whether [[fault:500]] in a prompt is an order.")]
+PromptFaults = Annotated[bool, typer.Option(help=escape("Whether [[fault:500]] in a prompt is an order."))]
 ApiKey = Annotated[str | None, typer.Option(help="The bearer key that requests must show.", show_default=False)]
 
 
