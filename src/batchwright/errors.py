@@ -98,6 +98,12 @@ class TooLarge(InvalidInput):
 class NotFound(BatchwrightError):
     """There is no such object, or it belongs to another tenant."""
 
+    def __init__(self, message: str, *, kind: str | None = None, id: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        """What was looked for, such as `batch`: for faces that have words of their own for it."""
+        self.id = id
+
 
 class Conflict(BatchwrightError):
     """The object is not in a state that allows this; says what was found and what was expected."""

@@ -13,8 +13,9 @@ import pytest
 
 from batchwright.batches.envelopes import request_id
 from batchwright.batches.journal import Journal, Outcome
+from batchwright.batches.operations import process_job
 from batchwright.batches.settings import BatchSettings, Price
-from batchwright.batches.store import Ending
+from batchwright.batches.store import Ending, NewBatch
 from batchwright.batches.workspace import segment_key
 from batchwright.errors import BatchwrightError, DatabaseUnavailable, StorageUnavailable
 from batchwright.states import BatchStatus
@@ -355,9 +356,29 @@ async def test_batches_are_listed_page_by_page_the_newest_first(api: Api, http: 
 
 
 async def test_a_batch_that_nobody_knows_is_404(api: Api, http: httpx.AsyncClient) -> None:
-    answer = await http.get("/v1/batches/batch_unknown")
-    assert "batch_unknown" in fails(answer, 404, "not_found")
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    verbs = ("cancel", "pause", "resume", "retry")
+    answers = [await http.post(f"/v1/batches/batch_unknown/{verb}") for verb in verbs]
+    answers += [await http.get(f"/v1/batches/batch_unknown{part}") for part in ("", "/results", "/manifest", "/events")]
+    answers.append(await http.post("/v1/batches/batch_unknown/priority", json={"priority": 1}))
+    for answer in answers:
+        fails(answer, 404)
+        error = {"message": "No batch found with id 'batch_unknown'.", "type": "invalid_request_error"}
+        assert answer.json() == {"error": {**error, "param": None, "code": None}}
+
+
+async def test_lists_of_batches_refuse_cursors_and_parameters_that_they_do_not_know(api: Api) -> None:
+    mine, theirs = await api.holder(tenant="a"), await api.holder("read", tenant="b")
+    file = await stored_file(api.batchwright, tenant="a")
+    new = NewBatch(tenant="a", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="1h")
+    (job,) = await api.batchwright.catalog.prepare([process_job(new)])
+    await api.batchwright.batches.create(new, job)
+    for tenant in ({}, {"tenant": "*"}):
+        assert (await mine.get("/v1/batches", params={"after": new.id, **tenant})).json()["data"] == []
+        message = fails(await mine.get("/v1/batches", params={"after": "batch_no", **tenant}), 400, "invalid_value")
+        assert message == "No batch found with id 'batch_no'."
+    fails(await theirs.get("/v1/batches", params={"after": new.id}), 400, "invalid_value", "after")
+    message = fails(await mine.get("/v1/batches?limits=5"), 400, "unknown_parameter", "limits")
+    assert message == "Unknown parameter: 'limits'; did you mean 'limit'?"
 
 
 async def test_tenants_see_only_their_own_batches(api: Api) -> None:
@@ -365,11 +386,11 @@ async def test_tenants_see_only_their_own_batches(api: Api) -> None:
     id = (await made(api, mine))["id"]
     assert (await theirs.get("/v1/batches")).json()["data"] == []
     for verb in ("cancel", "pause", "resume", "retry"):
-        fails(await theirs.post(f"/v1/batches/{id}/{verb}"), 404, "not_found")
-    fails(await theirs.post(f"/v1/batches/{id}/priority", json={"priority": 1}), 404, "not_found")
-    fails(await theirs.post(f"/v1/batches/{id}/limits", json={}), 404, "not_found")
+        fails(await theirs.post(f"/v1/batches/{id}/{verb}"), 404)
+    fails(await theirs.post(f"/v1/batches/{id}/priority", json={"priority": 1}), 404)
+    fails(await theirs.post(f"/v1/batches/{id}/limits", json={}), 404)
     for part in ("", "/results", "/manifest", "/events"):
-        fails(await theirs.get(f"/v1/batches/{id}{part}"), 404, "not_found")
+        fails(await theirs.get(f"/v1/batches/{id}{part}"), 404)
     admin = await api.holder(tenant="b")
     for tenant in ("default", "*"):
         assert len((await admin.get("/v1/batches", params={"tenant": tenant})).json()["data"]) == 1

@@ -12,12 +12,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from batchwright.api import files as files_module
+from batchwright.api.access import FORM_BYTES_MAX
 from batchwright.batches.settings import BatchSettings
 from batchwright.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
 from tests.api.conftest import Api, fails, serving, stored_file
 
 LIMIT = 100_000
+TOO_LARGE = "File is too large. The limit of this server is 100000 bytes (batches.file_bytes_max)."
 LINES = b'{"custom_id": "a"}\n{"custom_id": "b"}'
 
 
@@ -150,8 +151,8 @@ async def test_a_file_expires_when_it_is_told_to(api: Api) -> None:
             assert file["expires_at"] - file["created_at"] == seconds
     await api.sql("UPDATE batchwright.file SET expires_at = now()")
     for path in (f"/v1/files/{file['id']}", f"/v1/files/{file['id']}/content"):
-        fails(await http.get(path), 404, "not_found")
-    fails(await http.delete(f"/v1/files/{file['id']}"), 404, "not_found")
+        fails(await http.get(path), 404, param="id")
+    fails(await http.delete(f"/v1/files/{file['id']}"), 404, param="id")
     assert (await http.get("/v1/files")).json()["data"] == []
 
 
@@ -212,7 +213,7 @@ async def test_a_file_may_have_every_byte_of_the_limit_and_not_one_more(api: Api
     http = await api.client()
     assert (await upload(http, b"x" * LIMIT)).json()["bytes"] == LIMIT
     before = await objects(api)
-    assert fails(await upload(http, b"x" * (LIMIT + 1)), 400) == "File is too large."
+    assert fails(await upload(http, b"x" * (LIMIT + 1)), 400) == TOO_LARGE
     assert (await rows(api), await objects(api)) == (1, before)
 
 
@@ -229,7 +230,7 @@ async def test_an_upload_is_refused_while_it_still_comes_in(api: Api) -> None:
 
     http = await api.client()
     answer = await http.post("/v1/files", content=endless(), headers=form()["headers"])
-    assert fails(answer, 400) == "File is too large."
+    assert fails(answer, 400) == TOO_LARGE
     assert answer.json()["error"]["code"] is None
     await nothing_is_left(api)
 
@@ -240,9 +241,9 @@ async def test_an_upload_that_announces_too_much_is_refused_at_once(api: Api) ->
         yield b""
 
     http = await api.client()
-    headers = {**form()["headers"], "Content-Length": str(LIMIT + files_module.FORM_BYTES_MAX + 1)}
+    headers = {**form()["headers"], "Content-Length": str(LIMIT + FORM_BYTES_MAX + 1)}
     answer = await http.post("/v1/files", content=nobody(), headers=headers)
-    assert fails(answer, 400, param="file") == "File is too large."
+    assert fails(answer, 400, param="file") == TOO_LARGE
 
 
 async def test_other_routes_keep_their_own_limit(api: Api) -> None:
@@ -435,9 +436,22 @@ async def test_lists_refuse_what_they_do_not_know(api: Api) -> None:
         ({"limit": "many"}, "invalid_type"),
         ({"order": "random"}, "invalid_value"),
         ({"after": ""}, "empty_string"),
-        ({"colour": "red"}, "invalid_request"),
+        ({"colour": "red"}, "unknown_parameter"),
+        ({"after": "file-unknown"}, "invalid_value"),
     ):
         fails(await http.get("/v1/files", params=params), 400, code, *params)
+
+
+async def test_a_page_continues_after_a_file_that_was_deleted_meanwhile_but_not_after_an_unknown_one(api: Api) -> None:
+    mine, theirs = await api.holder(tenant="a"), await api.holder(tenant="b")
+    first, second, third = [(await upload(mine)).json()["id"] for _ in range(3)]
+    assert (await mine.delete(f"/v1/files/{second}")).status_code == 200
+    for order, rest in (("desc", first), ("asc", third)):
+        page = (await mine.get("/v1/files", params={"after": second, "order": order})).json()
+        assert [one["id"] for one in page["data"]] == [rest]
+    for http, id in ((theirs, second), (mine, "file-" + "0" * 32)):
+        message = fails(await http.get("/v1/files", params={"after": id}), 400, "invalid_value", "after")
+        assert message == f"No such File object: {id}"
 
 
 async def test_a_deleted_file_is_gone(api: Api) -> None:
@@ -450,8 +464,10 @@ async def test_a_deleted_file_is_gone(api: Api) -> None:
         await http.delete(f"/v1/files/{id}"),
         await http.get("/v1/files/file-unknown"),
     ):
-        fails(answer, 404, "not_found")
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+        asked = answer.request.url.path.split("/")[3]
+        error = {"message": f"No such File object: {asked}", "type": "invalid_request_error"}
+        assert answer.json() == {"error": {**error, "param": "id", "code": None}}
+        fails(answer, 404)
     assert (await http.get("/v1/files")).json()["data"] == []
 
 
@@ -578,9 +594,9 @@ async def test_tenants_see_only_their_own_files(api: Api) -> None:
         await theirs.get(f"/v1/files/{id}/content"),
         await theirs.delete(f"/v1/files/{id}"),
     ):
-        fails(answer, 404, "not_found")
+        fails(answer, 404, param="id")
     assert (await theirs.get("/v1/files")).json()["data"] == []
-    assert (await theirs.get("/v1/files", params={"after": id, "order": "asc"})).json()["data"] == []
+    fails(await theirs.get("/v1/files", params={"after": id, "order": "asc"}), 400, "invalid_value", "after")
     assert len((await mine.get("/v1/files")).json()["data"]) == 1
     admin = await api.holder(tenant="b")
     assert len((await admin.get("/v1/files", params={"tenant": "a"})).json()["data"]) == 1

@@ -688,6 +688,6 @@ async def test_a_long_value_is_not_sent_back_whole(http: httpx.AsyncClient) -> N
 async def test_a_parameter_that_nobody_knows_is_refused_not_ignored(
     http: httpx.AsyncClient,
 ) -> None:
-    message = fails(await http.get("/v1/jobs?statuss=FAILED"), 400, param="statuss")
+    message = fails(await http.get("/v1/jobs?statuss=FAILED"), 400, "unknown_parameter", "statuss")
     assert "did you mean 'status'?" in message
     fails(await http.get("/v1/operations?tenant=default&x=1"), 400)

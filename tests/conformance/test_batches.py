@@ -122,7 +122,15 @@ async def test_a_batch_that_nobody_knows_is_not_found(client: Client) -> None:
     for method in (client.batches.retrieve, client.batches.cancel):
         with pytest.raises(openai.NotFoundError) as refused:
             await client(method, "batch_unknown")
-        assert refused.value.type == "invalid_request_error"
+        assert refused.value.body == {
+            "message": "No batch found with id 'batch_unknown'.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": None,
+        }
+    with pytest.raises(openai.BadRequestError) as unknown:
+        await client.all(client.batches.list, after="batch_unknown")
+    assert (unknown.value.code, unknown.value.param) == ("invalid_value", "after")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ async def test_a_file_that_is_too_large_is_a_bad_request(client: Client) -> None
     with pytest.raises(openai.BadRequestError) as refused:
         await client.upload(b"x" * (FILE_BYTES_MAX + 1))
     assert refused.value.body == {
-        "message": "File is too large.",
+        "message": f"File is too large. The limit of this server is {FILE_BYTES_MAX} bytes (batches.file_bytes_max).",
         "type": "invalid_request_error",
         "param": "file",
         "code": None,

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchwright.api.errors import error_answer
+from batchwright.api.errors import error_answer, file_too_large
 from batchwright.api.keys import PREFIX, Keys
 from batchwright.api.keys import Scope as KeyScope
 from batchwright.api.schemas import NO_NUL
@@ -29,8 +29,9 @@ from batchwright.errors import ConfigurationError
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, never bound
 ALL_TENANTS = "*"
-UPLOADS = "/v1/files"
-FILE_TOO_LARGE = "File is too large."
+FILES = "/v1/files"
+FORM_BYTES_MAX = 8 * 1024 * 1024
+"""What a form may hold beside its file: sixty fields of the largest size and their headers fit."""
 LIVE_SECONDS = 10.0
 """How old the answer may be whether a key with open streams still lives."""
 
@@ -147,18 +148,18 @@ Admin = Annotated[Caller, Depends(Needs(KeyScope.ADMIN))]
 class Guard:
     """Looks at every request before anything else: the host it names, the page it comes from, the size it has."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, upload_bytes_max: int) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, file_bytes_max: int) -> None:
         self._app = app
         self._settings = settings
-        self._upload_bytes_max = upload_bytes_max
+        self._file_bytes_max = file_bytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        is_upload = scope["method"] == "POST" and scope["path"] == UPLOADS
-        limit = self._upload_bytes_max if is_upload else self._settings.body_bytes_max
+        is_upload = scope["method"] == "POST" and scope["path"] == FILES
+        limit = self._file_bytes_max + FORM_BYTES_MAX if is_upload else self._settings.body_bytes_max
         host = headers.get("host", "")
         if not self._knows(host):
             name = _name(host)
@@ -168,7 +169,7 @@ class Guard:
             message = "pages of another origin may not call this server; see the setting api.allowed_origins"
             await error_answer(403, message, code="wrong_origin", param="origin")(scope, receive, send)
         elif _announced(headers) > limit and is_upload:
-            await error_answer(400, FILE_TOO_LARGE, code=None, param="file")(scope, receive, send)
+            await error_answer(400, file_too_large(self._file_bytes_max), code=None, param="file")(scope, receive, send)
         elif _announced(headers) > limit:
             await error_answer(413, _too_large(limit), param="body")(scope, receive, send)
         else:

@@ -59,8 +59,7 @@ def application(services: Services) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID", "Range"],
             expose_headers=["Idempotent-Replayed", "Retry-After", "X-Next-Cursor", "X-Request-Id"],
         )
-    upload_bytes_max = services.batch_settings.file_bytes_max + files.FORM_BYTES_MAX
-    app.add_middleware(Guard, settings=services.settings, upload_bytes_max=upload_bytes_max)
+    app.add_middleware(Guard, settings=services.settings, file_bytes_max=services.batch_settings.file_bytes_max)
     app.add_middleware(Measured, counts=services.counts)
     return app
 

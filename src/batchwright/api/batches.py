@@ -25,6 +25,7 @@ from batchwright.api.openai import (
     NewPriority,
     OpenAIRoute,
     WhichToRetry,
+    unknown_cursor,
     unsupported,
 )
 from batchwright.api.routes import Streamed, Unfinished
@@ -135,6 +136,11 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=_LIST_MAX)] = 20,
 ) -> BatchList:
     app = services(request)
+    if after is not None:
+        try:
+            await app.batches.get(after, tenant=caller.tenant)
+        except NotFound as error:
+            raise unknown_cursor(error) from error
     found = await app.batches.list(caller.tenant, after=after, limit=limit + 1)
     shown = await _views(app, found[:limit])
     return BatchList(

@@ -92,6 +92,16 @@ class Refusal(HTTPException):
         self.param = param
 
 
+def unknown(param: str, hint: str = ".") -> Refusal:
+    """A field or query parameter that nobody knows; what is said of it has the same code everywhere."""
+    return Refusal(f"Unknown parameter: '{param}'{hint}", code="unknown_parameter", param=param)
+
+
+def file_too_large(limit: int) -> str:
+    """OpenAI's sentence, and how large it may be."""
+    return f"File is too large. The limit of this server is {limit} bytes (batches.file_bytes_max)."
+
+
 class ErrorDetail(BaseModel):
     """What was wrong."""
 

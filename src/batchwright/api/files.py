@@ -14,8 +14,8 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from batchwright.api.access import FILE_TOO_LARGE, UPLOADS, Reader, Submitter
-from batchwright.api.errors import Refusal, documented
+from batchwright.api.access import FILES, Reader, Submitter
+from batchwright.api.errors import Refusal, documented, file_too_large, unknown
 from batchwright.api.openai import (
     EXPIRES_SECONDS_MAX,
     EXPIRES_SECONDS_MIN,
@@ -27,7 +27,7 @@ from batchwright.api.openai import (
     OpenAIRoute,
     missing,
     out_of_range,
-    unknown,
+    unknown_cursor,
     unsupported,
     wrong_type,
 )
@@ -43,17 +43,15 @@ from batchwright.batches.files import (
     new_file_id,
     object_key,
 )
-from batchwright.errors import Conflict, DatabaseUnavailable, DataRefused, Deadlock, StorageError
+from batchwright.errors import Conflict, DatabaseUnavailable, DataRefused, Deadlock, NotFound, StorageError
 from batchwright.storage import Field, Store, Stored, form
 from batchwright.storage import File as FilePart
 
 log = logging.getLogger(__name__)
 
-router = APIRouter(prefix=UPLOADS, route_class=OpenAIRoute, tags=["files"])
+router = APIRouter(prefix=FILES, route_class=OpenAIRoute, tags=["files"])
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
-FORM_BYTES_MAX = 8 * 1024 * 1024
-"""What a form may hold beside its file: sixty fields of the largest size and their headers fit."""
 _ANCHOR = "expires_after[anchor]"
 _SECONDS = "expires_after[seconds]"
 _FILENAME = "upload.jsonl"
@@ -135,6 +133,11 @@ async def list_files(
     after: Annotated[AfterId | None, Query(description="The `last_id` of the page before.")] = None,
 ) -> Response:
     files = services(request).files
+    if after is not None:
+        try:  # who deletes what is listed continues after a file that is gone
+            await files.get(after, tenant=caller.own_tenant, also_gone=True)
+        except NotFound as error:
+            raise unknown_cursor(error) from error
     found = await files.list(caller.own_tenant, after=after, limit=limit + 1, order=order, purpose=purpose)
     shown = [FileView.of(file) for file in found[:limit]]
     page = FileList(
@@ -278,7 +281,7 @@ async def _bounded(chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[by
     async for chunk in chunks:
         size += len(chunk)
         if size > limit:
-            raise Refusal(FILE_TOO_LARGE, param="file")
+            raise Refusal(file_too_large(limit), param="file")
         yield chunk
 
 

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from batchwright.api.errors import Refusal
+from batchwright.api.errors import Refusal, unknown
 from batchwright.api.routes import OrjsonRoute
 from batchwright.api.schemas import Answer, Body, Name, Priority, Text
 from batchwright.batches.files import File
@@ -25,6 +25,7 @@ from batchwright.batches.submission import (
     METADATA_PAIRS_MAX,
     METADATA_VALUE_CHARACTERS_MAX,
 )
+from batchwright.errors import NotFound
 from batchwright.states import BatchStatus
 
 EXPIRES_SECONDS_MIN = 3_600
@@ -48,6 +49,8 @@ class OpenAIRoute(OrjsonRoute):
                 if problem["type"] == "json_invalid":
                     raise
                 raise _refusal(problem) from error
+            except NotFound as error:
+                raise _absent(error) from error
 
         return in_their_words
 
@@ -57,10 +60,6 @@ class OpenAIRoute(OrjsonRoute):
 
 def missing(param: str) -> Refusal:
     return Refusal(f"Missing required parameter: '{param}'.", code="missing_required_parameter", param=param)
-
-
-def unknown(param: str) -> Refusal:
-    return Refusal(f"Unknown parameter: '{param}'.", code="unknown_parameter", param=param)
 
 
 def unsupported(param: str, value: str, supported: Sequence[str], reason: str | None = None) -> Refusal:
@@ -80,6 +79,22 @@ def out_of_range(param: str, value: object, *, least: object = None, most: objec
     bound = least if most is None else most
     message = f"Invalid '{param}': integer {word} value. Expected a value {sign} {bound}, but got {value} instead."
     return Refusal(message, code=f"integer_{word.replace('imum', '').replace(' ', '_')}_value", param=param)
+
+
+def unknown_cursor(error: NotFound) -> Refusal:
+    """A page after an object that is not there: silence would be taken for the end of the list."""
+    return Refusal(_absent(error).detail, code="invalid_value", param="after")
+
+
+_ABSENT = {"batch": ("No batch found with id '{}'.", None), "file": ("No such File object: {}", "id")}
+
+
+def _absent(error: NotFound) -> Refusal:
+    """OpenAI gives these no code."""
+    if error.kind not in _ABSENT:
+        return Refusal(str(error), status=404, code="not_found")
+    words, param = _ABSENT[error.kind]
+    return Refusal(words.format(error.id), status=404, param=param)
 
 
 _EXPECTED = {

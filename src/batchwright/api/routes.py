@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from batchwright.errors import InvalidInput
+from batchwright.api.errors import unknown
 
 
 class _OrjsonRequest(Request):
@@ -68,7 +68,7 @@ def _refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(sorted(known)) or 'none'}"
-            raise InvalidInput(f"there is no parameter {name[:100]!r} here; {hint}", param=name[:100])
+            raise unknown(name[:100], f"; {hint}")
 
 
 def _is_json(request: Request) -> bool:

@@ -103,7 +103,7 @@ class Files:
         params = {"id": id, "tenant": tenant, "also_gone": also_gone}
         for row in await self._queue.ask(SQL["get"], params):
             return _file(row)
-        raise NotFound(f"there is no file {id!r}")
+        raise NotFound(f"there is no file {id!r}", kind="file", id=id)
 
     async def list(
         self,
@@ -121,7 +121,7 @@ class Files:
     async def delete(self, id: str, *, tenant: str) -> None:
         """From now on it is gone for its user; the garbage collector removes the bytes when no batch needs them."""
         if not await self._queue.ask(SQL["delete"], {"id": id, "tenant": tenant}):
-            raise NotFound(f"there is no file {id!r}")
+            raise NotFound(f"there is no file {id!r}", kind="file", id=id)
 
     def content(self, file: File, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         return self.store.get(file.key, start, end)

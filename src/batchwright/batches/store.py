@@ -390,7 +390,7 @@ class Batches:
     async def get(self, id: str, *, tenant: str | None) -> Batch:
         for row in await self.queue.ask(SQL["get"], {"id": id, "tenant": tenant}):
             return _batch(row)
-        raise NotFound(f"there is no batch {id!r}")
+        raise NotFound(f"there is no batch {id!r}", kind="batch", id=id)
 
     async def sealed_headers(self, id: str) -> bytes | None:
         """The headers of its creator, encrypted. No view of a batch has them."""
@@ -629,7 +629,7 @@ class Batches:
     async def _locked(self, session: Session, id: str, tenant: str | None) -> Batch:
         for row in await self.queue.ask(SQL["lock"], {"id": id, "tenant": tenant}, session):
             return _batch(row)
-        raise NotFound(f"there is no batch {id!r}")
+        raise NotFound(f"there is no batch {id!r}", kind="batch", id=id)
 
     async def _shards(self, session: Session, job_id: UUID, statuses: Sequence[JobStatus]) -> Sequence[JobId]:
         params = {"job_id": job_id, "statuses": [status.value for status in statuses]}
