@@ -8,7 +8,7 @@ import pytest
 
 from batchwright.engine.queue import SQL, Queue
 from batchwright.errors import DatabaseError
-from batchwright.states import BATCH, JOB, LIFECYCLES, BatchStatus, JobStatus
+from batchwright.states import BATCH, JOB, LIFECYCLES, UPLOAD, BatchStatus, JobStatus, UploadStatus
 from tests.engine.steps import claim_one, dead, hand_over, release, retry
 from tests.support import fail, put_one, raw, snooze, succeed, take_one
 
@@ -290,3 +290,36 @@ def test_the_moves_of_a_batch_are_those_of_the_design():
 async def test_the_databases_enum_is_batch_status(queue):
     rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.batch_status))::text")
     assert [status for (status,) in rows] == [status.value for status in BatchStatus]
+
+
+async def put_upload(queue, status):
+    id = f"upload_{uuid.uuid4().hex}"
+    await raw(
+        queue,
+        "INSERT INTO batchwright.upload (id, tenant, purpose, filename, mime_type, bytes, created_at, expires_at, "
+        "over_at) VALUES (%(id)s, 'default', 'batch', 'f', 'm', 1, now(), now(), now()) RETURNING id",
+        id=id,
+    )
+    if status is not UPLOAD.initial:
+        await move_upload(queue, id, status)
+    return id
+
+
+async def move_upload(queue, id, target):
+    file = "'file-1', part_ids = '{}'" if target is UploadStatus.COMPLETED else "NULL, part_ids = NULL"
+    sql = (
+        f"UPDATE batchwright.upload SET status = '{target}', file_id = {file} WHERE id = %(id)s RETURNING status::text"
+    )
+    return await raw(queue, sql, id=id)
+
+
+async def test_the_database_allows_exactly_the_moves_of_an_upload_that_are_listed(queue):
+    for source, target in itertools.permutations(UploadStatus, 2):
+        id = await put_upload(queue, source)
+        if UPLOAD.allows(source, target):
+            assert await move_upload(queue, id, target) == [(target.value,)]
+        else:
+            with pytest.raises(DatabaseError, match=f"illegal move of upload {id}: {source} to {target}"):
+                await move_upload(queue, id, target)
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.upload_status))::text")
+    assert [status for (status,) in rows] == [status.value for status in UploadStatus]

@@ -312,6 +312,7 @@ class AsyncBatchwright:
         from batchwright.api.server import ApiServer
         from batchwright.api.services import Services
         from batchwright.batches.results import Results
+        from batchwright.batches.uploads import Uploads
         from batchwright.engine.exposition import Exposition, process_counts
         from batchwright.engine.feeds import Feeds
 
@@ -320,6 +321,7 @@ class AsyncBatchwright:
         counts = process_counts()
         stored = Counts([STORAGE_METRIC])
         store = self.open_store("apiserver", stored, patience_seconds=_HTTP_PATIENCE_SECONDS)
+        files = Files(self.queue, store)
         return ApiServer(
             CountsWriter(self.queue, f"api:{worker_id()}", stored),
             Services(
@@ -339,7 +341,8 @@ class AsyncBatchwright:
                 gate=Gate(settings, self.keys),
                 counts=counts,
                 exposition=Exposition(self.queue, counts, more=BATCH_METRICS, rooms=rooms(self._models())),
-                files=Files(self.queue, store),
+                files=files,
+                uploads=Uploads(self.queue, files),
                 batches=self.batches,
                 results=Results(self.batches, self.workspace, store),
             ),

@@ -30,6 +30,15 @@ class BatchStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+class UploadStatus(StrEnum):
+    """Where an upload stands, in OpenAI's words."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
 class JobStatus(StrEnum):
     """Where a job stands."""
 
@@ -141,4 +150,23 @@ BATCH = Lifecycle(
     ),
 )
 
-LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH)
+_PENDING, _FINISHED, _ABANDONED, _LATE = UploadStatus
+
+UPLOAD = Lifecycle(
+    name="upload",
+    initial=_PENDING,
+    meanings={
+        _PENDING: "Takes parts. Creating it puts it here.",
+        _FINISHED: "Its parts were put together, and its file exists. The collector removes the parts.",
+        _ABANDONED: "Ended by a user; there is no file. The collector removes the parts.",
+        _LATE: "An hour was over before it was completed; there is no file. The collector removes the parts.",
+    },
+    terminal=frozenset({_FINISHED, _ABANDONED, _LATE}),
+    moves=(
+        Move("complete", _PENDING, _FINISHED, "a user names its parts in order; the same commit adds the file"),
+        Move("cancel", _PENDING, _ABANDONED, "a user does not want it any more"),
+        Move("expire", _PENDING, _LATE, "its hour is over; it counts as expired even before upkeep writes it down"),
+    ),
+)
+
+LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH, UPLOAD)

@@ -179,6 +179,8 @@ async def test_which_scope_a_route_needs(api: Api) -> None:
         "POST /v1/batches",
         "POST /v1/files",
         "POST /v1/jobs",
+        "POST /v1/uploads",
+        *(f"POST /v1/uploads/{{id}}/{verb}" for verb in ("cancel", "complete", "parts")),
         *(f"POST /v1/batches/{{id}}/{verb}" for verb in verbs),
     }
     assert found[Scope.ADMIN] == {
@@ -237,6 +239,7 @@ class Theirs:
     parent: str
     file: str
     batch: str
+    upload: str
     key: str = "theirs"
     schedule: str = "nightly"
 
@@ -257,14 +260,16 @@ async def theirs(api: Api) -> Theirs:
     new = NewBatch(tenant="b", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="1h")
     (job,) = await batchwright.catalog.prepare([process_job(new)])
     await batchwright.batches.create(new, job)
-    return Theirs(str(waiting), str(failed), str(pipeline), str(parent), file.id, new.id)
+    wanted = {"filename": "f", "purpose": "batch", "bytes": 0, "mime_type": "text/plain"}
+    upload = (await theirs.post("/v1/uploads", json=wanted)).json()["id"]
+    return Theirs(str(waiting), str(failed), str(pipeline), str(parent), file.id, new.id, upload)
 
 
 async def everything_of(api: Api, tenant: str) -> list[Any]:
     """The tenant's rows as they stand."""
     rows = [
         await api.sql(f"SELECT to_jsonb(one) FROM batchwright.{table} AS one WHERE tenant = %(t)s ORDER BY 1", t=tenant)
-        for table in ("api_request", "batch", "file", "job", "schedule")
+        for table in ("api_request", "batch", "file", "job", "schedule", "upload")
     ]
     events = "SELECT event.id FROM batchwright.job_event AS event JOIN batchwright.job ON job.id = job_id"
     return [*rows, await api.sql(f"{events} WHERE tenant = %(t)s ORDER BY 1", t=tenant)]
@@ -283,13 +288,15 @@ async def test_every_route_with_another_tenants_object_finds_nothing_and_changes
             continue
         ids = [theirs.waiting, theirs.failed, theirs.pipeline, theirs.parent, theirs.file, theirs.batch]
         ids = ids[4:] if route.path.startswith(("/v1/files", "/v1/batches")) else ids[:4]
+        ids = [theirs.upload] if route.path.startswith("/v1/uploads") else ids
         names = ids if "{id}" in route.path else [theirs.schedule, schedule_id]
         (method,) = route.methods
         if method == "PUT":
             continue  # makes a schedule of our own: see below
         for name in names:
             path = route.path_format.format(id=name, name=name)
-            body = {"priority": 1} if path.endswith("/priority") else {} if path.endswith("/limits") else None
+            bodies = {"priority": {"priority": 1}, "limits": {}, "complete": {"part_ids": []}}
+            body = bodies.get(path.rpartition("/")[2])
             fails(await mine.request(method, path, json=body), 404)
             tried += 1
     assert tried >= 4 * 8 + 2 * 5 + 2 * 12

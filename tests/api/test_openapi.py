@@ -16,6 +16,7 @@ from batchwright import AsyncBatchwright, NewJob
 from batchwright.api.application import application
 from batchwright.batches.operations import process_job
 from batchwright.batches.store import NewBatch
+from batchwright.batches.uploads import NewUpload, Uploads, new_upload_id
 from batchwright.testing import drain
 from tests.api.conftest import GATEWAY, OPERATIONS, Api, configured, routes, stored_file
 
@@ -103,7 +104,11 @@ async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
         new = NewBatch(tenant="default", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="24h")
         (job,) = await batchwright.catalog.prepare([process_job(new)])
         await batchwright.batches.create(new, job)
-        ids += [file.id, new.id]
+        wanted = NewUpload(
+            id=new_upload_id(), tenant="default", purpose="batch", filename="f", mime_type="text/plain", bytes=n
+        )
+        await Uploads(batchwright.queue, batchwright.files).create(wanted)
+        ids += [file.id, new.id, wanted.id]
     return ids
 
 
@@ -158,7 +163,7 @@ async def test_every_parameter_and_every_field_of_a_body_has_a_limit(api: Api) -
             assert not unlimited
         for content in one.get("requestBody", {}).get("content", {}).values():
             unlimited = list(unbounded(document, content["schema"], name))
-            counted = (".payload", ".file")  # by bytes and by depth
+            counted = (".payload", ".file", ".data")  # by bytes and by depth
             assert [where for where in unlimited if not where.endswith(counted)] == []
 
 

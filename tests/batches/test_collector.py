@@ -21,16 +21,17 @@ from batchwright.batches.files import Files, NewFile, new_file_id, object_key
 from batchwright.batches.operations import PROCESS, process_job
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batches, Ending, NewBatch
+from batchwright.batches.uploads import NewUpload, Uploads, new_part_id, new_upload_id, part_key
 from batchwright.batches.workspace import Workspace, plan_key, segment_key
 from batchwright.db.database import connect_arguments
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.processes import Processes
 from batchwright.engine.retention import Retention, RetentionSettings
 from batchwright.engine.upkeep import Upkeep
-from batchwright.errors import DatabaseError, StorageError, StorageUnavailable
+from batchwright.errors import Conflict, DatabaseError, StorageError, StorageUnavailable
 from batchwright.operations.decorator import operation
 from batchwright.operations.registry import Registry
-from batchwright.states import BATCH, BatchStatus
+from batchwright.states import BATCH, BatchStatus, UploadStatus
 from batchwright.storage import OPERATIONS, StorageSettings, Store
 from batchwright.storage.local import Local
 from batchwright.storage.remote import Remote
@@ -85,6 +86,7 @@ class Stage:
     def __init__(self, queue, store, workspace, clock):
         self.queue, self.store, self.workspace, self.clock = queue, store, workspace, clock
         self.files, self.batches = Files(queue, store), Batches(queue)
+        self.uploads = Uploads(queue, self.files)
         self.collector = self.another_collector()
 
     def another_collector(self, retention=None, **settings):
@@ -103,6 +105,17 @@ class Stage:
         stored = await self.store.put(object_key(id), data)
         new = NewFile(id=id, tenant=tenant, purpose="batch", filename="in.jsonl", stored=stored, **options)
         return (await self.files.add(new))[0]
+
+    async def upload_in_parts(self, *pieces):
+        """An upload with these parts; answers its id and theirs."""
+        size = sum(map(len, pieces))
+        new = NewUpload(id=new_upload_id(), tenant="acme", purpose="batch", filename="f", mime_type="m", bytes=size)
+        await self.uploads.create(new)
+        parts = [new_part_id() for _ in pieces]
+        for part, piece in zip(parts, pieces, strict=True):
+            stored = await self.store.put(part_key(new.id, part), piece)
+            await self.uploads.add_part(new.id, part, stored, tenant="acme")
+        return new.id, parts
 
     async def delete(self, file):
         await self.files.delete(file.id, tenant=file.tenant)
@@ -345,6 +358,51 @@ def die_at(patch, stage, of_store, statement):
     if statement:
         ask = stage.queue.ask
         patch.setattr(stage.queue, "ask", lambda sql, *rest: die() if sql == SQL[statement] else ask(sql, *rest))
+
+
+# Uploads ------------------------------------------------------------------------------------------------------------
+
+
+@in_both_stores
+async def test_the_parts_of_an_upload_go_ten_minutes_after_its_end_and_its_row_a_month_later(stage):
+    done, parts = await stage.upload_in_parts(b"abc", b"def")
+    stopped, _ = await stage.upload_in_parts(b"ghi")
+    late, _ = await stage.upload_in_parts(b"jkl")
+    await stage.store.put(part_key(late, new_part_id()), b"of a writer that died")
+    _, file = await stage.uploads.complete(done, parts, tenant="acme")
+    await stage.uploads.cancel(stopped, tenant="acme")
+    assert await stage.collect() == Collected()
+    await stage.later(GRACE)
+    assert await stage.collect(dry_run=True) == Collected(upload_parts=Heap(3, 9))
+    assert await stage.collect() == Collected(upload_parts=Heap(3, 9))
+    assert await stage.objects() == sorted([file.key, *await stage.objects(f"uploads/{late}")])
+    assert len(await stage.objects()) == 3
+    again, same = await stage.uploads.complete(done, parts, tenant="acme")
+    assert (again.status, same) == (UploadStatus.COMPLETED, file)
+    await stage.later(HOUR)
+    with pytest.raises(Conflict, match="'expired'"):
+        await stage.uploads.cancel(late, tenant="acme")
+    assert await stage.collect() == Collected(upload_parts=Heap(2, 24))
+    assert (await stage.uploads.get(late, tenant="acme")).status is UploadStatus.EXPIRED
+    assert await stage.objects() == [file.key]
+    assert await raw(stage.queue, "SELECT FROM batchwright.upload_part") == []
+    await stage.store.put(part_key(late, new_part_id()), b"late")
+    await stage.later(31 * DAY)
+    found = await stage.collect()
+    assert (found.old_uploads, found.unknown_objects) == (Heap(3), Heap(1, 4))
+    with pytest.raises(NotFound, match="there is no upload"):
+        await stage.uploads.get(done, tenant="acme")
+
+
+async def test_an_upload_with_many_parts_is_cleared_in_small_steps(stage, monkeypatch):
+    monkeypatch.setattr(module, "_OBJECTS", 2)
+    id, _ = await stage.upload_in_parts(*[b"x"] * 5)
+    await stage.uploads.cancel(id, tenant="acme")
+    await stage.later(GRACE)
+    assert (await stage.collect(dry_run=True)).upload_parts == Heap(5, 5)
+    await stage.rounds()
+    assert await stage.objects() == []
+    assert await raw(stage.queue, "SELECT FROM batchwright.upload WHERE parts_gone_at IS NULL") == []
 
 
 # What batches leave behind ------------------------------------------------------------------------------------------
@@ -711,7 +769,7 @@ async def test_a_large_store_is_walked_over_many_rounds_and_no_object_twice(stag
         return listing(prefix, after)
 
     monkeypatch.setattr(stage.store, "list", watched)
-    assert await stage.rounds(names=("unknown objects",)) == len(begun) == 5
+    assert await stage.rounds(names=("unknown objects",)) == len(begun) == 6
     places = [after for prefix, after in begun if prefix == "files"]
     assert places[0] is None
     assert places[1:] == sorted(places[1:])
@@ -1001,7 +1059,7 @@ async def test_a_store_that_refuses_everything_is_not_asked_for_ever(stage, monk
     monkeypatch.setattr(stage.store, call, refuse if call == "delete" else refuse_to_list)
     with caplog.at_level(logging.WARNING):
         await stage.rounds()
-    assert caplog.messages.count("some garbage stays: no permission") == {"delete": 20, "list": 12}[call]
+    assert caplog.messages.count("some garbage stays: no permission") == {"delete": 20, "list": 13}[call]
 
 
 async def test_a_chore_that_the_database_refuses_does_not_keep_the_others_from_their_turn(stage, monkeypatch):
@@ -1086,7 +1144,11 @@ async def scene(stage):
     await stage.delete(await stage.upload())
     await stage.store.put(object_key(new_file_id()), b"12345")
     await stage.store.put(plan_key(f"batch_{'0' * 32}", "model_map.json"), b"12345")
+    cancelled, _ = await stage.upload_in_parts(b"abc")
+    await stage.uploads.cancel(cancelled, tenant="acme")
+    await stage.upload_in_parts(b"abc")
     await stage.later(31 * DAY)
+    await stage.upload_in_parts(b"kept")
     ended, kept, open = [await stage.batch(state) for state in (EXPIRED, COMPLETED, IN_PROGRESS)]
     repairable = await stage.batch(FAILED, files=False)
     await raw(
@@ -1108,6 +1170,8 @@ async def scene(stage):
         batch_objects=Heap(5, 25),
         batch_segments=Heap(3),
         work_folders=Heap(3, 15),
+        upload_parts=Heap(2, 6),
+        old_uploads=Heap(2),
         idempotency_keys=Heap(2),
         old_batches=Heap(1),
         unknown_objects=Heap(2, 10),
@@ -1118,7 +1182,7 @@ async def everything(stage):
     """All rows, objects and files."""
     rows = [
         await raw(stage.queue, f"SELECT * FROM batchwright.{table} AS one ORDER BY one::text")
-        for table in ("file", "batch", "batch_segment", "job", "job_event")
+        for table in ("file", "batch", "batch_segment", "job", "job_event", "upload", "upload_part")
     ]
     paths = sorted(str(path) for path in stage.workspace.root.rglob("*"))
     return rows, await stage.objects(), paths
@@ -1183,9 +1247,20 @@ CROWD = """
         registered_at)
     SELECT 'batch_' || lpad(to_hex(n % 100 + 1), 32, '0'), n, 1, 1, 'h', 0, 1, 1, '{}', now()
     FROM generate_series(1, 20000) AS n;
-    VACUUM ANALYZE batchwright.file, batchwright.batch, batchwright.batch_segment;
+    INSERT INTO batchwright.upload (id, tenant, status, purpose, filename, mime_type, bytes, created_at, expires_at,
+        over_at, parts_gone_at)
+    SELECT 'upload_' || lpad(to_hex(n), 32, '0'), 'tenant ' || n % 50,
+        (CASE WHEN n % 20 = 0 THEN 'pending' ELSE 'cancelled' END)::batchwright.upload_status, 'batch', 'f', 'm', 1,
+        now(), now(), now() - interval '40 days' + n * interval '2 minutes',
+        CASE WHEN n % 20 <> 0 AND n < 19000 THEN now() END
+    FROM generate_series(1, 20000) AS n;
+    INSERT INTO batchwright.upload_part (id, upload_id, bytes, key, created_at)
+    SELECT 'part_' || lpad(to_hex(n), 32, '0'), 'upload_' || lpad(to_hex(n), 32, '0'), 1, 'uploads/' || n, now()
+    FROM generate_series(1, 20000) AS n;
+    VACUUM ANALYZE batchwright.file, batchwright.batch, batchwright.batch_segment, batchwright.upload,
+        batchwright.upload_part;
 """
-TABLES = {"file", "batch", "batch_segment", "job"}
+TABLES = {"file", "batch", "batch_segment", "job", "upload", "upload_part"}
 ONE = f"batch_{1:032x}"
 
 
@@ -1221,6 +1296,7 @@ WALK = {
 }
 TEXT = {"after": "", "after_id": ""}
 FILES_IDS = {"ids": [f"file-{n:032x}" for n in range(4, 44, 4)]}
+UPLOAD_IDS = {"ids": [f"upload_{n:032x}" for n in range(1, 11)]}
 STATEMENTS = {
     "expired_files": ({"file_expiring"}, {}),
     "delete_expired": ({"file_pkey"}, FILES_IDS),
@@ -1239,6 +1315,12 @@ STATEMENTS = {
     "clear_keys_of_batches": ({"batch_pkey"}, {}),
     "old_batches": ({"batch_ended", "job_pkey", "batch_family"}, {}),
     "remove_batch": ({"batch_pkey"}, {}),
+    "expire_uploads": ({"upload_leftovers", "upload_pkey"}, {}),
+    "upload_leftovers": ({"upload_leftovers"}, {}),
+    "remove_parts": ({"upload_pkey", "upload_part_of_upload"}, {"id": f"upload_{1:032x}"}),
+    "known_uploads": ({"upload_pkey"}, UPLOAD_IDS),
+    "old_uploads": ({"upload_ended"}, {}),
+    "remove_uploads": ({"upload_pkey"}, UPLOAD_IDS),
 }
 
 
@@ -1256,7 +1338,7 @@ def test_a_step_finds_its_rows_by_their_index_among_many(crowd, name):
     assert touched(found) < 3_000
 
 
-@pytest.mark.parametrize("name", ["deleted_files", "old_batches"])
+@pytest.mark.parametrize("name", ["deleted_files", "old_batches", "old_uploads"])
 def test_a_dry_step_is_bounded_too(crowd, name):
     found = plan(crowd, name, source=SQL, run=True, **{**WALK, "is_dry": True})
     assert found["Actual Rows"] == 50

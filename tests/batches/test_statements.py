@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from batchwright.batches import files, store
+from batchwright.batches import files, store, uploads
 from batchwright.db.database import DatabaseSettings, connect_arguments
 from tests.engine.planning import indexes, nodes, numbered, plan, touched
 
@@ -45,7 +45,7 @@ def crowd(server: str, template: str) -> Iterator[psycopg.Connection[Any]]:
             yield connection
 
 
-@pytest.mark.parametrize(("source", "name"), [(one, name) for one in (store, files) for name in one.SQL])
+@pytest.mark.parametrize(("source", "name"), [(one, name) for one in (store, files, uploads) for name in one.SQL])
 def test_every_statement_can_be_prepared(crowd: psycopg.Connection[Any], source: Any, name: str) -> None:
     text, _ = numbered(name, source.SQL)
     crowd.execute(f"PREPARE probe AS {text}".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from batchwright.api.keys import PREFIX, Keys
 from batchwright.api.keys import Scope as KeyScope
 from batchwright.api.schemas import NO_NUL
 from batchwright.api.settings import ApiSettings
+from batchwright.batches.uploads import PART_BYTES_MAX
 from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.errors import ConfigurationError
 
@@ -30,8 +32,11 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, never bound
 ALL_TENANTS = "*"
 FILES = "/v1/files"
+UPLOADS = "/v1/uploads"
+_PARTS = re.compile(rf"{UPLOADS}/[^/]+/parts")
 FORM_BYTES_MAX = 8 * 1024 * 1024
 """What a form may hold beside its file: sixty fields of the largest size and their headers fit."""
+PART_TOO_LARGE = f"Part is too large. The limit is {PART_BYTES_MAX} bytes."
 LIVE_SECONDS = 10.0
 """How old the answer may be whether a key with open streams still lives."""
 
@@ -158,8 +163,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        is_upload = scope["method"] == "POST" and scope["path"] == FILES
-        limit = self._file_bytes_max + FORM_BYTES_MAX if is_upload else self._settings.body_bytes_max
+        limit, too_large = self._limit(scope)
         host = headers.get("host", "")
         if not self._knows(host):
             name = _name(host)
@@ -168,12 +172,20 @@ class Guard:
         elif not self._trusts(headers.get("origin"), f"{scope['scheme']}://{host}"):
             message = "pages of another origin may not call this server; see the setting api.allowed_origins"
             await error_answer(403, message, code="wrong_origin", param="origin")(scope, receive, send)
-        elif _announced(headers) > limit and is_upload:
-            await error_answer(400, file_too_large(self._file_bytes_max), code=None, param="file")(scope, receive, send)
         elif _announced(headers) > limit:
-            await error_answer(413, _too_large(limit), param="body")(scope, receive, send)
+            await too_large(scope, receive, send)
         else:
             await self._app(scope, _counted(receive, limit), send)
+
+    def _limit(self, scope: Scope) -> tuple[int, ASGIApp]:
+        """How many bytes the body may have, and the answer to more."""
+        if scope["method"] == "POST" and scope["path"] == FILES:
+            text = file_too_large(self._file_bytes_max)
+            return self._file_bytes_max + FORM_BYTES_MAX, error_answer(400, text, code=None, param="file")
+        if scope["method"] == "POST" and _PARTS.fullmatch(scope["path"]):
+            return PART_BYTES_MAX + FORM_BYTES_MAX, error_answer(400, PART_TOO_LARGE, code=None, param="data")
+        limit = self._settings.body_bytes_max
+        return limit, error_answer(413, _too_large(limit), param="body")
 
     def _knows(self, host: str) -> bool:
         name = _name(host)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Literal
@@ -19,6 +16,8 @@ from batchwright.api.errors import Refusal, documented, file_too_large, unknown
 from batchwright.api.openai import (
     EXPIRES_SECONDS_MAX,
     EXPIRES_SECONDS_MIN,
+    FILENAME_CHARACTERS_MAX,
+    PURPOSES,
     AfterId,
     FileDeleted,
     FileList,
@@ -40,24 +39,21 @@ from batchwright.batches.files import (
     File,
     Files,
     NewFile,
+    discard,
     new_file_id,
     object_key,
+    persist,
 )
-from batchwright.errors import Conflict, DatabaseUnavailable, DataRefused, Deadlock, NotFound, StorageError
+from batchwright.errors import Conflict, DataRefused, NotFound
 from batchwright.storage import Field, Store, Stored, form
 from batchwright.storage import File as FilePart
 
-log = logging.getLogger(__name__)
-
 router = APIRouter(prefix=FILES, route_class=OpenAIRoute, tags=["files"])
 
-PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 _ANCHOR = "expires_after[anchor]"
 _SECONDS = "expires_after[seconds]"
 _FILENAME = "upload.jsonl"
-_FILENAME_CHARACTERS_MAX = 512
 _LIST_MAX = 10_000
-_TRIES_MAX = 4
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _FOUND = documented(404)
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -113,7 +109,7 @@ async def upload_file(
         raise
     # From here on the row may be there even if we do not hear of it, and then it needs its bytes.
     try:
-        file, is_new = await _added(app.files, new)
+        file, is_new = await persist(lambda: app.files.add(new))
     except (Conflict, DataRefused):
         await upload.discard()
         raise
@@ -246,12 +242,8 @@ class _Upload:
         )
 
     async def discard(self) -> None:
-        """Remove the bytes; what cannot be removed now is found by the garbage collector."""
         if self._stored is not None:
-            try:
-                await self._store.delete(self._stored.key)
-            except StorageError as error:
-                log.warning("%s was not removed: %s", self._stored.key, error)
+            await discard(self._store, self._stored)
 
     def _take(self, field: Field) -> None:
         match field.name:
@@ -268,20 +260,25 @@ class _Upload:
         self._fields[field.name] = field.value
 
     async def _put(self, part: FilePart) -> None:
-        name = (part.filename or "").replace("\\", "/").rpartition("/")[2] or _FILENAME
-        if len(name) > _FILENAME_CHARACTERS_MAX:
-            message = f"Invalid 'file': its name has more than {_FILENAME_CHARACTERS_MAX} characters."
+        name = base_name(part.filename or "")
+        if len(name) > FILENAME_CHARACTERS_MAX:
+            message = f"Invalid 'file': its name has more than {FILENAME_CHARACTERS_MAX} characters."
             raise Refusal(message, code="string_above_max_length", param="file")
         self._filename = name
-        self._stored = await self._store.put(object_key(self.id), _bounded(part.chunks, self._bytes_max))
+        too_large = Refusal(file_too_large(self._bytes_max), param="file")
+        self._stored = await self._store.put(object_key(self.id), bounded(part.chunks, self._bytes_max, too_large))
 
 
-async def _bounded(chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
+def base_name(name: str) -> str:
+    return name.replace("\\", "/").rpartition("/")[2] or _FILENAME
+
+
+async def bounded(chunks: AsyncIterator[bytes], limit: int, too_large: Refusal) -> AsyncIterator[bytes]:
     size = 0
     async for chunk in chunks:
         size += len(chunk)
         if size > limit:
-            raise Refusal(file_too_large(limit), param="file")
+            raise too_large
         yield chunk
 
 
@@ -292,16 +289,6 @@ def _check_seconds(value: str) -> None:
         raise out_of_range(_SECONDS, int(value), least=EXPIRES_SECONDS_MIN)
     if int(value) > EXPIRES_SECONDS_MAX:
         raise out_of_range(_SECONDS, int(value), most=EXPIRES_SECONDS_MAX)
-
-
-async def _added(files: Files, new: NewFile) -> tuple[File, bool]:
-    """Its id is made before, so a commit whose answer was lost is simply made again."""
-    for tries in range(_TRIES_MAX - 1):
-        try:
-            return await files.add(new)
-        except (DatabaseUnavailable, Deadlock):
-            await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))
-    return await files.add(new)
 
 
 def _part(header: str | None, size: int) -> tuple[int, int] | None:

@@ -25,11 +25,15 @@ from batchwright.batches.submission import (
     METADATA_PAIRS_MAX,
     METADATA_VALUE_CHARACTERS_MAX,
 )
+from batchwright.batches.uploads import PARTS_MAX, Part, Upload
 from batchwright.errors import NotFound
-from batchwright.states import BatchStatus
+from batchwright.states import BatchStatus, UploadStatus
 
 EXPIRES_SECONDS_MIN = 3_600
 EXPIRES_SECONDS_MAX = 2_592_000
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+FILENAME_CHARACTERS_MAX = 512
+_BYTES_MAX = 2**53 - 1
 
 Id = Annotated[Text, Path(min_length=1, max_length=100)]
 AfterId = Annotated[Text, Field(min_length=1, max_length=100)]
@@ -86,7 +90,11 @@ def unknown_cursor(error: NotFound) -> Refusal:
     return Refusal(_absent(error).detail, code="invalid_value", param="after")
 
 
-_ABSENT = {"batch": ("No batch found with id '{}'.", None), "file": ("No such File object: {}", "id")}
+_ABSENT = {
+    "batch": ("No batch found with id '{}'.", None),
+    "file": ("No such File object: {}", "id"),
+    "upload": ("No such Upload object: {}", "id"),
+}
 
 
 def _absent(error: NotFound) -> Refusal:
@@ -168,6 +176,13 @@ def _too_long(param: str, found: Any, context: Mapping[str, Any]) -> Refusal:
 # Files ------------------------------------------------------------------------------------------------------------
 
 
+class ExpiresAfter(Body):
+    """How long a file is kept, from its creation on."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(strict=True, ge=EXPIRES_SECONDS_MIN, le=EXPIRES_SECONDS_MAX)]
+
+
 class FileView(Answer):
     """A file, as OpenAI shows it."""
 
@@ -211,14 +226,71 @@ class FileDeleted(Answer):
     deleted: Literal[True] = True
 
 
+# Uploads ----------------------------------------------------------------------------------------------------------
+
+
+class UploadToBe(Body):
+    """A large file that will come in parts."""
+
+    filename: Annotated[Text, Field(min_length=1, max_length=FILENAME_CHARACTERS_MAX)]
+    purpose: Annotated[Text, Field(max_length=64)] = Field(
+        description="What it is for.", json_schema_extra={"enum": [*PURPOSES]}
+    )
+    bytes: Annotated[int, Field(strict=True, ge=0, le=_BYTES_MAX)] = Field(
+        description="How many bytes the file will have; at most `batches.file_bytes_max`."
+    )
+    mime_type: Annotated[Text, Field(min_length=1, max_length=255)] = Field(description="Any; it is not checked.")
+    expires_after: ExpiresAfter | None = None
+
+
+class UploadToComplete(Body):
+    """The parts of the file."""
+
+    part_ids: Annotated[list[Annotated[Text, Field(max_length=100)]], Field(max_length=PARTS_MAX)] = Field(
+        description="In the order in which they make up the file."
+    )
+    md5: Annotated[Text, Field(max_length=100)] | None = Field(
+        None, description="The MD5 of the whole file, as 32 hexadecimal digits; if it is another, nothing changes."
+    )
+
+
+class UploadPartView(Answer):
+    """A part that is stored."""
+
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int = Field(description="Unix seconds.")
+    upload_id: str
+
+    @classmethod
+    def of(cls, part: Part) -> UploadPartView:
+        return cls(id=part.id, created_at=int(part.created_at.timestamp()), upload_id=part.upload_id)
+
+
+class UploadView(Answer):
+    """An upload, as OpenAI shows it; all times are Unix seconds."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int = Field(description="An hour after its creation; what is not completed by then is `expired`.")
+    filename: str
+    purpose: str
+    status: UploadStatus
+    file: FileView | None = Field(description="The file, once it is `completed`.")
+
+    @classmethod
+    def of(cls, upload: Upload, file: File | None = None) -> UploadView:
+        return cls(
+            **{name: getattr(upload, name) for name in ("id", "bytes", "filename", "purpose", "status")},
+            created_at=int(upload.created_at.timestamp()),
+            expires_at=int(upload.expires_at.timestamp()),
+            file=None if file is None else FileView.of(file),
+        )
+
+
 # Batches ----------------------------------------------------------------------------------------------------------
-
-
-class ExpiresAfter(Body):
-    """How long the output and error files of a batch are kept, from their creation on."""
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(strict=True, ge=EXPIRES_SECONDS_MIN, le=EXPIRES_SECONDS_MAX)]
 
 
 class BatchLimits(Body):

@@ -13,6 +13,7 @@ from batchwright.batches.results import Results
 from batchwright.batches.seal import Seal
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batches
+from batchwright.batches.uploads import Uploads
 from batchwright.db.doorbell import Doorbell
 from batchwright.engine.bulk import Bulk
 from batchwright.engine.catalog import Catalog
@@ -47,6 +48,7 @@ class Services:
     counts: Counts
     exposition: Exposition
     files: Files
+    uploads: Uploads
     batches: Batches
     results: Results
 

@@ -7,6 +7,9 @@
     ended batch ───────────────────────────────▶ answers unreadable ─▶ objects, segments, work folder ─▶ row, and its
                                                                                           (30 days)      jobs let go
 
+                              10 minutes                        30 days
+    upload ── ended or expired ────────▶ objects, rows of parts ────────▶ row
+
     object or work folder without a row, a day or an hour old ─▶ gone, if it is ours
 
 Nothing that a user can see is ever without its bytes: first it becomes invisible, then the bytes go, then the row that
@@ -35,6 +38,7 @@ from typing import Any, cast
 from batchwright.batches.files import FOLDER as FILES
 from batchwright.batches.files import object_key
 from batchwright.batches.settings import BatchSettings
+from batchwright.batches.uploads import FOLDER as UPLOADS
 from batchwright.batches.workspace import Workspace
 from batchwright.db.database import Row, Session
 from batchwright.db.statements import statements
@@ -78,6 +82,7 @@ _BEGINNING = (datetime(1, 1, 1, tzinfo=UTC), "")
 _BATCHES = "batches"
 _REFUSALS_MAX = 10
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+_OWNER_ID = re.compile(r"(batch|upload)_[0-9a-f]{32}")
 _FILE_KEY = re.compile(rf"{FILES}/[0-9a-f]{{2}}/(file-[0-9a-f]{{32}})")
 
 
@@ -106,9 +111,12 @@ class Collected:
     batch_segments: Heap = _NONE
     """Rows that said where their answers are."""
     work_folders: Heap = _NONE
+    upload_parts: Heap = _NONE
+    """Parts of uploads that have ended; a completed one has its file."""
     idempotency_keys: Heap = _NONE
     old_batches: Heap = _NONE
     """Batches that nobody can ask for any more."""
+    old_uploads: Heap = _NONE
     unknown_objects: Heap = _NONE
     """Objects that no row names."""
     half_written: Heap = _NONE
@@ -162,16 +170,23 @@ class Collector:
         return [
             self._expire_files,
             self._remove_files,
+            self._expire_uploads,
+            self._remove_parts,
             self._let_segments_go,
             self._remove_leftovers,
             self._remove_folders,
             functools.partial(self._clear_keys, "files"),
             functools.partial(self._clear_keys, "batches"),
+            self._remove_uploads,
             *([] if math.isinf(self._batches_days) else [self._remove_batches]),
         ]
 
     def _unknown(self) -> list[_Chore]:
-        return [self._remove_unknown_files, self._remove_unknown_leftovers]
+        return [
+            self._remove_unknown_files,
+            functools.partial(self._remove_unknown_leftovers, _BATCHES, "known_batches"),
+            functools.partial(self._remove_unknown_leftovers, UPLOADS, "known_uploads"),
+        ]
 
     async def _round(self, sweep: _Sweep, session: Session) -> bool:
         """Go on with one chore, to its end or for as much as a round may do; what it changed is committed then."""
@@ -218,6 +233,34 @@ class Collector:
         sweep.note("deleted_files", len(sizes), sum(sizes))
         return len(rows) == _FILES
 
+    # What uploads leave behind ----------------------------------------------------------------------------------
+
+    async def _expire_uploads(self, sweep: _Sweep, session: Session) -> bool:
+        if sweep.is_dry:
+            return False
+        return len(await self._ask(session, "expire_uploads", limit=_ROWS)) == _ROWS
+
+    async def _remove_parts(self, sweep: _Sweep, session: Session) -> bool:
+        """What the folder of an upload holds, also the part of a writer that died before it had a row."""
+        before = sweep.place
+        rows = await self._page(sweep, session, "upload_leftovers", limit=1, grace_seconds=_GRACE_SECONDS)
+        for _, id in rows:
+            found = await self._remove_some(sweep, f"{UPLOADS}/{id}")
+            sweep.note("upload_parts", len(found), sum(one.size for one in found))
+            if len(found) == _OBJECTS:
+                sweep.place = before
+            elif not sweep.is_dry:
+                await self._ask(session, "remove_parts", id=id)
+        return bool(rows)
+
+    async def _remove_uploads(self, sweep: _Sweep, session: Session) -> bool:
+        rows = await self._page(sweep, session, "old_uploads", keep_seconds=_KEYS_KEPT_SECONDS)
+        ids = [id for _, id in rows]
+        if ids and not sweep.is_dry:
+            ids = [id for (id,) in await self._ask(session, "remove_uploads", ids=ids)]
+        sweep.note("old_uploads", len(ids))
+        return len(rows) == _ROWS
+
     # What batches leave behind ----------------------------------------------------------------------------------
 
     async def _let_segments_go(self, sweep: _Sweep, session: Session) -> bool:
@@ -236,14 +279,9 @@ class Collector:
 
     async def _clear(self, sweep: _Sweep, session: Session, id: str) -> bool:
         """One step for one batch; whether it was the last."""
-        folder = f"{_BATCHES}/{id}"
-        after, sweep.inside = sweep.inside, None
-        is_inside = after is not None and after.startswith(f"{folder}/")
-        found = await self._list(sweep, folder, after if is_inside else None, _OBJECTS)
-        await self._delete(sweep, [one.key for one in found])
+        found = await self._remove_some(sweep, f"{_BATCHES}/{id}")
         sweep.note("batch_objects", len(found), sum(one.size for one in found))
         if len(found) == _OBJECTS:
-            sweep.inside = found[-1].key
             return False
         statement = "count_segments" if sweep.is_dry else "remove_segments"
         ((segments,),) = await self._ask(session, statement, id=id, limit=_SEGMENTS)
@@ -319,14 +357,14 @@ class Collector:
         await self._remove_unknown(sweep, [one for one in old if one.key not in known], name)
         return len(found) == _OBJECTS_LISTED
 
-    async def _remove_unknown_leftovers(self, sweep: _Sweep, session: Session) -> bool:
-        """Of batches that are gone, and what a lost writer put back when all was removed."""
-        found = await self._next_objects(sweep, _BATCHES)
+    async def _remove_unknown_leftovers(self, folder: str, known_ids: str, sweep: _Sweep, session: Session) -> bool:
+        """Of batches and uploads that are gone, and what a lost writer put back when all was removed."""
+        found = await self._next_objects(sweep, folder)
         now, name = await self._here(session)
-        old = [one for one in found if _BATCH_ID.fullmatch(_batch_of(one)) and now - one.modified_at > _OBJECT_AGE]
-        ids = list({_batch_of(one) for one in old})
-        known: dict[str, bool] = dict(await self._ask(session, "known_batches", ids=ids))
-        await self._remove_unknown(sweep, [one for one in old if known.get(_batch_of(one), True)], name)
+        old = [one for one in found if _OWNER_ID.fullmatch(_owner_of(one)) and now - one.modified_at > _OBJECT_AGE]
+        ids = list({_owner_of(one) for one in old})
+        known: dict[str, bool] = dict(await self._ask(session, known_ids, ids=ids))
+        await self._remove_unknown(sweep, [one for one in old if known.get(_owner_of(one), True)], name)
         return len(found) == _OBJECTS_LISTED
 
     async def _remove_unknown(self, sweep: _Sweep, unknown: Sequence[Found], name: str) -> None:
@@ -396,6 +434,16 @@ class Collector:
                     break
         return found
 
+    async def _remove_some(self, sweep: _Sweep, folder: str) -> list[Found]:
+        """The next objects of a folder, from where the last step stopped; as many as a step may take, or the last."""
+        after, sweep.inside = sweep.inside, None
+        is_inside = after is not None and after.startswith(f"{folder}/")
+        found = await self._list(sweep, folder, after if is_inside else None, _OBJECTS)
+        await self._delete(sweep, [one.key for one in found])
+        if len(found) == _OBJECTS:
+            sweep.inside = found[-1].key
+        return found
+
     async def _delete(self, sweep: _Sweep, keys: Collection[str]) -> None:
         if not sweep.is_dry:
             async with asyncio.timeout_at(sweep.until):
@@ -462,7 +510,7 @@ def _is_old_file(one: Found, now: datetime) -> bool:
     return now.timestamp() - max(born_at, one.modified_at.timestamp()) > _OBJECT_AGE.total_seconds()
 
 
-def _batch_of(one: Found) -> str:
+def _owner_of(one: Found) -> str:
     return one.key.split("/")[1]
 
 

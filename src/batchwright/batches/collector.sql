@@ -77,6 +77,60 @@ ORDER BY gone.at, gone.id
 -- name: remove_files
 DELETE FROM batchwright.file WHERE id = ANY(%(ids)s) AND deleted_at IS NOT NULL RETURNING bytes
 
+-- name: expire_uploads
+UPDATE batchwright.upload SET status = 'expired'
+WHERE id = ANY(ARRAY(
+    SELECT id FROM batchwright.upload
+    WHERE parts_gone_at IS NULL AND over_at <= :now AND status = 'pending'
+    ORDER BY over_at, id
+    LIMIT %(limit)s
+    FOR NO KEY UPDATE SKIP LOCKED
+))
+RETURNING id
+
+-- name: upload_leftovers
+SELECT over_at, id
+FROM batchwright.upload
+WHERE parts_gone_at IS NULL AND over_at < :now - make_interval(secs => %(grace_seconds)s::float8)
+    AND (status <> 'pending' OR %(is_dry)s::boolean)
+    AND (over_at, id) > (%(after)s::timestamptz, %(after_id)s::text)
+ORDER BY over_at, id
+LIMIT %(limit)s
+
+-- name: remove_parts
+WITH ended AS (
+    UPDATE batchwright.upload SET parts_gone_at = :now WHERE id = %(id)s AND status <> 'pending' RETURNING id
+)
+DELETE FROM batchwright.upload_part WHERE upload_id = ANY(ARRAY(SELECT id FROM ended)) RETURNING id
+
+-- name: known_uploads
+SELECT id, parts_gone_at IS NOT NULL FROM batchwright.upload WHERE id = ANY(%(ids)s)
+
+-- name: old_uploads
+(
+    SELECT over_at AS at, id
+    FROM batchwright.upload
+    WHERE parts_gone_at IS NOT NULL AND over_at < :now - make_interval(secs => %(keep_seconds)s::float8)
+        AND (over_at, id) > (%(after)s::timestamptz, %(after_id)s::text)
+    ORDER BY over_at, id
+    LIMIT %(limit)s
+)
+UNION ALL
+(
+    SELECT over_at, id
+    FROM batchwright.upload
+    WHERE %(is_dry)s::boolean AND parts_gone_at IS NULL
+        AND over_at < :now - make_interval(secs => %(keep_seconds)s::float8)
+        AND (over_at, id) > (%(after)s::timestamptz, %(after_id)s::text)
+    ORDER BY over_at, id
+    LIMIT %(limit)s
+)
+ORDER BY at, id
+LIMIT %(limit)s
+
+-- name: remove_uploads
+DELETE FROM batchwright.upload WHERE id = ANY(%(ids)s) AND parts_gone_at IS NOT NULL RETURNING id
+
 -- name: let_segments_go
 UPDATE batchwright.batch SET segments_gone_at = :now
 WHERE id = ANY(ARRAY(

@@ -6,25 +6,31 @@ garbage collector removes after a day.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from batchwright.db.database import Row, Session
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import new_id
 from batchwright.engine.queue import Queue
-from batchwright.errors import Conflict, NotFound
+from batchwright.errors import Conflict, DatabaseUnavailable, Deadlock, NotFound, StorageError
 from batchwright.storage import Store, Stored
 
+T = TypeVar("T")
 SQL = statements(__package__, "files.sql")
+log = logging.getLogger(__name__)
 
 BATCH = "batch"
 BATCH_OUTPUT = "batch_output"
 INPUT_KEPT_SECONDS = 30 * 24 * 3600
 FOLDER = "files"
 _RACES_MAX = 10
+_TRIES_MAX = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,24 @@ def new_file_id() -> str:
 def object_key(file_id: str) -> str:
     """Where the bytes are; the last digits spread the files over 256 folders."""
     return f"{FOLDER}/{file_id[-2:]}/{file_id}"
+
+
+async def persist(write: Callable[[], Awaitable[T]]) -> T:
+    """Write again when the answer to a commit was lost. Ids are made before, so the second time changes nothing."""
+    for tries in range(_TRIES_MAX - 1):
+        try:
+            return await write()
+        except (DatabaseUnavailable, Deadlock):
+            await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))
+    return await write()
+
+
+async def discard(store: Store, stored: Stored) -> None:
+    """Remove bytes that no row names; what cannot be removed now is found by the garbage collector."""
+    try:
+        await store.delete(stored.key)
+    except StorageError as error:
+        log.warning("%s was not removed: %s", stored.key, error)
 
 
 class Files:
