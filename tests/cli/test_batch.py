@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from batchwright.batches.finalize import Finalizer
+from batchwright.batches.seal import KeySource, Seal
 from batchwright.batches.store import Batch, Pace
 from batchwright.cli.batch_show import Seen, exit_code, money, size
 from batchwright.cli.batch_watch import Lines, Load, Meter, View
@@ -89,6 +91,27 @@ def test_submit_passes_every_option_on(inside: Inside, tmp_path: Path) -> None:
     assert (batch["completion_window"], batch["priority"], batch["tenant"]) == ("90m", 1, "acme")
     assert (batch["limits"], batch["endpoint"]) == ({"max_in_flight": 7}, "/v1/chat/completions")
     assert inside.json("batch", "list", "--tenant", "other") == []
+
+
+@pytest.mark.usefixtures("gateway")
+def test_submit_encrypts_headers_that_a_gateway_lists_and_refuses_others(
+    cli: Cli, inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_PASSTHROUGH_HEADERS", "x-tenant-id")
+    monkeypatch.setenv("BATCHWRIGHT_TEST_TENANT", "Zebra-4711")
+    submit = ["batch", "submit", str(write(tmp_path / "in.jsonl")), "--header"]
+    code, _, err = inside(*submit, "X-Tenant-Id: env:BATCHWRIGHT_TEST_TENANT")
+    assert (code, "there is no key for that" in err, files(cli)) == (1, True, 0)
+    monkeypatch.setenv("BATCHWRIGHT_BATCHES_HEADER_KEY_ENV", "BATCHWRIGHT_TEST_KEY")
+    monkeypatch.setenv("BATCHWRIGHT_TEST_KEY", base64.b64encode(bytes(32)).decode())
+    code, _, err = inside(*submit, "x-other: Zebra-4711")
+    assert (code, "Zebra" in err) == (1, False)
+    assert "--header x-other is not in passthrough_headers of any gateway (x-tenant-id)" in err
+    id = inside.json(*submit, "X-Tenant-Id: env:BATCHWRIGHT_TEST_TENANT")["id"]
+    ((sealed, family, row),) = cli.rows("SELECT sealed_headers, family, b::text FROM batchwright.batch b")
+    assert "Zebra" not in row + str(inside("batch", "show", id))
+    seal = Seal(KeySource(variable="KEY"), {"KEY": base64.b64encode(bytes(32)).decode()})
+    assert seal.open(bytes(sealed), family) == {"x-tenant-id": "Zebra-4711"}
 
 
 @pytest.mark.usefixtures("gateway")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
@@ -60,9 +61,13 @@ def guarded(cli: Cli) -> Cli:
     return cli
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def two_free_ports() -> int:
+    """The first of two neighbours."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError, OverflowError):
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
 
 
 def test_a_worker_whose_guard_has_tripped_says_so_to_the_probe_gives_its_jobs_back_and_exits_with_an_error(
@@ -91,7 +96,7 @@ def test_a_worker_whose_guard_has_tripped_says_so_to_the_probe_gives_its_jobs_ba
 
 def test_a_supervisor_starts_a_broken_worker_again_and_every_process_has_the_next_port(guarded: Cli) -> None:
     (guarded.folder / "go").touch()
-    port = free_port()
+    port = two_free_ports()
     guarded.environment["BATCHWRIGHT_WORKER_HEALTH_PORT"] = str(port)
     probes = [Probe(port), Probe(port + 1)]
     with guarded.start("worker", "--processes", "2", GUARDED) as supervisor:

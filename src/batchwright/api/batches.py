@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
@@ -35,7 +34,7 @@ from batchwright.batches.files import BATCH
 from batchwright.batches.lines import ENDPOINTS, NO_JSON
 from batchwright.batches.outlook import outlook
 from batchwright.batches.results import Cursor, Lines
-from batchwright.batches.seal import Seal
+from batchwright.batches.seal import PassedOn
 from batchwright.batches.store import SHARD_QUEUE, Batch, NewBatch, window_seconds
 from batchwright.batches.submission import check_retry, create, idempotency, is_served, retry_of
 from batchwright.engine.jobs import JobId
@@ -298,29 +297,11 @@ def _check(body: BatchToBe) -> None:
         raise Refusal(str(error), code="invalid_value", param=error.param) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _PassedOn:
-    """Headers of the caller that go to the model server, and the seal for them."""
-
-    seal: Seal
-    headers: Mapping[str, str] = field(repr=False)
-
-    @property
-    def digest(self) -> dict[str, str]:
-        """What an idempotency key stands for beside the body."""
-        return {"passed_on": self.seal.fingerprint(self.headers)} if self.headers else {}
-
-    def sealed_into(self, new: NewBatch) -> NewBatch:
-        if not self.headers:
-            return new
-        return replace(new, sealed_headers=self.seal.close(self.headers, new.family or new.id))
-
-
-def _passed_on(app: Services, request: Request) -> _PassedOn:
+def _passed_on(app: Services, request: Request) -> PassedOn:
     """Refused where they cannot be encrypted: a batch without them could go to the wrong place."""
     try:
-        found = _PassedOn(app.seal, headers_of_creator(request.headers.items(), app.passthrough_headers))
-        _ = found.digest
+        found = PassedOn(app.seal, headers_of_creator(request.headers.items(), app.passthrough_headers))
+        found.check()
     except InvalidInput as error:
         raise Refusal(str(error), code="invalid_value", param=error.param) from error
     except ConfigurationError as error:

@@ -318,11 +318,15 @@ class _Reader:
             return None
         found = []
         for getters, first_bytes in self._needs:
-            value = next((value for get in getters if (value := bytes(get(body))) not in (b"", b"null")), b"")
+            value = b""
+            for get in getters:
+                value = bytes(get(body))
+                if value not in (b"", b"null"):
+                    break
             if not value or value[0] not in first_bytes:
                 return None
             found.append(value)
-        prompt = b"".join([*[get(body) for get in self._before], *found]) if endpoint.is_text else b""
+        prompt = b"".join([*[bytes(get(body)) for get in self._before], *found]) if endpoint.is_text else b""
         inputs = _count_inputs(found[0]) if endpoint.counts_inputs else 0
         again = len(found[0]) * (max(1, _count_items(found[1])) - 1) if endpoint.repeats_first else 0
         return Request(line.custom_id, body.model, prompt, inputs, line.url, again)

@@ -17,11 +17,13 @@ import hmac
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
 
+from batchwright.batches.store import NewBatch
 from batchwright.errors import ConfigurationError
 
 KEY_FILE = "headers.key"
@@ -113,6 +115,29 @@ class Seal:
                 "`openssl rand -base64 32`"
             )
         return good
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """Headers of a batch's creator that go to the model server, and the seal for them."""
+
+    seal: Seal
+    headers: Mapping[str, str] = field(repr=False)
+
+    @property
+    def digest(self) -> dict[str, str]:
+        """What an idempotency key stands for beside the body."""
+        return {"passed_on": self.seal.fingerprint(self.headers)} if self.headers else {}
+
+    def check(self) -> None:
+        """ConfigurationError if they cannot be encrypted."""
+        if self.headers:
+            self.seal.fingerprint(self.headers)
+
+    def sealed_into(self, new: NewBatch) -> NewBatch:
+        if not self.headers:
+            return new
+        return replace(new, sealed_headers=self.seal.close(self.headers, new.family or new.id))
 
 
 def _content(file: Path | None) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from batchwright.app import VERSION, AsyncBatchwright
+from batchwright.batches.seal import PassedOn
 from batchwright.batches.store import Batch, NewBatch, window_seconds
 from batchwright.batches.submission import (
     IN_FLIGHT_MAX,
@@ -39,10 +41,11 @@ from batchwright.cli.batch_show import (
 )
 from batchwright.cli.batch_watch import watch as watch_batch
 from batchwright.cli.batch_work import finish_abandoned
-from batchwright.cli.flags import BatchId, Config, DatabaseUrl, Json, OfTenant, client, run
+from batchwright.cli.flags import BatchId, Config, DatabaseUrl, Json, OfTenant, client, parse_headers, run
 from batchwright.cli.show import print_json
 from batchwright.engine.jobs import DEFAULT_TENANT, JobId
 from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.inference.headers import headers_of_creator
 from batchwright.inference.settings import NO_GATEWAY
 from batchwright.states import BatchStatus
 from batchwright.telemetry import tracing
@@ -80,6 +83,14 @@ def submit(
     ] = None,
     priority: Priority = 5,
     max_in_flight: MaxInFlight = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME: VALUE",
+            help="A header of a gateway's passthrough_headers; repeat it. A secret as NAME: env:VARIABLE or file:PATH.",
+            show_default=False,
+        ),
+    ] = None,
     tenant: Annotated[str, typer.Option(help="Whose batch it is.")] = DEFAULT_TENANT,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key gives the same batch.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Show it until it has ended.")] = False,
@@ -104,8 +115,11 @@ def submit(
         "limits": {} if max_in_flight is None else {"max_in_flight": max_in_flight},
     }
 
+    headers = parse_headers(header or ())
+
     async def go(batchwright: AsyncBatchwright) -> int:
-        batch = await _submitted(batchwright, file, values, idempotency_key)
+        passed_on = PassedOn(batchwright.seal, _listed(batchwright, headers))
+        batch = await _submitted(batchwright, file, values, idempotency_key, passed_on)
         return await _told(batchwright, batch, wait, json)
 
     on_store(go, lambda code: code, database_url, config)
@@ -296,10 +310,33 @@ app.command("gc")(batch_files.gc)
 # ------------------------------------------------------------------------------------------------------------------
 
 
-async def _submitted(batchwright: AsyncBatchwright, file: Path, values: dict[str, Any], key: str | None) -> Batch:
+def _listed(batchwright: AsyncBatchwright, headers: Mapping[str, str]) -> dict[str, str]:
+    """A header that no gateway passes through would be dropped, so it is refused."""
+    known = batchwright.settings.passthrough_headers
+    if strange := sorted(headers.keys() - known):
+        listed = ", ".join(sorted(known)) or "there is none"
+        raise InvalidInput(
+            f"--header {strange[0]} is not in passthrough_headers of any gateway ({listed}); add it there"
+        )
+    return headers_of_creator(_resolved(headers).items(), known)
+
+
+def _resolved(headers: Mapping[str, str]) -> dict[str, str]:
+    """With the values that `env:NAME` and `file:PATH` name."""
+    if not headers:
+        return {}
+    from batchwright.inference.gateway import reference  # here, because it loads an HTTP client
+
+    found = ((name, value, reference(name, value, os.environ)) for name, value in headers.items())
+    return {name: value if key is None else key.text(0.0) or "" for name, value, key in found}
+
+
+async def _submitted(
+    batchwright: AsyncBatchwright, file: Path, values: dict[str, Any], key: str | None, passed_on: PassedOn
+) -> Batch:
     """The batch of this key if there is one: then the file is not stored again."""
     sha256 = await asyncio.to_thread(checksum, file)
-    named = idempotency("submit", key, {**values, "sha256": sha256})
+    named = idempotency("submit", key, {**values, "sha256": sha256, **passed_on.digest})
     if key is not None:
         known = await batchwright.batches.repeated(NewBatch(input_file_id="", **values, **named))
         if known is not None:
@@ -307,7 +344,8 @@ async def _submitted(batchwright: AsyncBatchwright, file: Path, values: dict[str
     await _require_workers(batchwright)
     limit = batchwright.settings.batches.file_bytes_max
     stored = await store_input(batchwright.files, file, tenant=values["tenant"], bytes_max=limit, sha256=sha256)
-    return await _created(batchwright, NewBatch(input_file_id=stored.id, **values, **named))
+    new = NewBatch(input_file_id=stored.id, **values, **named)
+    return await _created(batchwright, passed_on.sealed_into(new))
 
 
 async def _created(batchwright: AsyncBatchwright, new: NewBatch) -> Batch:

@@ -47,7 +47,7 @@ from batchwright.cli.batch_show import (
 )
 from batchwright.cli.batch_watch import Lines, OnLook, View, begin_view, live
 from batchwright.cli.batch_work import Here, Lock, free_the_dead, only_one, private_settings, work
-from batchwright.cli.flags import Config, DatabaseUrl, Json, settings_from
+from batchwright.cli.flags import Config, DatabaseUrl, Json, parse_headers, settings_from
 from batchwright.cli.loop import loop_factory
 from batchwright.cli.show import console, print_facts, print_json, seconds, time_text
 from batchwright.cli.stop import Stop, end
@@ -252,12 +252,7 @@ def _gateway_set(settings: Settings, url: str | None, api_key_env: str | None) -
 def _headers_set(settings: Settings, given: Sequence[str]) -> Settings:
     """These headers for all gateways, before those of the configuration. Nobody else runs the batch, so they are not
     stored: who continues it gives them again."""
-    headers: dict[str, str] = {}
-    for text in given:
-        name, separator, value = text.partition(":")
-        if not separator or not value.strip():
-            raise InvalidInput(f"--header {name.strip()!r} has no value; write it like --header 'x-team: search'")
-        headers[name.strip().lower()] = value.strip()
+    headers = parse_headers(given)
 
     def with_headers(gateway: GatewaySettings) -> GatewaySettings:
         pairs = header_pairs({**dict(gateway.headers), **headers})

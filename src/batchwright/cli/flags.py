@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +12,7 @@ import typer
 
 from batchwright.app import AsyncBatchwright
 from batchwright.db.check import describe
+from batchwright.errors import InvalidInput
 from batchwright.settings import Settings, load_settings
 from batchwright.states import JobStatus
 from batchwright.telemetry.logs import configure_logs
@@ -54,6 +55,17 @@ CreatedBefore = Annotated[str | None, typer.Option(metavar="TIME", help="Only jo
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; without a terminal this is needed.")]
 Reason = Annotated[str, typer.Option(help="Kept in the history of the jobs.")]
+
+
+def parse_headers(given: Sequence[str]) -> dict[str, str]:
+    """From `NAME: VALUE`; an error does not repeat the value."""
+    headers: dict[str, str] = {}
+    for text in given:
+        name, separator, value = text.partition(":")
+        if not separator or not value.strip():
+            raise InvalidInput("a --header has no name or no value; write it like --header 'x-team: search'")
+        headers[name.strip().lower()] = value.strip()
+    return headers
 
 
 def settings_from(database_url: str | None, config: Path | None, **parts: Mapping[str, Any]) -> Settings:

@@ -125,12 +125,14 @@ class HealthServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Whoever is slow to ask, or to read, is let go."""
-        with contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError),
+        ):
             method, page = await self._answer(reader)
             writer.write(_head(page) if method == "HEAD" else _head(page) + page.body)
             async with asyncio.timeout(_WRITE_SECONDS_MAX):
                 await writer.drain()
-        writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, Page]:
         try:

@@ -133,11 +133,11 @@ class Gateway:
             self._headers[OBJECTIVE] = objective
         self._referred: dict[str, Key] = {}
         for header, value in settings.headers:
-            if (reference := _reference(header, value, variables)) is None:
+            if (found := reference(header, value, variables)) is None:
                 self._headers[header] = value
             else:
-                reference.text(time.monotonic())
-                self._referred[header] = reference
+                found.text(time.monotonic())
+                self._referred[header] = found
 
     def __repr__(self) -> str:
         return f"Gateway({self.endpoint}, key={self._key!r})"
@@ -175,8 +175,8 @@ class Gateway:
 
     def _headers_of(self, request: Request, now: float) -> dict[str, str]:
         headers = {**request.headers, **self._headers, "x-request-id": request.id}
-        for header, reference in self._referred.items():
-            headers[header] = reference.text(now) or ""
+        for header, value in self._referred.items():
+            headers[header] = value.text(now) or ""
         if request.traceparent is not None:
             headers["traceparent"] = request.traceparent
         if (key := self._key.text(now)) is not None:
@@ -280,7 +280,7 @@ _SAYS = {
 }
 
 
-def _reference(header: str, value: str, environment: Mapping[str, str]) -> Key | None:
+def reference(header: str, value: str, environment: Mapping[str, str]) -> Key | None:
     """Where the value of a fixed header is; None if this is the value."""
     what = f"the header {header}"
     if value.startswith(ENVIRONMENT):
