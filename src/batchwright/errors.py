@@ -4,6 +4,7 @@ BatchwrightError
 ├── ConfigurationError          a setting or the environment is wrong; the message says what to write
 ├── DatabaseError
 │   ├── DatabaseUnavailable     refused, lost or restarting: the same call may succeed later
+│   │   └── DatabaseBusy        it is there, but slow or short of something
 │   ├── Deadlock                the database chose this transaction as a victim: repeat it
 │   ├── DataRefused             a value that PostgreSQL cannot store
 │   └── UniqueViolation         a unique index spoke
@@ -49,6 +50,10 @@ class DatabaseError(BatchwrightError):
 
 class DatabaseUnavailable(DatabaseError):
     """The connection was refused or lost; whether the last statement happened is unknown."""
+
+
+class DatabaseBusy(DatabaseUnavailable):
+    """PostgreSQL is there, but a statement, a lock or a free connection took too long, or it is short of resources."""
 
 
 class Deadlock(DatabaseError):

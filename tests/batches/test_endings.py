@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from batchwright.batches import care as care_module
 from batchwright.batches import execution, process
 from batchwright.batches.care import Care
 from batchwright.batches.dispatch import End, Work
@@ -66,6 +67,40 @@ def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
         return await original(self, *args, **options)
 
     monkeypatch.setattr(owner, name, call)
+
+
+async def test_neglected_batches_are_looked_after_in_pages_and_none_stays_in_the_way(
+    database_url, tmp_path, monkeypatch
+):
+    """The upkeep session is held while it helps, so each turn is short; a batch that fails is passed over."""
+    monkeypatch.setattr(care_module, "_PAGE", 2)
+    async with staged(database_url, tmp_path) as stage:
+        ids = [await stage.submit([request("a")]) for _ in range(5)]
+        await raw(stage.batchwright.queue, LATE)
+        care, refused, helped = care_of(stage), [], []
+        expire = care._expire
+
+        async def help(batch):
+            helped.append(batch.id)
+            if not refused:
+                refused.append(batch.id)
+                raise ValueError("not this time")
+            await expire(batch)
+
+        care._expire = help
+        turns = []
+        for _ in range(4):
+            async with stage.batchwright.queue.upkeep("batches") as session:
+                turns.append(await care.look(session))
+        assert turns == [True, True, False, False]
+        assert helped == [*sorted(ids, key=helped.index), *refused], "each once, and the refused one in the next sweep"
+        batches = [await stage.batchwright.batches.get(id, tenant=None) for id in ids]
+        assert {batch.status for batch in batches} == {BatchStatus.EXPIRED}
+        monkeypatch.setattr(care_module, "_TURN_SECONDS", 0.0)
+        await stage.submit([request("a")])
+        await raw(stage.batchwright.queue, f"{LATE} WHERE status = 'validating'")
+        async with stage.batchwright.queue.upkeep("batches") as session:
+            assert await care.look(session) is True, "its time was over; the rest has the next turn"
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ import asyncio
 import psycopg
 import pytest
 
-from batchwright.db.database import Pool
+from batchwright.db.database import DatabaseSettings, Pool
 from batchwright.db.doorbell import listen
+from batchwright.errors import DatabaseBusy, DatabaseUnavailable
 from tests.support import DATABASE
 
 BACKENDS = "pg_stat_activity WHERE datname = current_database() AND query LIKE '%%pg_sleep(60)%%' AND pid <> %s"
@@ -55,3 +56,21 @@ async def test_so_does_one_that_waits_for_the_doorbell(monkeypatch):
     listening.cancel()
     await asyncio.wait([listening], timeout=5)
     assert listening.cancelled()
+
+
+async def test_a_slow_database_is_not_taken_for_a_lost_connection(database_url):
+    """The same call may succeed later in both cases, but only who lost its connection knows that others lost theirs."""
+    impatient = DatabaseSettings(pool_size=1, statement_timeout_seconds=0.5)
+    async with asyncio.timeout(30), Pool(impatient, database_url) as pool:
+        with pytest.raises(DatabaseBusy, match="statement timeout"):
+            await pool.rows("SELECT pg_sleep(60)")
+        async with pool._pool.connection():  # the only one; an idle transaction would not last as long
+            with pytest.raises(DatabaseBusy, match="no connection"):
+                await pool.rows("SELECT 1")
+        with psycopg.connect(database_url) as other:
+            other.execute("LOCK batchwright.queue")
+            with pytest.raises(DatabaseBusy, match="timeout"):
+                await pool.rows("SELECT FROM batchwright.queue")
+        with pytest.raises(DatabaseUnavailable) as lost:
+            await pool.rows("SELECT pg_terminate_backend(pg_backend_pid())")
+        assert not isinstance(lost.value, DatabaseBusy)

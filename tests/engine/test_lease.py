@@ -14,12 +14,14 @@ from batchwright import Context, NewJob, operation
 from batchwright.app import AsyncBatchwright
 from batchwright.db.database import Blocking, Pool
 from batchwright.engine.lease import Lease
+from batchwright.engine.processes import Processes
 from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.engine.upkeep import Round, Upkeep
 from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
 from tests.engine import deadly
 from tests.silence import silenceable
-from tests.support import DATABASE, make_worker, noop, put, put_one, raw, take_one, working
+from tests.support import BASIC, DATABASE, make_worker, noop, put, put_one, raw, take_one, working
 
 ENGINE = EngineSettings(lease_seconds=2.0, rescue_jitter_seconds=0.0)
 
@@ -183,3 +185,26 @@ async def test_a_rescued_job_starts_without_waiting_for_a_poll(pool, queue, chil
             await asyncio.sleep(0.01)
         worker.stop()
     assert (await queue.get(id)).status is JobStatus.SUCCEEDED
+
+
+async def slow(session):
+    await session.rows("SET LOCAL statement_timeout = '1ms'")
+    await session.rows("SELECT pg_sleep(60)")
+
+
+async def broken(session):
+    await session.rows("SELECT pg_terminate_backend(pg_backend_pid())")
+
+
+@pytest.mark.parametrize(("run", "rescues"), [(slow, 1), (broken, 0)])
+async def test_a_slow_database_does_not_suspend_the_rescue_and_a_lost_connection_does(queue, pool, clock, run, rescues):
+    id = await put_one(queue)
+    await take_one(queue)
+    worker = make_worker(pool, noop, queue=queue)
+    keeper = Upkeep(queue, Processes(None, 1), BASIC, worker.counts, [Round("trouble", 3600.0, run)])
+    await keeper.run_due()
+    await clock.advance(queue, 100)
+    keeper._due["rescue"] = 0.0
+    await keeper.run_due()
+    assert (await queue.get(id)).rescues == rescues
+    await worker.close()

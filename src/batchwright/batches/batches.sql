@@ -219,17 +219,19 @@ WHERE id = ANY(%(ids)s)
 -- Batches that somebody must look after: the window is over, the order to stop was not followed, or the job is gone.
 -- name: neglected
 SELECT batch.id, batch.status::text, batch.stop_reason, extract(epoch FROM :now - batch.stop_at)::float8,
-    extract(epoch FROM :now - batch.expires_at)::float8, job.status::text, batch.job_id, batch.tenant
+    extract(epoch FROM :now - batch.expires_at)::float8, job.status::text, batch.job_id, batch.tenant,
+    batch.expires_at
 FROM batchwright.batch
 LEFT JOIN batchwright.job ON job.id = batch.job_id
 WHERE batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+    AND (batch.expires_at, batch.id) > (%(after_time)s::timestamptz, %(after_id)s)
     AND (
         (batch.expires_at <= :now AND batch.status IN ('validating', 'in_progress'))
         OR batch.stop_reason IS NOT NULL
         OR job.status IS NULL
         OR job.status IN ('SUCCEEDED', 'FAILED', 'CANCELLED'))
-ORDER BY batch.expires_at
-LIMIT 1000
+ORDER BY batch.expires_at, batch.id
+LIMIT %(limit)s
 
 -- name: expire_unstarted
 UPDATE batchwright.batch SET status = 'expired', expired_at = :now

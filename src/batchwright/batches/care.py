@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -20,6 +21,10 @@ from batchwright.states import BATCH, BatchStatus, JobStatus
 log = logging.getLogger(__name__)
 
 _EVERY_SECONDS = 0.5
+_PAGE = 200
+_TURN_SECONDS = 1.0
+"""The upkeep session stays open while a turn lasts, and other rounds wait."""
+_START = (datetime(1, 1, 1, tzinfo=UTC), "")
 _ENDED = {None, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 _OPEN = tuple(status for status in BatchStatus if status not in BATCH.terminal)
 
@@ -39,19 +44,30 @@ class Care:
         self._catalog = catalog
         self._counts = counts
         self._webhooks = webhooks
+        self._after = _START
         self._grace = {"deadline": FENCE_SECONDS, "cancel": cancel_grace_seconds + FENCE_SECONDS}
 
     def rounds(self) -> list[Round]:
         return [Round("batches", _EVERY_SECONDS, self.look)]
 
-    async def look(self, session: Session) -> None:
-        for batch in await self._batches.neglected(session=session):
+    async def look(self, session: Session) -> bool:
+        """Help one page of batches; True when the next turn must go on behind it."""
+        began = time.monotonic()
+        page = await self._batches.neglected(self._after, limit=_PAGE, session=session)
+        for batch in page:
+            self._after = (batch.expires_at, batch.id)  # first: one that cannot be helped must not be in the way
             try:
                 await self._help(batch)
             except DatabaseUnavailable:
                 raise
             except Exception:  # the others need a hand all the same
                 log.exception("batch %s could not be looked after", batch.id)
+            if time.monotonic() - began > _TURN_SECONDS:
+                return True
+        if len(page) == _PAGE:
+            return True
+        self._after = _START
+        return False
 
     async def _help(self, batch: Neglected) -> None:
         if batch.job_status in _ENDED:

@@ -209,6 +209,7 @@ class Neglected(NamedTuple):
     job_status: str | None
     job_id: UUID
     tenant: str
+    expires_at: datetime
 
 
 class Segment(NamedTuple):
@@ -605,8 +606,12 @@ class Batches:
 
     # Upkeep -----------------------------------------------------------------------------------------------------
 
-    async def neglected(self, *, session: Session | None = None) -> Sequence[Neglected]:
-        return [Neglected(*row) for row in await self.queue.ask(SQL["neglected"], {}, session)]
+    async def neglected(
+        self, after: tuple[datetime, str], *, limit: int, session: Session | None = None
+    ) -> Sequence[Neglected]:
+        """One page, by the end of their window and their id."""
+        params = {"after_time": after[0], "after_id": after[1], "limit": limit}
+        return [Neglected(*row) for row in await self.queue.ask(SQL["neglected"], params, session)]
 
     async def expire_unstarted(self, id: str, *, session: Session | None = None) -> bool:
         """End a batch whose window was over before a worker came to it."""

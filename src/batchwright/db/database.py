@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
@@ -23,6 +25,7 @@ from psycopg.types.json import set_json_loads
 from batchwright.db.sessions import POOLED, require_sessions
 from batchwright.errors import (
     ConfigurationError,
+    DatabaseBusy,
     DatabaseError,
     DatabaseUnavailable,
     DataRefused,
@@ -36,6 +39,8 @@ Row = tuple[Any, ...]
 _RECONNECT_SECONDS_MAX = 1.0
 PER_WORKER = 2
 """Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
+_SHORT_OF_RESOURCES = "53"
+"""The class of these errors: memory, disk, connections."""
 _PLANNER = (
     "plan_cache_mode=force_generic_plan",  # our statements have one good plan each; planning costs more than running
     "enable_seqscan=off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
@@ -82,6 +87,7 @@ class Pool:
         self.url = url
         self.answer_seconds = 0.0
         """The slowest round trip, measured when the pool was opened."""
+        self._refused_at = -math.inf
         self._pool = psycopg_pool.AsyncConnectionPool(
             url,
             connection_class=psycopg.AsyncConnection[Row],
@@ -90,7 +96,7 @@ class Pool:
             max_size=settings.pool_size,
             timeout=settings.statement_timeout_seconds,
             reconnect_timeout=_RECONNECT_SECONDS_MAX,
-            reconnect_failed=_try_again,
+            reconnect_failed=self._try_again,
             configure=_configure,
             open=False,
             name="batchwright",
@@ -106,13 +112,13 @@ class Pool:
         await self._pool.close(timeout=5)
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
-        with cancellable(), translated():
+        with cancellable(), translated(), self._connections_judged():
             async with self._pool.connection() as connection:
                 return await _fetch(connection, sql, params)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        with cancellable(), translated():
+        with cancellable(), translated(), self._connections_judged():
             async with self._pool.connection() as connection, connection.transaction():
                 yield Transaction(connection)
                 _refuse_aborted(connection)
@@ -134,6 +140,22 @@ class Pool:
             yield connection
         finally:
             await connection.close()
+
+    @contextlib.contextmanager
+    def _connections_judged(self) -> Iterator[None]:
+        """Where no connection came free in time: unless the server refused new ones meanwhile, all are just in use."""
+        asked = time.monotonic()
+        try:
+            yield
+        except psycopg_pool.PoolTimeout as error:
+            if self._refused_at < asked:
+                raise DatabaseBusy(f"no connection to PostgreSQL came free: {error}") from error
+            raise
+
+    async def _try_again(self, pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
+        """The pool waits twice as long after each failure, without end; giving up early and starting over ends that."""
+        self._refused_at = time.monotonic()
+        await pool.check()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -281,15 +303,18 @@ def translated() -> Iterator[None]:
         raise DatabaseError(str(error)) from error
     except pg.DataError as error:
         raise DataRefused(str(error)) from error
+    except (pg.QueryCanceled, pg.LockNotAvailable, pg.IdleInTransactionSessionTimeout) as error:
+        raise DatabaseBusy(str(error).strip()) from error
     except (psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed) as error:
         raise DatabaseUnavailable(f"no connection to PostgreSQL: {error}") from error
     except (
         psycopg.OperationalError,
         psycopg.InterfaceError,
-        pg.IdleInTransactionSessionTimeout,  # the driver calls these internal errors; the next try may well succeed
-        pg.ReadOnlySqlTransaction,
+        pg.ReadOnlySqlTransaction,  # the driver calls it an internal error; the next try may well succeed
     ) as error:
-        raise DatabaseUnavailable(str(error).strip() or type(error).__name__) from error
+        is_short = (error.sqlstate or "").startswith(_SHORT_OF_RESOURCES)
+        kind = DatabaseBusy if is_short else DatabaseUnavailable
+        raise kind(str(error).strip() or type(error).__name__) from error
     except psycopg.Error as error:
         raise DatabaseError(str(error)) from error
 
@@ -315,11 +340,6 @@ def cancellable() -> Iterator[None]:
 async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:
     """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
     set_json_loads(orjson.loads, connection)
-
-
-async def _try_again(pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
-    """The pool waits twice as long after each failure, without end; giving up early and beginning anew ends that."""
-    await pool.check()
 
 
 def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

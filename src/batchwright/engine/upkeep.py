@@ -18,7 +18,7 @@ from batchwright.engine.counts import fold
 from batchwright.engine.operation import Operations
 from batchwright.engine.processes import Processes
 from batchwright.engine.queue import Queue, Rescued
-from batchwright.errors import DatabaseError, DatabaseUnavailable
+from batchwright.errors import DatabaseBusy, DatabaseError, DatabaseUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,10 @@ class Upkeep:
         )
 
     def reconnected(self) -> None:
-        """A break in our own connection: the others had it too, and have one lease from its end to renew theirs."""
+        """A break in our own connection: the others had it too, and have one lease from its end to renew theirs.
+
+        A slow database is no such break: everybody is still connected, and if it stays slow, the dead wait for rescue.
+        """
         self._is_cut_off = True
 
     async def run(self) -> None:
@@ -128,6 +131,8 @@ class Upkeep:
                 self._due[round.name] = time.monotonic() + round.every_seconds
                 try:
                     await self.run_round(round)
+                except DatabaseBusy as error:
+                    log.warning("the upkeep round %r must be repeated: %s", round.name, error)
                 except DatabaseUnavailable:
                     self.reconnected()
                 except Exception:  # a round that a part has added must not stop the worker

@@ -31,7 +31,14 @@ from batchwright.engine.processes import ChildProgram, Processes
 from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.engine.runner import Runner, insist
 from batchwright.engine.upkeep import Round, Upkeep
-from batchwright.errors import ConfigurationError, DatabaseError, DatabaseUnavailable, InvalidInput, WorkerBroken
+from batchwright.errors import (
+    ConfigurationError,
+    DatabaseBusy,
+    DatabaseError,
+    DatabaseUnavailable,
+    InvalidInput,
+    WorkerBroken,
+)
 from batchwright.states import JobStatus
 
 log = logging.getLogger(__name__)
@@ -345,8 +352,11 @@ class Worker:
                 await self._wake.wait()
 
     def _outage(self, error: DatabaseUnavailable) -> None:
-        log.warning("the database is away: %s", error)
-        self._upkeep.reconnected()
+        if isinstance(error, DatabaseBusy):
+            log.warning("the database is slow: %s", error)
+        else:
+            log.warning("the database is away: %s", error)
+            self._upkeep.reconnected()
         self._scan_soon()
 
     def _scan_soon(self) -> None:
