@@ -42,6 +42,11 @@ def problems(data: bytes, endpoint: str):
             if not isinstance(request, dict):
                 raise ValueError(request)
             json.dumps(request, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):x}"
+            where = f"{half} at column {line.decode().index(half) + 1} is half of a surrogate pair"
+            found.append((number, "invalid_json_line", None, f"This line is not parseable as valid JSON: {where}."))
+            continue
         except ValueError:
             found.append((number, "invalid_json_line", None, "This line is not parseable as valid JSON."))
             continue

@@ -1,4 +1,6 @@
 import json
+import re
+import sys
 
 import pytest
 
@@ -110,8 +112,6 @@ NOT_JSON = {
     "NUL byte in a skipped string": body(user="x").replace(b'"x"', b'"\0"'),
     "invalid UTF-8 in a skipped string": body(user="x").replace(b'"x"', b'"\xff"'),
     "NaN": body(user=77).replace(b"77", b"NaN"),
-    "lone surrogate": body(user="x").replace(b'"x"', b'"\\ud800"'),
-    "too deep": body(user=77).replace(b"77", b"[" * 100_000 + b"]" * 100_000),
     "byte order mark": b"\xef\xbb\xbf" + line(),
 }
 
@@ -125,6 +125,47 @@ def test_a_bad_line_is_told_in_the_words_of_openai(case):
 @pytest.mark.parametrize("data", NOT_JSON.values(), ids=NOT_JSON)
 def test_a_line_that_is_no_json_object_says_so(data):
     assert found(data) == [("invalid_json_line", None, "This line is not parseable as valid JSON.")]
+
+
+NOT_JSON_WORDS = "This line is not parseable as valid JSON"
+
+
+@pytest.mark.parametrize(
+    ("text", "half"),
+    [
+        ("\\ud800", "\\ud800"),
+        ("\\uDC00x", "\\uDC00"),
+        ("\\ud800\\u0041", "\\ud800"),
+        ("\\ude00\\ud83d", "\\ude00"),
+        ("\\ud83d\\ude00\\ud83d\\ud83d\\ude00", "\\ud83d\\ud83d"),
+        ("\\\\ud800 \\\\\\ud801", "\\ud801"),
+    ],
+)
+@pytest.mark.parametrize("field", ["user", "custom_id", "messages"])
+def test_half_of_a_surrogate_pair_is_named_with_its_column(text, half, field):
+    good = line(custom_id="x") if field == "custom_id" else body(**{field: "x"})
+    data = good.replace(b'"x"', f'"ü{text}"'.encode())
+    column = data.decode().index(half) + 1
+    assert found(data) == [
+        ("invalid_json_line", None, f"{NOT_JSON_WORDS}: {half[:6]} at column {column} is half of a surrogate pair.")
+    ]
+
+
+def test_too_deep_nesting_is_named_with_its_column():
+    opening = sys.getrecursionlimit()
+    for depth in (opening, 100_000):
+        data = body(note='[{"\\', user=77).replace(b"77", b"[" * depth + b"]" * depth)
+        ((code, _, message),) = found(data)
+        assert code == "invalid_json_line"
+        levels, column = map(int, re.findall(r"\d+", message)[:2])
+        assert (
+            message
+            == f"{NOT_JSON_WORDS}: it has more than {levels} levels of nesting at column {column}; keep it below 500."
+        )
+        start = data.decode().index("[" * 10)
+        assert column - start + 2 == levels + 1, "the object, its body, and the arrays from there on"
+    cut = body(user=77).replace(b"77", b"[" * 100_000)
+    assert "levels of nesting" in found(cut)[0][2]
 
 
 def test_all_problems_of_a_line_are_told_at_once():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchwright.cli.batch_check import about
-from tests.batches.stage import request
+from tests.batches.stage import jsonl, request
 from tests.cli.batches import write
 from tests.cli.conftest import Inside
 
@@ -20,7 +22,10 @@ def no_database(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_good_file_is_counted_by_model_and_estimated(inside: Inside, tmp_path: Path) -> None:
-    lines = [request(f"r{n}", model="large" if n == 0 else "small", prompt=f"{SHARED} {n}") for n in range(9)]
+    lines = [
+        request(f"r{n}", model="large" if n == 0 else "small", prompt=f"{SHARED} {n}", max_tokens=None)
+        for n in range(9)
+    ]
     found = inside.json("batch", "check", str(write(tmp_path / "in.jsonl", lines)), "--output-tokens", "100")
     assert (found["requests"], found["rejected"], found["problems"]["total"]) == (9, 0, 0)
     small, large = found["models"]
@@ -32,11 +37,88 @@ def test_a_good_file_is_counted_by_model_and_estimated(inside: Inside, tmp_path:
     assert found["cost"] is None
 
 
+def test_a_maximum_of_tokens_bounds_the_estimate_and_what_is_assumed_is_marked(inside: Inside, tmp_path: Path) -> None:
+    lines = [
+        request("a", max_tokens=7),
+        request("b", max_tokens=900, max_completion_tokens=20),
+        request("c", max_completion_tokens=5000),
+        *[request(f"no maximum {value}", max_tokens=value) for value in (None, -1, 2**60, "7", 7.5)],
+    ]
+    file = str(write(tmp_path / "in.jsonl", lines))
+    found = inside.json("batch", "check", file, "--output-tokens", "100")
+    (model,) = found["models"]
+    assert found["output_tokens"] == model["output_tokens"] == 7 + 20 + 100 + 5 * 100
+    assert (model["bounded"], model["output_tokens_max"], found["output_tokens_max"]) == (3, None, None)
+    assert found["assumptions"] == {"prompt_bytes_per_token": 4, "output_tokens_per_answer": 100}
+    _, out, _ = inside("batch", "check", file)
+    assert "assumed: 4 bytes of a prompt are a token; an answer has 250 tokens (--output-tokens), or its maximum" in out
+    assert "if that is less: 3 of 8 requests have one\n" in out
+    write(tmp_path / "in.jsonl", lines[:3])
+    found = inside.json("batch", "check", file)
+    assert (found["output_tokens"], found["output_tokens_max"]) == (7 + 20 + 250, 7 + 20 + 5000)
+    assert "3 of 3 requests have one, which allows 5,027 answer tokens at most" in inside("batch", "check", file)[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "output_tokens"),
+    [
+        ("/v1/responses", {"input": "a", "max_output_tokens": 9, "max_tokens": 3}, 9),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 9, "max_output_tokens": 3}, 9),
+        ("/v1/embeddings", {"input": "a", "max_tokens": 3}, 0),
+    ],
+)
+def test_each_endpoint_has_its_own_maximum(
+    inside: Inside, tmp_path: Path, url: str, body: dict[str, Any], output_tokens: int
+) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "small", **body}}
+    file = str(write(tmp_path / "in.jsonl", [line]))
+    found = inside.json("batch", "check", file)
+    assert (found["output_tokens"], found["output_tokens_max"]) == (output_tokens, output_tokens)
+    assert found["assumptions"]["output_tokens_per_answer"] == (250 if output_tokens else None)
+    assert ("an answer has" in inside("batch", "check", file)[1]) is (output_tokens > 0)
+
+
+@pytest.mark.parametrize("command", ["check", "run", "submit"])
+def test_an_endpoint_that_takes_no_batches_is_told_once_with_those_that_do(
+    inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
+    lines = [{**request(f"r{n}"), "url": "/v1/images/generations"} for n in range(5)]
+    file = write(tmp_path / "in.jsonl", lines)
+    file.write_bytes(b"{oops\n" + file.read_bytes())
+    code, out, err = inside("batch", command, str(file))
+    assert (code, out) == (1, "")
+    assert err.startswith(
+        f"error: {file}: '/v1/images/generations' takes no batches; use one of /v1/chat/completions, /v1/completions, "
+    )
+    assert err.count("\n") == 1
+
+
+def test_half_a_surrogate_and_too_deep_nesting_are_told_with_their_place(inside: Inside, tmp_path: Path) -> None:
+    good = jsonl([request("good")]).strip()
+    half = good.replace(b"good", "grün\\\\ \\ud83d\\ude00 \\ud83d!".encode())
+    deep = good[:-1] + b', "deep": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b"\n".join([good, half, deep]))
+    code, out, _ = inside("batch", "check", str(file))
+    assert code == 1
+    column = half.decode().index("\\ud83d!") + 1
+    assert (
+        "✗ line 2: invalid_json_line: This line is not parseable as valid JSON: \\ud83d at column "
+        f"{column} is half of a surrogate pair."
+    ) in out
+    assert re.search(
+        r"✗ line 3: invalid_json_line: This line is not parseable as valid JSON: it has more than \d+ levels of "
+        r"nesting at column \d+; keep it below 500\.",
+        out,
+    )
+
+
 def test_prices_make_it_a_cost_with_a_cache_and_without(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"small": {"input": 1.0, "cached": 0.0, "output": 10.0}}')
-    lines = [request(f"r{n}", prompt=f"{SHARED} {n}") for n in range(8)]
+    lines = [request(f"r{n}", prompt=f"{SHARED} {n}", max_tokens=None) for n in range(8)]
     file = str(write(tmp_path / "in.jsonl", lines))
     found = inside.json("batch", "check", file, "--output-tokens", "100")
     assert found["cost"] == pytest.approx((found["prompt_tokens"] + 10 * 800) / 1e6)
@@ -100,7 +182,7 @@ def test_requests_of_several_endpoints_are_checked_and_estimated_each_by_its_own
 ) -> None:
     documents = ["d" * 40] * 10
     rerank = {"model": "small", "query": "q" * 398, "documents": documents}
-    lines = [request("a"), {"custom_id": "b", "method": "POST", "url": "/v1/rerank", "body": rerank}]
+    lines = [request("a", max_tokens=None), {"custom_id": "b", "method": "POST", "url": "/v1/rerank", "body": rerank}]
     file = write(tmp_path / "in.jsonl", lines)
     found = inside.json("batch", "check", str(file), "--output-tokens", "100")
     assert (found["endpoint"], found["problems"]["total"]) == ("mixed", 0)

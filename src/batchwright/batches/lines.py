@@ -9,6 +9,8 @@ Stricter than Python's `json`: no NaN or Infinity, no lone surrogate escapes, ne
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -47,6 +49,8 @@ class Request(NamedTuple):
     url: str
     repeated_bytes: int = 0
     """Bytes that the model reads beside the prompt: the query once more for each document after the first."""
+    output_tokens_max: int | None = None
+    """Tokens that the answer may have, if the request says so."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -89,6 +93,8 @@ class Endpoint:
     """Whether the model reads the fields as text; how many tokens something else has is not known beforehand."""
     has_output: bool = True
     """Whether answers have tokens that the model wrote."""
+    maxima: tuple[str, ...] = ()
+    """Fields that say how many tokens an answer may have; the first that is there counts."""
     repeats_first: bool = False
     """Whether the model reads the first need once for each item of the second."""
 
@@ -113,8 +119,13 @@ _AUDIO = Endpoint(
     is_text=False,
 )
 ENDPOINTS: Mapping[str, Endpoint] = {
-    "/v1/chat/completions": Endpoint(title="Chat Completions", needs=(Need(("messages",), b"["),), before=("tools",)),
-    "/v1/completions": Endpoint(title="Completions", needs=(Need(("prompt",), b'"['),)),
+    "/v1/chat/completions": Endpoint(
+        title="Chat Completions",
+        needs=(Need(("messages",), b"["),),
+        before=("tools",),
+        maxima=("max_completion_tokens", "max_tokens"),
+    ),
+    "/v1/completions": Endpoint(title="Completions", needs=(Need(("prompt",), b'"['),), maxima=("max_tokens",)),
     "/v1/embeddings": Endpoint(
         title="Embeddings",
         needs=(Need(("input",), b'"['),),
@@ -125,7 +136,12 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/moderations": Endpoint(
         title="Moderations", needs=(Need(("input",), b'"['),), is_ordered=False, has_output=False
     ),
-    "/v1/responses": Endpoint(title="Responses", needs=(Need(("input",), b'"['),), before=("instructions", "tools")),
+    "/v1/responses": Endpoint(
+        title="Responses",
+        needs=(Need(("input",), b'"['),),
+        before=("instructions", "tools"),
+        maxima=("max_output_tokens",),
+    ),
     "/v1/score": _SCORE,
     "/v1/rerank": _RERANK,
     "/v1/audio/transcriptions": _AUDIO,
@@ -147,6 +163,14 @@ def why_refused(url: str) -> str:
     return f"{url!r} takes no batches{reason}; use one of {', '.join(ENDPOINTS)}"
 
 
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_DEPTH_ADVISED = 500
+_ESCAPES = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_FRAMES_MAX = 400
+"""Calls that may be under way when a line is read, so that less nesting than Python's limit is too deep."""
+_STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
+_TOKEN_DIGITS_MAX = 9
+
 _ABSENT = Raw(b"")
 
 
@@ -160,6 +184,9 @@ class _Body(Struct, gc=False):
     input: Raw = _ABSENT
     instructions: Raw = _ABSENT
     items: Raw = _ABSENT
+    max_completion_tokens: Raw = _ABSENT
+    max_output_tokens: Raw = _ABSENT
+    max_tokens: Raw = _ABSENT
     messages: Raw = _ABSENT
     prompt: Raw = _ABSENT
     queries: Raw = _ABSENT
@@ -249,8 +276,10 @@ class LineCheck:
         try:
             fields = _fields.decode(line)
             body = _fields.decode(fields["body"]) if _kind(fields.get("body")) == "an object" else None
-        except (DecodeError, RecursionError):
-            return BadLine(None, [_not_json(number)])
+        except RecursionError:
+            return BadLine(None, [_not_json(number, _too_deep(line))])
+        except DecodeError:
+            return BadLine(None, [_not_json(number, _half_surrogate(line))])
         problems = [Problem(line=number, **fault) for fault in self._faults(fields, body)]
         if problems:
             return BadLine(_usable_custom_id(fields.get("custom_id")), problems)
@@ -307,6 +336,7 @@ class _Reader:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._before = tuple(attrgetter(name) for name in endpoint.before)
+        self._maxima = tuple(attrgetter(name) for name in endpoint.maxima)
         self._needs = tuple(
             (tuple(attrgetter(name) for name in need.names), need.first_bytes) for need in endpoint.needs
         )
@@ -329,7 +359,14 @@ class _Reader:
         prompt = b"".join([*[bytes(get(body)) for get in self._before], *found]) if endpoint.is_text else b""
         inputs = _count_inputs(found[0]) if endpoint.counts_inputs else 0
         again = len(found[0]) * (max(1, _count_items(found[1])) - 1) if endpoint.repeats_first else 0
-        return Request(line.custom_id, body.model, prompt, inputs, line.url, again)
+        return Request(line.custom_id, body.model, prompt, inputs, line.url, again, self._output_tokens_max(body))
+
+    def _output_tokens_max(self, body: _Body) -> int | None:
+        for get in self._maxima:
+            raw = get(body)
+            if raw is not _ABSENT and (count := _token_count(bytes(raw))) is not None:
+                return count
+        return None
 
 
 def _need_faults(body: Fields, need: Need) -> Iterator[_Fault]:
@@ -399,8 +436,44 @@ def _wrong_type(param: str, expected: str, raw: Raw) -> _Fault:
     return _Fault(code="invalid_type", message=message, param=param)
 
 
-def _not_json(number: int) -> Problem:
-    return Problem(code="invalid_json_line", line=number, message="This line is not parseable as valid JSON.")
+def _not_json(number: int, why: str | None = None) -> Problem:
+    message = "This line is not parseable as valid JSON"
+    return Problem(code="invalid_json_line", line=number, message=f"{message}: {why}." if why else f"{message}.")
+
+
+def _half_surrogate(line: bytes) -> str | None:
+    """The first escape of half a character, which many writers let through and no UTF-8 can hold."""
+    high: re.Match[bytes] | None = None
+    for escape in _ESCAPES.finditer(line):
+        code = int(escape[1] or b"0", 16)
+        if 0xDC00 <= code < 0xE000 and high is not None and high.end() == escape.start():
+            high = None
+            continue
+        lone = high or (escape if 0xDC00 <= code < 0xE000 else None)
+        if lone is not None:
+            return _half(line, lone)
+        high = escape if 0xD800 <= code < 0xDC00 else None
+    return _half(line, high) if high is not None else None
+
+
+def _half(line: bytes, escape: re.Match[bytes]) -> str:
+    return f"{escape[0].decode()} at column {_column(line, escape.start())} is half of a surrogate pair"
+
+
+def _too_deep(line: bytes) -> str:
+    """Where nesting goes beyond what is read for sure, which follows from Python's limit of calls."""
+    depth, most = 0, sys.getrecursionlimit() - _FRAMES_MAX
+    for token in _BRACKETS.finditer(line):
+        depth += _STEPS.get(token[0], 0)
+        if depth > most:
+            place = _column(line, token.start())
+            return f"it has more than {most} levels of nesting at column {place}; keep it below {_DEPTH_ADVISED}"
+    return f"it has too many levels of nesting; keep it below {_DEPTH_ADVISED}"
+
+
+def _column(line: bytes, position: int) -> int:
+    """As editors count: characters, from 1."""
+    return len(line[:position].decode("utf-8", "replace")) + 1
 
 
 def _kind(raw: Raw | None) -> str:
@@ -425,6 +498,10 @@ def _count_inputs(required: bytes) -> int:
 def _count_items(value: bytes) -> int:
     """Of an array; anything else is one."""
     return len(_items.decode(value)) if value[:1] == b"[" else 1
+
+
+def _token_count(raw: bytes) -> int | None:
+    return int(raw) if raw.isdigit() and len(raw) <= _TOKEN_DIGITS_MAX else None
 
 
 def _is_utf8(line: bytes) -> bool:

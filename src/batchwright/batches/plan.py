@@ -104,13 +104,18 @@ class ModelDraft:
         self.prompt_bytes = 0
         self.silent = 0
         """Requests whose answers have no tokens, such as embeddings."""
+        self.maxima = array("q")
+        """Tokens that the answers of the others may have, as far as the requests say so."""
 
     def add(self, offset: int, length: int, request: Request, chained: bytes) -> None:
         self.offsets.append(offset)
         self.lengths.append(length)
         self.chains.append(chained)
         self.prompt_bytes += len(request.prompt) + request.repeated_bytes
-        self.silent += not request.endpoint.has_output
+        if not request.endpoint.has_output:
+            self.silent += 1
+        elif request.output_tokens_max is not None:
+            self.maxima.append(request.output_tokens_max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,9 @@ import msgspec
 import typer
 from rich.text import Text
 
-from batchwright.batches.estimate import Estimate, estimate, total_cost
+from batchwright.batches.estimate import Estimate, estimate, output_tokens_max, total_cost
 from batchwright.batches.lines import ENDPOINTS, MIXED, why_refused
-from batchwright.batches.plan import Draft, Rules, read
+from batchwright.batches.plan import TOKEN_BYTES, Draft, Rules, read
 from batchwright.cli.batch_show import money, number, print_problems, size
 from batchwright.cli.flags import Config, Json, settings_from
 from batchwright.cli.show import console, plain, print_json, print_table
@@ -23,6 +23,7 @@ from batchwright.settings import Settings
 DEFAULT_ENDPOINT = "/v1/chat/completions"
 _BOM = b"\xef\xbb\xbf"
 _LINE_BYTES_MAX = 16 * 1024 * 1024
+_SHOWN_CHARACTERS_MAX = 100
 
 
 class _Url(msgspec.Struct):
@@ -63,9 +64,9 @@ def check(
     draft = read_draft(file, where, settings, limit)
     estimates = estimate(draft, settings.batches.prices, output_tokens=output_tokens)
     if json:
-        print_json(_as_json(where, draft, estimates))
+        print_json(_as_json(where, draft, estimates, output_tokens))
     else:
-        _print(file, where, draft, estimates, limit)
+        _print(file, where, draft, estimates, output_tokens, limit)
     if draft.problems.total:
         raise typer.Exit(1)
 
@@ -77,6 +78,7 @@ def endpoint_of(file: Path, named: str | None) -> str:
             raise InvalidInput(f"--endpoint {why_refused(named)}")
         return named
     found: str | None = None
+    refused: str | None = None
     with readable(file).open("rb") as lines:
         while line := lines.readline(_LINE_BYTES_MAX):
             url = _url_of(line.removeprefix(_BOM))
@@ -84,6 +86,10 @@ def endpoint_of(file: Path, named: str | None) -> str:
                 if found is not None:
                     return MIXED
                 found = url
+            elif url not in ENDPOINTS:
+                refused = refused or url
+    if found is None and refused is not None:  # said once, and not for every line
+        raise InvalidInput(f"{file}: {why_refused(refused[:_SHOWN_CHARACTERS_MAX])}")
     return found or DEFAULT_ENDPOINT
 
 
@@ -112,8 +118,9 @@ def _url_of(line: bytes) -> str | None:
         return None
 
 
-def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> dict[str, Any]:
+def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_tokens: int) -> dict[str, Any]:
     costs = total_cost(list(estimates))
+    has_output = any(one.written for one in estimates)
     return {
         "endpoint": endpoint,
         "endpoints": dict(draft.urls),
@@ -124,16 +131,24 @@ def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> dict
         "prompt_tokens": sum(one.prompt_tokens for one in estimates),
         "shared_tokens": sum(one.shared_tokens for one in estimates),
         "output_tokens": sum(one.output_tokens for one in estimates),
+        "output_tokens_max": output_tokens_max(estimates),
+        "assumptions": {
+            "prompt_bytes_per_token": TOKEN_BYTES,
+            "output_tokens_per_answer": output_tokens if has_output else None,
+        },
         "cost": None if costs is None else costs[1],
         "cost_cached": None if costs is None else costs[0],
     }
 
 
-def _print(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate], limit: int) -> None:
+def _print(
+    file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_tokens: int, limit: int
+) -> None:
     out = console()
     print_problems([problem.as_json() for problem in draft.problems.kept], draft.problems.total, limit)
     if estimates:
         _print_models(estimates)
+        out.print(Text(_assumptions(estimates, output_tokens), "dim"), soft_wrap=True)
     if draft.rejected:
         text = f"! {number(len(draft.rejected))} requests are for models without a gateway: they will fail"
         out.print(Text(text, "yellow"), soft_wrap=True)
@@ -152,11 +167,24 @@ def _print_models(estimates: Sequence[Estimate]) -> None:
             "size": [Text(size(one.bytes)) for one in estimates],
             "prompt tokens": [Text(about(one.prompt_tokens)) for one in estimates],
             "shared": [Text(f"{_share(one.shared_tokens, one.prompt_tokens):.0%}") for one in estimates],
-            "answer tokens": [Text(number(one.output_tokens) if one.output_tokens else "") for one in estimates],
+            "answer tokens": [Text(about(one.output_tokens) if one.output_tokens else "") for one in estimates],
             "cost": [Text("" if one.cost is None else money(one.cost)) for one in estimates],
         },
         elastic=("model",),
     )
+
+
+def _assumptions(estimates: Sequence[Estimate], output_tokens: int) -> str:
+    """What nobody knows before the answers are there."""
+    parts = [f"assumed: {TOKEN_BYTES} bytes of a prompt are a token"]
+    written, bounded = sum(one.written for one in estimates), sum(one.bounded for one in estimates)
+    if written:
+        parts.append(f"an answer has {number(output_tokens)} tokens (--output-tokens)")
+    if bounded:
+        parts[-1] += f", or its maximum if that is less: {number(bounded)} of {number(written)} requests have one"
+    if bounded and (most := output_tokens_max(estimates)) is not None:
+        parts[-1] += f", which allows {number(most)} answer tokens at most"
+    return "; ".join(parts)
 
 
 def _conclusion(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> str:
