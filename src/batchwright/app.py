@@ -311,6 +311,7 @@ class AsyncBatchwright:
         from batchwright.api.jobs import render_event
         from batchwright.api.server import ApiServer
         from batchwright.api.services import Services
+        from batchwright.batches.models import Models
         from batchwright.batches.results import Results
         from batchwright.batches.uploads import Uploads
         from batchwright.engine.exposition import Exposition, process_counts
@@ -345,6 +346,12 @@ class AsyncBatchwright:
                 uploads=Uploads(self.queue, files),
                 batches=self.batches,
                 results=Results(self.batches, self.workspace, store),
+                models=Models(
+                    self.batches,
+                    self.settings.global_inference_gateway,
+                    self.settings.model_gateways,
+                    self.settings.inference,
+                ),
             ),
         )
 

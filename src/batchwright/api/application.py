@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchwright.api import batches, files, jobs, schedules, system, uploads
+from batchwright.api import batches, files, jobs, models, schedules, system, uploads
 from batchwright.api.access import Guard
 from batchwright.api.errors import REQUEST_ID, answer_errors
 from batchwright.api.services import Services
@@ -21,7 +21,7 @@ Durable jobs on PostgreSQL. Every list is paged, every error has the same shape,
 Send an API key as `Authorization: Bearer bw_…`; on a loopback address none is needed until the first one is made.
 """
 _STREAMS = {"/v1/jobs/{id}/events/stream", "/v1/batches/{id}/results"}
-ROUTERS = (files.router, uploads.router, batches.router, jobs.router, schedules.router, system.router)
+ROUTERS = (files.router, uploads.router, batches.router, models.router, jobs.router, schedules.router, system.router)
 
 
 class _Api(FastAPI):

@@ -290,6 +290,25 @@ class UploadView(Answer):
         )
 
 
+# Models -----------------------------------------------------------------------------------------------------------
+
+
+class ModelView(Answer):
+    """A model, as OpenAI shows it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(description="Unix seconds, as its server says; 0 if nobody says.")
+    owned_by: str
+
+
+class ModelList(Answer):
+    """All models, by name."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
 # Batches ----------------------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ class ApiServer:
                 connection.transport.abort()
             await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
+        await self._services.models.close()
         if self._counting is not None:
             self._counting.cancel()
             await asyncio.gather(self._counting, return_exceptions=True)

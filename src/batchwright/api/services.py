@@ -9,6 +9,7 @@ from fastapi import Request
 from batchwright.api.access import Gate
 from batchwright.api.settings import ApiSettings
 from batchwright.batches.files import Files
+from batchwright.batches.models import Models
 from batchwright.batches.results import Results
 from batchwright.batches.seal import Seal
 from batchwright.batches.settings import BatchSettings
@@ -51,6 +52,7 @@ class Services:
     uploads: Uploads
     batches: Batches
     results: Results
+    models: Models
 
 
 def services(request: Request) -> Services:

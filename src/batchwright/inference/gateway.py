@@ -148,6 +148,18 @@ class Gateway:
         reply = await self._exchange(request, started)
         return classify(reply, now=time.time())
 
+    async def fetch(self, request: Request, seconds: float) -> Reply:
+        """One GET, such as for the list of models; unjudged."""
+        started = time.monotonic()
+        try:
+            headers = self._headers_of(request, started)
+            timeout = timedelta(seconds=seconds)
+            response = await self._client.get(self.endpoint + request.url, headers=headers, timeout=timeout)
+        except Exception as error:
+            failure = _before_an_answer(error, Failure.TIMEOUT)
+            return _failed(failure, _SAYS[failure] + _reason(error), started)
+        return await self._read(response, started, Failure.TIMEOUT)
+
     async def close(self) -> None:
         """Close all connections; whoever still awaits an answer gets CancelledError."""
         await self._client.__aexit__(None, None, None)

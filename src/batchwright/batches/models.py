@@ -1,0 +1,123 @@
+"""Which models there are: those with a gateway of their own, those that workers serve, and those that the gateway of
+all models names. That one is asked at most twice a minute; what it said last counts while it does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from batchwright.batches.store import SHARD_QUEUE, Batches
+from batchwright.errors import BatchwrightError, ConfigurationError
+from batchwright.inference.settings import GatewaySettings, InferenceSettings
+
+if TYPE_CHECKING:
+    from batchwright.inference.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+KEPT_SECONDS = 30.0
+_PAUSE_SECONDS = 5.0
+_ANSWER_SECONDS_MAX = 3.0
+_MODELS_MAX = 10_000
+_OWNER = "batchwright"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model; when it was made and by whom is what its server says."""
+
+    id: str
+    created: int = 0
+    owned_by: str = _OWNER
+
+
+class ModelsUnknown(BatchwrightError):
+    """The model server has not said yet which models it has; the log says why."""
+
+
+class Models:
+    """The models of all gateways."""
+
+    def __init__(
+        self, batches: Batches, gateway: GatewaySettings, named: Iterable[str], inference: InferenceSettings
+    ) -> None:
+        self._batches = batches
+        self._settings = gateway
+        self._named = [*named]
+        self._inference = inference
+        self._gateway: Gateway | None = None
+        self._asking = asyncio.Lock()
+        self._asked_at = -math.inf
+        self._pause = 0.0
+        self._said: list[Model] | None = None
+
+    async def known(self) -> list[Model]:
+        """By name; ModelsUnknown while the gateway of all models has not answered once."""
+        served = {queue.removeprefix(SHARD_QUEUE) for queue in await self._batches.served() if _is_plain(queue)}
+        known = {id: Model(id=id) for id in (*served, *self._named)}
+        if self._settings.is_set:
+            known |= {model.id: model for model in await self._ask()}
+        return sorted(known.values(), key=lambda model: model.id)
+
+    async def close(self) -> None:
+        if self._gateway is not None:
+            await self._gateway.close()
+
+    async def _ask(self) -> list[Model]:
+        """One request at a time, however many want to know."""
+        async with self._asking:
+            if time.monotonic() - self._asked_at >= self._pause:
+                try:
+                    self._said, self._pause = await self._answer(), KEPT_SECONDS
+                except (ConfigurationError, ValueError) as error:
+                    self._pause = _PAUSE_SECONDS
+                    log.warning("the gateway %s does not list its models: %s", self._settings.endpoint, error)
+                self._asked_at = time.monotonic()
+            if self._said is None:
+                raise ModelsUnknown(
+                    "The model server did not say which models it has; the log of this server says why."
+                )
+            return self._said
+
+    async def _answer(self) -> list[Model]:
+        from batchwright.inference.gateway import Gateway, Request  # here: it loads the HTTP client
+
+        if self._gateway is None:
+            self._gateway = Gateway(self._settings, self._inference)
+        request = Request(url="/v1/models", body=b"", id=uuid.uuid4().hex)
+        reply = await self._gateway.fetch(request, _ANSWER_SECONDS_MAX)
+        if reply.status != 200:
+            raise ValueError(reply.detail or f"its status is {reply.status}")
+        return _models(orjson.loads(reply.body))
+
+
+def _is_plain(queue: str) -> bool:
+    """One model for everybody: not every model, and not those of a private queue."""
+    return queue.startswith(SHARD_QUEUE) and queue != SHARD_QUEUE
+
+
+def _models(found: Any) -> list[Model]:
+    """What other servers leave out is filled in; what has no name is no model."""
+    match found:
+        case {"data": [*data]}:
+            pass
+        case _:
+            raise ValueError("its answer has no list 'data'")
+    models = [one for one in data[:_MODELS_MAX] if isinstance(one, dict) and isinstance(one.get("id"), str)]
+    return [
+        Model(
+            id=one["id"],
+            created=one["created"] if type(one.get("created")) is int else 0,
+            owned_by=one["owned_by"] if isinstance(one.get("owned_by"), str) else _OWNER,
+        )
+        for one in models
+    ]
