@@ -137,7 +137,7 @@ def test_one_file_may_mix_the_endpoints_of_its_lines(
     told = sum(answer.get("usage", {}).get("prompt_tokens", 0) for answer in answers.values())
     assert (found["input_tokens"], found["output_tokens"]) == (told, 4)
     write(tmp_path / "in.jsonl", [request("chat"), {**lines[0], "url": "/v1/audio/speech"}, *lines[1:]])
-    code, out, _ = inside(*command(simulator))
+    code, out, _ = inside(*command(simulator, "--force"))
     assert code == 1
     assert "'/v1/audio/speech' takes no batches: it answers with audio" in " ".join(out.split())
 
@@ -321,7 +321,7 @@ def test_another_output_or_server_is_another_batch(
     write(tmp_path / "in.jsonl")
     port = simulator.url.rpartition(":")[2]
     assert inside(*command(simulator))[0] == 0
-    assert inside(*command(simulator, *(word.format(port=port) for word in changed)))[0] == 0
+    assert inside(*command(simulator, "--force", *(word.format(port=port) for word in changed)))[0] == 0
     assert simulator.stats()["received"] == 8
 
 
