@@ -471,7 +471,11 @@ class Worker:
             self._wake.set()
 
     def _came_back(self, queues: set[str]) -> None:
-        """Rescued jobs of these queues are due. We may have no room for them, so the others hear it too."""
+        """Rescued jobs of these queues are due. We may have no room for them, so the others hear it too.
+
+        The rescue may have taken so long to commit that the jobs lie before our watermarks by now.
+        """
+        self._scan_soon()
         self._wake.set()
         if not self._stopping.is_set():
             self._doorbell.ring(queues)
