@@ -82,9 +82,10 @@ async def test_the_kernel_tells_a_child_that_its_parent_was_killed(tmp_path):
     """Even one that keeps the pipe from being closed, as a copy of it in another process does."""
     told = tmp_path / "told"
     child = (
-        "import signal, time, pathlib; from batchwright.engine.processes import end_with_parent; "
-        f"signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(told)!r}).write_text('told')); "
-        "end_with_parent(signal.SIGTERM); print('ready', flush=True); signal.pause()"
+        "import signal, pathlib; from batchwright.engine.processes import end_with_parent; "
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
+        "end_with_parent(signal.SIGTERM); print('ready', flush=True); "
+        f"signal.sigwait([signal.SIGTERM]); pathlib.Path({str(told)!r}).write_text('told')"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     command = (sys.executable, "-c", parent)
