@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-failover chaos-queue clean demo \
-	docs lint lock test test-external test-perturbed test-postgres16
+	docs lint lock test test-external test-models test-perturbed test-postgres16
 
 demo: .venv/ready
 	@$(BIN)/batchwright demo
@@ -33,6 +33,11 @@ test-external: .venv/ready
 # Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
 test-perturbed: .venv/ready
 	$(BIN)/python -m tests.perturbed.run --minutes $(or $(MINUTES),30) $(addprefix --seed ,$(SEED)) $(ARGS)
+
+# Whole batches on real model servers. What cannot be built here is skipped, and says why.
+test-models: .venv/ready
+	test -e .venv-models/ready || { sh tests/models/build.sh && touch .venv-models/ready; } || true
+	BATCHWRIGHT_TEST_MODELS=1 $(BIN)/pytest -rs tests/models
 
 chaos: chaos-queue chaos-batches chaos-crowd chaos-failover
 
@@ -80,4 +85,4 @@ lock: .venv/ready
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-models .mypy_cache .ruff_cache .pytest_cache .hypothesis
