@@ -690,9 +690,9 @@ async def test_objects_that_no_row_names_go_after_a_day(stage):
     await stage.delete(deleted)
     orphan = object_key(new_file_id())
     await stage.store.put(orphan, b"12345")
-    await stage.later(DAY - 60)
+    await stage.later(DAY - HOUR)
     assert (await stage.collect()).unknown_objects == Heap()
-    await stage.later(120)
+    await stage.later(2 * HOUR)
     assert (await stage.collect()).unknown_objects == Heap(1, 5)
     assert await stage.objects("files") == [known.key]
 
