@@ -55,7 +55,11 @@ def test_a_key_is_exchanged_by_a_line_before_the_old_one(tmp_path: Path) -> None
         seal.open(sealed, "b")
 
 
-@pytest.mark.parametrize("content", ["", "secret", key()[:-4], f"{key()} nonsense", "ü"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "secret", key()[:-4], f"{key()} nonsense", "ü"],
+    ids=["empty", "no base64", "too short", "two words", "no ASCII"],
+)
 def test_a_file_without_a_good_key_is_named_and_its_content_is_not(tmp_path: Path, content: str) -> None:
     (tmp_path / "key").write_text(content)
     with pytest.raises(ConfigurationError, match=f"the key for headers is the file {tmp_path}/key, which ") as raised:
