@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from batchwright.db.database import DatabaseSettings, Pool
 from batchwright.db.doorbell import listen
 from batchwright.errors import DatabaseBusy, DatabaseUnavailable
+from tests import perturb
 from tests.support import DATABASE
 
 BACKENDS = "pg_stat_activity WHERE datname = current_database() AND query LIKE '%%pg_sleep(60)%%' AND pid <> %s"
@@ -74,3 +76,41 @@ async def test_a_slow_database_is_not_taken_for_a_lost_connection(database_url):
         with pytest.raises(DatabaseUnavailable) as lost:
             await pool.rows("SELECT pg_terminate_backend(pg_backend_pid())")
         assert not isinstance(lost.value, DatabaseBusy)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_who_is_cancelled_twice_while_waiting_for_a_connection_keeps_nobody_else_waiting(
+    database_url, monkeypatch, steps
+):
+    """Cancel scopes cancel again and again until a task ends. Tasks are woken in 40 orders."""
+
+    async def play():
+        async with asyncio.timeout(5), Pool(replace(DATABASE, pool_size=1), database_url) as pool:
+            async with pool.transaction() as held:
+                waiting = asyncio.create_task(pool.rows("SELECT 1"))
+                while not pool._pool.get_stats().get("requests_waiting"):
+                    await held.rows("SELECT 2")
+                waiting.cancel()
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            return await pool.rows("SELECT 3")
+
+    for seed in range(40):
+        monkeypatch.setattr(perturb, "_active", [perturb.Perturbation(str(seed), seconds_max=0.0)])
+        with asyncio.Runner(loop_factory=perturb.PerturbedLoop) as runner:
+            assert runner.run(play()) == [(3,)]
+
+
+async def test_a_connection_comes_back_whenever_its_user_is_cancelled(database_url):
+    """Between asking and having it, and while it is returned."""
+    single = replace(DATABASE, pool_size=1)
+    async with asyncio.timeout(60), Pool(single, database_url) as pool:
+        for steps in range(40):
+            using = asyncio.create_task(pool.rows("SELECT 1"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            using.cancel()
+            await asyncio.gather(using, return_exceptions=True)
+            assert await pool.rows("SELECT 3") == [(3,)]

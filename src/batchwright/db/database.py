@@ -88,6 +88,7 @@ class Pool:
         self.answer_seconds = 0.0
         """The slowest round trip, measured when the pool was opened."""
         self._refused_at = -math.inf
+        self._errands: set[asyncio.Task[None]] = set()
         self._pool = psycopg_pool.AsyncConnectionPool(
             url,
             connection_class=psycopg.AsyncConnection[Row],
@@ -113,15 +114,45 @@ class Pool:
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
         with cancellable(), translated(), self._connections_judged():
-            async with self._pool.connection() as connection:
+            async with self._lent() as connection:
                 return await _fetch(connection, sql, params)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
         with cancellable(), translated(), self._connections_judged():
-            async with self._pool.connection() as connection, connection.transaction():
+            async with self._lent() as connection, connection.transaction():
                 yield Transaction(connection)
                 _refuse_aborted(connection)
+
+    @contextlib.asynccontextmanager
+    async def _lent(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+        """A connection of the pool. The task that uses it may be cancelled, but never inside the pool.
+
+        One that is cancelled twice while it waits there, as cancel scopes do, may leave a lock behind that stops
+        everybody (`asyncio.wait_for` around a condition). One that is cancelled while it returns one may lose it.
+        """
+        asking = asyncio.ensure_future(self._pool.getconn())
+        try:
+            connection = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._finish(self._return_late(asking))
+            raise
+        try:
+            async with connection:
+                yield connection
+        finally:
+            await asyncio.shield(self._finish(self._pool.putconn(connection)))
+
+    async def _return_late(self, asking: asyncio.Future[psycopg.AsyncConnection[Row]]) -> None:
+        """What a cancelled task has asked for goes back when it comes."""
+        with contextlib.suppress(psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed):
+            await self._pool.putconn(await asking)
+
+    def _finish(self, errand: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+        return task
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
