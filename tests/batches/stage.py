@@ -137,6 +137,7 @@ def stage_settings(database_url: str, folder: Path, url: str, **parts: Any) -> S
         "global_inference_gateway": {"url": url, "initial_backoff": 0.05, "max_backoff": 0.5},
         "worker": {"stop_grace_seconds": 5.0},
         "batches": {"checkpoint_seconds": 0.1},
+        "api": {"port": 0},
     }
     if "model_gateways" in parts:
         del flags["global_inference_gateway"]

@@ -241,7 +241,8 @@ async def test_a_batch_that_cannot_be_looked_after_keeps_no_other_from_it(databa
 async def test_a_store_that_is_full_for_a_moment_costs_nothing_but_time(
     database_url, tmp_path, monkeypatch, verb, folder
 ):
-    async with staged(database_url, tmp_path) as stage:
+    monkeypatch.setattr(process, "AWAY_SECONDS", 0.05)
+    async with staged(database_url, tmp_path, worker={"poll_seconds_max": 0.1}) as stage:
         id = await stage.submit([request("a")])
         full = StorageFull("no room")
         failing(monkeypatch, Store, verb, full, times=2, when=lambda key, *_: key.startswith(folder))
@@ -259,7 +260,7 @@ async def test_a_batch_that_has_sent_nothing_yet_waits_for_a_store_that_is_away(
     for module in (execution, process):
         monkeypatch.setattr(module, "AWAY_SECONDS", 0.01)
     failing(monkeypatch, owner, name, StorageUnavailable("away"), times=times)
-    async with staged(database_url, tmp_path) as stage:
+    async with staged(database_url, tmp_path, worker={"poll_seconds_max": 0.1}) as stage:
         stage.work()
         batch = await stage.ended(await stage.submit([request("a")]))
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)

@@ -351,7 +351,7 @@ async def test_the_load_of_a_dispatcher_is_what_its_limits_say(tmp_path):
     gateways = Gateways(GatewaySettings(url="http://127.0.0.1:9"), {})
     dispatcher = Dispatcher(gateways, Limits(InferenceSettings(concurrency=40)), BatchCounts(), Disk(tmp_path))
     lane = dispatcher._lane("a")
-    assert dispatcher.limits.total.take_now(3)
+    assert dispatcher.limits.total.take_now(3, "a")
     found = load_of(dispatcher, shards=2, shards_max=256)
     assert found == load(
         shards=2,

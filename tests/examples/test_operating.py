@@ -18,6 +18,7 @@ from batchwright.cli import app
 from batchwright.db.database import DatabaseSettings, connect_arguments
 from batchwright.engine.counts import WORKER_METRICS
 from batchwright.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
+from batchwright.engine.health import OWN_METRICS
 from batchwright.settings import PREFIX, Settings, is_table
 from batchwright.storage import store
 from tests.examples import test_docs
@@ -27,9 +28,8 @@ folder = test_docs.folder
 
 OPERATING = ROOT / "docs" / "operating.md"
 GUIDES = [page for page in PAGES if page.name not in ("configuration.md", "http-reference.md")]
-METRICS = {
-    one.full_name: one for one in (*WORKER_METRICS, *STANDING_METRICS, *PROCESS_METRICS, *BATCH_METRICS, DATABASE_UP)
-}
+OF_PROCESSES = (*PROCESS_METRICS, *OWN_METRICS, DATABASE_UP)
+METRICS = {one.full_name: one for one in (*WORKER_METRICS, *STANDING_METRICS, *BATCH_METRICS, *OF_PROCESSES)}
 OUTSIDE = {"BATCHWRIGHT_CONFIG", "BATCHWRIGHT_REQUIRE_ALL", "BATCHWRIGHT_TEST_DATABASE_URL"}
 
 
@@ -71,7 +71,7 @@ def test_a_metric_is_explained_with_its_labels(name):
 
 
 def test_metrics_of_this_process_alone_are_marked_as_such():
-    own = {one.full_name for one in (*PROCESS_METRICS, DATABASE_UP)}
+    own = {one.full_name for one in OF_PROCESSES}
     assert {name for name, labels in rows().items() if "*this process*" in labels} == own
 
 
