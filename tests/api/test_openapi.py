@@ -20,7 +20,7 @@ from batchwright.batches.uploads import NewUpload, Uploads, new_upload_id
 from batchwright.testing import drain
 from tests.api.conftest import GATEWAY, OPERATIONS, Api, configured, routes, stored_file
 
-EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_FUZZ_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_FUZZ_EXAMPLES", "3"))
 """Cases per route in the fuzzing phase; a thousand are good company over lunch."""
 
 CONFIG = """\
