@@ -11,7 +11,7 @@ demo: .venv/ready
 	@$(BIN)/batchwright demo
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 3 --dist loadgroup
 
 lint: .venv/ready
 	@! grep -rniI 'w[i]ndlass' --exclude=CHANGELOG.md --exclude-dir=.git --exclude-dir='.venv*' --exclude-dir='.*_cache' \
@@ -23,12 +23,12 @@ lint: .venv/ready
 
 # The statements on one more version; commands, examples and chaos have had theirs on two.
 test-postgres16: .venv/ready
-	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 2 --dist loadgroup \
+	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 3 --dist loadgroup \
 		--ignore tests/chaos --ignore tests/cli --ignore tests/examples
 
 # The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready
-	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 2 --dist loadgroup
+	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 3 --dist loadgroup
 
 # Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
 test-perturbed: .venv/ready
