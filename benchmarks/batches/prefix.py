@@ -84,7 +84,7 @@ class Workload:
         members = defaultdict(set)
         for position, group in zip(self._ours.positions, self._ours.groups, strict=True):
             if group:
-                _, body = lines.split(self.lines[position])
+                _, _, body = lines.split(self.lines[position])
                 members[group].update(chain(read(ENDPOINT, body).prompts[0]))
         return max(map(len, members.values()))
 

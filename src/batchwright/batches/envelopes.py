@@ -11,6 +11,7 @@ them. Every line ends with a newline.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -67,8 +68,14 @@ def id_on_the_wire(id: str) -> str:
     '01234567-89ab-cdef-0123-456789abddef'
     """
     digits = id.removeprefix(_REQUEST_ID_PREFIX)
-    hex = f"{int(digits[:32], 16) ^ int(digits[32:], 16):032x}"
-    return f"{hex[:8]}-{hex[8:12]}-{hex[12:16]}-{hex[16:20]}-{hex[20:]}"
+    beginning, last = _wire_digits(digits[:32])
+    return f"{beginning}{last ^ int(digits[32:], 16):010x}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _wire_digits(digits: str) -> tuple[str, int]:
+    """Of a batch: the part of the UUID that all of its lines share, and the number of the last ten digits."""
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:22]}", int(digits[22:], 16)
 
 
 def batch_id_of(line: bytes) -> str | None:
