@@ -24,9 +24,9 @@ ANSWERS_FADE = 32
 class Slots:
     """Room for so many at a time; a slot may weigh more than one.
 
-    Slots of one owner are first come, first served. Between owners those go first whose slots weighed less so far: a
-    slot's mark is its weight behind its owner's last mark, or behind the last one served, and the lowest mark is next.
-    So whoever wants little passes whoever waits for much, until he has had as much, and nobody waits for ever.
+    Slots of one owner are first come, first served. Between owners those go first whose slots weighed less while others
+    waited: a slot's mark is its weight behind its owner's last mark, or behind the last one served, and the lowest mark
+    is next. So whoever wants little passes whoever waits for much, until he has had as much, and nobody waits for ever.
 
     What weighs more than the whole capacity passes alone. A slot that is given back twice is never counted twice:
     `broken` then says so, and whoever owns the process should stop taking work.
@@ -65,8 +65,13 @@ class Slots:
         return Slot(self, weight, owner)
 
     def take_now(self, weight: int, owner: str) -> bool:
+        if not self._fits(weight):
+            return False
+        if not self._waiting:  # what keeps nobody waiting counts for nobody's share
+            self.in_use += weight
+            return True
         mark = self._mark(weight, owner)
-        if not self._fits(weight) or (self._waiting and mark >= self._waiting[0].mark):
+        if mark >= self._waiting[0].mark:
             return False
         self._take(weight, owner, mark)
         return True
