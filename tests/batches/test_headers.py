@@ -95,7 +95,7 @@ async def play(database_url: str, folder: Path, *script: bytes | None, **batches
             server = await batchwright.server()
             server.start()
             async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
-                stage = Play(batchwright=batchwright, simulator=None)  # type: ignore[arg-type]
+                stage = Play(batchwright=batchwright, simulator=None)
                 stage.http, stage.model = http, model
                 try:
                     yield stage

@@ -455,6 +455,27 @@ async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others(
     assert (limits.bytes.in_use, limits.bytes.waiting, limits.broken) == (0, 0, None)
 
 
+async def test_what_a_model_did_not_get_does_not_count_for_its_share():
+    limits, log = small_limits(), []
+    heavy, light = limits.lane("http://a", "heavy", now=0.0), limits.lane("http://a", "light", now=0.0)
+    all_of_it = Holder(limits.bytes.slot(10_000))
+    await settle()
+    for _ in range(5):
+        impatient = Holder(limits.slot(heavy, 6000))
+        await settle()
+        impatient.task.cancel()
+        await settle()
+    holders = [Holder(limits.slot(heavy, 6000), log, "heavy")]
+    holders += [Holder(limits.slot(light, 5000), log, f"light {n}") for n in range(3)]
+    await settle()
+    for holder in [all_of_it, *holders]:
+        holder.leave.set()
+        await settle()
+    await asyncio.gather(*(holder.task for holder in [all_of_it, *holders]))
+    assert log == ["light 0", "heavy", "light 1", "light 2"]
+    assert (limits.bytes.in_use, limits.broken) == (0, None)
+
+
 def test_the_largest_answer_fades_with_every_smaller_one_that_succeeds():
     lane = small_limits().lane("http://a", "m", now=0.0)
 

@@ -35,6 +35,11 @@ def run_round(seed: int, until: float, arguments: Sequence[str]) -> tuple[int, l
         return code, failures.read().splitlines()
 
 
+def say(*lines: str) -> None:
+    sys.stdout.write("perturbed: " + "\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.perturbed.run", description="Tests in the perturbed mode.")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on with other seeds")
@@ -44,14 +49,13 @@ def main() -> int:
     until = time.time() + 60 * options.minutes
     seed = options.seed
     while time.time() < until:
-        print(f"perturbed: seed {seed}, {(until - time.time()) / 60:.1f} minutes left", flush=True)  # noqa: T201
+        say(f"seed {seed}, {(until - time.time()) / 60:.1f} minutes left")
         code, commands = run_round(seed, until, [*others, *(() if has_paths else PATHS)])
         if code != 0:
-            print(f"perturbed: failed with seed {seed}; repeat all of it with `make test-perturbed SEED={seed}`, or")  # noqa: T201
-            print(*commands, sep="\n")  # noqa: T201
+            say(f"failed with seed {seed}; repeat all of it with `make test-perturbed SEED={seed}`, or", *commands)
             return code
         seed += 1
-    print(f"perturbed: nothing failed with the seeds {options.seed} to {seed - 1}")  # noqa: T201
+    say(f"nothing failed with the seeds {options.seed} to {seed - 1}")
     return 0
 
 

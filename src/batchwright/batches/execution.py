@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from batchwright.batches.checkpoint import Account, Checkpoints, Owner
 from batchwright.batches.dispatch import ABORT_SECONDS, Dispatcher, End, Work
@@ -207,8 +208,7 @@ class Shards:
             try:
                 answered = await self._take_up(ctx, account, entries)
                 self._waits.end(batch.id)
-                work = self._work(ctx, batch, shard, order, descriptor, account, len(entries))
-                work.headers = headers
+                work = self._work(ctx, batch, shard, order, descriptor, account, len(entries), headers)
                 pending = [entry for entry in entries if entry.offset not in answered]
                 ctx.progress(len(entries) - len(pending), len(entries))
                 self._checkpoints.watch(account)
@@ -220,7 +220,15 @@ class Shards:
         return await self._outcome(ctx, shard, work)
 
     def _work(
-        self, ctx: Context, batch: Batch, shard: Slice, order: Order, descriptor: int, account: Account, total: int
+        self,
+        ctx: Context,
+        batch: Batch,
+        shard: Slice,
+        order: Order,
+        descriptor: int,
+        account: Account,
+        total: int,
+        headers: Mapping[str, str],
     ) -> Work:
         return Work(
             total=total,
@@ -233,6 +241,7 @@ class Shards:
             deadline=time.monotonic() + order.seconds_left,
             descriptor=descriptor,
             journal=account.journal,
+            headers=headers,
         )
 
     # Before -----------------------------------------------------------------------------------------------------

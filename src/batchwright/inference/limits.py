@@ -85,6 +85,7 @@ class Slots:
         try:
             await turn.admitted
         except asyncio.CancelledError:
+            self._marks[owner] -= weight  # it gets nothing, so nothing counts for its owner's share
             # Admitted and cancelled in the same moment: the room goes to the next.
             if turn.admitted.done() and not turn.admitted.cancelled():
                 self.give(weight)
