@@ -1,0 +1,1 @@
+"""Protocols that several providers speak."""

@@ -1,0 +1,210 @@
+"""The documents in a task's `provider_state`: pure functions that make them, update them and read their outcome.
+
+    SUBMITTED ─▶ the provider's own word … ─▶ COMPLETED | PARTIAL_COMPLETE | FAILED
+                      │           ▲
+                      └─ an error answer: counted; the third in a row is FAILED
+
+Each provider's document has a fixed set of fields. Whatever else the caller must remember has columns of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from batchwright.providers.contract import Ending, Input, Job, Phase, Request, Result, Status
+
+Document = dict[str, Any]
+
+SUBMITTED = "SUBMITTED"
+TRANSIENT_FAILURES_MAX = 3
+"""The error answer in a row that fails a job."""
+
+
+class TaskEnding(StrEnum):
+    """How a job, or a whole task, ended."""
+
+    COMPLETED = "COMPLETED"
+    PARTIAL_COMPLETE = "PARTIAL_COMPLETE"
+    FAILED = "FAILED"
+
+
+_FLAT = ("external_job_id", "status", "result", "error", "transient_failures")
+_TRANSCRIPTION_FIELDS: Mapping[str, Sequence[str]] = {
+    # The counter of an AZURE job is not part of its document until there is something to count.
+    "AZURE": ("external_job_id", "status", "result", "error"),
+    "SARVAM": _FLAT,
+    "AWS": ("external_job_id", "gcs_uri", "filename", "status", "result", "error", "transient_failures"),
+    "GOOGLE": ("model", *_FLAT),
+}
+_COMPLETION_FIELDS = ("model", "status", "external_job_id", "output_uri", "error", "transient_failures")
+_MERGED_BY_MODEL = frozenset({"GOOGLE"})
+_WITH_MAP = frozenset({"SARVAM"})
+
+
+def describe_transcription(
+    provider: str, *, dataset_ids: Sequence[str], invalid_urls: Sequence[str] = (), jobs: Sequence[Document] = ()
+) -> Document:
+    """The document of a transcription task; `dataset_ids` are the ids of the files that we have stored."""
+    state: Document = {
+        "task_type": "transcription",
+        "provider": provider.upper(),
+        "dataset_ids": list(dataset_ids),
+        "invalid_urls": list(invalid_urls),
+    }
+    if state["provider"] in _WITH_MAP:
+        state["gcs_map"] = {}
+    return {**state, "jobs": list(jobs)}
+
+
+def describe_completion(*, input_dataset_ids: Sequence[str], jobs: Sequence[Document] = ()) -> Document:
+    """The document of a completion task, which has one job per model."""
+    return {"task_type": "completion", "input_dataset_ids": list(input_dataset_ids), "jobs": list(jobs)}
+
+
+def add_job(state: Document, request: Request, job: Job | None, *, error: str | None = None) -> Document:
+    """The document with one more job: submitted, or refused with an error and without an external id."""
+    document = _new_job(state, request, job)
+    if error is not None:
+        document = fail_job(document, error)
+    added = {**state, "jobs": [*state["jobs"], document]}
+    if "gcs_map" in state and job is not None:
+        added["gcs_map"] = state["gcs_map"] | _sources(request, job)
+    return added
+
+
+def replace_job(state: Document, index: int, document: Document) -> Document:
+    jobs = list(state["jobs"])
+    jobs[index] = document
+    return {**state, "jobs": jobs}
+
+
+def record_poll(document: Document, status: Status) -> Document:
+    """A job after a poll that found it unfinished, or that the provider answered with an error about it."""
+    if status.is_error:
+        return _count_failure(document, status)
+    if status.phase is Phase.ENDED:
+        raise ValueError("a job that has ended is recorded with its results")
+    recorded = {**document, "status": status.raw_status}
+    if "transient_failures" in document:
+        recorded["transient_failures"] = 0
+    return recorded
+
+
+def record_end(
+    document: Document,
+    status: Status,
+    outcome: TaskEnding,
+    *,
+    entries: Sequence[Document] = (),
+    output_uri: str | None = None,
+) -> Document:
+    """A job that has ended: its outcome by counted results, and the results themselves or where they are."""
+    ended = {**document, "status": outcome.value}
+    if "result" in document and entries:
+        ended["result"] = list(entries)
+    if "output_uri" in document:
+        ended["output_uri"] = output_uri
+    if outcome is TaskEnding.FAILED:
+        ended["error"] = _reason(status)
+    return ended
+
+
+def fail_job(document: Document, error: str) -> Document:
+    return {**document, "status": TaskEnding.FAILED.value, "error": error}
+
+
+def count_outcome(*, total: int, succeeded: int) -> TaskEnding:
+    """The outcome of one job by its results: what the provider calls it decides nothing."""
+    if succeeded == 0:
+        return TaskEnding.FAILED
+    return TaskEnding.COMPLETED if succeeded >= total else TaskEnding.PARTIAL_COMPLETE
+
+
+def has_ended(state: Document) -> bool:
+    return all(job["status"] in set(TaskEnding) for job in state["jobs"])
+
+
+def end_task(state: Document) -> TaskEnding:
+    """The outcome of a task whose jobs have all ended, of either type.
+
+    all jobs COMPLETED                             COMPLETED
+    at least one COMPLETED or PARTIAL_COMPLETE     PARTIAL_COMPLETE
+    no job succeeded                               FAILED
+    """
+    outcomes = [TaskEnding(job["status"]) for job in state["jobs"]]
+    if all(outcome is TaskEnding.FAILED for outcome in outcomes):
+        return TaskEnding.FAILED
+    is_whole = all(outcome is TaskEnding.COMPLETED for outcome in outcomes)
+    return TaskEnding.COMPLETED if is_whole else TaskEnding.PARTIAL_COMPLETE
+
+
+def make_entry(input: Input, result: Result | None) -> Document:
+    """What a transcription's result says about one input; an input without a result gets an error."""
+    if result is None:
+        missing = {"kind": "transient", "code": "missing_result", "message": "the provider returned no result"}
+        return _entry(input, None, missing)
+    return _entry(input, result.value, result.error)
+
+
+def merge_results(state: Document, found: Mapping[int, Iterable[Document]] | None = None) -> Document:
+    """The result file of a transcription task: by model for GOOGLE, one flat list for everybody else.
+
+    `found` has the entries of jobs, by their index, whose results are too large for the document. An input that
+    failed is listed too, with its error.
+    """
+    results = [list((found or {}).get(index, job["result"] or ())) for index, job in enumerate(state["jobs"])]
+    if state["provider"] not in _MERGED_BY_MODEL:
+        return {"transcriptions": [entry for entries in results for entry in entries]}
+    merged: Document = {}
+    for job, entries in zip(state["jobs"], results, strict=True):
+        if entries:
+            merged.setdefault(job["model"], {"transcriptions": []})["transcriptions"] += entries
+    return merged
+
+
+def _new_job(state: Document, request: Request, job: Job | None) -> Document:
+    is_transcription = state["task_type"] == "transcription"
+    fields = _TRANSCRIPTION_FIELDS.get(state["provider"], _FLAT) if is_transcription else _COMPLETION_FIELDS
+    first = request.inputs[0] if request.inputs else None
+    values = {
+        "external_job_id": None if job is None else job.external_id,
+        "filename": first and first.filename,
+        "gcs_uri": first and first.uri,
+        "model": request.model,
+        "status": SUBMITTED,
+        "transient_failures": 0,
+    }
+    return {field: values.get(field) for field in fields}
+
+
+def _sources(request: Request, job: Job) -> dict[str, str]:
+    """Where the inputs of a job came from; the inputs of a job with several are told apart by their ids."""
+    if len(request.inputs) == 1:
+        return {job.external_id: request.inputs[0].uri}
+    return {f"{job.external_id}/{input.id}": input.uri for input in request.inputs}
+
+
+def _count_failure(document: Document, status: Status) -> Document:
+    failures = document.get("transient_failures", 0) + 1
+    counted = {**document, "transient_failures": failures}
+    return fail_job(counted, _reason(status)) if failures >= TRANSIENT_FAILURES_MAX else counted
+
+
+def _entry(input: Input, value: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> Document:
+    return {
+        "input_id": input.id,
+        "filename": input.filename,
+        "source": input.uri,
+        "transcription": value,
+        "error": error,
+    }
+
+
+def _reason(status: Status) -> str:
+    """Why a job failed, in one string."""
+    if status.error and status.error.get("message"):
+        return str(status.error["message"])
+    ending = status.ending or Ending.FAILED
+    return f"the job ended without a result: {ending.value} (the provider says {status.raw_status})"

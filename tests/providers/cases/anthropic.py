@@ -1,0 +1,10 @@
+"""Anthropic."""
+
+from tests.providers.conformance import VARIABLE, Case, chat_request
+
+
+def settings(world):
+    return {"base_url": world.server.urls["anthropic"], "api_key_env": VARIABLE}
+
+
+CASES = [Case(name="anthropic", settings=settings, make_request=chat_request)]

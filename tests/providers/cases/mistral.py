@@ -1,0 +1,10 @@
+"""Mistral."""
+
+from tests.providers.conformance import VARIABLE, Case, chat_request
+
+
+def settings(world):
+    return {"base_url": world.server.urls["mistral"], "api_key_env": VARIABLE}
+
+
+CASES = [Case(name="mistral", settings=settings, make_request=chat_request)]
