@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from batchwright.batches import lines, order, plan, planfile
+from batchwright.batches.plan import lines, order, plan, planfile
 from benchmarks.tools import measure, prefixes, report
 
 ENDPOINT = "/v1/chat/completions"

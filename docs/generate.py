@@ -15,15 +15,15 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 
+from batchwright.access.settings import ApiSettings
 from batchwright.api.access import Needs
-from batchwright.api.application import ROUTERS, application
-from batchwright.api.settings import ApiSettings
+from batchwright.api.application import application
 from batchwright.app import VERSION
-from batchwright.batches.settings import BatchSettings
-from batchwright.batches.webhook_settings import WebhookSettings
 from batchwright.engine.exposition import process_counts
-from batchwright.settings import PREFIX, Settings, is_table
+from batchwright.plugins import load, part_kinds
+from batchwright.settings import PREFIX, Settings, is_table, settings_class
 from batchwright.states import LIFECYCLES, Lifecycle
+from batchwright.webhooks.settings import WebhookSettings
 
 DOCS = Path(__file__).parent
 ENTRIES = {"webhooks": ("[[webhooks.TENANT]]", WebhookSettings)}
@@ -62,9 +62,9 @@ def configuration() -> str:
         "queue_limits = { gpu = 1 }",
         "```\n",
     ]
-    for part in dataclasses.fields(Settings):
+    for part in dataclasses.fields(settings_class()):
         if not is_table(part):
-            lines += [f"## {part.name}\n", *_table(Settings, None, only=part.name), *_entries(part.name)]
+            lines += [f"## {part.name}\n", *_table(settings_class(), None, only=part.name), *_entries(part.name)]
         else:
             kind = type(part.default_factory())
             lines += [f"## [{part.name}]\n", f"{inspect.getdoc(kind)}\n", *_table(kind, part.name)]
@@ -98,7 +98,11 @@ def _entries(part: str) -> list[str]:
 
 
 def _notes(kind: type) -> dict[str, str]:
-    """The string below each field, which is its documentation."""
+    """The string below each field, which is its documentation; or the one in the annotation of a part's table."""
+    if kind is settings_class():
+        tables = {setting.name: getattr(setting.type, "__metadata__", ()) for setting in dataclasses.fields(kind)}
+        said = {name: note for name, notes in tables.items() for note in notes if isinstance(note, str)}
+        return {**_notes(Settings), **said}
     (tree,) = ast.parse(inspect.getsource(kind)).body
     notes: dict[str, str] = {}
     for node, after in zip(tree.body, tree.body[1:], strict=False):
@@ -110,7 +114,11 @@ def _notes(kind: type) -> dict[str, str]:
 def http() -> str:
     app = application(
         SimpleNamespace(
-            settings=ApiSettings(), batch_settings=BatchSettings(), version=VERSION, counts=process_counts()
+            core=SimpleNamespace(parts=part_kinds()),
+            counts=process_counts(),
+            served=(),
+            settings=ApiSettings(),
+            version=VERSION,
         )
     )
     document = app.openapi()
@@ -132,7 +140,8 @@ def http() -> str:
 
 
 def _routes() -> list[APIRoute]:
-    return [route for part in ROUTERS for route in part.routes if isinstance(route, APIRoute)]
+    routers = [load(place) for part in part_kinds() for place in part.routers]
+    return [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
 
 
 def _scope(route: APIRoute) -> str | None:

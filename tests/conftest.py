@@ -16,7 +16,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from batchwright.app import VERSION
-from batchwright.db.database import Blocking, Pool, complete
+from batchwright.db.database import Blocking, Database, Pool, complete
 from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.db.migrate import migrate
 from batchwright.engine.queue import EngineSettings, Queue
@@ -43,11 +43,11 @@ def roomy_folder() -> Path:
     return memory if is_roomy else Path(tempfile.gettempdir())
 
 
-def skip(reason: str) -> None:
+def skip(reason: str, *, allow_module_level: bool = False) -> None:
     """Skip for something absent; where everything is required, that is a failure."""
     if os.environ.get("BATCHWRIGHT_REQUIRE_ALL") == "1":
         pytest.fail(f"BATCHWRIGHT_REQUIRE_ALL=1, but {reason}")
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=allow_module_level)
 
 
 SERVERS = ["embedded", *(["external"] if EXTERNAL else [])]
@@ -142,4 +142,4 @@ def clock() -> Clock:
 
 @pytest.fixture
 def queue(pool: Pool, clock: Clock) -> Queue:
-    return Queue(pool, EngineSettings(), clock=clock)
+    return Queue(Database(pool, clock=clock), EngineSettings())

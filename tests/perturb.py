@@ -31,7 +31,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from batchwright.db.database import Adopted, Blocking, Pool, Transaction
+from batchwright.db.database import Blocking, ConnectionSession, Pool, Transaction
 from batchwright.inference.gateway import Gateway
 from batchwright.storage.local import Local
 from batchwright.storage.remote import Remote
@@ -141,7 +141,7 @@ def perturbed_process(name: str) -> Iterator[None]:
 def _install(patch: pytest.MonkeyPatch) -> None:
     for module in (asyncio, events):
         patch.setattr(module, "new_event_loop", PerturbedLoop)
-    for kind in (Adopted, Blocking, Pool, Transaction):
+    for kind in (ConnectionSession, Blocking, Pool, Transaction):
         patch.setattr(kind, "rows", _slow(kind.rows))
     for kind in (Blocking, Pool):
         patch.setattr(kind, "transaction", _slow_transaction(kind.transaction))
@@ -203,7 +203,7 @@ def _delays(call: str) -> tuple[float, float]:
 
 async def _wait(what: object, seconds: float) -> None:
     """Blocking connections block their thread, here as in earnest."""
-    if isinstance(what, Adopted):
+    if isinstance(what, ConnectionSession):
         what = what._connection
     if isinstance(what, (Blocking, psycopg.Connection)):
         time.sleep(seconds)

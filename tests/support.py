@@ -11,13 +11,15 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from batchwright import Job, NewJob
-from batchwright.db.database import DatabaseSettings, Pool
+from batchwright.db.database import Database, DatabaseSettings, Pool
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Claim, JobId, Settle
-from batchwright.engine.processes import ChildProgram
+from batchwright.engine.jobs import Claim, JobId
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import EngineSettings, Lane, Queue
 from batchwright.engine.views import JobFilter, Views
-from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.engine.worker.duty import Duty, Site
+from batchwright.engine.worker.processes import ChildProgram
+from batchwright.engine.worker.worker import Program, Worker, WorkerSettings
 from batchwright.operations.decorator import operation
 from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
@@ -71,7 +73,7 @@ BASIC = Registry([noop, other])
 async def put(queue: Queue, *jobs: NewJob, operations: Registry = BASIC, **options: Any) -> list[JobId]:
     """Enqueue jobs; with none given, one `noop` with these options."""
     new = list(jobs) or [NewJob("noop", **options)]
-    rows = await Catalog(queue, operations).prepare(new)
+    rows = await Catalog(queue.database, operations).prepare(new)
     return [enqueued.id for enqueued in await queue.enqueue(rows)]
 
 
@@ -165,7 +167,23 @@ def make_worker(
     """A worker for `run_once()` and `run_job()`; close it afterwards."""
     quick = dataclasses.replace(WorkerSettings(stop_grace_seconds=2.0), **settings)
     registry = Registry(functions or [noop, other])
-    return Worker(pool, registry, settings=quick, queue=queue, engine=engine, child=child, revive=revive)
+    queue = queue or Queue(Database(pool), engine)
+    return Worker(pool, registry, program=Program(child=child, revive=revive), queue=queue, settings=quick)
+
+
+class OneDuty:
+    """A part that does nothing but this in a worker."""
+
+    metrics = ()
+
+    def __init__(self, **duty: Any) -> None:
+        self._duty = Duty(**duty)
+
+    def label_limits(self) -> dict[str, Any]:
+        return {}
+
+    def work(self, site: Site) -> Duty:
+        return self._duty
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session
 
 from batchwright import AsyncBatchwright, Batchwright, JobCancelled, JobFailed, NewJob, NotFound, WaitTimeout, operation
+from batchwright.db.database import Database
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.queue import Queue
 from batchwright.errors import (
@@ -68,8 +69,8 @@ def alchemy_url(database_url):
 def faulty(batchwright: AsyncBatchwright, *faults: Fault) -> Faulty:
     """Let this client's database lose answers."""
     database = Faulty(batchwright.pool, list(faults))
-    batchwright._queue = Queue(database, batchwright.settings.engine)
-    batchwright._catalog = Catalog(batchwright._queue, batchwright.operations)
+    batchwright.queue = Queue(Database(database), batchwright.settings.engine)
+    batchwright.catalog = Catalog(batchwright.queue.database, batchwright.operations)
     return database
 
 

@@ -151,7 +151,7 @@ def test_a_blocking_connection_is_delayed_in_its_own_thread(database_url, calls)
     database = Blocking(DATABASE, database_url)
     complete(both(database))
     database.close()
-    assert calls == ["Blocking SELECT 1", "BEGIN", "Adopted SELECT 2", "COMMIT"]
+    assert calls == ["Blocking SELECT 1", "BEGIN", "ConnectionSession SELECT 2", "COMMIT"]
 
 
 async def test_the_object_store_is_delayed(tmp_path, calls):

@@ -1,13 +1,18 @@
 """The table in states.py, the database's trigger, the statements and the methods say the same."""
 
 import itertools
+import re
 import uuid
 
 import psycopg
 import pytest
 
+from batchwright.batches.store import SQL as BATCHES_SQL
+from batchwright.batches.store import Batches, Ending
 from batchwright.engine.queue import SQL, Queue
 from batchwright.errors import DatabaseError
+from batchwright.files.uploads import SQL as UPLOADS_SQL
+from batchwright.files.uploads import Uploads
 from batchwright.states import BATCH, JOB, LIFECYCLES, UPLOAD, BatchStatus, JobStatus, UploadStatus
 from tests.engine.steps import claim_one, dead, hand_over, release, retry
 from tests.support import fail, put_one, raw, snooze, succeed, take_one
@@ -42,10 +47,24 @@ EVENTS = {
     "recover": "job.recovered",
     "rerun": "job.rerun",
 }
-SETTLED = {"succeed", "fail", "retry", "snooze", "release"}
+STORES = {"job": (SQL, Queue), "batch": (BATCHES_SQL, Batches), "upload": (UPLOADS_SQL, Uploads)}
+"""The statements that move each kind of object, and the class that runs them."""
+VERBS = [(lifecycle.name, verb) for lifecycle in LIFECYCLES for verb in lifecycle.verbs()]
+SETTLED = {("job", verb) for verb in ("succeed", "fail", "retry", "snooze", "release")}
 """Verbs that go through `Queue.settle`, which takes the verb's name."""
-INSIDE = {"join"}
+INSIDE = {("job", "join")}
 """Verbs that nobody calls: other verbs lead to them."""
+PARAMETERS = {
+    "file_id": "file-1",
+    "input_sha256": "",
+    "limit": 10,
+    "models": ["m"],
+    "part_ids": [],
+    "resends_max": 1,
+    "tenant": "default",
+    "total": 1,
+}
+"""For the statements of batches and uploads; what is not here is null."""
 
 
 async def move(queue, id, target):
@@ -133,13 +152,14 @@ async def test_a_job_can_only_be_born_queued(queue):
             await raw(queue, birth)
 
 
-@pytest.mark.parametrize("verb", JOB.verbs())
-def test_every_verb_is_a_statement_and_a_method(verb):
-    assert verb in SQL
-    if verb in SETTLED:
-        assert callable(Queue.settle)
-    elif verb not in INSIDE:
-        assert callable(getattr(Queue, verb))
+@pytest.mark.parametrize(("name", "verb"), VERBS)
+def test_every_verb_is_a_statement_and_a_method(name, verb):
+    statements, store = STORES[name]
+    assert verb in statements
+    if (name, verb) in SETTLED:
+        assert callable(store.settle)
+    elif (name, verb) not in INSIDE:
+        assert callable(getattr(store, verb))
 
 
 @pytest.mark.parametrize("verb", JOB.verbs())
@@ -147,9 +167,11 @@ def test_every_verb_writes_its_event_in_its_own_statement(verb):
     assert f"'{EVENTS[verb]}'" in SQL[verb]
 
 
-def test_nothing_but_the_verbs_writes_a_status():
-    writers = {name for name, sql in SQL.items() if "SET status" in sql or "status = verdict.status" in sql}
-    assert writers == set(JOB.verbs())
+@pytest.mark.parametrize("lifecycle", LIFECYCLES, ids=lambda lifecycle: lifecycle.name)
+def test_nothing_but_the_verbs_writes_a_status(lifecycle):
+    statements, _ = STORES[lifecycle.name]
+    writers = {name for name, sql in statements.items() if "SET status" in sql or "status = verdict.status" in sql}
+    assert writers == set(lifecycle.verbs()) | ({"expire_unstarted"} if lifecycle is BATCH else set())
 
 
 async def test_the_events_of_the_verbs_as_they_are_written(queue, clock):
@@ -287,6 +309,50 @@ def test_the_moves_of_a_batch_are_those_of_the_design():
     }
 
 
+async def apply(queue, sql, id):
+    """Run the statement of a verb."""
+    names = set(re.findall(r"%\((\w+)\)s", sql))
+    return await raw(queue, sql, **{name: PARAMETERS.get(name) for name in names} | {"id": id})
+
+
+def move_of(lifecycle, verb, source):
+    """Where the verb leads from here; nowhere, if it is not for this state."""
+    return next((one.target for one in lifecycle.moves if (one.verb, one.source) == (verb, source)), source)
+
+
+@pytest.mark.parametrize("verb", BATCH.verbs())
+async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_batch_that_are_listed(queue, verb):
+    for source in BatchStatus:
+        id = await put_batch(queue)
+        await bring_batch(queue, id, source)
+        await apply(queue, BATCHES_SQL[verb], id)
+        target = move_of(BATCH, verb, source)
+        assert await raw(queue, "SELECT status::text FROM batchwright.batch WHERE id = %(id)s", id=id) == [(target,)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "status"),
+    [
+        ("complete", BatchStatus.CANCELLED),
+        ("expire", BatchStatus.CANCELLED),
+        ("end_cancelled", BatchStatus.CANCELLED),
+        ("fail", BatchStatus.FAILED),
+    ],
+)
+async def test_what_a_user_cancelled_meanwhile_ends_cancelled_unless_it_failed(queue, verb, status):
+    """The cancellation may have come after the transaction of the end began."""
+    batches, id = Batches(queue), await put_batch(queue)
+    await bring_batch(queue, id, BatchStatus.CANCELLING)
+    await raw(queue, "UPDATE batchwright.batch SET cancelling_at = now() + interval '1 minute' RETURNING id")
+    counts = {"completed": 1, "failed": 2}
+    assert await getattr(batches, verb)(id, Ending(counts=counts)) is status
+    batch = await batches.get(id, tenant=None)
+    assert (batch.status, batch.completed, batch.failed, batch.expired) == (status, 1, 2, 0)
+    assert (batch.completed_at, batch.expired_at) == (None, None)
+    assert batch.ended_at >= batch.cancelling_at or status is BatchStatus.FAILED
+    assert await getattr(batches, verb)(id, Ending()) is None
+
+
 async def test_the_databases_enum_is_batch_status(queue):
     rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.batch_status))::text")
     assert [status for (status,) in rows] == [status.value for status in BatchStatus]
@@ -323,3 +389,14 @@ async def test_the_database_allows_exactly_the_moves_of_an_upload_that_are_liste
                 await move_upload(queue, id, target)
     rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.upload_status))::text")
     assert [status for (status,) in rows] == [status.value for status in UploadStatus]
+
+
+@pytest.mark.parametrize("verb", UPLOAD.verbs())
+async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_an_upload_that_are_listed(queue, verb):
+    for source in UploadStatus:
+        id = await put_upload(queue, source)
+        ends_at = "now()" if verb == "expire" else "now() + interval '1 hour'"
+        await raw(queue, f"UPDATE batchwright.upload SET over_at = {ends_at}, expires_at = {ends_at} RETURNING id")
+        await apply(queue, UPLOADS_SQL[verb], id)
+        target = move_of(UPLOAD, verb, source)
+        assert await raw(queue, "SELECT status::text FROM batchwright.upload WHERE id = %(id)s", id=id) == [(target,)]

@@ -44,6 +44,14 @@ def test_only_statement_files_write_a_status():
     assert [file.name for file in SOURCE.rglob("*.sql") if writers.search(file.read_text())] == ["jobs.sql"]
 
 
+def test_only_the_engine_reads_jobs():
+    reader = re.compile(r"batchwright\.job\b")
+    inside = {SOURCE / "engine", SOURCE / "db" / "migrations"}
+    outside = [file for file in SOURCE.rglob("*.sql") if file.parent not in inside]
+    assert len(outside) > 5
+    assert [file.name for file in outside if reader.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_the_error_tree_in_the_docstring_is_the_tree():
     from batchwright import errors
 

@@ -82,8 +82,8 @@ async def accounts(stage: Stage, batch: Batch) -> dict[str, int]:
     times: Counter[str] = Counter()
     for id in (batch.output_file_id, batch.error_file_id):
         if id is not None:
-            file = await stage.client.files.get(id, tenant=None)
-            data = b"".join([part async for part in stage.client.files.content(file)])
+            file = await stage.files.get(id, tenant=None)
+            data = b"".join([part async for part in stage.files.content(file)])
             times.update(orjson.loads(line)["custom_id"] for line in data.splitlines())
     return {"lost": REQUESTS - len(times), "doubled": sum(times.values()) - len(times)}
 

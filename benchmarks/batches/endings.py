@@ -55,7 +55,7 @@ async def cancel(stage: Stage, file: Path) -> dict[str, float]:
     batch = await stage.submit(file)
     await stage.until(batch.id, lambda found: found.completed >= ANSWERED, 60)
     asked_at = time.time()
-    await stage.client.batches.cancel(batch.id, tenant=None)
+    await stage.batches.cancel(batch.id, tenant=None)
     call_seconds = time.time() - asked_at
     ended = await stage.ended(batch.id, 60)
     seen = await stage.stats()
@@ -92,7 +92,7 @@ def stamp(moment: datetime | None) -> float:
 
 async def output_bytes(stage: Stage, batch: Batch) -> int:
     ids = [id for id in (batch.output_file_id, batch.error_file_id) if id is not None]
-    files = [await stage.client.files.get(id, tenant=None) for id in ids]
+    files = [await stage.files.get(id, tenant=None) for id in ids]
     total = sum(file.bytes for file in files)
     if total > BYTES_MAX:
         raise RuntimeError(f"results of {total:,} bytes are more than the goal speaks of")

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from batchwright.batches import lines, order
+from batchwright.batches.plan import lines, order
 from batchwright.simulator.bodies import read
 from batchwright.simulator.prefix_cache import chain
 from benchmarks.batches import cost

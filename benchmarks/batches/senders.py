@@ -53,7 +53,7 @@ def bare(url: str, connections: int) -> Send:
     from orjson import dumps, loads
     from wreq import Client
 
-    from batchwright.batches.lines import split
+    from batchwright.batches.plan.lines import split
     from batchwright.inference.gateway import _options, network_thread
     from batchwright.inference.settings import GatewaySettings, InferenceSettings
 

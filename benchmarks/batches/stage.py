@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 import psutil
 
 from batchwright.app import AsyncBatchwright
-from batchwright.batches.store import Batch, NewBatch
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.store import Batch, Batches, NewBatch
 from batchwright.batches.submission import create, store_input
+from batchwright.files.store import Files
 from batchwright.settings import CONFIG, PREFIX, load_settings
 from batchwright.simulator import Remote, running_process
 from benchmarks.tools.measure import cpu_seconds
@@ -115,6 +117,14 @@ class Stage:
     folder: Path
     simulator: Remote
 
+    @property
+    def batches(self) -> Batches:
+        return self.client.part(BatchesPart).batches
+
+    @property
+    def files(self) -> Files:
+        return self.client.part(BatchesPart).files
+
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[psutil.Process]:
         """`batchwright worker`, ready to work; it ends with us, and with this block."""
@@ -146,9 +156,9 @@ class Stage:
 
     async def submit(self, file: Path, *, seconds: float | None = None, window: str = "24h") -> Batch:
         """`seconds` is a shorter window than users may have; it is written into the row before a worker is told."""
-        stored = await store_input(self.client.files, file, tenant="default", bytes_max=BYTES_MAX)
+        stored = await store_input(self.files, file, tenant="default", bytes_max=BYTES_MAX)
         new = NewBatch(tenant="default", endpoint=ENDPOINT, input_file_id=stored.id, completion_window=window)
-        batch, _ = await create(self.client.batches, self.client.catalog, new, must_be_served=False)
+        batch, _ = await create(self.batches, self.client.catalog, new, must_be_served=False)
         if seconds is not None:
             await self.sql(
                 "UPDATE batchwright.batch SET expires_at = clock_timestamp() + make_interval(secs => %(seconds)s) "
@@ -160,7 +170,7 @@ class Stage:
         return batch
 
     async def get(self, id: str) -> Batch:
-        return await self.client.batches.get(id, tenant=None)
+        return await self.batches.get(id, tenant=None)
 
     async def until(self, id: str, condition: Callable[[Batch], bool], seconds: float) -> Batch:
         async with asyncio.timeout(seconds):

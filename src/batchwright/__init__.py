@@ -1,27 +1,29 @@
 """Durable batch work for AI, in Python, on PostgreSQL."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from batchwright.engine.context import Child, Context, Joined
-from batchwright.engine.jobs import Done, Job, JobEvent, JobId, NewJob, OnHeld, Snooze, Wait
-from batchwright.errors import (
-    BatchwrightError,
-    Conflict,
-    Fatal,
-    JobCancelled,
-    JobFailed,
-    NotFound,
-    RateLimited,
-    RetryLater,
-    SchemaInvalid,
-    Transient,
-    WaitTimeout,
-)
-from batchwright.operations.decorator import operation
-from batchwright.states import JobStatus
-
 if TYPE_CHECKING:
-    from batchwright.app import AsyncBatchwright, Batchwright
+    from batchwright.app import AsyncBatchwright
+    from batchwright.blocking import Batchwright
+    from batchwright.engine.context import Child, Context, Joined
+    from batchwright.engine.jobs import Job, JobEvent, JobId, NewJob, OnHeld
+    from batchwright.engine.outcomes import Done, Snooze, Wait
+    from batchwright.errors import (
+        BatchwrightError,
+        Conflict,
+        Fatal,
+        JobCancelled,
+        JobFailed,
+        NotFound,
+        RateLimited,
+        RetryLater,
+        SchemaInvalid,
+        Transient,
+        WaitTimeout,
+    )
+    from batchwright.operations.decorator import operation
+    from batchwright.states import JobStatus
 
 __all__ = [
     "AsyncBatchwright",
@@ -52,11 +54,26 @@ __all__ = [
     "operation",
 ]
 
+_HOMES = {
+    "app": ("AsyncBatchwright",),
+    "blocking": ("Batchwright",),
+    "engine.context": ("Child", "Context", "Joined"),
+    "engine.jobs": ("Job", "JobEvent", "JobId", "NewJob", "OnHeld"),
+    "engine.outcomes": ("Done", "Snooze", "Wait"),
+    "operations.decorator": ("operation",),
+    "states": ("JobStatus",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    """The two clients load everything there is; a command or a child process often needs neither."""
-    if name not in ("AsyncBatchwright", "Batchwright"):
+    """Load a public name when it is first used: whatever is imported from this package runs this module, too."""
+    if name not in __all__:
         raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
-    from batchwright import app
+    found = getattr(import_module(f"batchwright.{_HOME_OF.get(name, 'errors')}"), name)
+    globals()[name] = found
+    return found
 
-    return getattr(app, name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,5 @@
 """`python -m batchwright` is `batchwright`."""
 
-from batchwright.cli import main
+from batchwright.commands import main
 
 main()

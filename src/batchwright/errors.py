@@ -16,6 +16,8 @@ BatchwrightError
 │   ├── PayloadInvalid          the payload does not have the shape its operation declares
 │   └── TooLarge                a payload, result or list is over its limit
 ├── NotFound                    no such object, or not this tenant's
+├── Unauthorized                no key, or one that is unknown, revoked or too old
+├── Forbidden                   the key does not have the scope for this
 ├── Conflict                    the object is not in a state that allows this
 │   └── Fenced                  another claim owns the job now: this worker may change nothing
 ├── JobFailed                   raised by wait(): the job ended FAILED
@@ -108,6 +110,14 @@ class NotFound(BatchwrightError):
         self.kind = kind
         """What was looked for, such as `batch`: for faces that have words of their own for it."""
         self.id = id
+
+
+class Unauthorized(BatchwrightError):
+    """There is no key, or it is unknown, revoked or too old."""
+
+
+class Forbidden(BatchwrightError):
+    """The key does not have the scope that this needs."""
 
 
 class Conflict(BatchwrightError):

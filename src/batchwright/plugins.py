@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -10,8 +11,55 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from batchwright.errors import ConfigurationError
+
+BUILT_IN = (
+    "batchwright.builtin:EnginePart",
+    "batchwright.files.part:FilesPart",
+    "batchwright.webhooks.part:WebhooksPart",
+    "batchwright.batches.part:BatchesPart",
+)
+"""The parts that come with Batchwright, by name, so that nothing below them imports them."""
+PARTS = "batchwright.parts"
+"""The entry point by which an installed package brings a part of its own."""
+
+
+@functools.cache
+def part_kinds() -> tuple[Any, ...]:
+    """The class of every part: ours, then those of installed packages. Two of one name are an error."""
+    offered = [(place, load(place)) for place in BUILT_IN]
+    offered += [(entry.value, _load_entry(entry)) for entry in importlib.metadata.entry_points(group=PARTS)]
+    places: dict[str, str] = {}
+    for place, kind in offered:
+        if (other := places.setdefault(kind.name, place)) != place:
+            raise ConfigurationError(f"two parts are called {kind.name!r}: {other} and {place}")
+    return tuple(dict.fromkeys(kind for _, kind in offered))  # two packages may name the same one
+
+
+def load(place: Any) -> Any:
+    """What `package.module:name` stands for; anything but such a name stands for itself."""
+    if not isinstance(place, str):
+        return place
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _load_entry(entry: importlib.metadata.EntryPoint) -> Any:
+    try:
+        kind = entry.load()
+    except Exception as error:
+        raise ConfigurationError(
+            f"the part {entry.name!r} ({entry.value}) of an installed package cannot be loaded: "
+            f"{type(error).__name__}: {error}; correct that package, or remove it"
+        ) from error
+    if not all(hasattr(kind, facet) for facet in ("name", "tables", "work")):  # `Part` stands above this module
+        raise ConfigurationError(
+            f"the part {entry.name!r} ({entry.value}) of an installed package is no part: it must be a class made from "
+            "batchwright.part.Part, with a name"
+        )
+    return kind
 
 
 def marked(sources: Sequence[str], mark: str, *, entry_points: str | None = None) -> Iterator[tuple[str, object]]:

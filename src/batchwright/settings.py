@@ -18,33 +18,33 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import orjson
 import pydantic
 
-from batchwright.api.settings import ApiSettings
-from batchwright.batches.settings import BatchSettings
-from batchwright.batches.webhook_settings import WebhookSettings, refuse_doubles
+from batchwright.access.settings import ApiSettings
 from batchwright.db.database import DatabaseSettings
 from batchwright.engine.queue import EngineSettings
 from batchwright.engine.retention import RetentionSettings
-from batchwright.engine.worker import WorkerSettings
+from batchwright.engine.worker.worker import WorkerSettings
 from batchwright.errors import ConfigurationError
 from batchwright.inference.settings import GatewaySettings, InferenceSettings, refuse_both
+from batchwright.plugins import load, part_kinds
 from batchwright.storage.settings import StorageSettings
 
+T = TypeVar("T")
 PREFIX = "BATCHWRIGHT_"
 CONFIG = "BATCHWRIGHT_CONFIG"
 # What Kubernetes tells every pod about a service that is called batchwright, or batchwright-something.
 _KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
-_REPLACED_WHOLE = {"model_gateways", "queue_limits", "webhooks"}
 _OTHERS = {CONFIG, "BATCHWRIGHT_CHILD", "BATCHWRIGHT_PERTURB", "BATCHWRIGHT_PERTURB_SEED", "BATCHWRIGHT_REQUIRE_ALL"}
 
 
@@ -60,7 +60,7 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The whole configuration, one part per table."""
+    """The tables of the engine; `make_settings` and `load_settings` add those of the parts."""
 
     operations: tuple[str, ...] = ()
     """Modules, files or folders with operations; installed packages are found by themselves."""
@@ -71,13 +71,10 @@ class Settings:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     storage: StorageSettings = field(default_factory=StorageSettings)
     log: LogSettings = field(default_factory=LogSettings)
-    batches: BatchSettings = field(default_factory=BatchSettings)
     inference: InferenceSettings = field(default_factory=InferenceSettings)
     global_inference_gateway: GatewaySettings = field(default_factory=GatewaySettings)
     model_gateways: dict[str, GatewaySettings] = field(default_factory=dict)
     """A gateway for each model instead of one for all, each with all settings that it needs."""
-    webhooks: dict[str, tuple[WebhookSettings, ...]] = field(default_factory=dict)
-    """Who is told when a batch ends: a list of endpoints for each tenant."""
 
     @property
     def has_gateways(self) -> bool:
@@ -92,12 +89,38 @@ class Settings:
 
     def __post_init__(self) -> None:
         refuse_both(self.global_inference_gateway, self.model_gateways)
-        refuse_doubles(self.webhooks)
+
+    def table(self, name: str, kind: type[T]) -> T:
+        """A table that a part has brought."""
+        found = getattr(self, name)
+        assert isinstance(found, kind), f"the table {name} is no {kind.__name__}"
+        return found
+
+
+@functools.cache
+def settings_class() -> type[Settings]:
+    """`Settings` with the tables of all parts: a dataclass each, or a dictionary of such."""
+    taken = {setting.name for setting in dataclasses.fields(Settings)}
+    tables: list[tuple[str, Any, Any]] = []
+    for part in part_kinds():
+        for name, place in part.tables.items():
+            if name in taken:
+                raise ConfigurationError(f"the part {part.name!r} brings the table {name!r}, which is taken")
+            taken.add(name)
+            kind = load(place)
+            make = kind if is_dataclass(kind) else dict
+            tables.append((name, kind, field(default_factory=cast("Any", make))))
+    return dataclasses.make_dataclass("Settings", tables, bases=(Settings,), frozen=True, slots=True, kw_only=True)
+
+
+def make_settings(**tables: Any) -> Settings:
+    """Settings from tables that are made already; for tests and for programs that read no configuration."""
+    return settings_class()(**tables)
 
 
 def is_table(part: dataclasses.Field[Any]) -> bool:
     """Whether a field of Settings is a part with settings of its own, rather than one setting."""
-    return part.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(part.default_factory())
+    return part.default_factory is not dataclasses.MISSING and is_dataclass(part.default_factory())
 
 
 def load_settings(
@@ -113,7 +136,7 @@ def load_settings(
         _merge(merged, layer)
     _refuse_unknown(merged)
     try:
-        return pydantic.TypeAdapter(Settings).validate_python(merged)
+        return pydantic.TypeAdapter(settings_class()).validate_python(merged)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -122,12 +145,12 @@ def load_settings(
 
 def settings_document(settings: Settings) -> dict[str, Any]:
     """The settings as JSON, for another process of ours."""
-    document: dict[str, Any] = pydantic.TypeAdapter(Settings).dump_python(settings, mode="json")
+    document: dict[str, Any] = pydantic.TypeAdapter(settings_class()).dump_python(settings, mode="json")
     return document
 
 
 def settings_of(document: Mapping[str, Any]) -> Settings:
-    return pydantic.TypeAdapter(Settings).validate_python(document)
+    return pydantic.TypeAdapter(settings_class()).validate_python(document)
 
 
 def _from_file(environment: Mapping[str, str], file: Path | None) -> dict[str, Any]:
@@ -182,7 +205,7 @@ def _lists() -> set[tuple[str, ...]]:
 def _kinds() -> dict[tuple[str, ...], str]:
     """Every setting, as its path, with the text of its type."""
     kinds: dict[tuple[str, ...], str] = {}
-    for part in dataclasses.fields(Settings):
+    for part in dataclasses.fields(settings_class()):
         if not is_table(part) or part.default_factory is dataclasses.MISSING:
             kinds[(part.name,)] = str(part.type)
         else:
@@ -198,12 +221,19 @@ def _known() -> dict[str, tuple[str, ...]]:
 
 def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
     for name, value in layer.items():
-        if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name not in _REPLACED_WHOLE:
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict) and name not in _replaced_whole():
             _merge(into[name], value)
         elif isinstance(value, Mapping):
             into[name] = {inner: given for inner, given in value.items() if given is not None}
         elif value is not None:
             into[name] = value
+
+
+@functools.cache
+def _replaced_whole() -> set[str]:
+    """Tables of entries that belong together: a later layer replaces all of them, and merges none."""
+    of_parts = {name for part in part_kinds() for name, place in part.tables.items() if not is_dataclass(load(place))}
+    return {"model_gateways", "queue_limits"} | of_parts
 
 
 def _refuse_unknown(merged: Mapping[str, Any]) -> None:
@@ -218,7 +248,6 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ConfigurationError(f"there is no setting {'.'.join(path)}{hint}")
     _refuse_unknown_of_gateways(merged.get("model_gateways"))
-    _refuse_unknown_of_webhooks(merged.get("webhooks", {}))
     operations = merged.get("operations")
     if isinstance(operations, str):
         raise ConfigurationError(f'operations is a list: operations = ["{operations}"]')
@@ -227,19 +256,11 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
 def _refuse_unknown_of_gateways(gateways: Any) -> None:
     """The names inside model_gateways are models, so their settings lie one table deeper."""
     for model, settings in gateways.items() if isinstance(gateways, Mapping) else ():
-        _refuse_unknown_inside(f'model_gateways."{model}"', settings, GatewaySettings)
+        refuse_unknown_inside(f'model_gateways."{model}"', settings, GatewaySettings)
 
 
-def _refuse_unknown_of_webhooks(webhooks: Any) -> None:
-    """The names inside webhooks are tenants, and each has a list of endpoints."""
-    for tenant, endpoints in webhooks.items() if isinstance(webhooks, Mapping) else (("default", None),):
-        if not isinstance(endpoints, list | tuple):
-            raise ConfigurationError(f"webhooks has a list of endpoints for each tenant; write [[webhooks.{tenant}]]")
-        for endpoint in endpoints:
-            _refuse_unknown_inside(f"webhooks.{tenant}", endpoint, WebhookSettings)
-
-
-def _refuse_unknown_inside(where: str, settings: Any, kind: type[GatewaySettings | WebhookSettings]) -> None:
+def refuse_unknown_inside(where: str, settings: Any, kind: Any) -> None:
+    """Of one entry of a table of entries, which lies deeper than the names that are checked above."""
     known = [setting.name for setting in dataclasses.fields(kind)]
     for name in settings if isinstance(settings, Mapping) else ():
         if name not in known:

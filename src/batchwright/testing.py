@@ -6,8 +6,11 @@ from collections.abc import Awaitable
 from datetime import datetime
 from typing import overload
 
-from batchwright.app import AsyncBatchwright, Batchwright
+from batchwright.app import AsyncBatchwright
+from batchwright.blocking import Batchwright
+from batchwright.db.database import Database
 from batchwright.engine.queue import Queue
+from batchwright.engine.workers import Workers
 from batchwright.errors import BatchwrightError
 
 _JOBS_MAX = 100_000
@@ -41,7 +44,7 @@ def drain(
 
 async def _drain(batchwright: AsyncBatchwright, fast_forward: bool, limit: int) -> int:
     time: datetime | None = None
-    queue = Queue(batchwright.pool, batchwright.settings.engine, clock=lambda: time)
+    queue = Queue(Database(batchwright.pool, clock=lambda: time), batchwright.settings.engine)
     worker = batchwright.worker(queue)
     await worker.register()
     total = 0
@@ -59,5 +62,5 @@ async def _drain(batchwright: AsyncBatchwright, fast_forward: bool, limit: int) 
                     return total
                 time = due
     finally:
-        await queue.leave(worker.id)
+        await Workers(queue.database).leave(worker.id)
         await worker.close()

@@ -17,16 +17,18 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from batchwright import AsyncBatchwright, Context, Done, NewJob, Wait, operation
-from batchwright.api.access import Gate, Needs
+from batchwright.access.gate import Gate
+from batchwright.access.keys import Scope
+from batchwright.access.settings import ApiSettings
+from batchwright.api.access import Needs
 from batchwright.api.application import application
-from batchwright.api.keys import Scope
 from batchwright.api.services import Services
-from batchwright.api.settings import ApiSettings
-from batchwright.batches.files import File, NewFile, new_file_id, object_key
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.settings import BatchSettings
 from batchwright.errors import Fatal, Transient
+from batchwright.files.store import File, NewFile, new_file_id, object_key
 from batchwright.inference.settings import GatewaySettings
-from batchwright.settings import Settings
+from batchwright.settings import Settings, make_settings
 from batchwright.storage import StorageSettings
 from batchwright.testing import drain
 from tests.support import DATABASE, raw
@@ -105,8 +107,12 @@ class Api:
 
     def _door(self, settings: dict[str, Any]) -> FastAPI:
         changed = dataclasses.replace(self.services.settings, **settings)
-        gate = Gate(changed, self.batchwright.keys)
+        gate = Gate(self.batchwright.keys, is_loopback=changed.is_loopback)
         return application(dataclasses.replace(self.services, settings=changed, gate=gate))
+
+    def service(self, kind: type[Any]) -> Any:
+        """What a part has brought for its routes."""
+        return next(one.services for one in self.services.served if isinstance(one.services, kind))
 
     async def drain(self) -> int:
         return await drain(self.batchwright, fast_forward=False)
@@ -125,7 +131,7 @@ class Api:
 def configured(url: str, folder: Path, batches: BatchSettings | None = None, **settings: Any) -> Settings:
     """Settings of a server that keeps its files in this folder."""
     settings.setdefault("api", ApiSettings(port=0))
-    return Settings(
+    return make_settings(
         database=dataclasses.replace(DATABASE, url=url, folder=str(folder)),
         storage=StorageSettings(url=(folder / "files").as_uri()),
         batches=dataclasses.replace(batches or BatchSettings(), work_dir=folder / "work"),
@@ -160,7 +166,7 @@ async def stored_file(
     id = new_file_id()
     stored = await batchwright.store.put(object_key(id), data)
     new = NewFile(id=id, tenant=tenant, purpose=purpose, filename="some.jsonl", stored=stored, **more)
-    file, _ = await batchwright.files.add(new)
+    file, _ = await batchwright.part(BatchesPart).files.add(new)
     return file
 
 

@@ -13,14 +13,14 @@ import pytest
 from fastapi.routing import APIRoute
 
 from batchwright import AsyncBatchwright, NewJob
-from batchwright.api import application as application_module
-from batchwright.api.access import require_key
-from batchwright.api.keys import Scope
-from batchwright.api.settings import ApiSettings
+from batchwright.access.gate import require_key
+from batchwright.access.keys import Scope
+from batchwright.access.settings import ApiSettings
 from batchwright.batches.operations import process_job
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
 from batchwright.errors import ConfigurationError, Deadlock, InvalidInput, NotFound
-from batchwright.settings import Settings
+from batchwright.settings import make_settings
 from batchwright.testing import drain
 from tests.api.conftest import HOST, OPERATIONS, Api, fails, needed_scope, routes, serving, stored_file
 from tests.support import DATABASE
@@ -211,7 +211,7 @@ async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Ap
 
 
 async def test_the_server_does_not_start_for_strangers_without_a_key(database_url: str) -> None:
-    settings = Settings(
+    settings = make_settings(
         database=dataclasses.replace(DATABASE, url=database_url), api=ApiSettings(port=0, host="0.0.0.0")
     )
     async with AsyncBatchwright(settings=settings, operations=OPERATIONS) as batchwright:
@@ -219,9 +219,9 @@ async def test_the_server_does_not_start_for_strangers_without_a_key(database_ur
             await batchwright.server()
         for host in ("::", "192.0.2.1", "example.com", ""):
             with pytest.raises(ConfigurationError, match="batchwright key create"):
-                await require_key(ApiSettings(host=host), batchwright.keys)
+                await require_key(batchwright.keys, host=host, is_loopback=ApiSettings(host=host).is_loopback)
         for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-            await require_key(ApiSettings(host=host), batchwright.keys)
+            await require_key(batchwright.keys, host=host, is_loopback=ApiSettings(host=host).is_loopback)
         await batchwright.keys.create("desk")
         await (await batchwright.server()).close()
 
@@ -259,7 +259,7 @@ async def theirs(api: Api) -> Theirs:
     file = await stored_file(batchwright, tenant="b")
     new = NewBatch(tenant="b", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="1h")
     (job,) = await batchwright.catalog.prepare([process_job(new)])
-    await batchwright.batches.create(new, job)
+    await batchwright.part(BatchesPart).batches.create(new, job)
     wanted = {"filename": "f", "purpose": "batch", "bytes": 0, "mime_type": "text/plain"}
     upload = (await theirs.post("/v1/uploads", json=wanted)).json()["id"]
     return Theirs(str(waiting), str(failed), str(pipeline), str(parent), file.id, new.id, upload)
@@ -532,7 +532,7 @@ async def test_a_deadlock_that_would_not_end_asks_for_patience(api: Api, monkeyp
     async def entangled(*_: object, **__: object) -> None:
         raise Deadlock("process 7 waits for process 8")
 
-    monkeypatch.setattr(type(api.services.views), "ids", entangled)
+    monkeypatch.setattr(type(api.batchwright.views), "ids", entangled)
     answer = await (await api.client()).get("/v1/jobs")
     assert "process" not in fails(answer, 503, "unavailable")
     assert answer.headers["Retry-After"] == "1"
@@ -561,7 +561,7 @@ async def test_an_unexpected_error_tells_the_log_and_nobody_else(
     async def burst(*_: object, **__: object) -> None:
         raise RuntimeError("the secret is 42")
 
-    monkeypatch.setattr(type(api.services.views), "ids", burst)
+    monkeypatch.setattr(type(api.batchwright.views), "ids", burst)
     http = await api.client()
     answer = await http.get("/v1/jobs")
     fails(answer, 500, "internal_error")
@@ -580,7 +580,8 @@ async def test_requests_are_counted_by_route_and_status(api: Api) -> None:
     counted = [line for line in text.splitlines() if "http_requests_total{" in line]
     assert any('route="/v1/jobs/{id}"' in line and 'status="404"' in line for line in counted), counted
     assert any('route="other"' in line and 'status="404"' in line for line in counted), counted
-    assert {route.path for route in routes(api.app)} > application_module._STREAMS
+    streams = {path for served in api.services.served for path in served.streams}
+    assert {route.path for route in routes(api.app)} > streams > set()
 
 
 async def test_queues_are_paused_and_resumed_by_admins(api: Api) -> None:

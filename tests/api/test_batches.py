@@ -11,13 +11,17 @@ import httpx
 import orjson
 import pytest
 
-from batchwright.batches.envelopes import request_id
-from batchwright.batches.journal import Journal, Outcome
+from batchwright.batches.journal.envelopes import request_id
+from batchwright.batches.journal.journal import Journal, LineStatus
+from batchwright.batches.journal.workspace import segment_key
 from batchwright.batches.operations import process_job
-from batchwright.batches.settings import BatchSettings, Price
-from batchwright.batches.store import Ending, NewBatch
-from batchwright.batches.workspace import segment_key
+from batchwright.batches.output.results import Results
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.settings import BatchSettings
+from batchwright.batches.store import Batches, Ending, NewBatch
+from batchwright.engine.catalog import SQL as CATALOG_SQL
 from batchwright.errors import BatchwrightError, DatabaseUnavailable, StorageUnavailable
+from batchwright.inference.prices import Price
 from batchwright.states import BatchStatus
 from tests.api.conftest import GATEWAY, Api, fails, serving, stored_file
 
@@ -55,22 +59,20 @@ async def made(api: Api, http: httpx.AsyncClient, **changes: Any) -> dict[str, A
 async def begun(api: Api, http: httpx.AsyncClient, models: Sequence[str] = ("small",), total: int = 10) -> str:
     """A batch that a worker has planned."""
     id: str = (await made(api, http))["id"]
-    assert await api.batchwright.batches.begin(id, total=total, models=models, input_sha256="0" * 64)
+    assert await api.batchwright.part(BatchesPart).batches.begin(id, total=total, models=models, input_sha256="0" * 64)
     return id
 
 
-async def ended(api: Api, http: httpx.AsyncClient, **ending: Any) -> str:
+async def ended(api: Api, http: httpx.AsyncClient, verb: str = "expire", **ending: Any) -> str:
     """A batch that has ended with some lines in its error file."""
     id = await begun(api, http)
     error_file = await stored_file(api.batchwright, purpose="batch_output")
     given: dict[str, Any] = {
-        "target": BatchStatus.EXPIRED,
-        "sources": [BatchStatus.IN_PROGRESS],
         "counts": {"completed": 7, "failed": 2, "expired": 1, "cancelled": 0},
         "error_summary": {"rate_limit": (2, "r1"), "batch_expired": (1, "r9")},
         "error_file_id": error_file.id,
     }
-    assert await api.batchwright.batches.end(id, Ending(**{**given, **ending}))
+    assert await getattr(api.batchwright.part(BatchesPart).batches, verb)(id, Ending(**{**given, **ending}))
     return id
 
 
@@ -212,7 +214,7 @@ async def test_the_input_must_be_a_file_of_this_tenant_with_the_purpose_batch(
 ) -> None:
     theirs = await stored_file(api.batchwright, tenant="b")
     gone = await stored_file(api.batchwright)
-    await api.batchwright.files.delete(gone.id, tenant="default")
+    await api.batchwright.part(BatchesPart).files.delete(gone.id, tenant="default")
     old = await stored_file(api.batchwright, expires_seconds=0)
     for id in (theirs.id, gone.id, old.id, "file-unknown"):
         answer = await http.post("/v1/batches", json=await asked(api, input_file_id=id))
@@ -261,7 +263,8 @@ async def test_without_a_gateway_a_batch_is_taken_only_if_some_worker_runs_batch
         assert '[model_gateways."llama-3"]' in said
         assert answer.headers["retry-after"] == "5"
         schema = {"name": "batch.process", "payload_schema": {}, "defaults": {}, "description": ""}
-        await api.queue.publish_operations([schema], "elsewhere")
+        params = {"operations": orjson.dumps([schema]).decode(), "worker": "elsewhere"}
+        await api.queue.database.ask(CATALOG_SQL["publish"], params)
         assert (await http.post("/v1/batches", json=body)).status_code == 200
 
 
@@ -281,7 +284,7 @@ async def test_the_same_key_gives_the_same_batch_and_another_body_is_a_conflict(
     fails(other, 409, "conflict")
     assert other.headers["x-should-retry"] == "false"
     # A replay is answered also when a new batch could not be made any more.
-    await api.batchwright.files.delete(body["input_file_id"], tenant="default")
+    await api.batchwright.part(BatchesPart).files.delete(body["input_file_id"], tenant="default")
     late = await http.post("/v1/batches", json=body, headers=key)
     assert (late.status_code, late.json()["id"]) == (200, first.json()["id"])
     fails(await http.post("/v1/batches", json=body, headers={"Idempotency-Key": "other"}), 400, param="file_id")
@@ -317,7 +320,7 @@ async def test_of_requests_with_one_key_at_the_same_time_one_batch_comes(api: Ap
 async def test_a_commit_whose_answer_was_lost_is_no_second_batch(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, calls = api.batchwright.batches.create, 0
+    create, calls = api.batchwright.part(BatchesPart).batches.create, 0
 
     async def forgetful(self: Any, *given: Any, **options: Any) -> Any:
         nonlocal calls
@@ -327,7 +330,7 @@ async def test_a_commit_whose_answer_was_lost_is_no_second_batch(
             raise DatabaseUnavailable("the answer was lost")
         return answer
 
-    monkeypatch.setattr(type(api.services.batches), "create", forgetful)
+    monkeypatch.setattr(Batches, "create", forgetful)
     answer = await http.post("/v1/batches", json=await asked(api))
     assert (answer.status_code, calls) == (200, 3)
     assert "idempotent-replayed" not in answer.headers
@@ -371,7 +374,7 @@ async def test_lists_of_batches_refuse_cursors_and_parameters_that_they_do_not_k
     file = await stored_file(api.batchwright, tenant="a")
     new = NewBatch(tenant="a", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="1h")
     (job,) = await api.batchwright.catalog.prepare([process_job(new)])
-    await api.batchwright.batches.create(new, job)
+    await api.batchwright.part(BatchesPart).batches.create(new, job)
     for tenant in ({}, {"tenant": "*"}):
         assert (await mine.get("/v1/batches", params={"after": new.id, **tenant})).json()["data"] == []
         message = fails(await mine.get("/v1/batches", params={"after": "batch_no", **tenant}), 400, "invalid_value")
@@ -432,7 +435,7 @@ async def test_a_batch_that_waits_says_for_what_until_nobody_says_so_any_more(
     api: Api, http: httpx.AsyncClient
 ) -> None:
     id = await begun(api, http)
-    assert await api.batchwright.batches.note_wait(id, "store", "503 Slow Down")
+    assert await api.batchwright.part(BatchesPart).batches.note_wait(id, "store", "503 Slow Down")
     assert (await shown(http, id))["waiting_on"] == [
         {"reason": "store", "message": "the store is unavailable: 503 Slow Down"}
     ]
@@ -448,10 +451,8 @@ async def test_a_batch_of_many_models_names_none(api: Api, http: httpx.AsyncClie
 async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncClient) -> None:
     id = (await made(api, http))["id"]
     problem = {"code": "invalid_json_line", "line": 3, "message": "This line is …", "param": None}
-    ending = Ending(
-        target=BatchStatus.FAILED, sources=[BatchStatus.VALIDATING], errors={"data": [problem], "total": 2_000}
-    )
-    await api.batchwright.batches.end(id, ending)
+    ending = Ending(errors={"data": [problem], "total": 2_000})
+    await api.batchwright.part(BatchesPart).batches.fail(id, ending)
     batch = await shown(http, id)
     assert batch["errors"] == {"object": "list", "data": [problem], "total": 2_000}
     assert batch["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
@@ -461,9 +462,11 @@ async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncC
 
 async def test_what_broke_a_batch_is_told_where_its_input_was_good(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
-    await api.batchwright.batches.stop(id, "error", {"code": "input_gone", "message": "The input is gone."})
+    await api.batchwright.part(BatchesPart).batches.stop(
+        id, "error", {"code": "input_gone", "message": "The input is gone."}
+    )
     assert (await shown(http, id))["errors"] is None
-    await api.batchwright.batches.end(id, Ending(target=BatchStatus.FAILED, sources=[BatchStatus.IN_PROGRESS]))
+    await api.batchwright.part(BatchesPart).batches.fail(id, Ending())
     (problem,) = (await shown(http, id))["errors"]["data"]
     assert problem == {"code": "input_gone", "line": None, "message": "The input is gone.", "param": None}
 
@@ -508,11 +511,15 @@ async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
     api: Api, http: httpx.AsyncClient
 ) -> None:
     id = await begun(api, http, total=1_000_000)
+
+    async def rate() -> float | None:
+        return (await api.batchwright.part(BatchesPart).batches.paces([id]))[id].rate
+
     await api.sql("UPDATE batchwright.batch SET in_progress_at = now() - interval '1 hour'")
     await registered(api, id, lines=6_000, ago=120.0)
-    assert await api.batchwright.batches.rate(id) is None
+    assert await rate() is None
     await registered(api, id, lines=600, ago=30.0, seq=1)
-    assert await api.batchwright.batches.rate(id) == pytest.approx(10, rel=0.05)
+    assert await rate() == pytest.approx(10, rel=0.05)
     await api.sql(
         """INSERT INTO batchwright.batch_segment
             (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, registered_at)
@@ -520,7 +527,7 @@ async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
         FROM generate_series(1, 500) AS n""",
         id=id,
     )
-    assert await api.batchwright.batches.rate(id) == pytest.approx(499 * 7 / 9.98, rel=0.05)
+    assert await rate() == pytest.approx(499 * 7 / 9.98, rel=0.05)
 
 
 # Cancel, pause and the rest ---------------------------------------------------------------------------------------
@@ -532,16 +539,15 @@ async def test_a_batch_is_cancelled_as_often_as_one_likes(api: Api, http: httpx.
     assert first["status"] == "cancelling"
     assert first["cancelling_at"] is not None
     assert (await http.post(f"/v1/batches/{id}/cancel")).json() == first
-    ending = Ending(target=BatchStatus.CANCELLED, sources=[BatchStatus.CANCELLING])
-    await api.batchwright.batches.end(id, ending)
+    await api.batchwright.part(BatchesPart).batches.end_cancelled(id, Ending())
     assert (await http.post(f"/v1/batches/{id}/cancel")).json()["status"] == "cancelled"
 
 
-@pytest.mark.parametrize("status", [BatchStatus.EXPIRED, BatchStatus.FAILED])
+@pytest.mark.parametrize(("verb", "status"), [("expire", BatchStatus.EXPIRED), ("fail", BatchStatus.FAILED)])
 async def test_a_batch_that_has_ended_cannot_be_cancelled(
-    api: Api, http: httpx.AsyncClient, status: BatchStatus
+    api: Api, http: httpx.AsyncClient, verb: str, status: BatchStatus
 ) -> None:
-    id = await ended(api, http, target=status)
+    id = await ended(api, http, verb)
     answer = await http.post(f"/v1/batches/{id}/cancel")
     assert fails(answer, 409) == f"Cannot cancel a batch with status '{status.value}'."
     error = answer.json()["error"]
@@ -562,7 +568,7 @@ async def test_a_batch_is_paused_and_resumed(api: Api, http: httpx.AsyncClient) 
     assert (paused["status"], paused["paused_at"] is None) == ("in_progress", False)
     assert (await http.post(f"/v1/batches/{id}/pause")).json()["paused_at"] == paused["paused_at"]
     assert (await http.post(f"/v1/batches/{id}/resume")).json()["paused_at"] is None
-    assert await api.batchwright.batches.finalize(id)
+    assert await api.batchwright.part(BatchesPart).batches.finalize(id)
     for verb in ("pause", "resume"):
         assert "'finalizing'" in fails(await http.post(f"/v1/batches/{id}/{verb}"), 409, "conflict")
 
@@ -573,7 +579,7 @@ async def test_priority_and_limits_are_changed_while_it_is_open(api: Api, http: 
     assert await api.sql("SELECT priority FROM batchwright.job") == [(0,)]
     limits = {"max_in_flight": 4}
     assert (await http.post(f"/v1/batches/{id}/limits", json=limits)).json()["limits"] == limits
-    assert (await api.batchwright.batches.orders([id]))[id].limits == limits
+    assert (await api.batchwright.part(BatchesPart).batches.controls([id]))[id].limits == limits
     lifted = await http.post(f"/v1/batches/{id}/limits", json={"max_in_flight": None})
     assert lifted.json()["limits"] == {"max_in_flight": None}
     fails(await http.post(f"/v1/batches/{id}/priority", json={"priority": 10}), 400, param="priority")
@@ -625,7 +631,7 @@ async def test_a_batch_that_cannot_be_retried_says_why(api: Api, http: httpx.Asy
     id = await begun(api, http) if which == "open" else await ended(api, http, **endings.get(which, {}))
     batch = await shown(http, id)
     if which in ("input", "error"):
-        await api.batchwright.files.delete(batch[f"{which}_file_id"], tenant="default")
+        await api.batchwright.part(BatchesPart).files.delete(batch[f"{which}_file_id"], tenant="default")
     body = {"codes": ["unheard_of"]} if which == "codes" else None
     answer = await http.post(f"/v1/batches/{id}/retry", json=body)
     said = fails(answer, 409, "conflict")
@@ -686,9 +692,9 @@ class Shard:
         self.api = api
         self.id = id
         self.number = number
-        self.host = host or api.batchwright.workspace.id
+        self.host = host or api.batchwright.part(BatchesPart).workspace.id
         self.stored = stored
-        self.path = api.batchwright.workspace.journal(id, number, 1)
+        self.path = api.batchwright.part(BatchesPart).workspace.journal(id, number, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._seq = 0
         self._lines = 0
@@ -702,7 +708,7 @@ class Shard:
             names.append(f"s{self.number}-{self._lines}")
             response = {"status_code": 200, "request_id": "r", "body": {"text": "x" * size}}
             line = {"id": request_id(self.id, offset), "custom_id": names[-1], "response": response, "error": None}
-            self._journal.append(offset, Outcome.OK, orjson.dumps(line) + b"\n")
+            self._journal.append(offset, LineStatus.OK, orjson.dumps(line) + b"\n")
             self._lines += 1
         part = self._journal.take()
         key = None
@@ -736,12 +742,12 @@ def custom_ids(data: bytes) -> list[str]:
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch, api: Api) -> None:
     """Pages of a few hundred bytes, so that a batch has many."""
-    page = type(api.services.results).page
+    page = Results.page
 
     async def small(self: Any, id: str, cursor: Any, **options: Any) -> Any:
         return await page(self, id, cursor, 300, **options)
 
-    monkeypatch.setattr(type(api.services.results), "page", small)
+    monkeypatch.setattr(Results, "page", small)
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -778,8 +784,8 @@ async def test_the_last_page_of_an_ended_batch_has_no_cursor(api: Api, http: htt
     names = await Shard(api, id).answer(3)
     running = await http.get(f"/v1/batches/{id}/results")
     assert (custom_ids(running.content), "x-next-cursor" in running.headers) == (names, True)
-    ending = Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS], output_file_id="file-out")
-    await api.batchwright.batches.end(id, ending)
+    ending = Ending(output_file_id="file-out")
+    await api.batchwright.part(BatchesPart).batches.expire(id, ending)
     over = await http.get(f"/v1/batches/{id}/results")
     assert (custom_ids(over.content), "x-next-cursor" in over.headers) == (names, False)
     await api.sql("UPDATE batchwright.batch SET segments_gone_at = now()")
@@ -898,7 +904,7 @@ async def test_results_are_followed_until_the_batch_has_ended(
         wanted += await shard.answer(1)
         found.append(await anext(lines))
         wanted += await shard.answer(2)
-        await api.batchwright.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+        await api.batchwright.part(BatchesPart).batches.expire(id, Ending())
         found += [line async for line in lines]
     assert [orjson.loads(line)["custom_id"] for line in found] == wanted
 
@@ -909,7 +915,7 @@ async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
     id = await begun(api, http)
     await Shard(api, id).answer(1)
     key = await api.batchwright.keys.create("follower")
-    monkeypatch.setattr("batchwright.api.access.LIVE_SECONDS", 0.0)
+    monkeypatch.setattr("batchwright.access.gate.LIVE_SECONDS", 0.0)
     server = await api.batchwright.server()
     server.start()
     headers = {"Authorization": f"Bearer {key.secret}"}
@@ -965,18 +971,18 @@ async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
     id = await begun(api, http)
     shard = Shard(api, id)
     names = await shard.answer(1)
-    page, calls = type(api.services.results).page, 0
+    page, calls = Results.page, 0
 
     async def faltering(self: Any, *given: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
-            await api.batchwright.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
+            await api.batchwright.part(BatchesPart).batches.expire(id, Ending())
         if calls in (2, 3):
             raise DatabaseUnavailable("away")
         return await page(self, *given, **options)
 
-    monkeypatch.setattr(type(api.services.results), "page", faltering)
+    monkeypatch.setattr(Results, "page", faltering)
     async with live.stream("GET", f"/v1/batches/{id}/results", params={"follow": "true"}) as answer:
         lines = answer.aiter_lines()
         found = [orjson.loads(await anext(lines))["custom_id"]]
@@ -996,8 +1002,8 @@ async def test_a_follower_gets_every_page_of_an_ended_batch_though_one_cannot_be
 ) -> None:
     id = await begun(api, http)
     names = await Shard(api, id).answer(6)
-    await api.batchwright.batches.end(id, Ending(target=BatchStatus.EXPIRED, sources=[BatchStatus.IN_PROGRESS]))
-    page, calls = type(api.services.results).page, 0
+    await api.batchwright.part(BatchesPart).batches.expire(id, Ending())
+    page, calls = Results.page, 0
 
     async def faltering(self: Any, *given: Any, **options: Any) -> Any:
         nonlocal calls
@@ -1006,7 +1012,7 @@ async def test_a_follower_gets_every_page_of_an_ended_batch_though_one_cannot_be
             raise error("away")
         return await page(self, *given, **options)
 
-    monkeypatch.setattr(type(api.services.results), "page", faltering)
+    monkeypatch.setattr(Results, "page", faltering)
     answer = await live.get(f"/v1/batches/{id}/results", params={"follow": "true"})
     assert custom_ids(answer.content) == names
     assert calls > 2

@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from batchwright.api.access import FORM_BYTES_MAX
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.settings import BatchSettings
 from batchwright.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
+from batchwright.files.http import FORM_BYTES_MAX
+from batchwright.files.store import Files
 from tests.api.conftest import Api, fails, serving, stored_file
 
 LIMIT = 100_000
@@ -316,7 +318,7 @@ async def test_of_uploads_with_one_key_at_the_same_time_one_file_comes(api: Api)
 
 
 async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, calls = api.batchwright.files.add, 0
+    add, calls = api.batchwright.part(BatchesPart).files.add, 0
 
     async def forgetful(self: Any, new: Any, **options: Any) -> Any:
         nonlocal calls
@@ -326,7 +328,7 @@ async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkey
             raise DatabaseUnavailable("the answer was lost")
         return answer
 
-    monkeypatch.setattr(type(api.services.files), "add", forgetful)
+    monkeypatch.setattr(Files, "add", forgetful)
     http = await api.client()
     answer = await upload(http)
     assert (answer.status_code, calls) == (200, 2)
@@ -344,7 +346,7 @@ async def test_bytes_are_kept_where_a_row_may_have_come_of_them(
     async def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(type(api.services.files), "add", failing)
+    monkeypatch.setattr(Files, "add", failing)
     fails(await upload(await api.client()), status)
     assert len(await objects(api)) == kept
 

@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from batchwright.api import jobs, submit
+from batchwright.db.retry import retry_deadlocks
 from batchwright.errors import DatabaseUnavailable, Deadlock
 from tests.api.conftest import Api, fails, gathered
 from tests.support import take_one
@@ -178,6 +179,7 @@ async def test_a_commit_whose_answer_was_lost_is_still_this_requests_own(
 ) -> None:
     once, losses = submit._once, [DatabaseUnavailable("the answer was lost"), Deadlock("chosen as a victim")]
 
+    @retry_deadlocks
     async def lossy(*args: Any) -> Any:
         answer = await once(*args)
         if losses:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from batchwright.batches import models as module
+from batchwright.batches.services import BatchServices
 from batchwright.inference.settings import GatewaySettings
 from batchwright.simulator import Profile, SimulatorSettings, running
 from tests.api.conftest import GATEWAY, fails, serving
@@ -48,7 +49,7 @@ async def test_one_gateway_for_all_models_is_asked_and_its_answer_is_remembered(
             assert found["data"][0]["owned_by"] == "batchwright-simulator"
             assert found["data"][0]["created"] > 0
             assert all(answer.json() == found for answer in answers)
-            models = api.services.models
+            models = api.service(BatchServices).models
             models._asked_at -= 2 * module.KEPT_SECONDS
             await simulator.close()
             assert (await http.get("/v1/models")).json() == found

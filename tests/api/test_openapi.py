@@ -15,8 +15,9 @@ import pytest
 from batchwright import AsyncBatchwright, NewJob
 from batchwright.api.application import application
 from batchwright.batches.operations import process_job
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
-from batchwright.batches.uploads import NewUpload, Uploads, new_upload_id
+from batchwright.files.uploads import NewUpload, Uploads, new_upload_id
 from batchwright.testing import drain
 from tests.api.conftest import GATEWAY, OPERATIONS, Api, configured, routes, stored_file
 
@@ -108,11 +109,11 @@ async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
         file = await stored_file(batchwright, b"{}\n" * n)
         new = NewBatch(tenant="default", endpoint="/v1/embeddings", input_file_id=file.id, completion_window="24h")
         (job,) = await batchwright.catalog.prepare([process_job(new)])
-        await batchwright.batches.create(new, job)
+        await batchwright.part(BatchesPart).batches.create(new, job)
         wanted = NewUpload(
             id=new_upload_id(), tenant="default", purpose="batch", filename="f", mime_type="text/plain", bytes=n
         )
-        await Uploads(batchwright.queue, batchwright.files).create(wanted)
+        await Uploads(batchwright.queue.database, batchwright.part(BatchesPart).files).create(wanted)
         ids += [file.id, new.id, wanted.id]
     return ids
 

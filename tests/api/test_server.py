@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from batchwright.api.server import ApiServer
-from batchwright.engine.counts import CountsWriter
+from batchwright.engine.metrics import CountsWriter
 from batchwright.telemetry.metrics import Counts
 from tests.api.streaming import serving
 

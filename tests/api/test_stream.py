@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from batchwright import NewJob
-from batchwright.api import access
+from batchwright.access import gate
 from batchwright.api import jobs as routes
 from batchwright.api import server as server_module
-from batchwright.engine import feeds as module
+from batchwright.engine import event_streams as module
 from tests.api.streaming import Stream, serving
 from tests.support import emit, noop, other, put, succeed, take_one
 
@@ -48,8 +48,8 @@ def url(served):
 
 
 @pytest.fixture
-def feeds(served):
-    return served[1]._services.feeds
+def event_streams(served):
+    return served[1]._services.event_streams
 
 
 async def running(queue):
@@ -183,7 +183,7 @@ async def test_a_silent_stream_is_kept_alive_by_pings(queue, url, monkeypatch):
 @pytest.mark.parametrize("begins_with_key", [True, False], ids=["revoked", "from the first key on"])
 async def test_a_stream_ends_when_its_key_opens_nothing_any_more(served, queue, url, monkeypatch, begins_with_key):
     monkeypatch.setattr(routes, "_PING_SECONDS", 0.01)
-    monkeypatch.setattr(access, "LIVE_SECONDS", 0.0)
+    monkeypatch.setattr(gate, "LIVE_SECONDS", 0.0)
     batchwright, _ = served
     id, _ = await running(queue)
     key, headers = None, {}
@@ -220,21 +220,21 @@ async def test_many_streams_of_a_key_ask_for_it_once_in_a_while(served, queue, u
     assert len(asked) <= 1
 
 
-async def test_a_client_that_leaves_frees_its_feed_at_once(served, queue, url, feeds):
+async def test_a_client_that_leaves_frees_its_stream_at_once(served, queue, url, event_streams):
     """Pings are 15 seconds apart here, so it is not the next write that finds out."""
     counts = served[1]._services.counts
     id, _ = await running(queue)
     streams = [await Stream.open(url, id) for _ in range(5)]
-    await until(lambda: feeds.followers == 5)
+    await until(lambda: event_streams.followers == 5)
     assert counts.total("event_streams") == 5
     for stream in streams:
         await stream.close()
-    await asyncio.wait_for(until(lambda: feeds.followers == 0), 3)
-    assert feeds._feeds == {}
+    await asyncio.wait_for(until(lambda: event_streams.followers == 0), 3)
+    assert event_streams._streams == {}
     assert counts.total("event_streams") == 0
 
 
-async def test_a_client_that_does_not_read_holds_up_nobody_and_leaves_as_easily(queue, url, feeds):
+async def test_a_client_that_does_not_read_holds_up_nobody_and_leaves_as_easily(queue, url, event_streams):
     id, claim = await running(queue)
     async with await Stream.open(url, id, limit=1024) as stalled, await Stream.open(url, id) as brisk:
         await brisk.next()
@@ -243,9 +243,9 @@ async def test_a_client_that_does_not_read_holds_up_nobody_and_leaves_as_easily(
         await succeed(queue, claim)
         events, last = await brisk.events()
         assert (len(events), last) == (303, "end")
-        assert feeds.followers == 1, "the stalled one stands where its socket was full"
+        assert event_streams.followers == 1, "the stalled one stands where its socket was full"
         await stalled.close()
-        await asyncio.wait_for(until(lambda: feeds.followers == 0), 3)
+        await asyncio.wait_for(until(lambda: event_streams.followers == 0), 3)
 
 
 async def test_closing_does_not_wait_for_a_client_that_does_not_read(database_url, monkeypatch):
@@ -255,22 +255,22 @@ async def test_closing_does_not_wait_for_a_client_that_does_not_read(database_ur
         async with await Stream.open(server.url, id, limit=1024):
             for _ in range(60):
                 await emit(batchwright.queue, claim, 5, message="x" * 50_000)
-            feeds = server._services.feeds
-            await until(lambda: feeds._feeds[id].place.after > 250)
+            event_streams = server._services.event_streams
+            await until(lambda: event_streams._streams[id].place.after > 250)
             async with asyncio.timeout(3):
                 await server.close()
-            assert feeds.followers == 0
+            assert event_streams.followers == 0
 
 
-async def test_more_streams_than_the_limit_are_refused_until_one_leaves(queue, url, feeds):
+async def test_more_streams_than_the_limit_are_refused_until_one_leaves(queue, url, event_streams):
     id, _ = await running(queue)
     streams = [await Stream.open(url, id) for _ in range(30)]
-    await until(lambda: feeds.followers == 30)
+    await until(lambda: event_streams.followers == 30)
     async with await Stream.open(url, id) as refused:
         assert (refused.status, refused.headers["retry-after"]) == (503, "5")
         assert "30 event streams are open already" in orjson.loads(await refused.body())["error"]["message"]
     await streams.pop().close()
-    await until(lambda: feeds.followers == 29)
+    await until(lambda: event_streams.followers == 29)
     async with await Stream.open(url, id) as accepted:
         assert accepted.status == 200
     for stream in streams:
@@ -290,6 +290,6 @@ async def test_closing_ends_500_open_streams_quickly_and_without_an_end_message(
         await server.close()
         assert loop.time() - began < 3
         assert await asyncio.gather(*(stream.events() for stream in streams)) == [([], None)] * 500
-        assert server._services.feeds.followers == 0
+        assert server._services.event_streams.followers == 0
         for stream in streams:
             await stream.close()

@@ -136,7 +136,7 @@ async def test_500_clients_see_every_event_once_while_a_worker_runs_at_full_spee
             assert len(events) == EVENTS + 3
             assert all(client.seen == events for client in clients if client.id == id)
             assert (await batchwright.get(id)).status is JobStatus.SUCCEEDED
-        assert server._services.feeds.followers == 0
+        assert server._services.event_streams.followers == 0
     delivered = sum(len(client.seen) for client in clients)
     delays = sorted(delay for client in clients for delay in client.delays)
     reconnected = sum(client.connections - 1 for client in clients)

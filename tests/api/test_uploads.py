@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from batchwright.api import uploads as uploads_module
-from batchwright.api.access import FORM_BYTES_MAX
 from batchwright.batches.settings import BatchSettings
-from batchwright.batches.uploads import PART_BYTES_MAX, Uploads
 from batchwright.errors import DatabaseUnavailable
+from batchwright.files import http_uploads as uploads_module
+from batchwright.files.http import FORM_BYTES_MAX
+from batchwright.files.uploads import PART_BYTES_MAX, Uploads
 from batchwright.storage import Store
 from tests.api.conftest import Api, fails, serving
 from tests.api.test_files import form, objects
@@ -273,8 +273,8 @@ async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkey
 DEATHS = {
     "a part without a row": ("batchwright.storage.store:Store.put", "after"),
     "bytes without a row": ("batchwright.storage.store:Store.put", "after"),
-    "an open transaction": ("batchwright.batches.files:Files.add", "after"),
-    "no answer": ("batchwright.batches.uploads:Uploads._commit", "after"),
+    "an open transaction": ("batchwright.files.store:Files.add", "after"),
+    "no answer": ("batchwright.files.uploads:Uploads._commit", "after"),
 }
 
 

@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from batchwright.app import AsyncBatchwright
+from batchwright.batches.part import BatchesPart
 from batchwright.settings import settings_of
 from tests.perturb import perturbed_process
 
@@ -66,7 +67,7 @@ async def main(brief: dict[str, Any]) -> None:
         doom(brief["at"], brief["when"], brief["call"])
     async with AsyncBatchwright(settings=settings_of(brief["settings"])) as batchwright:
         if "cancel" in brief:
-            await batchwright.batches.cancel(brief["cancel"], tenant=None)
+            await batchwright.part(BatchesPart).batches.cancel(brief["cancel"], tenant=None)
             return
         worker = batchwright.worker()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)

@@ -13,10 +13,11 @@ import orjson
 
 from batchwright.app import AsyncBatchwright
 from batchwright.batches import process, store
-from batchwright.batches.files import NewFile, new_file_id, object_key
 from batchwright.batches.operations import process_job
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, NewBatch
-from batchwright.engine.worker import Worker
+from batchwright.engine.worker.worker import Worker
+from batchwright.files.store import NewFile, new_file_id, object_key
 from batchwright.settings import Settings, load_settings
 from batchwright.simulator import Simulator, SimulatorSettings, running
 from batchwright.states import BatchStatus
@@ -48,7 +49,7 @@ class Stage:
         id = new_file_id()
         stored = await self.batchwright.store.put(object_key(id), data)
         new = NewFile(id=id, tenant=tenant, purpose="batch", filename="in.jsonl", stored=stored)
-        file, _ = await self.batchwright.files.add(new)
+        file, _ = await self.batchwright.part(BatchesPart).files.add(new)
         return file.id
 
     async def submit(self, lines: Sequence[Any] | bytes, *, tenant: str = "default", **options: Any) -> str:
@@ -72,12 +73,12 @@ class Stage:
 
     async def create(self, new: NewBatch) -> str:
         (row,) = await self.batchwright.catalog.prepare([process_job(new)])
-        batch, _ = await self.batchwright.batches.create(new, row)
+        batch, _ = await self.batchwright.part(BatchesPart).batches.create(new, row)
         self.batchwright.doorbell.ring([batch.queue])
         return batch.id
 
     async def get(self, id: str) -> Batch:
-        return await self.batchwright.batches.get(id, tenant=None)
+        return await self.batchwright.part(BatchesPart).batches.get(id, tenant=None)
 
     def work(self) -> Worker:
         worker = self.batchwright.worker()
@@ -104,8 +105,8 @@ class Stage:
     async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
         if file_id is None:
             return []
-        file = await self.batchwright.files.get(file_id, tenant=None)
-        data = b"".join([part async for part in self.batchwright.files.content(file)])
+        file = await self.batchwright.part(BatchesPart).files.get(file_id, tenant=None)
+        data = b"".join([part async for part in self.batchwright.part(BatchesPart).files.content(file)])
         return [orjson.loads(line) for line in data.splitlines()]
 
     async def results(self, batch: Batch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batches import assemble as module
-from batchwright.batches.assemble import Counts, Piece, assemble, error_summary, manifest
-from batchwright.batches.envelopes import MESSAGES, answered, request_id
-from batchwright.batches.journal import Journal, Outcome, Tally, scan
-from batchwright.batches.planfile import Entry, pack_entries
+from batchwright.batches.journal.envelopes import MESSAGES, answered, request_id
+from batchwright.batches.journal.journal import Journal, scan
+from batchwright.batches.journal.segments import Piece
+from batchwright.batches.output import assemble as module
+from batchwright.batches.output.assemble import Counts, assemble, manifest
+from batchwright.batches.plan.planfile import Entry, pack_entries
+from batchwright.batches.tally import LineStatus, Tally
 from batchwright.errors import Conflict, NotFound, StorageError, StorageUnavailable
 from batchwright.inference.answers import Reply, Usage, classify
 from batchwright.storage import Store
@@ -24,6 +26,12 @@ from batchwright.storage.local import Local
 
 BATCH = "batch_" + "ab" * 16
 MIB = 1024 * 1024
+
+
+def error_summary(tally):
+    """The errors by code, the most frequent first."""
+    ordered = sorted(tally.errors.items(), key=lambda item: (-item[1][0], item[0]))
+    return [{"code": code, "count": count, "sample_custom_id": sample} for code, (count, sample) in ordered]
 
 
 class Stage:
@@ -47,17 +55,17 @@ class Stage:
         self.rejected.write_bytes(pack_entries(self.entries[number] for number in rejected))
         self.pieces = []
 
-    def write(self, number, outcome=Outcome.OK, *, file="1.1", text="hi", usage=None):
+    def write(self, number, status=LineStatus.OK, *, file="1.1", text="hi", usage=None):
         path = self.folder / f"{file}.seg"
         journal = Journal(path)
         start, offset = journal.size, self.entries[number].offset
-        journal.append(offset, outcome, self.line(number, outcome, text), usage or Usage())
+        journal.append(offset, status, self.line(number, status, text), usage or Usage())
         self.pieces.append(Piece(path, start, journal.size))
         journal.close()
 
-    def line(self, number, outcome=Outcome.OK, text="hi"):
-        body = b'{"choices": ["%b"]}' if outcome is Outcome.OK else b'{"error": {"code": "%b"}}'
-        reply = Reply(status=200 if outcome is Outcome.OK else 400, body=body % text.encode())
+    def line(self, number, status=LineStatus.OK, text="hi"):
+        body = b'{"choices": ["%b"]}' if status is LineStatus.OK else b'{"error": {"code": "%b"}}'
+        reply = Reply(status=200 if status is LineStatus.OK else 400, body=body % text.encode())
         return answered(request_id(BATCH, self.entries[number].offset), f"c{number}", classify(reply, now=0.0))
 
     def assemble(self, pieces=None):
@@ -103,13 +111,13 @@ def test_answers_come_in_the_order_of_the_input(stage):
 
 def test_a_batch_without_a_success_has_no_output(stage):
     batch = stage(lines=2)
-    batch.write(1, Outcome.FAILED, text="bad")
-    batch.write(0, Outcome.FAILED, text="worse")
+    batch.write(1, LineStatus.FAILED, text="bad")
+    batch.write(0, LineStatus.FAILED, text="worse")
     assembly = batch.assemble()
     assert (assembly.has_output, assembly.has_errors) == (False, True)
     assert lines_of(assembly.errors()) == [
-        batch.line(0, Outcome.FAILED, "worse"),
-        batch.line(1, Outcome.FAILED, "bad"),
+        batch.line(0, LineStatus.FAILED, "worse"),
+        batch.line(1, LineStatus.FAILED, "bad"),
     ]
     assert assembly.counts == Counts(0, 2, 0, 0, 2)
     assert assembly.counts.as_json() == {"total": 2, "completed": 0, "failed": 2, "expired": 0, "cancelled": 0}
@@ -126,7 +134,7 @@ def test_a_batch_without_a_success_has_no_output(stage):
 def test_lines_without_a_record_are_filled(stage, code, counts):
     batch = stage(lines=4)
     batch.write(2)
-    batch.write(1, Outcome.FAILED)
+    batch.write(1, LineStatus.FAILED)
     assembly = batch.assemble()
     assert assembly.missing == 2
     assembly.fill(code)
@@ -189,12 +197,12 @@ def test_an_input_of_rejected_lines_only_is_a_batch_of_failures(stage):
 def test_the_first_record_of_a_line_wins_and_only_that_is_counted(stage):
     batch = stage(lines=2)
     batch.write(0, file="1.1", text="first", usage=Usage(input=1))
-    batch.write(0, Outcome.FAILED, file="1.2", text="second", usage=Usage(input=10))
-    batch.write(1, Outcome.FAILED, file="1.2", text="bad", usage=Usage(input=100))
+    batch.write(0, LineStatus.FAILED, file="1.2", text="second", usage=Usage(input=10))
+    batch.write(1, LineStatus.FAILED, file="1.2", text="bad", usage=Usage(input=100))
     batch.write(1, file="1.1", text="late", usage=Usage(input=1000))
     assembly = batch.assemble()
     assert lines_of(assembly.output()) == [batch.line(0, text="first")]
-    assert lines_of(assembly.errors()) == [batch.line(1, Outcome.FAILED, "bad")]
+    assert lines_of(assembly.errors()) == [batch.line(1, LineStatus.FAILED, "bad")]
     assert assembly.duplicates == 2
     assert assembly.tally == Tally(lines=2, completed=1, failed=1, input_tokens=101, errors={"bad": (1, "c1")})
 
@@ -366,7 +374,7 @@ def test_the_index_is_small(stage):
 def test_errors_are_rolled_up_the_most_frequent_first(stage):
     batch = stage(lines=9, rejected=(8,))
     for number, code in enumerate(("b", "a", "b", "c")):
-        batch.write(number, Outcome.FAILED, text=code)
+        batch.write(number, LineStatus.FAILED, text=code)
     assembly = batch.assemble()
     assembly.fill("batch_expired")
     assert error_summary(assembly.tally) == [
@@ -400,7 +408,7 @@ def test_lines_that_do_not_add_up_are_noticed(stage):
 
 LINES = 8
 appends = st.tuples(
-    st.integers(0, LINES - 1), st.sampled_from(Outcome), st.sampled_from(["1.1", "1.2", "2.1", "3.1"]), st.booleans()
+    st.integers(0, LINES - 1), st.sampled_from(LineStatus), st.sampled_from(["1.1", "1.2", "2.1", "3.1"]), st.booleans()
 )
 
 
@@ -411,20 +419,20 @@ def test_whatever_was_written_where_every_line_is_there_once_and_in_order(writte
         batch = Stage(folder, LINES, rejected=sorted(rejected), plans=plans)
         expected = {}
         pieces = []
-        for turn, (number, outcome, file, is_registered) in enumerate(written):
+        for turn, (number, status, file, is_registered) in enumerate(written):
             if number in rejected:
                 continue
-            batch.write(number, outcome, file=file, text=f"t{turn}")
+            batch.write(number, status, file=file, text=f"t{turn}")
             if is_registered:
                 pieces.append(batch.pieces[-1])
-                expected.setdefault(number, (outcome, f"t{turn}"))
+                expected.setdefault(number, (status, f"t{turn}"))
         assembly = batch.assemble(pieces)
         assert assembly.missing == LINES - len(expected) - len(rejected)
         assert assembly.duplicates == len(pieces) - len(expected)
         assembly.fill("batch_cancelled")
         output, errors = lines_of(assembly.output()), lines_of(assembly.errors())
-        good = {number: text for number, (outcome, text) in expected.items() if outcome is Outcome.OK}
-        assert output == [batch.line(number, Outcome.OK, good[number]) for number in sorted(good)]
+        good = {number: text for number, (status, text) in expected.items() if status is LineStatus.OK}
+        assert output == [batch.line(number, LineStatus.OK, good[number]) for number in sorted(good)]
         bad = [number for number in range(LINES) if number not in good]
         assert [json.loads(line)["custom_id"] for line in errors] == [f"c{number}" for number in bad]
         for number, line in zip(bad, errors, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import window_seconds
 from batchwright.errors import InvalidInput
 from batchwright.states import BatchStatus
@@ -81,7 +82,9 @@ def test_windows_go_from_a_minute_to_thirty_days(window, seconds):
 async def test_an_input_whose_bytes_are_gone_fails_the_batch(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([GOOD])
-        file = await stage.batchwright.files.get((await stage.get(id)).input_file_id, tenant="default")
+        file = await stage.batchwright.part(BatchesPart).files.get(
+            (await stage.get(id)).input_file_id, tenant="default"
+        )
         await stage.batchwright.store.delete(file.key)
         stage.work()
         batch = await stage.ended(id)

@@ -8,13 +8,14 @@ from uuid import uuid4
 
 import pytest
 
-from batchwright.batches.checkpoint import UPLOADS_MAX, Checkpoints, Owner
-from batchwright.batches.journal import Outcome
+from batchwright.batches.journal.checkpoint import UPLOADS_MAX, Checkpoints, Owner
+from batchwright.batches.journal.workspace import Workspace
 from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
+from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Position, Registered
+from batchwright.batches.tally import LineStatus
 from batchwright.batches.waits import Waits
-from batchwright.batches.workspace import Workspace
-from batchwright.engine.counts import WorkerCounts
+from batchwright.engine.metrics import WorkerCounts
 from batchwright.errors import StorageUnavailable
 from batchwright.storage import StorageSettings, Store, open_store
 
@@ -49,10 +50,10 @@ def prepared(folder, shared=None):
     store = open_store(StorageSettings(url=f"file://{shared or folder / 'store'}"), beside=folder)
     registry = Registry()
     counts = BatchCounts(WorkerCounts(BATCH_METRICS))
-    options = {"is_shared": True, "every_seconds": 1.0, "shared_every_seconds": 1.0}
+    settings = BatchSettings(checkpoint_seconds=1.0, shared_checkpoint_seconds=1.0)
     workspace = Workspace(folder / "work", 0)
     workspace.folder(BATCH).mkdir(parents=True)
-    checkpoints = Checkpoints(registry, store, workspace, Waits(registry), counts, **options)
+    checkpoints = Checkpoints(registry, store, workspace, Waits(registry), counts, settings, is_shared=True)
     yield checkpoints, registry, store
     checkpoints.syncer.close()
 
@@ -68,7 +69,7 @@ async def test_two_machines_with_the_same_claim_number_keep_their_answers_apart(
     for name, line in (("one", FIRST), ("two", SECOND)):
         with prepared(tmp_path / name, tmp_path / "store") as (checkpoints, registry, store):
             account = await checkpoints.open(owner())
-            account.journal.append(0, Outcome.OK, line)
+            account.journal.append(0, LineStatus.OK, line)
             await checkpoints.flush(account)
             keys += [row.key for row in registry.rows]
             checkpoints.close(account)
@@ -81,16 +82,16 @@ async def test_what_the_database_lost_is_registered_again_without_a_gap(tmp_path
     with prepared(tmp_path) as (checkpoints, registry, store):
         account = await checkpoints.open(owner())
         for n, line in enumerate((FIRST, SECOND, FIRST)):
-            account.journal.append(n, Outcome.OK, line)
+            account.journal.append(n, LineStatus.OK, line)
             await checkpoints.flush(account)
         del registry.rows[1:]
-        account.journal.append(3, Outcome.FAILED, FAILED)
+        account.journal.append(3, LineStatus.FAILED, FAILED)
         await checkpoints.flush(account)
         first, rest = registry.rows
         assert (rest.seq, rest.start, rest.end) == (1, first.end, account.journal.size)
         assert (rest.tally.lines, rest.tally.completed, rest.tally.errors) == (3, 2, {"odd": (1, "c")})
         assert await store.read(rest.key, 0, 1000) == account.journal.path.read_bytes()[rest.start :]
-        account.journal.append(4, Outcome.OK, FIRST)
+        account.journal.append(4, LineStatus.OK, FIRST)
         await checkpoints.flush(account)
         assert [row.seq for row in registry.rows] == [0, 1, 2]
         checkpoints.close(account)
@@ -100,10 +101,10 @@ async def test_a_journal_of_a_claim_number_that_is_given_again_is_registered_fro
     with prepared(tmp_path) as (checkpoints, registry, _):
         mine = owner()
         lost = await checkpoints.open(mine)
-        lost.journal.append(0, Outcome.OK, FIRST)
+        lost.journal.append(0, LineStatus.OK, FIRST)
         checkpoints.close(lost)
         again = await checkpoints.open(mine)
-        again.journal.append(1, Outcome.OK, SECOND)
+        again.journal.append(1, LineStatus.OK, SECOND)
         await checkpoints.flush(again)
         assert [(row.seq, row.start, row.tally.lines) for row in registry.rows] == [
             (0, 0, 1),
@@ -129,7 +130,7 @@ async def test_shards_that_end_together_do_not_wait_for_the_uploads_of_each_othe
     with prepared(tmp_path) as (checkpoints, registry, _):
         accounts = [await checkpoints.open(owner(n)) for n in range(UPLOADS_MAX)]
         for account in accounts:
-            account.journal.append(0, Outcome.OK, FIRST)
+            account.journal.append(0, LineStatus.OK, FIRST)
         async with asyncio.timeout(5):
             await asyncio.gather(*map(checkpoints.flush, accounts))
         assert {row.shard for row in registry.rows} == set(range(UPLOADS_MAX))
@@ -154,7 +155,7 @@ async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_pat
     with prepared(tmp_path) as (checkpoints, registry, _):
         accounts = [await checkpoints.open(owner(n)) for n in range(UPLOADS_MAX + 1)]
         for account in accounts:
-            account.journal.append(0, Outcome.OK, FIRST)
+            account.journal.append(0, LineStatus.OK, FIRST)
         with pytest.raises(StorageUnavailable, match="away"):
             await checkpoints.register(accounts)
         assert under_way == 0
@@ -167,7 +168,7 @@ async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_pat
 async def test_a_part_is_registered_once_however_many_ask_for_it(tmp_path):
     with prepared(tmp_path) as (checkpoints, registry, _):
         account = await checkpoints.open(owner())
-        account.journal.append(0, Outcome.OK, FIRST)
+        account.journal.append(0, LineStatus.OK, FIRST)
         await asyncio.gather(*(checkpoints.register([account]) for _ in range(3)))
         assert ([row.seq for row in registry.rows if row.start < row.end], account.seq) == ([0], 1)
         checkpoints.close(account)

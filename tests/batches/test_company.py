@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
-from batchwright.batches.execution import Shards
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.runtime import COORDINATORS_MAX, Runtime
+from batchwright.batches.send.shard import ShardRun
 from batchwright.batches.store import RESENDS_MAX, Batches
-from batchwright.engine.jobs import Done
+from batchwright.engine.outcomes import Done
 from batchwright.operations.decorator import operation
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
@@ -23,15 +24,15 @@ SLOWLY = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0,
 async def test_a_batch_that_begins_while_orders_are_read_is_not_taken_for_a_lost_one(
     database_url, tmp_path, monkeypatch
 ):
-    """Twenty batches begin one after the other, while each look at the orders takes nearly half a second."""
-    orders = Batches.orders
+    """Twenty batches begin one after the other, while each look at the controls takes nearly half a second."""
+    controls = Batches.controls
 
     async def slowly(self, ids):
-        found = await orders(self, ids)
+        found = await controls(self, ids)
         await asyncio.sleep(0.4 if len(ids) > 1 else 0.0)
         return found
 
-    monkeypatch.setattr(Batches, "orders", slowly)
+    monkeypatch.setattr(Batches, "controls", slowly)
     chance = Random(1)
     async with staged(database_url, tmp_path, simulator=SLOWLY) as stage:
         stage.work()
@@ -46,15 +47,15 @@ async def test_a_batch_that_begins_while_orders_are_read_is_not_taken_for_a_lost
 
 
 async def test_a_shard_that_is_taken_for_lost_while_we_hold_it_is_run_again(database_url, tmp_path, monkeypatch):
-    orders, looks = Batches.orders, 0
+    controls, looks = Batches.controls, 0
 
     async def forgetful(self, ids):
         nonlocal looks
-        found = await orders(self, ids)
+        found = await controls(self, ids)
         looks += 1
         return {} if looks == 2 else found
 
-    monkeypatch.setattr(Batches, "orders", forgetful)
+    monkeypatch.setattr(Batches, "controls", forgetful)
     async with staged(database_url, tmp_path, simulator=SLOWLY, inference={"concurrency": 10}) as stage:
         stage.work()
         batch = await stage.ended(await stage.submit([request(f"r{n}") for n in range(60)]))
@@ -67,14 +68,14 @@ async def test_a_shard_that_is_taken_for_lost_while_we_hold_it_is_run_again(data
 
 
 async def test_lines_that_a_shard_left_unasked_are_sent_again_and_only_those(database_url, tmp_path, monkeypatch):
-    send, sends = Shards._send, 0
+    send, sends = ShardRun._send, 0
 
-    async def half_of_it(self, ctx, work, account, pending, order):
+    async def half_of_it(self, pending, control):
         nonlocal sends
         sends += 1
-        await send(self, ctx, work, account, pending[::2] if sends <= 2 else pending, order)
+        await send(self, pending[::2] if sends <= 2 else pending, control)
 
-    monkeypatch.setattr(Shards, "_send", half_of_it)
+    monkeypatch.setattr(ShardRun, "_send", half_of_it)
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         models = ["one", "two", "three"]
@@ -86,7 +87,7 @@ async def test_lines_that_a_shard_left_unasked_are_sent_again_and_only_those(dat
         assert (sends, batch.completed, batch.usage_by_model.keys()) == (5, 30, set(models))
         sql = "SELECT message FROM batchwright.job_event WHERE event = 'batch.lines_resent'"
         assert await raw(stage.batchwright.queue, sql) == [("10 lines had no answer, and are sent again",)]
-        counted = stage.batchwright.runtime.dispatcher.counts._counts
+        counted = stage.batchwright.part(BatchesPart).runtime.dispatcher.counts._counts
         assert counted.total("batch_lines_resent_total") == 10
 
 
@@ -98,7 +99,7 @@ async def test_lines_that_never_get_an_answer_fail_their_batch_and_it_says_so(da
         runs += 1
         return Done()
 
-    monkeypatch.setattr(Shards, "_run", nothing)
+    monkeypatch.setattr(ShardRun, "_run", nothing)
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         batch = await stage.ended(await stage.submit([request("a")]))
@@ -112,21 +113,21 @@ async def test_lines_that_never_get_an_answer_fail_their_batch_and_it_says_so(da
 async def test_a_batch_that_sends_again_can_be_cancelled_and_ends_with_its_window(
     database_url, tmp_path, monkeypatch, how, status
 ):
-    send, sends = Shards._send, 0
+    send, sends = ShardRun._send, 0
 
-    async def none_of_it(self, ctx, work, account, pending, order):
+    async def none_of_it(self, pending, control):
         nonlocal sends
         sends += 1
-        await send(self, ctx, work, account, [] if sends == 1 else pending, order)
+        await send(self, [] if sends == 1 else pending, control)
 
-    monkeypatch.setattr(Shards, "_send", none_of_it)
+    monkeypatch.setattr(ShardRun, "_send", none_of_it)
     hanging = SimulatorSettings(any_model=Profile(), faults=("hang",))
     async with staged(database_url, tmp_path, simulator=hanging, batches={"cancel_grace_seconds": 0.1}) as stage:
         stage.work()
         id = await stage.submit([request("a")])
         await stage.until(id, lambda batch: batch.resends == 1 and batch.status is BatchStatus.IN_PROGRESS)
         if how == "cancel":
-            await stage.batchwright.batches.cancel(id, tenant=None)
+            await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant=None)
         else:
             await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now()")
         batch = await stage.ended(id)
@@ -157,7 +158,7 @@ async def test_long_jobs_of_a_user_do_not_keep_batches_from_being_planned_cancel
         done = await stage.ended(await stage.submit([request("a")]), 20)
         cancelled, late = [await stage.submit([request("b", prompt="hang")]) for _ in range(2)]
         await stage.until(late, lambda batch: batch.status is BatchStatus.IN_PROGRESS)
-        await stage.batchwright.batches.cancel(cancelled, tenant=None)
+        await stage.batchwright.part(BatchesPart).batches.cancel(cancelled, tenant=None)
         sql = "UPDATE batchwright.batch SET expires_at = now() WHERE id = %(id)s"
         await raw(stage.batchwright.queue, sql, id=late)
         statuses = [done.status, *[(await stage.ended(id, 20)).status for id in (cancelled, late)]]
@@ -180,7 +181,7 @@ async def test_more_batches_than_a_worker_plans_at_once_take_turns_without_waiti
 async def test_what_a_worker_takes_on_demand_is_bounded_and_only_of_its_queues(database_url, tmp_path):
     async with staged(database_url, tmp_path, worker={"queues": ["batches", "mail"]}) as stage:
         stage.batchwright.worker()
-        runtime: Runtime = stage.batchwright.runtime
+        runtime: Runtime = stage.batchwright.part(BatchesPart).runtime
         assert runtime.serves("batches")
         assert not runtime.serves("mail")
         assert not runtime.serves("webhooks")

@@ -10,10 +10,14 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from batchwright.batches.dispatch import FIRST_SHARDS_MAX, End, Work
-from batchwright.batches.envelopes import id_on_the_wire, request_id
-from batchwright.batches.journal import Journal
-from batchwright.batches.planfile import Entry
+from batchwright.batches.journal.envelopes import RequestIds
+from batchwright.batches.journal.journal import Journal
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.plan.planfile import Entry
+from batchwright.batches.send.dispatch import FIRST_SHARDS_MAX
+from batchwright.batches.send.work import End, Work
+from batchwright.engine.metrics import WorkerCounts
+from batchwright.engine.worker.duty import Site, metrics_of
 from batchwright.inference.budgets import Budget, Rate
 from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import jsonl, request, staged
@@ -31,12 +35,13 @@ async def prepared(database_url, folder, count, *, settings=None, **fields):
         input.write_bytes(data)
         descriptor = os.open(input, os.O_RDONLY)
         journal = Journal(folder / "0.1.seg")
-        runtime = stage.batchwright.batch_runtime()
+        core = stage.batchwright
+        site = Site(counts=WorkerCounts(metrics_of(core.parts)), queue=core.queue, queues=None)
+        runtime = stage.batchwright.part(BatchesPart).make_runtime(site)
         work = Work(
             batch_id=BATCH,
             tenant="default",
             number=0,
-            claim=1,
             total=count,
             model="small",
             traceparent=None,
@@ -64,14 +69,18 @@ async def test_a_request_that_is_aborted_before_it_began_gives_its_slots_back(da
     async with prepared(database_url, tmp_path, 1) as (dispatcher, work, entries):
 
         def abort_at_once():
-            dispatcher.end(work, End.LOST)
+            work.stop(End.LOST)
             work.abort()
 
         dispatcher.on_demand = abort_at_once
         dispatcher.begin(work, entries, priority=5)
         async with asyncio.timeout(5):
             await work.quiet.wait()
-        assert (work.lane.room.slots.in_use, dispatcher.limits.total.in_use, work.lane.schedule.in_flight) == (0, 0, 0)
+        assert (work.sender.limit.slots.in_use, dispatcher.limits.total.in_use, work.sender.schedule.in_flight) == (
+            0,
+            0,
+            0,
+        )
 
 
 async def test_a_request_that_has_no_time_left_ends_its_shard_by_the_deadline(database_url, tmp_path):
@@ -90,10 +99,10 @@ async def test_a_retry_that_falls_due_between_two_looks_at_the_clock_is_not_forg
 
         def clock():
             nonlocal looks
-            looks += work.share.retrying
+            looks += work.backlog.retrying
             return began if looks <= 1 else began + 10
 
-        dispatcher._clock = clock
+        work.sender.clock = clock
         async with asyncio.timeout(5):
             await work.quiet.wait()
         assert work.journal.lines == 1
@@ -105,12 +114,12 @@ async def test_whoever_waits_for_a_budget_holds_no_slot_that_others_need(databas
 
         async def pause(seconds):
             held.append((dispatcher.limits.total.in_use, dispatcher.limits.bytes.in_use))
-            if work.share.in_flight == 1:  # the first was answered
-                dispatcher.end(work, End.STOP)
+            if work.backlog.in_flight == 1:  # the first was answered
+                work.stop(End.STOP)
             await asyncio.sleep(0)
 
         dispatcher.begin(work, entries, priority=5)
-        work.lane.budget = Budget(queue, "slow", Rate(requests=0.001, tokens=1e9), pause)
+        work.sender.budget = Budget(queue.database, "slow", Rate(requests=0.001, tokens=1e9), pause)
         async with asyncio.timeout(5):
             await work.quiet.wait()
         assert held[-1] == (0, 0)
@@ -128,8 +137,9 @@ async def test_every_request_bears_a_uuid_that_maps_to_the_id_of_its_line(databa
         assert {str(uuid.UUID(one)) for one in asked} == set(asked)
         written = {line["custom_id"]: line["id"] for line in [*output, *errors]}
         offsets = [0, len(jsonl(lines[:1])), len(jsonl(lines[:2]))]
-        assert [written[line["custom_id"]] for line in lines] == [request_id(id, offset) for offset in offsets]
-        assert {id_on_the_wire(one) for one in written.values()} == set(asked)
+        ids = RequestIds(id)
+        assert [written[line["custom_id"]] for line in lines] == [ids.in_files(offset) for offset in offsets]
+        assert {ids.on_the_wire(offset) for offset in offsets} == set(asked)
         assert {line["response"]["request_id"] for line in output} <= set(asked)
 
 
@@ -146,7 +156,7 @@ async def test_a_limit_over_all_workers_holds_from_the_first_request(database_ur
 async def test_what_a_batch_with_a_limit_holds_back_keeps_nobody_from_claiming(database_url, tmp_path):
     async with prepared(database_url, tmp_path, 100) as (dispatcher, work, entries):
         dispatcher.begin(work, entries, priority=5)
-        schedule = work.lane.schedule
+        schedule = work.sender.schedule
         assert dispatcher.wanted("small", 6, ROOM) == 0
         schedule.change(BATCH, in_flight_max=1)
         assert dispatcher.wanted("small", 6, ROOM) == 1
@@ -154,7 +164,7 @@ async def test_what_a_batch_with_a_limit_holds_back_keeps_nobody_from_claiming(d
         assert dispatcher.wanted("small", 5, FIRST_SHARDS_MAX) == FIRST_SHARDS_MAX
         schedule.change(BATCH, in_flight_max=None)
         assert dispatcher.wanted("small", 6, ROOM) == 0
-        dispatcher.end(work, End.STOP)
+        work.stop(End.STOP)
         work.abort()
         await work.quiet.wait()
 
@@ -165,11 +175,11 @@ async def test_a_tenant_that_weighs_three_sends_three_requests_for_one_of_the_ot
         works = [replace(work, batch_id=f"batch_{n:032}", tenant=tenant) for n, tenant in enumerate(("light", "heavy"))]
         for one in works:
             dispatcher.begin(one, entries, priority=5)
-        tenants = {one.share: one.tenant for one in works}
-        schedule = dispatcher.lanes["small"].schedule
+        tenants = {one.backlog: one.tenant for one in works}
+        schedule = dispatcher.senders["small"].schedule
         taken = [schedule.next(0.0) for _ in range(20)]
-        assert Counter(tenants[item.share] for item in taken) == {"heavy": 15, "light": 5}
+        assert Counter(tenants[item.backlog] for item in taken) == {"heavy": 15, "light": 5}
         for item in taken:
             schedule.finished(item)
         for one in works:
-            dispatcher.end(one, End.STOP)
+            one.stop(End.STOP)

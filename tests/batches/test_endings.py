@@ -8,24 +8,28 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from batchwright.batches import care as care_module
-from batchwright.batches import execution, process
-from batchwright.batches.care import Care
-from batchwright.batches.dispatch import End, Work
-from batchwright.batches.execution import Shards
-from batchwright.batches.files import object_key
-from batchwright.batches.journal import scan
+from batchwright.batches import process
+from batchwright.batches.ending import Endings
+from batchwright.batches.journal.journal import scan
+from batchwright.batches.journal.unregistered import UnregisteredAnswers
+from batchwright.batches.journal.workspace import Workspace
 from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
-from batchwright.batches.planfile import PLANS, Entry, pack_entries
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.plan.planfile import PLANS, Entry, pack_entries
+from batchwright.batches.send import shard as execution
+from batchwright.batches.send.shard import ShardRun
+from batchwright.batches.send.work import End, Work
 from batchwright.batches.store import Batches, Ending
-from batchwright.batches.takeover import Takeover
-from batchwright.batches.webhook_settings import WebhookSettings
-from batchwright.batches.workspace import Workspace
-from batchwright.engine.counts import WorkerCounts
+from batchwright.batches.upkeep import watchdog as watchdog_module
+from batchwright.batches.upkeep.watchdog import Watchdog
+from batchwright.engine.metrics import WorkerCounts
+from batchwright.engine.upkeep import lock_round
 from batchwright.errors import ConfigurationError, DatabaseUnavailable, StorageFull, StorageUnavailable
+from batchwright.files.store import object_key
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from batchwright.storage import Store
+from batchwright.webhooks.settings import WebhookSettings
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
 from tests.support import raw
@@ -37,15 +41,15 @@ STOP = f"UPDATE batchwright.batch SET stop_reason = 'error', stop_at = now(), st
 LATE = "UPDATE batchwright.batch SET expires_at = now() - interval '1 second'"
 
 
-def care_of(stage):
-    batchwright = stage.batchwright
+def watchdog_of(stage):
+    batches = stage.batchwright.part(BatchesPart).batches
     counts = BatchCounts(WorkerCounts(BATCH_METRICS))
-    return Care(batchwright.batches, batchwright.catalog, counts, 30.0, {"default": (HOOK,)})
+    return Watchdog(batches, Endings(batches, stage.batchwright.catalog, counts, {"default": (HOOK,)}), 30.0)
 
 
 async def look(stage):
-    async with stage.batchwright.queue.upkeep("batches") as session:
-        await care_of(stage).look(session)
+    async with lock_round(stage.batchwright.queue.database, "batches") as session:
+        await watchdog_of(stage).look(session)
 
 
 async def told(stage):
@@ -69,16 +73,14 @@ def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
     monkeypatch.setattr(owner, name, call)
 
 
-async def test_neglected_batches_are_looked_after_in_pages_and_none_stays_in_the_way(
-    database_url, tmp_path, monkeypatch
-):
+async def test_stalled_batches_are_looked_after_in_pages_and_none_stays_in_the_way(database_url, tmp_path, monkeypatch):
     """The upkeep session is held while it helps, so each turn is short; a batch that fails is passed over."""
-    monkeypatch.setattr(care_module, "_PAGE", 2)
+    monkeypatch.setattr(watchdog_module, "_PAGE", 2)
     async with staged(database_url, tmp_path) as stage:
         ids = [await stage.submit([request("a")]) for _ in range(5)]
         await raw(stage.batchwright.queue, LATE)
-        care, refused, helped = care_of(stage), [], []
-        expire = care._expire
+        watchdog, refused, helped = watchdog_of(stage), [], []
+        expire = watchdog._expire
 
         async def help(batch):
             helped.append(batch.id)
@@ -87,20 +89,20 @@ async def test_neglected_batches_are_looked_after_in_pages_and_none_stays_in_the
                 raise ValueError("not this time")
             await expire(batch)
 
-        care._expire = help
+        watchdog._expire = help
         turns = []
         for _ in range(4):
-            async with stage.batchwright.queue.upkeep("batches") as session:
-                turns.append(await care.look(session))
+            async with lock_round(stage.batchwright.queue.database, "batches") as session:
+                turns.append(await watchdog.look(session))
         assert turns == [True, True, False, False]
         assert helped == [*sorted(ids, key=helped.index), *refused], "each once, and the refused one in the next sweep"
-        batches = [await stage.batchwright.batches.get(id, tenant=None) for id in ids]
+        batches = [await stage.batchwright.part(BatchesPart).batches.get(id, tenant=None) for id in ids]
         assert {batch.status for batch in batches} == {BatchStatus.EXPIRED}
-        monkeypatch.setattr(care_module, "_TURN_SECONDS", 0.0)
+        monkeypatch.setattr(watchdog_module, "_TURN_SECONDS", 0.0)
         await stage.submit([request("a")])
         await raw(stage.batchwright.queue, f"{LATE} WHERE status = 'validating'")
-        async with stage.batchwright.queue.upkeep("batches") as session:
-            assert await care.look(session) is True, "its time was over; the rest has the next turn"
+        async with lock_round(stage.batchwright.queue.database, "batches") as session:
+            assert await watchdog.look(session) is True, "its time was over; the rest has the next turn"
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ async def test_neglected_batches_are_looked_after_in_pages_and_none_stays_in_the
 async def test_shards_that_come_back_after_an_error_do_not_keep_their_batch_open(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await stage.batchwright.batches.pause(id, tenant=None)
+        await stage.batchwright.part(BatchesPart).batches.pause(id, tenant=None)
         stage.work()
         asleep = (
             "SELECT FROM batchwright.job WHERE job_type = 'batch.shard' AND status = 'QUEUED' AND run_after > now()"
@@ -137,7 +139,7 @@ async def test_after_an_error_too_requests_in_flight_do_not_outlive_the_window(d
 
 async def test_a_cancellation_after_an_error_has_its_grace_and_after_the_deadline_none(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
-        batches = stage.batchwright.batches
+        batches = stage.batchwright.part(BatchesPart).batches
         for reason, expected in (("error", "cancel"), ("deadline", "deadline")):
             id = await stage.submit([request("a")])
             await batches.begin(id, total=1, models=["small"], input_sha256="")
@@ -152,7 +154,7 @@ async def test_shards_say_that_the_window_is_over_before_they_end(database_url, 
     async def nothing(*_):
         pass
 
-    monkeypatch.setattr(Care, "_help", nothing)
+    monkeypatch.setattr(Watchdog, "_help", nothing)
     away = DatabaseUnavailable("gone for a moment")
     failing(monkeypatch, Batches, "stop", away, when=lambda _, reason, *__: reason == "deadline")
     async with staged(database_url, tmp_path, simulator=HANGING) as stage:
@@ -179,31 +181,31 @@ async def test_a_batch_that_is_resumed_while_its_requests_end_goes_on_at_once(da
         async with asyncio.timeout(20):
             while not stage.simulator.stats()["in_flight"]:
                 await asyncio.sleep(0.02)
-        await stage.batchwright.batches.pause(id, tenant=None)
-        shards = stage.batchwright.runtime.shards
+        await stage.batchwright.part(BatchesPart).batches.pause(id, tenant=None)
+        shards = stage.batchwright.part(BatchesPart).runtime.shards
         async with asyncio.timeout(20):
-            while not any(work.end is End.PAUSE for work in shards._held):
+            while not any(run._work.end is End.PAUSE for run in shards._sending):
                 await asyncio.sleep(0.02)
-        await stage.batchwright.batches.resume(id, tenant=None)
+        await stage.batchwright.part(BatchesPart).batches.resume(id, tenant=None)
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 15)
 
 
 async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon(database_url, tmp_path, monkeypatch):
     """Nobody can wake a shard that a worker still has."""
-    orders = Batches.orders
+    controls = Batches.controls
 
     async def then_resume(self, ids):
-        found = await orders(self, ids)
+        found = await controls(self, ids)
         for one in found.values():
-            if one.paused:
+            if one.is_paused:
                 await self.resume(one.id, tenant=None)
         return found
 
-    monkeypatch.setattr(Batches, "orders", then_resume)
+    monkeypatch.setattr(Batches, "controls", then_resume)
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await stage.batchwright.batches.pause(id, tenant=None)
+        await stage.batchwright.part(BatchesPart).batches.pause(id, tenant=None)
         stage.work()
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
@@ -229,7 +231,7 @@ async def test_a_batch_that_cannot_be_looked_after_keeps_no_other_from_it(databa
     async with staged(database_url, tmp_path) as stage:
         ids = [await stage.submit([request("a")]) for _ in range(2)]
         await raw(stage.batchwright.queue, "DELETE FROM batchwright.job")
-        failing(monkeypatch, Batches, "fence", RuntimeError("odd"))
+        failing(monkeypatch, Batches, "cancel_open_shards", RuntimeError("odd"))
         await look(stage)
         assert {(await stage.get(id)).status for id in ids} == {BatchStatus.VALIDATING, BatchStatus.FAILED}
 
@@ -252,7 +254,8 @@ async def test_a_store_that_is_full_for_a_moment_costs_nothing_but_time(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "times"), [(Workspace, "fetch_input", 11), (Shards, "_open_input", 5), (Takeover, "of_shard", 5)]
+    ("owner", "name", "times"),
+    [(Workspace, "fetch_input", 11), (ShardRun, "_open_input", 5), (UnregisteredAnswers, "recover_for_shard", 5)],
 )
 async def test_a_batch_that_has_sent_nothing_yet_waits_for_a_store_that_is_away(
     database_url, tmp_path, monkeypatch, owner, name, times
@@ -300,7 +303,7 @@ async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_req
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(200)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        shutil.rmtree(stage.batchwright.workspace.folder(id))
+        shutil.rmtree(stage.batchwright.part(BatchesPart).workspace.folder(id))
         batch = await stage.ended(id)
         assert batch.status is BatchStatus.FAILED
         assert batch.errors["data"][0]["message"].endswith("were in the work folder of this machine, and are gone")
@@ -327,7 +330,9 @@ async def test_last_words_are_said_although_something_is_still_under_way(databas
 async def test_an_input_of_which_the_store_lost_the_end_is_not_taken_for_a_shorter_one(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a"), request("b")])
-        file = await stage.batchwright.files.get((await stage.get(id)).input_file_id, tenant="default")
+        file = await stage.batchwright.part(BatchesPart).files.get(
+            (await stage.get(id)).input_file_id, tenant="default"
+        )
         path = stage.batchwright.store.local_path(file.key)
         path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
         stage.work()
@@ -360,9 +365,11 @@ async def test_a_batch_that_is_answered_needs_its_input_no_more(database_url, tm
         finalize = Batches.finalize
 
         async def without_input(self, id):
-            file = await stage.batchwright.files.get((await stage.get(id)).input_file_id, tenant="default")
+            file = await stage.batchwright.part(BatchesPart).files.get(
+                (await stage.get(id)).input_file_id, tenant="default"
+            )
             await stage.batchwright.store.delete(file.key)
-            stage.batchwright.workspace.input(id).unlink()
+            stage.batchwright.part(BatchesPart).workspace.input(id).unlink()
             return await finalize(self, id)
 
         monkeypatch.setattr(Batches, "finalize", without_input)
@@ -377,7 +384,7 @@ async def test_what_an_earlier_planner_left_behind_is_no_part_of_the_plan(databa
     """It knew a gateway for another model, and died before the batch began."""
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        plans = stage.batchwright.workspace.folder(id) / PLANS
+        plans = stage.batchwright.part(BatchesPart).workspace.folder(id) / PLANS
         plans.mkdir(parents=True)
         (plans / "other-00000000.plan").write_bytes(pack_entries([Entry(0, 10, 0)]))
         stage.work()
@@ -428,8 +435,7 @@ async def test_only_what_a_worker_left_behind_by_its_death_counts_as_recovered(
     monkeypatch.setattr(BatchCounts, "recovered", lambda self, *labels: seen.append(labels))
     async with staged(database_url, tmp_path) as stage:
         batch = await stage.get(await stage.submit([request("a")]))
-        ending = Ending(target=BatchStatus.FAILED, sources=(BatchStatus.VALIDATING,))
-        await stage.batchwright.batches.end(batch.id, ending)
+        await stage.batchwright.part(BatchesPart).batches.fail(batch.id, Ending())
         await raw(stage.batchwright.queue, f"UPDATE batchwright.job SET claims = 2, dead_claim = {dead_claim}")
         stage.work()
         await stage.batchwright.wait(batch.job_id, timeout=30)

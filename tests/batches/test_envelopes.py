@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchwright.batches.envelopes import (
+from batchwright.batches.journal.envelopes import (
     MESSAGES,
     answered,
     custom_id_of,

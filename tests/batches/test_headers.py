@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from batchwright.app import AsyncBatchwright
-from batchwright.batches import execution
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.seal import Seal
+from batchwright.batches.send import shard as execution
 from batchwright.errors import ConfigurationError
 from batchwright.settings import load_settings
 from batchwright.states import BatchStatus
@@ -154,7 +155,7 @@ async def test_without_a_key_a_batch_with_such_headers_is_refused_and_one_withou
         assert (error["code"], error["param"]) == ("headers_not_configured", "x-tenant-id")
         assert "batches.header_key_file" in error["message"]
         assert SECRET not in refused.text
-        assert await stage.batchwright.batches.list(None) == []
+        assert await stage.batchwright.part(BatchesPart).batches.list(None) == []
         taken = await stage.ask(request("a"), headers={"x-unknown": "1"})
         assert taken.status_code == 200
         stage.work()
@@ -164,7 +165,7 @@ async def test_without_a_key_a_batch_with_such_headers_is_refused_and_one_withou
 def test_the_embedded_database_has_a_key_of_its_own_and_a_remote_one_needs_one(tmp_path: Path) -> None:
     def seal_of(**database: str) -> Seal:
         flags = {"database": {"folder": str(tmp_path), **database}}
-        return AsyncBatchwright(settings=load_settings(flags, environment={})).seal
+        return AsyncBatchwright(settings=load_settings(flags, environment={})).part(BatchesPart).seal
 
     sealed = seal_of().close({"x-tenant-id": SECRET}, "batch_1")
     assert (tmp_path / "headers.key").exists()

@@ -3,6 +3,7 @@ import errno
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -13,22 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batches import journal as module
-from batchwright.batches.envelopes import answered, request_id, unanswered
-from batchwright.batches.journal import (
-    CODES_MAX,
+from batchwright.batches.journal import journal as module
+from batchwright.batches.journal.envelopes import answered, request_id, unanswered
+from batchwright.batches.journal.journal import (
     HEADER_BYTES,
     SYNC_LINES,
     Journal,
-    Outcome,
-    Part,
+    JournalRange,
     Syncer,
-    Tally,
-    read_line,
+    open_to_read,
+    read_open,
     scan,
     tally_of,
     valid_end,
 )
+from batchwright.batches.tally import CODES_MAX, LineStatus, Tally
 from batchwright.errors import Conflict, NotFound, StorageError, StorageFull, StorageUnavailable
 from batchwright.inference.answers import Reply, Usage, classify
 
@@ -48,15 +48,26 @@ def error_line(offset, code="batch_expired"):
     return answered(request_id(BATCH, offset), f"c{offset}", classify(Reply(status=400, body=body), now=0.0))
 
 
-CODES = {Outcome.FAILED: "bad", Outcome.EXPIRED: "batch_expired", Outcome.CANCELLED: "batch_cancelled"}
+CODES = {LineStatus.FAILED: "bad", LineStatus.EXPIRED: "batch_expired", LineStatus.CANCELLED: "batch_cancelled"}
 
 
-def line_of(offset, outcome, text="hi"):
-    return ok_line(offset, text) if outcome is Outcome.OK else error_line(offset, CODES[outcome])
+def read_line(path, position):
+    """The line of the record that begins at `position`."""
+    head = path.read_bytes()[position : position + HEADER_BYTES]
+    _, length, offset = struct.unpack_from("<IIq", head) if len(head) == HEADER_BYTES else (0, 0, 0)
+    descriptor = open_to_read(path)
+    try:
+        return read_open(descriptor, path, position, length, offset)
+    finally:
+        os.close(descriptor)
 
 
-def add(journal, offset, outcome=Outcome.OK, usage=None, text="hi"):
-    journal.append(offset, outcome, line_of(offset, outcome, text), usage or Usage())
+def line_of(offset, status, text="hi"):
+    return ok_line(offset, text) if status is LineStatus.OK else error_line(offset, CODES[status])
+
+
+def add(journal, offset, status=LineStatus.OK, usage=None, text="hi"):
+    journal.append(offset, status, line_of(offset, status, text), usage or Usage())
 
 
 @pytest.fixture
@@ -82,19 +93,19 @@ def test_what_was_appended_is_found_again(path):
     journal = Journal(path)
     usage = Usage(input=10, cached=4, output=2**31 - 1, reasoning=0)
     add(journal, 0, usage=usage)
-    add(journal, 2**39, Outcome.FAILED)
-    add(journal, 5000, Outcome.EXPIRED)
-    add(journal, 7000, Outcome.CANCELLED, Usage(input=1))
+    add(journal, 2**39, LineStatus.FAILED)
+    add(journal, 5000, LineStatus.EXPIRED)
+    add(journal, 7000, LineStatus.CANCELLED, Usage(input=1))
     records = list(scan(path, 0, journal.size, verify=True))
-    assert [(one.offset, one.outcome, one.usage) for one in records] == [
-        (0, Outcome.OK, usage),
-        (2**39, Outcome.FAILED, Usage()),
-        (5000, Outcome.EXPIRED, Usage()),
-        (7000, Outcome.CANCELLED, Usage(input=1)),
+    assert [(one.offset, one.status, one.usage) for one in records] == [
+        (0, LineStatus.OK, usage),
+        (2**39, LineStatus.FAILED, Usage()),
+        (5000, LineStatus.EXPIRED, Usage()),
+        (7000, LineStatus.CANCELLED, Usage(input=1)),
     ]
-    assert all(read_line(path, one.position) == line_of(one.offset, one.outcome) for one in records)
+    assert all(read_line(path, one.position) == line_of(one.offset, one.status) for one in records)
     assert [one.position for one in records] == [0, *(one.end for one in records[:-1])]
-    assert [one.length for one in records] == [len(line_of(one.offset, one.outcome)) for one in records]
+    assert [one.length for one in records] == [len(line_of(one.offset, one.status)) for one in records]
     assert records[-1].end == journal.size == path.stat().st_size
     journal.close()
 
@@ -134,7 +145,7 @@ def test_a_line_without_its_newline_is_not_taken(path):
     journal = Journal(path)
     for line in (b"{}", b"{}\n{}\n", b"\n\n", b""):
         with pytest.raises(AssertionError):
-            journal.append(0, Outcome.OK, line)
+            journal.append(0, LineStatus.OK, line)
     assert journal.size == path.stat().st_size == 0
     journal.close()
 
@@ -152,7 +163,7 @@ def test_one_record_is_one_write(path, monkeypatch):
 
 # Damage
 
-records = st.lists(st.tuples(st.sampled_from(Outcome), st.text("abc", max_size=3)), min_size=1, max_size=4)
+records = st.lists(st.tuples(st.sampled_from(LineStatus), st.text("abc", max_size=3)), min_size=1, max_size=4)
 
 
 def written(folder, found):
@@ -160,8 +171,8 @@ def written(folder, found):
     path = Path(folder) / "1.1.seg"
     journal = Journal(path)
     ends = []
-    for offset, (outcome, text) in enumerate(found):
-        add(journal, offset, outcome, Usage(input=offset), text)
+    for offset, (status, text) in enumerate(found):
+        add(journal, offset, status, Usage(input=offset), text)
         ends.append(journal.size)
     journal.close()
     return path, ends
@@ -207,7 +218,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(found, change, data):
 
 
 def test_a_changed_bit_anywhere_in_a_record_is_noticed(tmp_path):
-    path, (start, end) = written(tmp_path, [(Outcome.OK, "a"), (Outcome.FAILED, "b")])
+    path, (start, end) = written(tmp_path, [(LineStatus.OK, "a"), (LineStatus.FAILED, "b")])
     content = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for at in range(start, end):
@@ -623,11 +634,11 @@ def test_a_journal_that_is_closed_before_its_turn_is_no_success(path, syncer, sy
 def test_parts_hold_what_was_appended_since_the_last(path):
     journal = Journal(path)
     add(journal, 0, usage=Usage(input=10, cached=1, output=5, reasoning=2))
-    add(journal, 1, Outcome.FAILED)
+    add(journal, 1, LineStatus.FAILED)
     assert journal.untaken == journal.size
     first = journal.take()
     assert journal.untaken == 0
-    assert first == Part(0, journal.size, tally_of(path, 0, journal.size))
+    assert first == JournalRange(0, journal.size, tally_of(path, 0, journal.size))
     assert first.tally == Tally(
         lines=2,
         completed=1,
@@ -638,21 +649,19 @@ def test_parts_hold_what_was_appended_since_the_last(path):
         reasoning_tokens=2,
         errors={"bad": (1, "c1")},
     )
-    assert journal.take() == Part(journal.size, journal.size, Tally())
-    add(journal, 2, Outcome.EXPIRED)
-    add(journal, 3, Outcome.CANCELLED)
+    assert journal.take() == JournalRange(journal.size, journal.size, Tally())
+    add(journal, 2, LineStatus.EXPIRED)
+    add(journal, 3, LineStatus.CANCELLED)
     second = journal.take()
-    assert second == Part(first.end, journal.size, tally_of(path, first.end, journal.size))
-    assert first.joined(second) == Part(0, journal.size, tally_of(path, 0, journal.size))
-    with pytest.raises(AssertionError):
-        second.joined(first)
+    assert second == JournalRange(first.end, journal.size, tally_of(path, first.end, journal.size))
+    assert first.tally + second.tally == tally_of(path, 0, journal.size)
     journal.close()
 
 
 def test_a_line_whose_error_cannot_be_read_is_not_written(path):
     journal = Journal(path)
     with pytest.raises(Exception, match=r".*"):
-        journal.append(0, Outcome.FAILED, b"{}\n")
+        journal.append(0, LineStatus.FAILED, b"{}\n")
     assert journal.size == path.stat().st_size == journal.take().tally.lines == 0
     journal.close()
 
@@ -709,18 +718,18 @@ def test_sums_do_not_depend_on_how_they_are_grouped(one, two, three):
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome"),
+    ("code", "status"),
     [
-        ("batch_expired", Outcome.EXPIRED),
-        ("batch_cancelled", Outcome.CANCELLED),
-        ("batch_failed", Outcome.FAILED),
-        ("model_not_found", Outcome.FAILED),
-        ("request_aborted", Outcome.FAILED),
-        ("invalid_response", Outcome.FAILED),
+        ("batch_expired", LineStatus.EXPIRED),
+        ("batch_cancelled", LineStatus.CANCELLED),
+        ("batch_failed", LineStatus.FAILED),
+        ("model_not_found", LineStatus.FAILED),
+        ("request_aborted", LineStatus.FAILED),
+        ("invalid_response", LineStatus.FAILED),
     ],
 )
-def test_the_code_decides_the_outcome(code, outcome):
-    assert Outcome.of(code) is outcome
+def test_the_code_decides_the_status(code, status):
+    assert LineStatus.of(code) is status
 
 
 # What a dead claim left
@@ -731,7 +740,7 @@ def test_the_tail_of_a_dead_claim_counts_up_to_its_last_valid_record(path):
     for offset in range(3):
         add(journal, offset, usage=Usage(input=1))
     registered = journal.take()
-    add(journal, 3, Outcome.FAILED)
+    add(journal, 3, LineStatus.FAILED)
     add(journal, 4, usage=Usage(input=5))
     rest = journal.take()
     os.write(journal._descriptor, b"torn")

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from batchwright.batches.finalize import Finalizer
+from batchwright.batches.output.finalize import Finalizer
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batches
 from batchwright.engine.views import Views
+from batchwright.engine.workers import Workers
 from batchwright.errors import Conflict, JobFailed
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus, JobStatus
@@ -105,7 +107,7 @@ async def test_a_cancelled_batch_lets_requests_in_flight_end_and_keeps_their_ans
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(500)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        cancelling = await stage.batchwright.batches.cancel(id, tenant="default")
+        cancelling = await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
         assert cancelling.status is BatchStatus.CANCELLING
         batch = await stage.ended(id)
         output, errors = await stage.results(batch)
@@ -113,7 +115,9 @@ async def test_a_cancelled_batch_lets_requests_in_flight_end_and_keeps_their_ans
         assert set(codes(errors)) == {"batch_cancelled"}
         assert len(output) == batch.completed == stage.simulator.stats()["received"]
         assert batch.cancelled == 500 - batch.completed > 0
-        assert (await stage.batchwright.batches.cancel(id, tenant="default")).status is BatchStatus.CANCELLED
+        assert (
+            await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
+        ).status is BatchStatus.CANCELLED
 
 
 async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_path):
@@ -126,7 +130,7 @@ async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_
         async with asyncio.timeout(20):
             while stage.simulator.stats()["in_flight"] < 5:
                 await asyncio.sleep(0.02)
-        await stage.batchwright.batches.cancel(id, tenant="default")
+        await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.cancelled) == (BatchStatus.CANCELLED, 5)
         async with asyncio.timeout(5):
@@ -137,7 +141,7 @@ async def test_after_the_grace_requests_in_flight_are_aborted(database_url, tmp_
 async def test_a_batch_found_in_cancelling_before_its_plan_ends_cancelled(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
-        await stage.batchwright.batches.cancel(id, tenant="default")
+        await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.total) == (BatchStatus.CANCELLED, 0)
@@ -162,7 +166,7 @@ async def held(monkeypatch, owner, name, when="before"):
         may_go_on.set()
 
 
-@pytest.mark.parametrize(("owner", "at"), [(Finalizer, "gather"), (Finalizer, "write"), (Batches, "end")])
+@pytest.mark.parametrize(("owner", "at"), [(Finalizer, "gather"), (Finalizer, "write"), (Batches, "complete")])
 async def test_a_batch_that_is_cancelled_while_finalizing_ends_cancelled_with_all_its_answers(
     database_url, tmp_path, monkeypatch, owner, at
 ):
@@ -172,7 +176,7 @@ async def test_a_batch_that_is_cancelled_while_finalizing_ends_cancelled_with_al
         async with asyncio.timeout(30):
             await reached.wait()
         assert (await stage.get(id)).status is BatchStatus.FINALIZING
-        cancelling = await stage.batchwright.batches.cancel(id, tenant="default")
+        cancelling = await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
         assert cancelling.status is BatchStatus.CANCELLING
         may_go_on.set()
         batch = await stage.ended(id)
@@ -184,7 +188,7 @@ async def test_a_batch_that_is_cancelled_while_finalizing_ends_cancelled_with_al
         assert stage.simulator.stats()["received"] == 20
         job = await stage.batchwright.get(batch.job_id)
         assert (job.status, job.result) == (JobStatus.SUCCEEDED, None), "the batch alone says how it ended"
-        assert (await stage.batchwright.batches.cancel(id, tenant="default")) == batch
+        assert (await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")) == batch
 
 
 async def test_a_cancellation_that_comes_with_the_commit_of_the_end_waits_for_it_and_is_refused(
@@ -192,13 +196,13 @@ async def test_a_cancellation_that_comes_with_the_commit_of_the_end_waits_for_it
 ):
     async with (
         staged(database_url, tmp_path) as stage,
-        held(monkeypatch, Batches, "end", "after") as (reached, may_go_on),
+        held(monkeypatch, Batches, "complete", "after") as (reached, may_go_on),
     ):
         stage.work()
         id = await stage.submit([request("a")])
         async with asyncio.timeout(30):
             await reached.wait()
-            cancelling = asyncio.create_task(stage.batchwright.batches.cancel(id, tenant="default"))
+            cancelling = asyncio.create_task(stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default"))
             waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
             while not await raw(stage.batchwright.queue, waiting):
                 assert not cancelling.done()
@@ -216,9 +220,9 @@ async def test_an_ended_batch_cannot_be_cancelled_or_paused(database_url, tmp_pa
         id = await stage.submit([request("a")])
         await stage.ended(id)
         with pytest.raises(Conflict, match="Cannot cancel a batch with status 'completed'"):
-            await stage.batchwright.batches.cancel(id, tenant="default")
+            await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
         with pytest.raises(Conflict, match="Cannot pause a batch with status 'completed'"):
-            await stage.batchwright.batches.pause(id, tenant="default")
+            await stage.batchwright.part(BatchesPart).batches.pause(id, tenant="default")
 
 
 async def test_a_paused_batch_sends_nothing_until_it_is_resumed(database_url, tmp_path):
@@ -226,7 +230,7 @@ async def test_a_paused_batch_sends_nothing_until_it_is_resumed(database_url, tm
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(300)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        await stage.batchwright.batches.pause(id, tenant="default")
+        await stage.batchwright.part(BatchesPart).batches.pause(id, tenant="default")
         sql = "SELECT status::text FROM batchwright.job WHERE parent_job_id IS NOT NULL"
         async with asyncio.timeout(10):
             while await raw(stage.batchwright.queue, sql) != [("QUEUED",)]:
@@ -235,7 +239,7 @@ async def test_a_paused_batch_sends_nothing_until_it_is_resumed(database_url, tm
         paused = await stage.get(id)
         assert (paused.status, paused.completed) == (BatchStatus.IN_PROGRESS, before)
         assert paused.paused_at is not None
-        await stage.batchwright.batches.resume(id, tenant="default")
+        await stage.batchwright.part(BatchesPart).batches.resume(id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 300)
         assert stage.simulator.asked(over=1)["requests"] == {}
@@ -264,7 +268,7 @@ async def test_workers_may_have_different_models_whoever_of_them_plans(database_
             for stage in (first, second):
                 stage.work()
             async with asyncio.timeout(20):
-                while len(await first.batchwright.batches.served()) < 2:
+                while len(await first.batchwright.part(BatchesPart).batches.served_queues()) < 2:
                     await asyncio.sleep(0.02)
             lines = [request(model, model=model) for model in ("one", "two", "none")]
             batch = await first.ended(await first.submit(lines))
@@ -304,22 +308,22 @@ async def test_a_worker_that_left_is_not_listed_and_its_models_are_forgotten_aft
     await clock.advance(queue, 0)
     served = {"on_demand_types": ["batch.shard"], "on_demand_queues": ["batches", "shard/two"]}
     names = {"id": "w", "host": "h", "pid": 1, "version": "0", "queues": None, "operations": ["batch.shard"]}
-    await queue.register_worker(**names, concurrency=7, **served)
-    await queue.leave("w")
+    await Workers(queue.database).register(**names, concurrency=7, **served)
+    await Workers(queue.database).leave("w")
     batches = Batches(queue)
-    assert await batches.served() == {"shard/two"}
+    assert await batches.served_queues() == {"shard/two"}
     assert await Views(queue).workers() == []
     await clock.advance(queue, 299)
-    assert await batches.served() == {"shard/two"}
+    assert await batches.served_queues() == {"shard/two"}
     await clock.advance(queue, 2)
-    assert await batches.served() == set()
-    assert await queue.remove_dead_workers(300.0) == 1
+    assert await batches.served_queues() == set()
+    assert await Workers(queue.database).remove_dead(300.0) == 1
 
 
 async def test_where_another_worker_takes_any_model_none_is_unknown(database_url, tmp_path):
     async with staged(database_url, tmp_path, model_gateways={"one": {"url": "http://127.0.0.1:9"}}) as stage:
         queues = {"queues": [], "on_demand_types": ["batch.shard"], "on_demand_queues": ["shard/"]}
-        await stage.batchwright.queue.register_worker(
+        await Workers(stage.batchwright.queue.database).register(
             id="w", host="h", pid=1, version="0", operations=["batch.shard"], concurrency=1, **queues
         )
         stage.work()
@@ -405,6 +409,6 @@ async def test_an_input_that_is_deleted_while_the_batch_runs_is_read_to_the_end(
         id = await stage.submit([request(f"r{n}") for n in range(50)])
         stage.work()
         batch = await stage.until(id, lambda batch: batch.completed > 0)
-        await stage.batchwright.files.delete(batch.input_file_id, tenant="default")
+        await stage.batchwright.part(BatchesPart).files.delete(batch.input_file_id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 50)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from batchwright.batches.lines import MIXED, BadLine, LineCheck, Request, split
+from batchwright.batches.plan.lines import MIXED, BadLine, GoodLine, LineCheck, split
 from batchwright.errors import InvalidInput
 from tests.batches.reference import REQUIRED
 
@@ -198,7 +198,7 @@ def test_a_model_and_an_id_at_their_limits_are_good():
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"  \r\n"])
 def test_line_endings_and_array_content_are_fine(end):
     data = body(messages=[{"role": "user", "content": [{"type": "text", "text": "grün"}]}]) + end
-    assert LineCheck(CHAT).check(data, 1) == Request(
+    assert LineCheck(CHAT).check(data, 1) == GoodLine(
         "a", "m", json.dumps(json.loads(data)["body"]["messages"]).encode(), 0, CHAT
     )
 
@@ -206,7 +206,7 @@ def test_line_endings_and_array_content_are_fine(end):
 def test_the_prompt_is_tools_before_messages_whatever_the_order_in_the_body():
     one = body().replace(b'"messages": []', b'"messages":[1],"tools":[2]')
     two = body().replace(b'"messages": []', b'"tools": [2], "messages": [1] ')
-    assert LineCheck(CHAT).check(one, 1) == LineCheck(CHAT).check(two, 1) == Request("a", "m", b"[2][1]", 0, CHAT)
+    assert LineCheck(CHAT).check(one, 1) == LineCheck(CHAT).check(two, 1) == GoodLine("a", "m", b"[2][1]", 0, CHAT)
 
 
 def test_the_prompt_of_responses_is_instructions_tools_input():
@@ -227,7 +227,7 @@ def test_of_equal_keys_the_last_counts():
     assert found(body().replace(b'"model": "m"', b'"model": 3, "model": "m"')) == []
     assert found(body().replace(b'"model": "m"', b'"model": "m", "model": null')) != []
     again = LineCheck(CHAT).check(line().replace(b'"custom_id": "a"', b'"custom_id": 1, "custom_id": "b"'), 1)
-    assert again == Request("b", "m", b"[]", 0, CHAT)
+    assert again == GoodLine("b", "m", b"[]", 0, CHAT)
 
 
 def test_splitting_a_line_gives_the_body_byte_for_byte():

@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from batchwright.batches.files import object_key
-from batchwright.batches.journal import Tally, scan
-from batchwright.batches.repair import repair
-from batchwright.batches.segments import Segments
-from batchwright.batches.shards import Slice, last_journal_number
+from batchwright.batches.journal.journal import scan
+from batchwright.batches.journal.segments import Segments
+from batchwright.batches.output.repair import repair
+from batchwright.batches.output.verify import verify
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.plan.shards import Shard, last_journal_number
 from batchwright.batches.store import Batches, Position, Registration
-from batchwright.batches.verify import verify
+from batchwright.batches.tally import Tally
 from batchwright.db.check import Level
 from batchwright.errors import Conflict
+from batchwright.files.store import object_key
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from tests.batches.stage import request, staged
@@ -49,7 +51,7 @@ async def complete(stage, batch):
     output, errors = await stage.results(batch)
     assert (batch.status, errors) == (BatchStatus.COMPLETED, [])
     assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(REQUESTS)]
-    assert {one.level for one in await verify(stage.batchwright.files, batch)} == {Level.OK}
+    assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, batch)} == {Level.OK}
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -98,7 +100,7 @@ async def test_the_end_of_a_batch_finds_stored_answers_before_it_sends_any_again
 
     async def after_a_failover(self, id):
         await raw(self.queue, LOSE, kept=0)
-        for _, _, path in stage.batchwright.workspace.journals(id):
+        for _, _, path in stage.batchwright.part(BatchesPart).workspace.journals(id):
             path.unlink()
         return await finalize(self, id)
 
@@ -122,27 +124,37 @@ async def test_a_batch_that_failed_for_want_of_answers_is_repaired_from_what_is_
 
     async def after_a_failover(self, id):
         await raw(self.queue, LOSE, kept=0)
-        for _, _, path in stage.batchwright.workspace.journals(id):
+        for _, _, path in stage.batchwright.part(BatchesPart).workspace.journals(id):
             path.unlink()
         return await finalize(self, id)
 
     async with staged(database_url, tmp_path, **shared(tmp_path / "one", tmp_path / "store")) as stage:
         with monkeypatch.context() as patched:
             patched.setattr(Batches, "finalize", after_a_failover)
-            patched.setattr(Segments, "unregistered", nothing)
+            patched.setattr(Segments, "find_unregistered", nothing)
             patched.setattr("batchwright.batches.store.RESENDS_MAX", 0)
             stage.work()
             batch = await stage.ended(await stage.submit(LINES))
         assert (batch.status, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, "answers_missing")
         assert (batch.completed, batch.error_summary["batch_failed"][0]) == (0, REQUESTS)
         batchwright = stage.batchwright
-        fixed = await repair(batchwright.batches, batchwright.files, batchwright.workspace, batch.id)
+        fixed = await repair(
+            batchwright.part(BatchesPart).batches,
+            batchwright.part(BatchesPart).files,
+            batchwright.part(BatchesPart).workspace,
+            batch.id,
+        )
         output, errors = await stage.results(fixed)
         assert (fixed.status, len(output), errors) == (BatchStatus.FAILED, REQUESTS, [])
-        assert {one.level for one in await verify(batchwright.files, fixed)} == {Level.OK}
+        assert {one.level for one in await verify(batchwright.part(BatchesPart).files, fixed)} == {Level.OK}
         assert fixed.output_file_id != batch.output_file_id
         with pytest.raises(Conflict, match="its files are written, and no further answer was found"):
-            await repair(batchwright.batches, batchwright.files, batchwright.workspace, batch.id)
+            await repair(
+                batchwright.part(BatchesPart).batches,
+                batchwright.part(BatchesPart).files,
+                batchwright.part(BatchesPart).workspace,
+                batch.id,
+            )
         assert await batchwright.store.head(object_key(fixed.output_file_id)) is not None
 
 
@@ -168,7 +180,7 @@ async def held(stage):
 
 async def test_ranges_of_a_journal_are_registered_without_gaps_or_not_at_all(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
-        batches = stage.batchwright.batches
+        batches = stage.batchwright.part(BatchesPart).batches
         first = await held(stage)
         second = replace(first, seq=1, start=100, end=180, tally=tally(2))
         third = replace(first, seq=2, start=180, end=250, tally=tally(1))
@@ -191,7 +203,7 @@ async def test_ranges_of_a_journal_are_registered_without_gaps_or_not_at_all(dat
 
 async def test_a_claim_number_that_was_given_twice_belongs_to_one_worker(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
-        batches, queue = stage.batchwright.batches, stage.batchwright.queue
+        batches, queue = stage.batchwright.part(BatchesPart).batches, stage.batchwright.queue
         ours = await held(stage)
         await raw(queue, FORGET)
         again = await queue.claim_job("w2", ours.job_id, ["batch.process"])
@@ -204,7 +216,7 @@ async def test_a_claim_number_that_was_given_twice_belongs_to_one_worker(databas
 
 
 def test_every_claim_of_every_round_has_a_journal_of_its_own():
-    first = Slice(batch_id="b", model="m", number=0, start=0, count=1)
+    first = Shard(batch_id="b", model="m", number=0, start=0, count=1)
     numbers = [replace(first, round=round).journal_number(claim) for round in range(4) for claim in (1, 2, 999)]
     assert numbers == sorted(set(numbers))
     assert numbers[-1] < last_journal_number(1)

@@ -1,4 +1,4 @@
-"""The metrics of batches: the source's names, labels and values; exact sums; gauges of those who live."""
+"""The metrics of batches: names, labels and values of llm-d's batch gateway; exact sums; gauges of those who live."""
 
 import asyncio
 import inspect
@@ -11,24 +11,24 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from batchwright.batches import metrics
-from batchwright.batches.disk import Disk
-from batchwright.batches.dispatch import Dispatcher
 from batchwright.batches.metrics import (
     BATCH_METRICS,
     MODELS_MAX,
     OWN_METRICS,
-    STORAGE_METRIC,
     BatchCounts,
     Load,
-    StorageCounts,
+    label_limits,
     load_of,
-    rooms,
     size_bucket,
 )
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.send.disk import Disk
+from batchwright.batches.send.dispatch import Dispatcher
 from batchwright.batches.store import Batches
-from batchwright.engine.counts import CountsWriter, WorkerCounts
 from batchwright.engine.exposition import Exposition, process_counts
+from batchwright.engine.metrics import CountsWriter, WorkerCounts
 from batchwright.engine.queue import Queue
+from batchwright.engine.workers import Workers
 from batchwright.errors import DatabaseUnavailable, Deadlock, StorageUnavailable
 from batchwright.inference.answers import Failure, Reply, classify
 from batchwright.inference.gateway import Gateways
@@ -37,14 +37,17 @@ from batchwright.inference.settings import GatewaySettings, InferenceSettings
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from batchwright.storage import StorageSettings, Store
+from batchwright.storage import metrics as storage_metrics
 from batchwright.storage import store as store_module
 from batchwright.storage.local import Local
+from batchwright.storage.metrics import STORAGE_METRIC, STORAGE_METRICS, StorageCounts
 from batchwright.telemetry.metrics import Counts, series
 from tests.batches.stage import request, staged
 from tests.batches.test_recovery import LEASE, doomed
 from tests.support import raw
 
-SOURCE = {
+METRICS = (*BATCH_METRICS, *STORAGE_METRICS)
+BATCH_GATEWAY = {
     "jobs_processed_total": ("counter", "result", "reason"),
     "job_processing_duration_seconds": ("histogram", "size_bucket"),
     "job_queue_wait_duration_seconds": ("histogram",),
@@ -104,7 +107,7 @@ def spread(counts, name):
 
 async def page(queue, models=()):
     """Samples by name and the values of their labels, whose names are in order; and the families."""
-    exposition = Exposition(queue, process_counts(), more=BATCH_METRICS, rooms=rooms(models))
+    exposition = Exposition(queue.database, process_counts(), more=METRICS, label_limits=label_limits(models))
     families = {one.name: one for one in text_string_to_metric_families((await exposition.render()).decode())}
     samples = {
         (sample.name, *sample.labels.values()): sample.value for one in families.values() for sample in one.samples
@@ -115,23 +118,23 @@ async def page(queue, models=()):
 async def living(queue, name, models=()):
     """A worker's counts, whose row is written by `write()`."""
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": [], "concurrency": 1}
-    await queue.register_worker(id=name, **columns)
-    counts = WorkerCounts(BATCH_METRICS, rooms(models))
-    return BatchCounts(counts), CountsWriter(queue, name, counts)
+    await Workers(queue.database).register(id=name, **columns)
+    counts = WorkerCounts(BATCH_METRICS, label_limits(models))
+    return BatchCounts(counts), CountsWriter(queue.database, name, counts)
 
 
 # Names --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_metric_of_the_source_is_there_by_its_name_and_labels():
-    named = {one.full_name: (one.kind, *one.labels) for one in BATCH_METRICS if one not in OWN_METRICS}
-    assert named == SOURCE
+def test_every_metric_of_the_batch_gateway_is_there_by_its_name_and_labels():
+    named = {one.full_name: (one.kind, *one.labels) for one in METRICS if one not in OWN_METRICS}
+    assert named == BATCH_GATEWAY
     assert all(one.full_name.startswith("batchwright_") for one in OWN_METRICS)
 
 
 async def test_the_page_shows_them_all(queue):
     _, families = await page(queue)
-    for metric in BATCH_METRICS:
+    for metric in METRICS:
         family = families[metric.full_name.removesuffix("_total")]
         assert family.type == metric.kind
         assert family.documentation.startswith(metric.help)
@@ -350,7 +353,7 @@ async def test_a_process_without_batches_has_no_gauges(queue):
 async def test_the_load_of_a_dispatcher_is_what_its_limits_say(tmp_path):
     gateways = Gateways(GatewaySettings(url="http://127.0.0.1:9"), {})
     dispatcher = Dispatcher(gateways, Limits(InferenceSettings(concurrency=40)), BatchCounts(), Disk(tmp_path))
-    lane = dispatcher._lane("a")
+    sender = dispatcher._sender("a")
     assert dispatcher.limits.total.take_now(3, "a")
     found = load_of(dispatcher, shards=2, shards_max=256)
     assert found == load(
@@ -359,7 +362,7 @@ async def test_the_load_of_a_dispatcher_is_what_its_limits_say(tmp_path):
         requests=3,
         requests_max=40,
         in_flight={"a": 0},
-        limits={"a": lane.room.adaptive.limit},
+        limits={"a": sender.limit.adaptive.limit},
     )
     assert found.limits["a"] == 10
     dispatcher.limits.total.note_broken("given back twice")
@@ -405,7 +408,7 @@ def storage():
     return Counts([STORAGE_METRIC])
 
 
-async def test_calls_to_the_store_are_counted_in_the_words_of_the_source(storage, tmp_path):
+async def test_calls_to_the_store_are_counted_in_the_words_of_the_batch_gateway(storage, tmp_path):
     store = Store(Local(tmp_path), counts=StorageCounts(storage), component="apiserver")
     await store.put("a", b"x")
     await store.copy("a", "b")
@@ -437,11 +440,11 @@ async def test_a_store_that_does_not_answer_is_tried_again_until_it_is_exhausted
     }
 
 
-def test_every_call_of_the_store_has_a_word_in_the_source():
+def test_every_call_of_the_store_has_a_word_of_the_batch_gateway():
     calls = set(re.findall(r'_retry\(\s*"(\w+)"', inspect.getsource(store_module)))
     assert len(calls) >= 7
-    assert calls == metrics._OPERATIONS.keys()
-    assert {*metrics._OPERATIONS.values()} == {"store", "retrieve", "delete"}
+    assert calls == storage_metrics._OPERATIONS.keys()
+    assert {*storage_metrics._OPERATIONS.values()} == {"store", "retrieve", "delete"}
 
 
 # Whole batches ------------------------------------------------------------------------------------------------------
@@ -475,20 +478,20 @@ async def test_every_ending_is_counted_once_and_only_when_it_is_committed(databa
         if settle.claim.job_type == "batch.process" and tries[settle.claim.id] == 1:
             raise DatabaseUnavailable("the answer is lost")
 
-    end = Batches.end
+    end = Batches._end
 
-    async def victim(self, id, ending, *, session=None):
-        status = await end(self, id, ending, session=session)
+    async def victim(self, verb, id, ending, session):
+        status = await end(self, verb, id, ending, session)
         tries[id] += 1
         if tries[id] == 1:
             raise Deadlock("another one was chosen")
         return status
 
     monkeypatch.setattr(Queue, "succeed_with", troubled)
-    monkeypatch.setattr(Batches, "end", victim)
+    monkeypatch.setattr(Batches, "_end", victim)
     async with staged(database_url, tmp_path, simulator=hanging, batches={"cancel_grace_seconds": 0.1}) as stage:
         stage.work()
-        batches = stage.batchwright.batches
+        batches = stage.batchwright.part(BatchesPart).batches
         await stage.ended(await stage.submit([request("a")]))
         await stage.ended(await stage.submit(b"no json\n"))
         late, cancelled = [await stage.submit([request("b", prompt="hang")]) for _ in range(2)]
@@ -523,7 +526,7 @@ async def test_batches_that_end_before_they_begin_or_while_they_are_finished_are
 
     monkeypatch.setattr(Batches, "finalize", then_cancel)
     async with staged(database_url, tmp_path) as stage:
-        batches = stage.batchwright.batches
+        batches = stage.batchwright.part(BatchesPart).batches
         queued, late = [await stage.submit([request("a")]) for _ in range(2)]
         await batches.cancel(queued, tenant=None)
         await raw(batches.queue, "UPDATE batchwright.batch SET expires_at = now() WHERE id = %(id)s", id=late)
@@ -553,7 +556,7 @@ async def test_a_shard_that_another_worker_has_is_not_counted_as_put_back(databa
 async def test_pauses_deploys_and_snoozes_are_no_recoveries_and_a_death_is_one(database_url, tmp_path):
     slow = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}, **LEASE) as stage:
-        batches = stage.batchwright.batches
+        batches = stage.batchwright.part(BatchesPart).batches
         id = await stage.submit([request(f"r{n}") for n in range(150)])
         async with doomed(stage, tmp_path) as process:
             await stage.until(id, lambda batch: batch.completed > 0)

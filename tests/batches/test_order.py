@@ -4,8 +4,8 @@ from benchmarks.tools.prefixes import cached_share, requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.batches.lines import LineCheck
-from batchwright.batches.order import BLOCK_BYTES, BLOCKS_MAX, chain, group, order, shared_blocks
+from batchwright.batches.plan.lines import LineCheck
+from batchwright.batches.plan.order import BLOCK_BYTES, BLOCKS_MAX, chain, group, order, shared_blocks
 
 # Prompts of few different blocks, so that many share their beginnings.
 blocks = st.sampled_from([bytes([letter]) * BLOCK_BYTES for letter in b"ab"])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.batches.plan import Limits, Rules, read, write
-from batchwright.batches.planfile import Entry, pack_entries, plan_path, read_entries, safe_name, write_file
+from batchwright.batches.plan.plan import InputLimits, Rules, read, write
+from batchwright.batches.plan.planfile import Entry, pack_entries, plan_path, read_entries, safe_name, write_file
 from batchwright.errors import ConfigurationError
 from tests.batches.reference import REQUIRED, problems
 
@@ -28,7 +28,7 @@ def draft(tmp_path):
     def read_bytes(data, endpoint=CHAT, models=None, **limits):
         file = tmp_path / "input.jsonl"
         file.write_bytes(data)
-        return read(file, Rules(endpoint=endpoint, limits=Limits(**limits), models=models))
+        return read(file, Rules(endpoint=endpoint, limits=InputLimits(**limits), models=models))
 
     return read_bytes
 
@@ -120,7 +120,7 @@ def test_a_line_of_4_megabytes_is_fine(draft, tmp_path):
 
 def test_a_limit_that_a_plan_entry_cannot_hold_is_refused():
     with pytest.raises(ConfigurationError, match="line_bytes_max is 4294967296: write a number of bytes from 1 to"):
-        Limits(line_bytes_max=2**32)
+        InputLimits(line_bytes_max=2**32)
 
 
 def test_embedding_inputs_are_summed_over_all_lines(draft):
@@ -196,7 +196,8 @@ def files(folder):
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from batchwright.batches import plan, planfile
+from batchwright.batches.plan import plan
+from batchwright.batches.plan import planfile
 calls = int(sys.argv[3])
 def fsync(descriptor, real=os.fsync):
     global calls
@@ -301,7 +302,7 @@ def test_a_plan_holds_every_line_exactly_once(tmp_path_factory, bodies, blanks, 
 
 def test_reading_takes_no_more_memory_for_a_long_file_than_its_plan(tmp_path):
     code = (
-        "import resource, sys; from pathlib import Path; from batchwright.batches import plan;"
+        "import resource, sys; from pathlib import Path; from batchwright.batches.plan import plan;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "before = peak(); plan.read(Path(sys.argv[1]), plan.Rules(endpoint=sys.argv[2])); print(peak() - before)"
     )

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from batchwright.batches import planner
-from batchwright.batches.plan import Rules
+from batchwright.batches.plan import planner
+from batchwright.batches.plan.plan import Rules
 from batchwright.states import BatchStatus
 from tests.batches.stage import CHAT, jsonl, request, staged
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from batchwright.batches.part import BatchesPart
 from batchwright.settings import settings_document
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
@@ -23,23 +24,23 @@ REQUESTS = 60
 IN_FLIGHT = 16
 
 POINTS = [
-    ("batchwright.batches.plan:read", "before", 1),
-    ("batchwright.batches.plan:write", "after", 1),
-    ("batchwright.batches.workspace:Workspace.keep_plan", "after", 1),
+    ("batchwright.batches.plan.plan:read", "before", 1),
+    ("batchwright.batches.plan.plan:write", "after", 1),
+    ("batchwright.batches.journal.workspace:Workspace.keep_plan", "after", 1),
     ("batchwright.batches.store:Batches.begin", "before", 1),
     ("batchwright.batches.store:Batches.begin", "after", 1),
     ("batchwright.engine.queue:Queue.wait", "before", 1),
     ("batchwright.engine.queue:Queue.wait", "after", 1),
-    ("batchwright.batches.dispatch:Dispatcher.begin", "after", 1),
-    ("batchwright.batches.journal:Journal.append", "before", 20),
-    ("batchwright.batches.journal:Journal.append", "after", 20),
+    ("batchwright.batches.send.dispatch:Dispatcher.begin", "after", 1),
+    ("batchwright.batches.journal.journal:Journal.append", "before", 20),
+    ("batchwright.batches.journal.journal:Journal.append", "after", 20),
     ("batchwright.batches.store:Batches.register", "before", 2),
     ("batchwright.batches.store:Batches.register", "after", 2),
     ("batchwright.batches.store:Batches.finalize", "before", 1),
     ("batchwright.batches.store:Batches.finalize", "after", 1),
-    ("batchwright.batches.finalize:Finalizer.write", "after", 1),
-    ("batchwright.batches.store:Batches.end", "after", 1),
-    ("batchwright.batches.finalize:Finalizer.add_files", "after", 1),
+    ("batchwright.batches.output.finalize:Finalizer.write", "after", 1),
+    ("batchwright.batches.store:Batches.complete", "after", 1),
+    ("batchwright.batches.output.finalize:Finalizer.add_files", "after", 1),
     ("batchwright.engine.queue:Queue.succeed_with", "after", 1),
 ]
 
@@ -77,8 +78,8 @@ async def test_a_worker_that_dies_here_loses_nothing(database_url, tmp_path, at,
 
 CANCEL_POINTS = [
     None,
-    ("batchwright.batches.assemble:Assembly.fill", "after", 1),
-    ("batchwright.batches.store:Batches.end", "after", 1),
+    ("batchwright.batches.output.assemble:Assembly.fill", "after", 1),
+    ("batchwright.batches.store:Batches.end_cancelled", "after", 1),
     ("batchwright.engine.queue:Queue.succeed_with", "after", 1),
 ]
 """None is the moment after the cancellation, with requests in flight."""
@@ -92,7 +93,7 @@ async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(da
         id = await stage.submit([request(f"r{n}") for n in range(300)])
         async with doomed(stage, tmp_path, **fate) as process:
             await stage.until(id, lambda batch: batch.completed > 0)
-            await stage.batchwright.batches.cancel(id, tenant="default")
+            await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")
             if point is None:
                 process.kill()
             async with asyncio.timeout(30):
@@ -112,12 +113,12 @@ async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(da
 
 async def test_a_client_that_dies_inside_its_cancellation_changes_nothing(database_url, tmp_path):
     """Its transaction has cancelled the shards and not yet moved the batch."""
-    point = {"at": "batchwright.batches.store:Batches._cancel_shards", "when": "after", "call": 1}
+    point = {"at": "batchwright.engine.owned:cancel_children", "when": "after", "call": 1}
     async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": IN_FLIGHT}) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        await stage.batchwright.batches.pause(id, tenant="default")
+        await stage.batchwright.part(BatchesPart).batches.pause(id, tenant="default")
         sql = "SELECT status::text FROM batchwright.job WHERE parent_job_id IS NOT NULL"
         async with asyncio.timeout(30):
             while await raw(stage.batchwright.queue, sql) != [("QUEUED",)]:
@@ -125,7 +126,7 @@ async def test_a_client_that_dies_inside_its_cancellation_changes_nothing(databa
         async with doomed(stage, tmp_path, cancel=id, **point) as process, asyncio.timeout(30):
             assert await process.wait() == -signal.SIGKILL
         assert (await stage.get(id)).status is BatchStatus.IN_PROGRESS
-        await stage.batchwright.batches.resume(id, tenant="default")
+        await stage.batchwright.part(BatchesPart).batches.resume(id, tenant="default")
         batch = await stage.ended(id)
         assert (batch.status, batch.completed, batch.cancelled) == (BatchStatus.COMPLETED, REQUESTS, 0)
 
@@ -145,7 +146,7 @@ async def test_answers_that_were_never_registered_are_adopted_on_the_same_machin
     """The worker dies with a journal that no checkpoint has seen."""
     async with staged(database_url, tmp_path, simulator=QUICK, batches={"checkpoint_seconds": 60.0}, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
-        point = {"at": "batchwright.batches.journal:Journal.append", "when": "after", "call": 30}
+        point = {"at": "batchwright.batches.journal.journal:Journal.append", "when": "after", "call": 30}
         async with doomed(stage, tmp_path, **point) as process, asyncio.timeout(30):
             await process.wait()
         assert (await stage.get(id)).completed == 0

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from batchwright.batches.finalize import Finalizer
-from batchwright.batches.journal import scan
-from batchwright.batches.repair import repair
+from batchwright.batches.journal.journal import scan
+from batchwright.batches.output.finalize import Finalizer
+from batchwright.batches.output.repair import repair
+from batchwright.batches.output.verify import verify
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, Batches
-from batchwright.batches.verify import verify
 from batchwright.db.check import Level
 from batchwright.errors import Conflict, StorageError, StorageUnavailable
 from batchwright.states import BatchStatus
@@ -33,7 +34,13 @@ async def broken(stage: Stage, monkeypatch: pytest.MonkeyPatch, lines: list[dict
 
 async def mend(stage: Stage, batch: Batch, **options: Any) -> Batch:
     batchwright = stage.batchwright
-    return await repair(batchwright.batches, batchwright.files, batchwright.workspace, batch.id, **options)
+    return await repair(
+        batchwright.part(BatchesPart).batches,
+        batchwright.part(BatchesPart).files,
+        batchwright.part(BatchesPart).workspace,
+        batch.id,
+        **options,
+    )
 
 
 async def test_answers_become_files_and_the_batch_stays_failed(database_url, tmp_path, monkeypatch):
@@ -44,7 +51,7 @@ async def test_answers_become_files_and_the_batch_stays_failed(database_url, tmp
         assert [line["custom_id"] for line in output] == ["a", "c"]
         assert [line["custom_id"] for line in errors] == ["b"]
         assert (batch.completed, batch.failed, batch.error_summary) == (2, 1, {"odd": [1, "b"]})
-        assert {one.level for one in await verify(stage.batchwright.files, batch)} == {Level.OK}
+        assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, batch)} == {Level.OK}
         assert stage.simulator.asked(over=1)["count"] == 0
 
 
@@ -54,7 +61,7 @@ async def test_lines_without_an_answer_are_said_to_have_failed(database_url, tmp
         await stage.batchwright.pool.rows(
             "DELETE FROM batchwright.batch_segment WHERE batch_id = %(id)s", {"id": batch.id}
         )
-        for _, _, path in stage.batchwright.workspace.journals(batch.id):
+        for _, _, path in stage.batchwright.part(BatchesPart).workspace.journals(batch.id):
             path.unlink()
         batch = await mend(stage, batch)
         output, errors = await stage.results(batch)
@@ -71,19 +78,19 @@ async def test_answers_that_nobody_registered_are_found_in_the_journals_of_this_
         await stage.batchwright.pool.rows(
             "DELETE FROM batchwright.batch_segment WHERE batch_id = %(id)s", {"id": batch.id}
         )
-        ((_, _, path),) = stage.batchwright.workspace.journals(batch.id)
+        ((_, _, path),) = stage.batchwright.part(BatchesPart).workspace.journals(batch.id)
         with path.open("ab") as journal:
             journal.write(path.read_bytes()[:60] + bytes(100))
         batch = await mend(stage, batch)
         output, errors = await stage.results(batch)
         assert [line["custom_id"] for line in output + errors] == ["a", "c", "b"]
-        assert {one.level for one in await verify(stage.batchwright.files, batch)} == {Level.OK}
+        assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, batch)} == {Level.OK}
 
 
 async def test_answers_that_are_lost_do_not_take_the_others_with_them(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch, [request("a", model="one"), request("b", model="two")])
-        (_, _, path), _ = stage.batchwright.workspace.journals(batch.id)
+        (_, _, path), _ = stage.batchwright.part(BatchesPart).workspace.journals(batch.id)
         path.unlink()
         output, errors = await stage.results(await mend(stage, batch))
         assert [line["custom_id"] for line in output] == ["b"]
@@ -95,7 +102,7 @@ async def test_a_damaged_answer_does_not_take_the_others_with_it(database_url, t
     lines = [request(f"r{n}", model=f"m{n // 4}") for n in range(8)]
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch, lines)
-        (_, _, path), _ = stage.batchwright.workspace.journals(batch.id)
+        (_, _, path), _ = stage.batchwright.part(BatchesPart).workspace.journals(batch.id)
         second = list(scan(path))[1]
         data = bytearray(path.read_bytes())
         data[second.end - 9 if place == "the line" else second.position + 6] ^= 1
@@ -104,7 +111,7 @@ async def test_a_damaged_answer_does_not_take_the_others_with_it(database_url, t
         output, errors = await stage.results(batch)
         assert len(output) == (7 if place == "the line" else 5), "behind a wrong length no record is found again"
         assert {line["error"]["code"] for line in errors} == {"batch_failed"}
-        assert {one.level for one in await verify(stage.batchwright.files, batch)} == {Level.OK}
+        assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, batch)} == {Level.OK}
 
 
 async def test_answers_on_another_machine_are_not_given_up(database_url, tmp_path, monkeypatch):
@@ -145,7 +152,7 @@ async def test_only_one_of_two_repairs_counts(database_url, tmp_path, monkeypatc
             patched.setattr(Finalizer, "write", overtaken)
             with pytest.raises(Conflict, match="somebody else has just done that"):
                 await mend(stage, batch)
-        assert len(await stage.batchwright.files.list("default", purpose="batch_output")) == 2
+        assert len(await stage.batchwright.part(BatchesPart).files.list("default", purpose="batch_output")) == 2
 
 
 async def test_a_repair_that_the_collector_overtakes_writes_no_files_without_answers(
@@ -159,7 +166,7 @@ async def test_a_repair_that_the_collector_overtakes_writes_no_files_without_ans
             rows, params = stage.batchwright.pool.rows, {"id": id}
             await rows("UPDATE batchwright.batch SET segments_gone_at = now() WHERE id = %(id)s RETURNING id", params)
             await rows("DELETE FROM batchwright.batch_segment WHERE batch_id = %(id)s RETURNING id", params)
-            for _, _, path in stage.batchwright.workspace.journals(id):
+            for _, _, path in stage.batchwright.part(BatchesPart).workspace.journals(id):
                 path.unlink()
             return await segments(batches, id, **options)
 
@@ -167,7 +174,7 @@ async def test_a_repair_that_the_collector_overtakes_writes_no_files_without_ans
         with pytest.raises(Conflict, match="its answers were removed on "):
             await mend(stage, batch)
         assert (await stage.get(batch.id)).manifest is None
-        assert await stage.batchwright.files.list("default", purpose="batch_output") == []
+        assert await stage.batchwright.part(BatchesPart).files.list("default", purpose="batch_output") == []
 
 
 async def test_what_cannot_be_repaired_says_why(database_url, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a lane sends next: order, turns, groups, retries, pauses and caps."""
+"""Which request is sent next: order, turns, groups, retries and caps."""
 
 import heapq
 import os
@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batches import schedule as module
-from batchwright.batches.planfile import Entry
-from batchwright.batches.schedule import Schedule
+from batchwright.batches.plan.planfile import Entry
+from batchwright.batches.send import schedule as module
+from batchwright.batches.send.schedule import Schedule
 from batchwright.errors import Conflict
 
 
@@ -41,7 +41,7 @@ def offsets(items):
 
 
 def batches(items):
-    return [item.share.batch for item in items]
+    return [item.backlog.batch for item in items]
 
 
 def drain(schedule, number, now=0.0):
@@ -63,25 +63,25 @@ class TestOneBatch:
         schedule = Schedule()
         for shard in (2, 0, 1):
             schedule.add("b", "t", shard, lines(2))
-        assert [item.share.shard for item in take(schedule, 9)] == [0, 0, 1, 1, 2, 2]
+        assert [item.backlog.shard for item in take(schedule, 9)] == [0, 0, 1, 1, 2, 2]
 
     def test_an_item_knows_its_entry_its_share_and_when_it_was_sent(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 3, [Entry(70, 9, 0)])
+        backlog = schedule.add("b", "t", 3, [Entry(70, 9, 0)])
         (item,) = take(schedule, 1, now=12.5)
-        assert (item.entry, item.share, item.sent_at, item.tries) == (Entry(70, 9, 0), share, 12.5, 0)
-        assert (share.batch, share.shard) == ("b", 3)
+        assert (item.entry, item.backlog, item.tries) == (Entry(70, 9, 0), backlog, 0)
+        assert (backlog.batch, backlog.shard) == ("b", 3)
 
     def test_a_share_counts_what_is_unsent_in_flight_and_retrying_until_it_is_empty(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, lines(2))
+        backlog = schedule.add("b", "t", 0, lines(2))
         first, second = take(schedule, 2)
         schedule.again(first, due=5.0)
-        assert (share.unsent, share.in_flight, share.retrying, share.is_empty) == (0, 1, 1, False)
+        assert (backlog.unsent, backlog.in_flight, backlog.retrying, backlog.is_empty) == (0, 1, 1, False)
         schedule.finished(second)
-        assert not share.is_empty
+        assert not backlog.is_empty
         schedule.finished(schedule.next(5.0))
-        assert share.is_empty
+        assert backlog.is_empty
 
     def test_a_share_without_entries_is_empty_at_once(self):
         schedule = Schedule()
@@ -89,16 +89,16 @@ class TestOneBatch:
         assert schedule.next(0.0) is None
         assert schedule.most_urgent is None
 
-    def test_a_shard_cannot_be_in_the_lane_twice(self):
+    def test_a_shard_cannot_be_in_the_schedule_twice(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 4, lines(2))
-        with pytest.raises(Conflict, match="shard 4 of batch b is in the lane already; withdraw that share first"):
+        backlog = schedule.add("b", "t", 4, lines(2))
+        with pytest.raises(Conflict, match="shard 4 of batch b is in the schedule already; withdraw it first"):
             schedule.add("b", "t", 4, lines(1))
         item = schedule.next(0.0)
-        schedule.withdraw(share)
+        schedule.withdraw(backlog)
         again = schedule.add("b", "t", 4, lines(1))
         schedule.finished(item)
-        assert (share.is_empty, again.is_empty) == (True, False)
+        assert (backlog.is_empty, again.is_empty) == (True, False)
 
     def test_a_request_cannot_be_answered_twice(self):
         schedule = Schedule()
@@ -120,7 +120,6 @@ class TestRetries:
         assert schedule.again(first, due=2.0)
         assert offsets(take(schedule, 1, now=1.9)) == [1]
         assert schedule.next(2.0) is first
-        assert first.sent_at == 2.0
         assert offsets(take(schedule, 9, now=2.0)) == [2, 3]
 
     def test_a_retry_of_a_later_shard_goes_before_new_entries_of_an_earlier_one(self):
@@ -129,7 +128,7 @@ class TestRetries:
         item = schedule.next(0.0)
         schedule.add("b", "t", 1, lines(1))
         schedule.again(item, due=0.0)
-        assert [item.share.shard for item in take(schedule, 2)] == [7, 1]
+        assert [item.backlog.shard for item in take(schedule, 2)] == [7, 1]
 
     def test_retries_go_in_the_order_in_which_they_are_due(self):
         schedule = Schedule()
@@ -178,7 +177,7 @@ class TestGroups:
         schedule = Schedule()
         schedule.add("b", "t", 0, plan(1, 1, 0, 2, 2, 0))
         schedule.add("b", "t", 1, plan(0))
-        assert [(item.share.shard, item.entry.offset) for item in take(schedule, 9)] == [
+        assert [(item.backlog.shard, item.entry.offset) for item in take(schedule, 9)] == [
             (0, 0),
             (0, 2),
             (0, 3),
@@ -201,17 +200,17 @@ class TestGroups:
         schedule.add("b", "t", 1, lines(3))
         leader, other = take(schedule, 2)
         schedule.finished(leader)
-        assert [item.share.shard for item in take(schedule, 9)] == [0, 1, 1]
-        assert other.share.shard == 1
+        assert [item.backlog.shard for item in take(schedule, 9)] == [0, 1, 1]
+        assert other.backlog.shard == 1
 
     def test_each_shard_has_its_own_leader(self):
         schedule = Schedule()
         schedule.add("b", "t", 0, plan(1, 1))
         schedule.add("b", "t", 1, plan(1, 1))
         leaders = take(schedule, 9)
-        assert [(item.share.shard, item.entry.offset) for item in leaders] == [(0, 0), (1, 0)]
+        assert [(item.backlog.shard, item.entry.offset) for item in leaders] == [(0, 0), (1, 0)]
         schedule.finished(leaders[1])
-        assert [(item.share.shard, item.entry.offset) for item in take(schedule, 9)] == [(1, 1)]
+        assert [(item.backlog.shard, item.entry.offset) for item in take(schedule, 9)] == [(1, 1)]
 
     def test_a_group_of_which_one_entry_is_left_waits_for_nobody(self):
         schedule = Schedule()
@@ -284,7 +283,7 @@ class TestTurns:
         for name, weight in (("a", 3), ("b", 1), ("c", 1)):
             schedule.add(name, name, 0, lines(9), weight=weight)
         assert batches(take(schedule, 2)) == ["a", "a"]
-        schedule.pause("c")
+        schedule.change("c", in_flight_max=0)
         assert batches(take(schedule, 3)) == ["a", "b", "a"]
 
     def test_a_tenant_that_leaves_during_its_turn_takes_the_rest_of_it_from_nobody(self):
@@ -292,7 +291,7 @@ class TestTurns:
         for name, weight in (("a", 5), ("b", 2)):
             schedule.add(name, name, 0, lines(9), weight=weight)
         assert batches(take(schedule, 1)) == ["a"]
-        schedule.pause("a")
+        schedule.change("a", in_flight_max=0)
         schedule.add("c", "c", 0, lines(9))
         assert batches(take(schedule, 4)) == ["b", "b", "c", "b"]
 
@@ -325,35 +324,21 @@ class TestTurns:
 
 
 class TestControl:
-    def test_nothing_of_a_paused_batch_is_handed_out_until_it_is_resumed(self):
+    def test_nothing_of_a_batch_is_handed_out_while_its_cap_is_nought(self):
         schedule = Schedule()
         schedule.add("b", "t", 0, lines(3))
         item = schedule.next(0.0)
-        schedule.pause("b")
+        schedule.change("b", in_flight_max=0)
         schedule.again(item, due=1.0)
-        assert (schedule.next(5.0), schedule.unsent, schedule.next_due(5.0)) == (None, 0, None)
-        schedule.resume("b")
+        assert (schedule.next(5.0), schedule.next_due(5.0)) == (None, None)
+        schedule.change("b", in_flight_max=None)
         assert (schedule.unsent, schedule.most_urgent) == (2, 5)
         assert offsets(take(schedule, 9, now=5.0)) == [0, 1, 2]
 
-    def test_to_pause_or_resume_twice_counts_once(self):
+    def test_a_batch_may_be_told_before_its_first_shard_comes(self):
         schedule = Schedule()
-        schedule.add("b", "t", 0, lines(3))
-        schedule.pause("b")
-        schedule.pause("b")
-        schedule.add("b", "t", 1, lines(2))
-        assert schedule.unsent == 0
-        schedule.resume("b")
-        schedule.resume("b")
-        assert schedule.unsent == 5
-
-    def test_a_batch_may_be_told_before_its_first_share_comes(self):
-        schedule = Schedule()
-        schedule.pause("b")
         schedule.change("b", priority=2, in_flight_max=1)
         schedule.add("b", "t", 0, lines(3))
-        assert schedule.next(0.0) is None
-        schedule.resume("b")
         assert (schedule.most_urgent, len(take(schedule, 9))) == (2, 1)
 
     def test_a_cap_limits_what_is_in_flight_and_none_lifts_it(self):
@@ -378,14 +363,11 @@ class TestControl:
         schedule.add("b", "t", 1, lines(9), priority=7)
         assert batches(take(schedule, 3)) == ["a", "a", "a"]
 
-    def test_the_most_urgent_is_the_lowest_number_that_has_work_and_is_not_paused(self):
+    def test_the_most_urgent_is_the_lowest_number_that_has_work(self):
         schedule = Schedule()
         schedule.add("a", "t", 0, lines(1), priority=1)
         schedule.add("b", "t", 0, lines(1), priority=4)
         assert schedule.most_urgent == 1
-        schedule.pause("a")
-        assert schedule.most_urgent == 4
-        schedule.resume("a")
         schedule.finished(schedule.next(0.0))
         assert schedule.most_urgent == 4
 
@@ -399,10 +381,10 @@ class TestControl:
         assert list(schedule._idle) == ["b7", "b8", "b9"]
         assert list(schedule._active) == ["held"]
         schedule.change("b7", at_risk=True)
-        schedule.pause("new")
+        schedule.change("new", in_flight_max=1)
         assert list(schedule._idle) == ["b9", "b7", "new"]
 
-    def test_what_a_cap_holds_back_is_known_whether_the_cap_or_the_share_came_first(self):
+    def test_what_a_cap_holds_back_is_known_whether_the_cap_or_the_shard_came_first(self):
         schedule = Schedule()
         schedule.change("early", in_flight_max=1)
         schedule.add("early", "t", 0, lines(5))
@@ -416,7 +398,7 @@ class TestControl:
         assert schedule.held_back == 3
 
     def test_capped_batches_that_have_nothing_here_are_not_looked_through(self):
-        """Whether a lane is low is asked before every request."""
+        """Whether a sender is low is asked before every request."""
         schedule = Schedule()
         for name in map(str, range(100)):
             schedule.change(name, in_flight_max=1)
@@ -430,78 +412,78 @@ class TestControl:
 class TestWithdraw:
     def test_it_takes_back_retries_then_the_unsent_in_plan_order(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, plan(1, 1, 1, 0, 2, 2, 0, 0))
+        backlog = schedule.add("b", "t", 0, plan(1, 1, 1, 0, 2, 2, 0, 0))
         first, alone, second = take(schedule, 3)
         schedule.finished(first)
         schedule.again(alone, due=50.0)
         alone.tries = 1
-        taken = schedule.withdraw(share)
+        taken = schedule.withdraw(backlog)
         assert offsets(taken) == [3, 1, 2, 5, 6, 7]
         assert [item.tries for item in taken] == [1, 0, 0, 0, 0, 0]
         assert (schedule.unsent, schedule.retrying, schedule.in_flight) == (0, 0, 1)
         assert schedule.next(100.0) is None
-        assert not share.is_empty
+        assert not backlog.is_empty
         schedule.finished(second)
-        assert share.is_empty
+        assert backlog.is_empty
 
     def test_a_request_of_a_withdrawn_share_cannot_be_sent_again(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, plan(1, 1, 1))
+        backlog = schedule.add("b", "t", 0, plan(1, 1, 1))
         leader = schedule.next(0.0)
-        schedule.withdraw(share)
+        schedule.withdraw(backlog)
         assert schedule.again(leader, due=1.0) is False
-        assert (share.is_empty, schedule.next(9.0), schedule.next_due(0.0)) == (True, None, None)
+        assert (backlog.is_empty, schedule.next(9.0), schedule.next_due(0.0)) == (True, None, None)
 
     def test_other_shares_of_the_batch_go_on(self):
         schedule = Schedule()
-        shares = [schedule.add("b", "t", shard, plan(1, 1, 0)) for shard in range(2)]
+        backlogs = [schedule.add("b", "t", shard, plan(1, 1, 0)) for shard in range(2)]
         first, alone, *_ = take(schedule, 4)
         schedule.again(alone, due=1.0)
         schedule.again(first, due=1.0)
-        schedule.withdraw(shares[0])
+        schedule.withdraw(backlogs[0])
         assert schedule.next(29.0) is None
-        assert [(item.share, item.entry.offset) for item in take(schedule, 9, now=30.0)] == [(shares[1], 1)]
+        assert [(item.backlog, item.entry.offset) for item in take(schedule, 9, now=30.0)] == [(backlogs[1], 1)]
 
     def test_a_retry_that_is_due_is_taken_back_too(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, lines(2))
+        backlog = schedule.add("b", "t", 0, lines(2))
         for item in take(schedule, 2):
             schedule.again(item, due=1.0)
         first = schedule.next(1.0)
-        assert offsets(schedule.withdraw(share)) == [1]
+        assert offsets(schedule.withdraw(backlog)) == [1]
         assert schedule.next(1.0) is None
         schedule.finished(first)
-        assert share.is_empty
+        assert backlog.is_empty
 
     def test_it_leaves_the_order_of_the_others_as_it_was(self):
         schedule = Schedule()
-        shares = {shard: schedule.add("b", "t", shard, lines(2)) for shard in (0, 5, 1)}
+        backlogs = {shard: schedule.add("b", "t", shard, lines(2)) for shard in (0, 5, 1)}
         for item, due in zip(take(schedule, 6), (0.0, 0.0, 5.0, 1.0, 9.0, 2.0), strict=True):
             schedule.again(item, due)
-        schedule.withdraw(shares[0])
-        assert [item.share.shard for item in take(schedule, 9, now=9.0)] == [1, 5, 1, 5]
-        shares = {shard: schedule.add("new", "t", shard, lines(1)) for shard in (0, 5, 1)}
-        schedule.withdraw(shares[0])
-        assert [item.share.shard for item in take(schedule, 9, now=9.0)] == [1, 5]
+        schedule.withdraw(backlogs[0])
+        assert [item.backlog.shard for item in take(schedule, 9, now=9.0)] == [1, 5, 1, 5]
+        backlogs = {shard: schedule.add("new", "t", shard, lines(1)) for shard in (0, 5, 1)}
+        schedule.withdraw(backlogs[0])
+        assert [item.backlog.shard for item in take(schedule, 9, now=9.0)] == [1, 5]
 
     def test_it_answers_nothing_the_second_time(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, lines(3))
-        assert len(schedule.withdraw(share)) == 3
-        assert schedule.withdraw(share) == []
+        backlog = schedule.add("b", "t", 0, lines(3))
+        assert len(schedule.withdraw(backlog)) == 3
+        assert schedule.withdraw(backlog) == []
 
     def test_an_empty_share_is_withdrawn_without_a_trace(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, lines(1))
+        backlog = schedule.add("b", "t", 0, lines(1))
         drain(schedule, 1)
-        assert schedule.withdraw(share) == []
+        assert schedule.withdraw(backlog) == []
 
-    def test_a_paused_batch_may_be_withdrawn(self):
+    def test_a_batch_that_may_send_nothing_may_be_withdrawn(self):
         schedule = Schedule()
-        share = schedule.add("b", "t", 0, lines(3))
+        backlog = schedule.add("b", "t", 0, lines(3))
         schedule.add("other", "t", 0, lines(4))
-        schedule.pause("b")
-        assert len(schedule.withdraw(share)) == 3
+        schedule.change("b", in_flight_max=0)
+        assert len(schedule.withdraw(backlog)) == 3
         assert schedule.unsent == 4
 
 
@@ -521,11 +503,11 @@ class TestNextDue:
 
     def test_it_passes_over_what_time_alone_does_not_make_ready(self):
         schedule = Schedule()
-        for name in ("answered", "capped", "paused"):
+        for name in ("answered", "capped", "closed"):
             schedule.add(name, "t", 0, plan(1, 1))
         answered, *_ = take(schedule, 3)
         schedule.finished(answered)
-        schedule.pause("paused")
+        schedule.change("closed", in_flight_max=0)
         schedule.change("capped", in_flight_max=1)
         assert schedule.next_due(0.0) is None
         schedule.change("capped", in_flight_max=2)
@@ -543,8 +525,8 @@ class TestNextDue:
 class Request:
     """One request of the reference, with everything that ever happened to it."""
 
-    def __init__(self, share, entry, leader):
-        self.share = share
+    def __init__(self, backlog, entry, leader):
+        self.backlog = backlog
         self.entry = entry
         self.leader = leader  # None: it leads, or has no group
         self.state = "unsent"
@@ -584,24 +566,24 @@ class Reference:
         self.steps = count()
 
     def batch(self, name):
-        new = {"tenant": None, "priority": 5, "at_risk": False, "paused": False, "cap": None, "handed_out": 0}
+        new = {"tenant": None, "priority": 5, "at_risk": False, "cap": None, "handed_out": 0}
         return self.batches.setdefault(name, new)
 
-    def of(self, *states, share=None, batch=None):
+    def of(self, *states, backlog=None, batch=None):
         return [
             request
             for request in self.requests
             if request.state in states
-            and (share is None or request.share is share)
-            and (batch is None or request.share.batch == batch)
+            and (backlog is None or request.backlog is backlog)
+            and (batch is None or request.backlog.batch == batch)
         ]
 
-    def add(self, share, entries):
+    def add(self, backlog, entries):
         before = leader = None
         for entry in entries:
             if before is None or entry.group == 0 or entry.group != before.group:
                 leader = None
-            request = Request(share, entry, leader)
+            request = Request(backlog, entry, leader)
             self.requests.append(request)
             leader, before = leader or request, entry
 
@@ -616,14 +598,14 @@ class Reference:
 
     def may_send(self, name):
         batch = self.batches[name]
-        return not batch["paused"] and (batch["cap"] is None or len(self.of("in flight", batch=name)) < batch["cap"])
+        return batch["cap"] is None or len(self.of("in flight", batch=name)) < batch["cap"]
 
     def may_be_next(self, name):
         """Of one batch: any retry that is due, else the first entry that waits for nobody."""
         if not self.may_send(name):
             return []
         free = [request for request in self.of("unsent", batch=name) if request.is_free]
-        free.sort(key=lambda request: (request.share.shard, request.entry.offset))
+        free.sort(key=lambda request: (request.backlog.shard, request.entry.offset))
         return self.of("due", batch=name) or free[:1]
 
     def look(self):
@@ -663,7 +645,7 @@ class Reference:
         ]
 
     def hand_out(self, request, item, now):
-        name = request.share.batch
+        name = request.backlog.batch
         batch, place = self.batches[name], self.places[name]
         self.passed_over = 0 if place[0] else self.passed_over + self.both_have_work
         self.batch_since[name] = next(self.steps)
@@ -679,8 +661,8 @@ class Reference:
         self.look()
 
     def next_due(self):
-        retries = [each.due for each in self.of("waiting") if self.may_send(each.share.batch)]
-        followers = [each for each in self.of("unsent") if not each.is_free and self.may_send(each.share.batch)]
+        retries = [each.due for each in self.of("waiting") if self.may_send(each.backlog.batch)]
+        followers = [each for each in self.of("unsent") if not each.is_free and self.may_send(each.backlog.batch)]
         due = min([*retries, *(each.leader.too_old_at for each in followers)], default=inf)
         return None if due == inf else due
 
@@ -697,13 +679,11 @@ class Duel:
 
     MOVES = {
         "add": 6,
-        "cap": 2,
+        "cap": 4,
         "change": 2,
         "finish": 14,
         "hand_out": 16,
         "pass_time": 6,
-        "pause": 1,
-        "resume": 2,
         "send_again": 9,
         "sleep_until_due": 2,
         "withdraw": 2,
@@ -717,7 +697,7 @@ class Duel:
         self.offset = count()
         self.reference = Reference()
         self.schedule = Schedule(Reference.EXPRESS, Reference.EVERY, Reference.LEADER_SECONDS)
-        self.shares = []
+        self.backlogs = []
 
     def play(self, steps):
         for move in self.random.choices(list(self.MOVES), list(self.MOVES.values()), k=steps):
@@ -735,17 +715,17 @@ class Duel:
         shard = self.random.randrange(4)
         groups = [group for number in (1, 0, 2, 3) for group in [number] * self.random.choice([0, 1, 2, 5])]
         entries = [Entry(next(self.offset), 1, group) for group in groups]
-        held = [share for share in self.shares if (share.batch, share.shard) == (name, shard)]
-        if any(not share.is_withdrawn and not share.is_empty for share in held):
+        held = [backlog for backlog in self.backlogs if (backlog.batch, backlog.shard) == (name, shard)]
+        if any(not backlog.is_withdrawn and not backlog.is_empty for backlog in held):
             with pytest.raises(Conflict):
                 self.schedule.add(name, name[0], shard, entries)
             return
         priority, weight = self.random.choice([None, None, 1, 5]), self.random.choice([None, 1, 2, 3])
-        share = self.schedule.add(name, name[0], shard, entries, priority=priority, weight=weight)
-        self.shares.append(share)
+        backlog = self.schedule.add(name, name[0], shard, entries, priority=priority, weight=weight)
+        self.backlogs.append(backlog)
         batch |= {"tenant": name[0], "priority": batch["priority"] if priority is None else priority}
         self.reference.weights[name[0]] = weight or self.reference.weights.get(name[0], 1)
-        self.reference.add(share, entries)
+        self.reference.add(backlog, entries)
 
     def hand_out(self, times=None):
         for _ in range(times or self.random.randint(1, 8)):
@@ -757,12 +737,12 @@ class Duel:
                 return
             assert item.entry in [request.entry for request in acceptable]
             (request,) = [request for request in acceptable if request.entry == item.entry]
-            assert (request.share, request.item or item, item.sent_at) == (item.share, item, self.now)
+            assert (request.backlog, request.item or item) == (item.backlog, item)
             self.reference.hand_out(request, item, self.now)
 
     def land(self, state):
         request = self.random.choice(self.reference.of("in flight"))
-        request.state = "gone" if request.share.is_withdrawn else state
+        request.state = "gone" if request.backlog.is_withdrawn else state
         request.lets_go = True
         return request
 
@@ -775,18 +755,7 @@ class Duel:
         for _ in range(min(self.random.randint(1, 4), self.schedule.in_flight)):
             request = self.land("waiting")
             request.due = self.now + self.random.choice([-1.0, 0.0, 1.0, 2.0, 7.0])
-            assert self.schedule.again(request.item, request.due) is not request.share.is_withdrawn
-            self.reference.look()
-
-    def pause(self):
-        name, batch = self.some_batch()
-        self.schedule.pause(name)
-        batch["paused"] = True
-
-    def resume(self):
-        for name in self.NAMES:
-            self.schedule.resume(name)
-            self.reference.batch(name)["paused"] = False
+            assert self.schedule.again(request.item, request.due) is not request.backlog.is_withdrawn
             self.reference.look()
 
     def change(self):
@@ -801,10 +770,10 @@ class Duel:
         self.schedule.change(name, in_flight_max=batch["cap"])
 
     def withdraw(self):
-        share = self.random.choice(self.shares[-6:] or [self.schedule.add("a1", "a", 9, [])])
-        waiting = self.reference.of("waiting", "due", share=share)
-        unsent = self.reference.of("unsent", share=share)
-        taken = self.schedule.withdraw(share)
+        backlog = self.random.choice(self.backlogs[-6:] or [self.schedule.add("a1", "a", 9, [])])
+        waiting = self.reference.of("waiting", "due", backlog=backlog)
+        unsent = self.reference.of("unsent", backlog=backlog)
+        taken = self.schedule.withdraw(backlog)
         assert {id(item) for item in taken[: len(waiting)]} == {id(request.item) for request in waiting}
         assert [item.entry for item in taken[len(waiting) :]] == [request.entry for request in unsent]
         for request in [*waiting, *unsent]:
@@ -827,21 +796,19 @@ class Duel:
 
     def compare(self):
         reference, schedule = self.reference, self.schedule
-        paused = {name for name, batch in reference.batches.items() if batch["paused"]}
         assert schedule.in_flight == len(reference.of("in flight"))
         assert schedule.retrying == len(reference.of("waiting", "due"))
-        assert schedule.unsent == sum(request.share.batch not in paused for request in reference.of("unsent"))
-        active = {request.share.batch for request in reference.of(*self.OPEN)} - paused
+        assert schedule.unsent == len(reference.of("unsent"))
+        active = {request.backlog.batch for request in reference.of(*self.OPEN)}
         assert schedule.most_urgent == min((reference.batches[name]["priority"] for name in active), default=None)
-        counted = Counter((request.share, request.state) for request in reference.requests)
-        for share in self.shares:
-            unsent, in_flight, waiting, due = (counted[share, state] for state in self.OPEN)
-            assert (share.unsent, share.in_flight, share.retrying) == (unsent, in_flight, waiting + due)
-            assert share.is_empty == (unsent + in_flight + waiting + due == 0)
+        counted = Counter((request.backlog, request.state) for request in reference.requests)
+        for backlog in self.backlogs:
+            unsent, in_flight, waiting, due = (counted[backlog, state] for state in self.OPEN)
+            assert (backlog.unsent, backlog.in_flight, backlog.retrying) == (unsent, in_flight, waiting + due)
+            assert backlog.is_empty == (unsent + in_flight + waiting + due == 0)
 
     def play_to_the_end(self):
         """Whatever happened, all of it gets out once it may."""
-        self.resume()
         for name in self.NAMES:
             self.schedule.change(name, in_flight_max=None)
             self.reference.batch(name)["cap"] = None
@@ -854,7 +821,7 @@ class Duel:
                 self.schedule.finished(request.item)
                 self.reference.look()
         self.compare()
-        assert all(share.is_empty for share in self.shares)
+        assert all(backlog.is_empty for backlog in self.backlogs)
         assert (self.schedule.next(self.now), self.schedule.next_due(self.now)) == (None, None)
 
 
@@ -884,7 +851,7 @@ class TestSpeed:
         return time.process_time() - start
 
 
-class SimulatedLane:
+class SimulatedSender:
     """Ten in flight, and answers after times that are spread like the simulator's; each line has its own, always."""
 
     LIMIT = 10
@@ -899,7 +866,7 @@ class SimulatedLane:
 
     def answer_one(self):
         while self.schedule.in_flight < self.LIMIT and (item := self.schedule.next(self.now)) is not None:
-            line = random.Random(f"{self.seed} {item.share.batch} {item.entry.offset}")
+            line = random.Random(f"{self.seed} {item.backlog.batch} {item.entry.offset}")
             answer = (self.now + line.lognormvariate(0, self.SIGMA), next(self.number), item)
             heapq.heappush(self.answers, answer)
         self.now, _, item = heapq.heappop(self.answers)
@@ -916,16 +883,16 @@ class TestBesideALargeBatch:
     @staticmethod
     def seconds(seed, large=()):
         """From the arrival of the small batch to its last answer; of the large one 300 lines are answered by then."""
-        lane = SimulatedLane(seed)
+        sender = SimulatedSender(seed)
         if large:
-            lane.schedule.add("large", "t", 0, large)
+            sender.schedule.add("large", "t", 0, large)
             for _ in range(300):
-                lane.answer_one()
-        arrival = lane.now
-        small = lane.schedule.add("small", "t", 0, lines(50))
+                sender.answer_one()
+        arrival = sender.now
+        small = sender.schedule.add("small", "t", 0, lines(50))
         while not small.is_empty:
-            lane.answer_one()
-        return lane.now - arrival
+            sender.answer_one()
+        return sender.now - arrival
 
 
 class TestHoldingLeadersBack:
@@ -954,12 +921,12 @@ class TestHoldingLeadersBack:
     def test_followers_of_a_withdrawn_share_hold_nobody_back(self):
         schedule = Schedule()
         schedule.followers_max = 2
-        share = schedule.add("b", "t", 0, plan(1, 1, 1))
+        backlog = schedule.add("b", "t", 0, plan(1, 1, 1))
         schedule.add("c", "t", 0, plan(1, 1, 1))
         assert schedule.next(0) is not None
         assert schedule.next(0) is None
-        schedule.withdraw(share)
-        assert schedule.next(0).share.batch == "c"
+        schedule.withdraw(backlog)
+        assert schedule.next(0).backlog.batch == "c"
 
     def test_a_leader_that_is_too_old_holds_nobody_back(self):
         schedule = Schedule(leader_seconds=30.0)
@@ -975,7 +942,7 @@ class TestHoldingLeadersBack:
         schedule.add("grouped", "t", 0, plan(1, 1, 1, 2, 2, 2), priority=1)
         schedule.add("single", "t", 0, plan(0, 0, 0), priority=5)
         leader = schedule.next(0)
-        assert [schedule.next(0).share.batch for _ in range(3)] == ["single"] * 3
+        assert [schedule.next(0).backlog.batch for _ in range(3)] == ["single"] * 3
         assert schedule.next(0) is None
         schedule.finished(leader)
         assert [schedule.next(0).entry.offset for _ in range(3)] == [1, 2, 3]
@@ -986,9 +953,9 @@ class TestHoldingLeadersBack:
         for name in "abc":
             schedule.add(name, name, 0, plan(1, 1, 1))
         first = schedule.next(0)
-        assert (first.share.batch, schedule.next(0)) == ("a", None)
+        assert (first.backlog.batch, schedule.next(0)) == ("a", None)
         schedule.finished(first)
-        assert {schedule.next(0).share.batch for _ in range(3)} == {"a", "b"}
+        assert {schedule.next(0).backlog.batch for _ in range(3)} == {"a", "b"}
         assert schedule.next(0) is None
         schedule.followers_max = 3
-        assert schedule.next(0).share.batch == "c"
+        assert schedule.next(0).backlog.batch == "c"

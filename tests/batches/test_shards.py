@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchwright.batches.planfile import Entry
-from batchwright.batches.shards import Shard, cut
+from batchwright.batches.plan.planfile import Entry
+from batchwright.batches.plan.shards import PlanRange, cut
 
 
 def plan(groups, length=10):
@@ -62,5 +62,5 @@ def test_bytes_cut_like_requests():
 
 def test_the_defaults_are_a_thousand_requests_and_16_mebibytes():
     assert counts(plan([0] * 2500)) == [1000, 1000, 500]
-    assert next(cut(plan([0] * 20, length=1024 * 1024))) == Shard(start=0, count=16, bytes=16 * 1024 * 1024)
+    assert next(cut(plan([0] * 20, length=1024 * 1024))) == PlanRange(start=0, count=16, bytes=16 * 1024 * 1024)
     assert list(cut([])) == []

@@ -8,8 +8,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from batchwright.batches import files, store, uploads
+from batchwright.batches import store
+from batchwright.batches.upkeep import collector
 from batchwright.db.database import DatabaseSettings, connect_arguments
+from batchwright.engine import owned
+from batchwright.files import store as files
+from batchwright.files import uploads
 from tests.engine.planning import indexes, nodes, numbered, plan, touched
 
 BATCHES, FILES, SEGMENTS = 20_000, 20_000, 20_000
@@ -32,6 +36,7 @@ CROWD = f"""
 """
 IN_THE_MIDDLE = f"{BATCHES // 2:032x}"
 PAGES_MAX = 300
+SOURCES = (store, collector, owned, files, uploads)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,7 @@ def crowd(server: str, template: str) -> Iterator[psycopg.Connection[Any]]:
             yield connection
 
 
-@pytest.mark.parametrize(("source", "name"), [(one, name) for one in (store, files, uploads) for name in one.SQL])
+@pytest.mark.parametrize(("source", "name"), [(one, name) for one in SOURCES for name in one.SQL])
 def test_every_statement_can_be_prepared(crowd: psycopg.Connection[Any], source: Any, name: str) -> None:
     text, _ = numbered(name, source.SQL)
     crowd.execute(f"PREPARE probe AS {text}".encode())
@@ -93,3 +98,10 @@ def test_the_pace_of_a_batch_with_many_segments_looks_at_the_newest_only(crowd: 
     read = [node["Actual Rows"] for node in nodes(found) if node.get("Relation Name") == "batch_segment"]
     assert read == [500]
     assert touched(found) < PAGES_MAX
+
+
+def test_the_planner_folds_the_view_of_jobs_into_the_statement(crowd: psycopg.Connection[Any]) -> None:
+    found = plan(crowd, "stalled", source=store.SQL, run=True, after_time="2000-01-01", after_id="", limit=200)
+    assert found["Actual Rows"] == 200, "none of them has a job"
+    assert indexes(found) == {"batch_open", "job_pkey"}
+    assert not any(node["Node Type"] == "Subquery Scan" for node in nodes(found))

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from batchwright.batches import execution, process
+from batchwright.batches import process
+from batchwright.batches.journal.workspace import JOURNAL
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.runtime import Runtime
+from batchwright.batches.send import shard as execution
 from batchwright.batches.store import Batch
-from batchwright.batches.workspace import JOURNAL
 from batchwright.db.database import Pool
-from batchwright.engine.worker import Worker
+from batchwright.engine.worker.worker import Worker
 from batchwright.errors import Conflict, DatabaseUnavailable, StorageFull, StorageUnavailable
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
@@ -138,22 +140,24 @@ class Storm:
                 return True
 
     async def cancel(self, id: str) -> None:
-        if await self.insist(lambda: self.stage.batchwright.batches.cancel(id, tenant=None)):
+        if await self.insist(lambda: self.stage.batchwright.part(BatchesPart).batches.cancel(id, tenant=None)):
             self.cancelled.add(id)
 
     async def pause(self, id: str) -> None:
-        await self.insist(lambda: self.stage.batchwright.batches.pause(id, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.part(BatchesPart).batches.pause(id, tenant=None))
 
     async def resume(self, id: str) -> None:
-        await self.insist(lambda: self.stage.batchwright.batches.resume(id, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.part(BatchesPart).batches.resume(id, tenant=None))
 
     async def limit(self, id: str) -> None:
         limits = self.chance.choice([{}, {"max_in_flight": 1}, {"max_in_flight": 5}])
-        await self.insist(lambda: self.stage.batchwright.batches.set_limits(id, limits, tenant=None))
+        await self.insist(lambda: self.stage.batchwright.part(BatchesPart).batches.set_limits(id, limits, tenant=None))
 
     async def hurry(self, id: str) -> None:
         priority = self.chance.randrange(10)
-        await self.insist(lambda: self.stage.batchwright.batches.set_priority(id, priority, tenant=None))
+        await self.insist(
+            lambda: self.stage.batchwright.part(BatchesPart).batches.set_priority(id, priority, tenant=None)
+        )
 
     async def shorten(self, id: str) -> None:
         sql = "UPDATE batchwright.batch SET expires_at = now() + interval '0.5 seconds' WHERE id = %(id)s"
@@ -165,7 +169,7 @@ class Storm:
     async def reinforce(self, _: str) -> None:
         """One that finds no database when it starts gives up, and is started again."""
         while True:
-            worker, runtime = self.stage.work(), self.stage.batchwright.runtime
+            worker, runtime = self.stage.work(), self.stage.batchwright.part(BatchesPart).runtime
             assert runtime is not None
             _, running = self.stage.workers[-1]
             started = asyncio.create_task(worker.started.wait())
@@ -236,13 +240,13 @@ class Storm:
 def _in_hand(runtime: Runtime) -> list[Any]:
     """What a worker holds of batches."""
     dispatcher, limits = runtime.dispatcher, runtime.dispatcher.limits
-    lanes = dispatcher.lanes.values()
-    rooms = [limits.total, limits.bytes, *(lane.room.slots for lane in lanes)]
-    schedules = [(lane.schedule.unsent, lane.schedule.in_flight, lane.schedule.retrying) for lane in lanes]
+    senders = dispatcher.senders.values()
+    slots = [limits.total, limits.bytes, *(sender.limit.slots for sender in senders)]
+    schedules = [(sender.schedule.unsent, sender.schedule.in_flight, sender.schedule.retrying) for sender in senders]
     return [
-        *((room.name, room.in_use, room.waiting) for room in rooms if room.in_use or room.waiting),
+        *((one.name, one.in_use, one.waiting) for one in slots if one.in_use or one.waiting),
         *(counts for counts in schedules if any(counts)),
-        *(work for lane in lanes for work in lane.work.values()),
+        *(work for sender in senders for work in sender.work.values()),
         *(what for what in (runtime.shards.held, dispatcher.broken) if what),
     ]
 

@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from batchwright.batches.family import answers, lineage
+from batchwright.batches.output.retries import follow_retries, merge_outputs
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
 from batchwright.batches.submission import check_metadata, create, idempotency, retry_of, store_input
 from batchwright.errors import Conflict, InvalidInput, TooLarge
@@ -18,7 +19,7 @@ async def test_a_file_is_copied_and_not_linked(database_url, tmp_path):
     path.write_bytes(b"what it was\n")
     async with staged(database_url, tmp_path) as stage:
         batchwright = stage.batchwright
-        file = await store_input(batchwright.files, path, tenant="acme", bytes_max=100)
+        file = await store_input(batchwright.part(BatchesPart).files, path, tenant="acme", bytes_max=100)
         path.write_bytes(b"what it is!\n")
         assert await batchwright.store.read(file.key, 0, 100) == b"what it was\n"
         assert (file.tenant, file.purpose, file.filename, file.bytes) == ("acme", "batch", "in.jsonl", 12)
@@ -29,7 +30,7 @@ async def test_a_file_that_is_too_large_or_was_changed_leaves_nothing(database_u
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"what it is\n")
     async with staged(database_url, tmp_path) as stage:
-        files = stage.batchwright.files
+        files = stage.batchwright.part(BatchesPart).files
         with pytest.raises(TooLarge, match="larger than 5 bytes"):
             await store_input(files, path, tenant="acme", bytes_max=5)
         with pytest.raises(Conflict, match=r"in\.jsonl was changed while it was read"):
@@ -40,7 +41,7 @@ async def test_a_file_that_is_too_large_or_was_changed_leaves_nothing(database_u
 
 async def test_the_place_of_an_ended_batch_can_be_taken_and_that_of_an_open_one_cannot(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
-        batches, catalog = stage.batchwright.batches, stage.batchwright.catalog
+        batches, catalog = stage.batchwright.part(BatchesPart).batches, stage.batchwright.catalog
 
         def new(file: str) -> NewBatch:
             key = idempotency("run", "k", {"same": True})
@@ -54,7 +55,7 @@ async def test_the_place_of_an_ended_batch_can_be_taken_and_that_of_an_open_one_
         await stage.ended(first.id)
         made, is_new = await create(batches, catalog, second, must_be_served=False, instead_of=first.id)
         assert (made.id, is_new) == (second.id, True)
-        known = await batches.repeated(new("file-0"))
+        known = await batches.find_repeated(new("file-0"))
         assert known is not None
         assert known.id == second.id
 
@@ -64,18 +65,18 @@ async def test_the_queues_of_a_private_batch_are_forgotten_when_it_has_ended(dat
         stage.work()
         mine = await stage.ended(await stage.submit([request("a")], queue="~mine"))
         other = await stage.ended(await stage.submit([request("a")]))
-        queues = stage.batchwright.queue.queues
+        queues = stage.batchwright.named_queues.all
         assert set(await queues()) == {"~mine", "~mine/shard/small", "batches", "shard/small"}
         new = NewBatch(
             tenant="default", endpoint=CHAT, input_file_id=mine.input_file_id, completion_window="24h", queue="~mine"
         )
         for worker, _ in stage.workers:
             worker.stop()
-        await create(stage.batchwright.batches, stage.batchwright.catalog, new, must_be_served=False)
-        assert await stage.batchwright.batches.forget_queue(mine) == 0
+        await create(stage.batchwright.part(BatchesPart).batches, stage.batchwright.catalog, new, must_be_served=False)
+        assert await stage.batchwright.part(BatchesPart).batches.forget_queue(mine) == 0
         stage.work()
         await stage.ended(new.id)
-        assert await stage.batchwright.batches.forget_queue(mine) == 2
+        assert await stage.batchwright.part(BatchesPart).batches.forget_queue(mine) == 2
         assert set(await queues()) == {"batches", "shard/small"}
         assert not other.is_private
 
@@ -87,15 +88,19 @@ async def test_the_answers_of_a_family_are_one_file_in_the_order_of_the_input(da
         stage.simulator.put_faults(["400:match=Say 2.", "400:match=Say 5.", "400:match=Say 7."])
         first = await stage.ended(await stage.submit([request(str(n)) for n in range(9)]))
         stage.simulator.put_faults(["400:match=Say 5."])
-        second, _ = await create(batchwright.batches, batchwright.catalog, retry_of(first, None), must_be_served=False)
+        second, _ = await create(
+            batchwright.part(BatchesPart).batches, batchwright.catalog, retry_of(first, None), must_be_served=False
+        )
         await stage.ended(second.id)
         stage.simulator.put_faults([])
         last = await stage.get(second.id)
-        third, _ = await create(batchwright.batches, batchwright.catalog, retry_of(last, None), must_be_served=False)
-        family = await lineage(batchwright.batches, await stage.ended(third.id))
+        third, _ = await create(
+            batchwright.part(BatchesPart).batches, batchwright.catalog, retry_of(last, None), must_be_served=False
+        )
+        family = await follow_retries(batchwright.part(BatchesPart).batches, await stage.ended(third.id))
         assert [one.id for one in family] == [third.id, second.id, first.id]
-        data = b"".join([chunk async for chunk in answers(batchwright.files, family)])
-        single = b"".join([chunk async for chunk in answers(batchwright.files, family[2:])])
+        data = b"".join([chunk async for chunk in merge_outputs(batchwright.part(BatchesPart).files, family)])
+        single = b"".join([chunk async for chunk in merge_outputs(batchwright.part(BatchesPart).files, family[2:])])
         output, _ = await stage.results(first)
     assert [line.split(b'"')[7] for line in data.splitlines()] == [str(n).encode() for n in range(9)]
     assert len(single.splitlines()) == len(output) == 6

@@ -1,12 +1,13 @@
-"""The spans of a batch, as the source's table has them."""
+"""The spans of a batch, as the table of llm-d's batch gateway has them."""
 
 from __future__ import annotations
 
 import pytest
 
-from batchwright.batches import execution, process
-from batchwright.batches.execution import Shards
-from batchwright.batches.workspace import Workspace
+from batchwright.batches import process
+from batchwright.batches.journal.workspace import Workspace
+from batchwright.batches.send import shard as execution
+from batchwright.batches.send.shard import ShardRun
 from batchwright.errors import StorageUnavailable
 from batchwright.inference.gateway import Gateway
 from batchwright.states import BatchStatus
@@ -121,8 +122,8 @@ async def test_whatever_is_put_back_leaves_a_span_where_it_happens(database_url,
     for module in (execution, process):
         monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
     failing(monkeypatch, Workspace, "keep_plan", StorageUnavailable("away"))
-    failing(monkeypatch, Shards, "_open_input", StorageUnavailable("away"))
-    failing(monkeypatch, Shards, "_entries", RuntimeError("odd"))
+    failing(monkeypatch, ShardRun, "_open_input", StorageUnavailable("away"))
+    failing(monkeypatch, ShardRun, "_read_entries", RuntimeError("odd"))
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         batch = await stage.ended(await stage.submit([request("a")], traceparent=PARENT))

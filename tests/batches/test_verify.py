@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.batches.output.verify import verify
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch
 from batchwright.batches.submission import create, retry_of
-from batchwright.batches.verify import verify
 from batchwright.db.check import Level
 from batchwright.errors import Conflict
 from tests.batches.stage import Stage, request, staged
@@ -24,7 +25,7 @@ async def made(stage: Stage) -> Batch:
 
 
 async def findings(stage: Stage, batch: Batch) -> dict[str, tuple[Level, str]]:
-    return {one.name: (one.level, one.text) for one in await verify(stage.batchwright.files, batch)}
+    return {one.name: (one.level, one.text) for one in await verify(stage.batchwright.part(BatchesPart).files, batch)}
 
 
 def stored(folder: Path, file_id: str | None) -> Path:
@@ -50,7 +51,9 @@ async def test_a_batch_that_repeats_another_has_only_its_failed_lines(database_u
     async with staged(database_url, tmp_path) as stage:
         first = await made(stage)
         batchwright = stage.batchwright
-        new, _ = await create(batchwright.batches, batchwright.catalog, retry_of(first, None), must_be_served=False)
+        new, _ = await create(
+            batchwright.part(BatchesPart).batches, batchwright.catalog, retry_of(first, None), must_be_served=False
+        )
         batchwright.doorbell.ring([new.queue])
         found = await findings(stage, await stage.ended(new.id))
     assert found["output"] == (Level.OK, "none, as the manifest says")
@@ -102,7 +105,7 @@ async def test_a_line_that_is_there_twice_or_from_elsewhere_is_found_out(databas
 async def test_what_is_gone_cannot_be_checked_and_what_is_broken_is_said(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
-        await stage.batchwright.files.delete(batch.input_file_id, tenant="default")
+        await stage.batchwright.part(BatchesPart).files.delete(batch.input_file_id, tenant="default")
         found = await findings(stage, batch)
         assert found["input"] == (Level.WARNING, f"{batch.input_file_id} was deleted, and cannot be checked")
         assert found["custom_ids"] == (Level.OK, "all 4 exactly once; the input is not there to be compared")
@@ -138,4 +141,4 @@ async def test_without_a_manifest_there_is_nothing_to_verify(database_url, tmp_p
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit(LINES)
         with pytest.raises(Conflict, match=f"the batch {id} has no manifest: it is validating"):
-            await verify(stage.batchwright.files, await stage.get(id))
+            await verify(stage.batchwright.part(BatchesPart).files, await stage.get(id))

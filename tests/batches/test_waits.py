@@ -11,13 +11,16 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from batchwright.batches import disk, execution, process
-from batchwright.batches.disk import Disk
-from batchwright.batches.execution import Shards
-from batchwright.batches.finalize import Finalizer
-from batchwright.batches.journal import Journal
-from batchwright.batches.repair import repair
-from batchwright.batches.verify import verify
+from batchwright.batches import process
+from batchwright.batches.journal.journal import Journal
+from batchwright.batches.output.finalize import Finalizer
+from batchwright.batches.output.repair import repair
+from batchwright.batches.output.verify import verify
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.send import disk, runner
+from batchwright.batches.send import shard as execution
+from batchwright.batches.send.disk import Disk
+from batchwright.batches.send.shard import ShardRun
 from batchwright.db.check import Level
 from batchwright.errors import StorageFull, StorageUnavailable
 from batchwright.simulator import Profile, SimulatorSettings
@@ -38,7 +41,7 @@ def impatient(monkeypatch):
     for module in (execution, process):
         monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
     monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.05)
-    monkeypatch.setattr(execution, "NOTE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "NOTE_SECONDS", 0.05)
 
 
 async def waiting(stage, id):
@@ -89,7 +92,7 @@ async def test_files_that_cannot_be_written_for_good_do_not_change_how_the_batch
             id = await stage.submit(lines)
             await stage.until(id, lambda batch: batch.completed >= 1)
             if how == "cancel":
-                await stage.batchwright.batches.cancel(id, tenant=None)
+                await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant=None)
             if how == "deadline":
                 await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET expires_at = now()")
             batch = await given_up(stage, patched, id)
@@ -97,10 +100,15 @@ async def test_files_that_cannot_be_written_for_good_do_not_change_how_the_batch
         assert (batch.completed, batch.done - batch.completed) == counts
         assert (batch.output_file_id, batch.manifest) == (None, None)
         assert [one["code"] for one in batch.errors["data"]] == ["files_not_written"]
-        repaired = await repair(stage.batchwright.batches, stage.batchwright.files, stage.batchwright.workspace, id)
+        repaired = await repair(
+            stage.batchwright.part(BatchesPart).batches,
+            stage.batchwright.part(BatchesPart).files,
+            stage.batchwright.part(BatchesPart).workspace,
+            id,
+        )
         output, errors = await stage.results(repaired)
         assert (repaired.status, len(output), len(errors)) == (batch.status, *counts)
-        assert {one.level for one in await verify(stage.batchwright.files, repaired)} == {Level.OK}
+        assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, repaired)} == {Level.OK}
 
 
 async def test_a_store_that_is_unavailable_while_answers_come_in_is_waited_for_and_nothing_is_sent_twice(
@@ -139,7 +147,7 @@ async def test_an_answer_that_finds_no_room_is_kept_until_there_is_some(database
         append(self, *args, **kwargs)
 
     monkeypatch.setattr(Journal, "append", often_full)
-    monkeypatch.setattr("batchwright.batches.dispatch.FULL_SECONDS", 0.01)
+    monkeypatch.setattr("batchwright.batches.send.sender.FULL_SECONDS", 0.01)
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         batch = await stage.ended(await stage.submit(LINES))
@@ -154,7 +162,7 @@ async def test_nothing_is_sent_whose_answer_may_find_no_room_and_the_batch_says_
     monkeypatch.setattr(disk, "LOOK_SECONDS", 0.0)
     async with staged(database_url, tmp_path) as stage:
         stage.work()
-        stage.batchwright.runtime.dispatcher.disk._measure = lambda _: free
+        stage.batchwright.part(BatchesPart).runtime.dispatcher.disk._measure = lambda _: free
         id = await stage.submit(LINES)
         seen = await waiting(stage, id)
         assert seen.waits_for.startswith("no room on the disk: the disk of the work folder ")
@@ -167,25 +175,25 @@ async def test_nothing_is_sent_whose_answer_may_find_no_room_and_the_batch_says_
 
 async def test_a_disk_that_fills_up_while_requests_are_sent_stops_them(database_url, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("batchwright.batches.dispatch.FULL_SECONDS", 0.01)
+    monkeypatch.setattr("batchwright.batches.send.sender.FULL_SECONDS", 0.01)
     slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(60)])
         await stage.until(id, lambda batch: batch.completed > 0)
-        stage.batchwright.runtime.dispatcher.disk._measure = lambda _: 0
+        stage.batchwright.part(BatchesPart).runtime.dispatcher.disk._measure = lambda _: 0
         await waiting(stage, id)
         sent = stage.simulator.stats()["received"]
         await stage.until(id, lambda batch: batch.completed == sent)
         assert stage.simulator.stats()["received"] == sent < 60
-        stage.batchwright.runtime.dispatcher.disk._measure = lambda _: 10**12
+        stage.batchwright.part(BatchesPart).runtime.dispatcher.disk._measure = lambda _: 10**12
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 60)
         assert stage.simulator.asked(over=1)["count"] == 0
 
 
 async def test_a_disk_without_room_for_the_input_is_waited_for(database_url, tmp_path, monkeypatch):
-    failing(monkeypatch, Shards, "_open_input", OSError(errno.ENOSPC, "No space left on device"), times=6)
+    failing(monkeypatch, ShardRun, "_open_input", OSError(errno.ENOSPC, "No space left on device"), times=6)
     async with staged(database_url, tmp_path, worker={"poll_seconds_max": 0.1}) as stage:
         stage.work()
         id = await stage.submit(LINES)
@@ -286,7 +294,7 @@ def test_the_free_bytes_are_those_that_this_user_may_write(tmp_path):
 async def test_a_batch_that_waits_for_the_store_before_it_is_planned_expires_in_time(
     database_url, tmp_path, monkeypatch
 ):
-    failing(monkeypatch, process.Processor, "_plan", StorageUnavailable("away"), times=1_000_000)
+    failing(monkeypatch, process.Run, "_plan", StorageUnavailable("away"), times=1_000_000)
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         id = await stage.submit(LINES)

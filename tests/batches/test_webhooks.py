@@ -19,17 +19,17 @@ import openai
 import pytest
 
 from batchwright import Context, Done, Fatal, JobStatus, NewJob, RateLimited, Transient, operation
-from batchwright.batches.webhook_settings import EVENT_TYPES, WebhookSettings
-from batchwright.batches.webhooks import PATIENCE_SECONDS, Event, Webhooks, deliver_webhook, sign
 from batchwright.engine.catalog import MARK
 from batchwright.engine.policy import backoff
-from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.engine.worker.worker import Worker, WorkerSettings
 from batchwright.errors import ConfigurationError, PayloadInvalid
 from batchwright.inference import gateway as gateway_module
 from batchwright.operations.registry import Registry
 from batchwright.settings import load_settings
+from batchwright.webhooks.delivery import PATIENCE_SECONDS, Event, Webhooks, deliver_webhook, deliveries, sign
+from batchwright.webhooks.settings import EVENT_TYPES, WebhookSettings
 from tests.inference.server import RawServer, answer
-from tests.support import event_names, listed, put, raw
+from tests.support import OneDuty, event_names, listed, put, raw
 
 PAGE = Path(__file__).parents[2] / "docs" / "webhooks.md"
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
@@ -268,10 +268,15 @@ async def test_a_receiver_that_is_away_silent_or_hangs_up_is_a_failed_attempt(re
 # As jobs ----------------------------------------------------------------------------------------------------------
 
 
+def jobs_of(webhooks, tenant, type="batch.completed"):
+    settings = [one.settings for one in webhooks._endpoints.get(tenant, {}).values()]
+    return deliveries(settings, tenant, BATCH, type, datetime.now(UTC))
+
+
 @operation("end_batch")
 async def end_batch(ctx: Context, type: str, fails: bool = False) -> Done:
     """Ends a batch as its coordinator does: the deliveries are part of its own commit."""
-    jobs = ctx.service(Webhooks).jobs(ctx.tenant, BATCH, type, datetime.now(UTC))
+    jobs = jobs_of(ctx.service(Webhooks), ctx.tenant, type)
 
     async def write(connection) -> None:
         if fails:
@@ -284,9 +289,8 @@ OPERATIONS = Registry([end_batch, deliver_webhook])
 
 
 def working_with(pool, queue, webhooks):
-    services = {Webhooks: webhooks}
     settings = WorkerSettings(stop_grace_seconds=2.0)
-    return Worker(pool, OPERATIONS, settings=settings, queue=queue, services=services.__getitem__)
+    return Worker(pool, OPERATIONS, parts=[OneDuty(services=[webhooks])], settings=settings, queue=queue)
 
 
 async def end(queue, worker, type="batch.completed", *, tenant="default", fails=False):
@@ -356,7 +360,7 @@ async def test_a_tenant_is_told_of_its_own_batches_only(pool, queue, receiver):
     assert job.tenant == "other"
     assert await worker.run_once() == 1
     assert [line.split()[1] for line in receiver.lines] == ["/other"]
-    assert webhooks.jobs("third", BATCH, "batch.completed", datetime.now(UTC)) == []
+    assert jobs_of(webhooks, "third") == []
     with pytest.raises(Transient, match=r"no webhook .* is configured for the tenant 'other'"):
         await webhooks.deliver("other", endpoint(receiver, "/default").name, event())
     await worker.close()

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from batchwright.cli import main
+from batchwright.commands import main
 from batchwright.settings import load_settings
 
 _POLL_SECONDS = 0.05

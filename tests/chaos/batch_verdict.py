@@ -16,8 +16,8 @@ import orjson
 import psycopg
 from psycopg.rows import dict_row
 
-from batchwright.batches.envelopes import id_on_the_wire, request_id
-from batchwright.batches.journal import scan
+from batchwright.batches.journal.envelopes import RequestIds
+from batchwright.batches.journal.journal import scan
 from batchwright.states import BatchStatus
 from tests.chaos.batch_client import Found, Request
 from tests.chaos.batch_fleet import Fleet, Monkey, Span, Victim, overlaps, pid_of
@@ -144,14 +144,14 @@ def out_of_order(evidence: Evidence, lines: Sequence[Mapping[str, Any]]) -> Iter
 
 def mixed_up(evidence: Evidence, lines: Iterable[Mapping[str, Any]]) -> Iterator[Breach]:
     """The server repeats the id of the request that it answers, and the model."""
+    ids = RequestIds(evidence.row["id"])
     requests = {request.custom_id: request for request in evidence.requests}
     for line in lines:
         request = requests.get(line["custom_id"])
         if request is None:
             yield line["custom_id"], "was never asked"
             continue
-        expected = request_id(evidence.row["id"], request.offset)
-        sent = id_on_the_wire(expected)
+        expected, sent = ids.in_files(request.offset), ids.on_the_wire(request.offset)
         response = line["response"] or {}
         model = response.get("body", {}).get("model", request.model)
         known = response.get("request_id", sent)  # the server's word; the line's own id where it said none

@@ -14,10 +14,12 @@ from typing import Any, Literal, TypeVar
 
 from batchwright import JobId, NewJob
 from batchwright.app import AsyncBatchwright
+from batchwright.batches.output.verify import verify
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, NewBatch
 from batchwright.batches.submission import create, store_input
-from batchwright.batches.verify import verify
 from batchwright.db.check import Finding
+from batchwright.engine.named_queues import NamedQueues
 from batchwright.errors import DatabaseUnavailable
 from batchwright.settings import load_settings
 from tests.chaos.batch_client import CHAT, Workload
@@ -139,17 +141,19 @@ class User:
         """Before workers have told what they can do: nobody checks whether batches are served."""
         path = folder / "input.jsonl"
         path.write_bytes(work.data)
-        files, batches = self.batchwright.files, self.batchwright.batches
+        files, batches = self.batchwright.part(BatchesPart).files, self.batchwright.part(BatchesPart).batches
         file = await store_input(files, path, tenant="default", bytes_max=_INPUT_BYTES_MAX)
         new = NewBatch(tenant="default", endpoint=CHAT, input_file_id=file.id, completion_window="24h")
         batch, _ = await create(batches, self.batchwright.catalog, new, must_be_served=False)
         self.batch_id = batch.id
 
     async def batch(self) -> Batch:
-        return await self.answered(lambda: self.batchwright.batches.get(self.batch_id, tenant=None))
+        return await self.answered(lambda: self.batchwright.part(BatchesPart).batches.get(self.batch_id, tenant=None))
 
     async def cancel(self) -> Batch:
-        return await self.answered(lambda: self.batchwright.batches.cancel(self.batch_id, tenant=None))
+        return await self.answered(
+            lambda: self.batchwright.part(BatchesPart).batches.cancel(self.batch_id, tenant=None)
+        )
 
     async def pause(self, model: str) -> None:
         """Let nobody claim shards of this model, of which there are none yet."""
@@ -157,7 +161,7 @@ class User:
         await self.answered(lambda: self.batchwright.pool.rows(sql, {"name": f"shard/{model}"}))
 
     async def resume(self, model: str) -> None:
-        await self.answered(lambda: self.batchwright.queue.resume_queue(f"shard/{model}"))
+        await self.answered(lambda: NamedQueues(self.batchwright.queue.database).resume(f"shard/{model}"))
 
     async def ended(self) -> Batch:
         while not (batch := await self.batch()).has_ended:
@@ -167,12 +171,12 @@ class User:
     async def content(self, file_id: str | None) -> bytes:
         if file_id is None:
             return b""
-        files = self.batchwright.files
+        files = self.batchwright.part(BatchesPart).files
         file = await files.get(file_id, tenant=None)
         return b"".join([part async for part in files.content(file)])
 
     async def findings(self, batch: Batch) -> list[Finding]:
-        return await verify(self.batchwright.files, batch)
+        return await verify(self.batchwright.part(BatchesPart).files, batch)
 
     async def until(self, sql: str, **params: Any) -> None:
         """Wait for a question about the tables to be answered with true."""

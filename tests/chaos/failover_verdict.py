@@ -13,7 +13,8 @@ from uuid import UUID
 
 import psycopg
 
-from batchwright.batches.journal import Outcome, scan, valid_end
+from batchwright.batches.journal.journal import scan, valid_end
+from batchwright.batches.tally import LineStatus
 from batchwright.db.check import Finding, Level
 from batchwright.states import BatchStatus
 from tests.chaos import batch_verdict
@@ -96,7 +97,7 @@ def read_journals(machines: Mapping[str, Path], batch_id: str) -> dict[int, str]
     for name, work in machines.items():
         for path in sorted((work / batch_id).glob("*.seg")):
             for record in scan(path, 0, valid_end(path)):
-                if record.outcome is Outcome.OK:
+                if record.status is LineStatus.OK:
                     found[record.offset] = f"{name}: {path.name}"
     return found
 

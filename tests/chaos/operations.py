@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from batchwright import Context, Done, Fatal, NewJob, RetryLater, Snooze, Transient, Wait, operation
-from batchwright.engine.jobs import Outcome
+from batchwright.engine.outcomes import Outcome
 
 BULK = 8
 """The priority of jobs that are many: whoever is rescued must not stand in line behind them."""

@@ -11,7 +11,7 @@ from uuid import UUID
 import orjson
 import pytest
 
-from batchwright.batches.envelopes import id_on_the_wire, request_id
+from batchwright.batches.journal.envelopes import RequestIds
 from tests.chaos.batch_client import Found, Request, workload
 from tests.chaos.batch_fleet import Kill, Victim
 from tests.chaos.batch_verdict import Evidence, Segment, judge, resumed
@@ -210,10 +210,11 @@ def evidence(*, row=None, output=(0, 1, 2, 4), errors=(3,), output_lines=None, h
 
 
 def line(request, *, status=200, **change):
-    id = request_id(BATCH, request.offset)
+    ids = RequestIds(BATCH)
+    id, sent = ids.in_files(request.offset), ids.on_the_wire(request.offset)
     usage = {"prompt_tokens": 2, "completion_tokens": 3}
     body = {"model": change.get("model", request.model), "usage": usage} if status == 200 else {"error": {}}
-    response = {"status_code": status, "request_id": change.get("request_id", id_on_the_wire(id)), "body": body}
+    response = {"status_code": status, "request_id": change.get("request_id", sent), "body": body}
     envelope = {"id": change.get("id", id), "custom_id": request.custom_id, "response": response, "error": None}
     return orjson.dumps(envelope) + b"\n"
 

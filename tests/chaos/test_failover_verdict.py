@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from batchwright.batches.journal import Journal, Outcome
+from batchwright.batches.journal.journal import Journal, LineStatus
 from batchwright.db.check import Finding, Level
 from batchwright.states import BatchStatus
 from tests.chaos.batch_client import Found
@@ -86,9 +86,9 @@ def test_a_journal_counts_up_to_its_last_whole_record_and_with_its_answers_only(
     folder = tmp_path / BATCH
     folder.mkdir()
     journal = Journal(folder / "0.1.seg")
-    journal.append(0, Outcome.OK, b"{}\n")
-    journal.append(100, Outcome.CANCELLED, line(REQUESTS[1], status=400))
-    journal.append(200, Outcome.OK, b"{}\n")
+    journal.append(0, LineStatus.OK, b"{}\n")
+    journal.append(100, LineStatus.CANCELLED, line(REQUESTS[1], status=400))
+    journal.append(200, LineStatus.OK, b"{}\n")
     journal.close()
     with journal.path.open("r+b") as file:
         file.truncate(journal.size - 1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchwright import AsyncBatchwright, Context
-from batchwright.engine.processes import Processes
+from batchwright.engine.worker.processes import Processes
 from batchwright.states import JobStatus
 from tests.chaos.operations import cpu, plain
 from tests.support import noop, put_one, raw, take
@@ -82,7 +82,7 @@ async def test_the_kernel_tells_a_child_that_its_parent_was_killed(tmp_path):
     """Even one that keeps the pipe from being closed, as a copy of it in another process does."""
     told = tmp_path / "told"
     child = (
-        "import signal, pathlib; from batchwright.engine.processes import end_with_parent; "
+        "import signal, pathlib; from batchwright.engine.worker.processes import end_with_parent; "
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); "
         "end_with_parent(signal.SIGTERM); print('ready', flush=True); "
         f"signal.sigwait([signal.SIGTERM]); pathlib.Path({str(told)!r}).write_text('told')"

@@ -100,6 +100,26 @@ def test_a_wrong_counter_and_a_missing_child_are_seen():
     assert {"parents whose counters or ending are wrong", "children missing or doubled"} <= found.keys()
 
 
+@pytest.mark.parametrize("waits_again", [True, False])
+def test_a_parent_with_failed_children_may_succeed_only_if_it_had_joined_before_its_rerun(waits_again):
+    """A deadline had let it join; then it was cancelled and rerun, and the rerun forgot the deadline."""
+    payload = {"width": 1, "on_join": "resume", "allow_failures": 0}
+    result = {"round": 1, "succeeded": 0, "total": 1, "distinct": 1}
+    parent = job(A, job_type="chaos.parent", payload=payload, result=result, waits=1, children_failed=1, claims=2)
+    parent.progress_total = 1
+    leaf = {"index": 0, "fails": True, "writes": False}
+    child = job(B, job_type="chaos.leaf", payload=leaf, parent_job_id=A, round=1, status="CANCELLED")
+    life = [
+        ("job.enqueued", "QUEUED", 0), ("job.started", "RUNNING", 1), ("job.waited", "RUNNING", 1),
+        ("job.joined", "QUEUED", 1), ("job.cancelled", "CANCELLED", 1),
+        ("job.rerun", "RUNNING" if waits_again else "QUEUED", 1), *[("job.joined", "QUEUED", 1)] * waits_again,
+        ("job.started", "RUNNING", 2), ("job.succeeded", "SUCCEEDED", 2),
+    ]  # fmt: skip
+    events = [Event(place, A, 0.0, name, status, claim, 1, "w") for place, (name, status, claim) in enumerate(life)]
+    found = breaches([parent, child], events, ledger=Ledger(cancelled={B}))
+    assert ("parents whose counters or ending are wrong" in found) is waits_again
+
+
 def test_a_cancel_that_nobody_asked_for_is_seen():
     assert "jobs cancelled by nobody" in breaches([job(A, status="CANCELLED")], told(A))
 

@@ -18,9 +18,9 @@ import uvloop
 from batchwright.app import AsyncBatchwright
 from batchwright.db.database import DatabaseSettings
 from batchwright.engine.queue import EngineSettings
-from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.engine.worker.worker import Worker, WorkerSettings
 from batchwright.errors import DatabaseUnavailable
-from batchwright.settings import Settings
+from batchwright.settings import Settings, make_settings
 from batchwright.telemetry.logs import configure_logs
 from tests.chaos.operations import OPERATIONS
 
@@ -29,7 +29,7 @@ _SAY_SECONDS = 0.25
 
 
 def settings(folder: str, lease_seconds: float) -> Settings:
-    return Settings(
+    return make_settings(
         database=DatabaseSettings(folder=folder),
         engine=EngineSettings(lease_seconds=lease_seconds),
         worker=WorkerSettings(concurrency=CONCURRENCY, processes_max=1, stop_grace_seconds=10.0),

@@ -76,7 +76,7 @@ class Workload:
         events = self._schedule(seconds)
         while (now := loop.time() - began) < seconds:
             while events and events[0][0] <= now:
-                self._spawn(self._put([events.pop(0)[1]], cancellable=False))
+                self._spawn(self._put([events.pop(0)[1]], keep_cancellation=False))
             if await self._backlog() < _BACKLOG_MAX and len(self._tasks) < 200:
                 self._wave()
             await asyncio.sleep(_WAVE_SECONDS)
@@ -132,14 +132,14 @@ class Workload:
         key = ["chaos", self._random.randrange(_KEYS)]
         return NewJob("chaos.keyed", payload, exclusive_key=key, on_held=policy)
 
-    async def _put(self, jobs: Sequence[NewJob], *, cancellable: bool = True) -> None:
+    async def _put(self, jobs: Sequence[NewJob], *, keep_cancellation: bool = True) -> None:
         try:
             ids = await self._answered(lambda: self._batchwright.enqueue(jobs))
         except Conflict:
             self.ledger.asked["refused: key is held"] += 1
             return
         self.ledger.enqueued.update(ids)
-        if cancellable:
+        if keep_cancellation:
             self._recent = [*self._recent, *ids][-_RECENT_MAX:]
 
     async def _put_idempotent(self) -> None:

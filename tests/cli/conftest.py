@@ -20,7 +20,7 @@ import orjson
 import psycopg
 import pytest
 
-from batchwright.cli import main
+from batchwright.commands import main
 from tests.cli.stage import Stage, staged
 
 SAMPLE = str(Path(__file__).with_name("sample.py"))
@@ -191,21 +191,15 @@ def inside(
 @pytest.fixture
 def publish(database_url: str) -> None:
     """Make the sample's operations known, as a worker does that was here before."""
-    from batchwright.db.database import Blocking, complete
-    from batchwright.engine.queue import Queue
+    from batchwright.db.database import Blocking, Database, complete
+    from batchwright.engine.catalog import Catalog
     from batchwright.operations.registry import Registry
     from tests.cli import sample
     from tests.support import DATABASE
 
     registry = Registry([sample.greet, sample.linger, sample.block, sample.sulk, sample.fail, sample.family])
     database = Blocking(DATABASE, database_url)
-    operations = [registry.get(name) for name in registry.names()]
-    rows = [
-        {"name": one.name, "payload_schema": one.payload_schema, "defaults": one.defaults(), "description": None}
-        for one in operations
-        if one is not None
-    ]
-    complete(Queue(database).publish_operations(rows, "the test"))
+    complete(Catalog(Database(database), registry).publish("the test"))
     database.close()
 
 

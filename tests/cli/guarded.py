@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from batchwright import Context, operation
-from batchwright.batches.dispatch import Dispatcher
+from batchwright.batches.send.dispatch import Dispatcher
 
 
 @operation("guarded.hold", max_attempts=1)

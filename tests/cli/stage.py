@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from batchwright import NewJob, Wait
-from batchwright.db.database import Blocking, complete
+from batchwright.db.database import Blocking, Database, complete
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Claim, JobId, Settle
+from batchwright.engine.jobs import Claim, JobId
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import Queue
+from batchwright.engine.workers import Workers
 from batchwright.operations.registry import Registry
 from tests.cli import sample
 from tests.support import DATABASE, fail, succeed
@@ -22,8 +24,8 @@ class Stage:
     """The queue's verbs in plain code."""
 
     def __init__(self, database: Blocking) -> None:
-        self.queue = Queue(database)
-        self._catalog = Catalog(self.queue, SAMPLES)
+        self.queue = Queue(Database(database))
+        self._catalog = Catalog(self.queue.database, SAMPLES)
 
     def put(self, *jobs: NewJob) -> list[JobId]:
         new = jobs or (NewJob(sample.greet),)
@@ -65,8 +67,8 @@ class Stage:
         """A worker that has just given a sign of life."""
         known = {"host": "here", "pid": 7, "version": "1.2", "queues": None, "concurrency": 2}
         row = {**known, "operations": SAMPLES.names(), **columns}
-        complete(self.queue.register_worker(id=name, **row))
-        complete(self.queue.heartbeat(name, running=1, stopping=stopping))
+        complete(Workers(self.queue.database).register(id=name, **row))
+        complete(Workers(self.queue.database).heartbeat(name, running=1, stopping=stopping))
 
     def status(self, id: JobId) -> str:
         return complete(self.queue.get(id)).status.value

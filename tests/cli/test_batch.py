@@ -16,11 +16,13 @@ import orjson
 import pytest
 from rich.console import Console
 
-from batchwright.batches.finalize import Finalizer
+from batchwright.batches.commands.show import Seen, exit_code, money, size
+from batchwright.batches.commands.watch import Lines, Meter, View
+from batchwright.batches.local import SenderLoad
+from batchwright.batches.output.finalize import Finalizer
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.seal import KeySource, Seal
 from batchwright.batches.store import Batch, Pace
-from batchwright.cli.batch_show import Seen, exit_code, money, size
-from batchwright.cli.batch_watch import Lines, Load, Meter, View
 from batchwright.cli.show import print_facts
 from batchwright.errors import StorageUnavailable
 from batchwright.settings import load_settings
@@ -190,7 +192,7 @@ def test_a_batch_that_does_not_exist_is_named(inside: Inside, verb: list[str]) -
 def test_a_batch_that_waits_for_the_store_says_so(inside: Inside, folder: Path, database_url: str) -> None:
     async def noted(stage: Stage) -> Batch:
         id = await stage.submit(GOOD)
-        await stage.batchwright.batches.note_wait(id, "store", "503 Slow Down")
+        await stage.batchwright.part(BatchesPart).batches.note_wait(id, "store", "503 Slow Down")
         return await stage.get(id)
 
     batch = on_stage(database_url, folder, noted)
@@ -317,7 +319,7 @@ async def test_submit_waits_for_the_end_if_it_is_asked_to(
     async with staged(database_url, folder) as stage:
         stage.work()
         done = await asyncio.to_thread(cli, "batch", "submit", "in.jsonl", "--wait", code=4)
-        (batch,) = await stage.batchwright.batches.list(None)
+        (batch,) = await stage.batchwright.part(BatchesPart).batches.list(None)
     assert done.stdout.splitlines()[0] == batch.id
     assert done.stdout.splitlines()[-1].endswith("3/3 · 2 completed · 1 failed")
 
@@ -343,8 +345,8 @@ def test_the_exit_code_says_how_a_batch_ended(
 
 
 class Sending:
-    def load(self) -> Load:
-        return Load(17, 40)
+    def load(self) -> SenderLoad:
+        return SenderLoad(17, 40)
 
     def trouble(self) -> str | None:
         return "the server is away"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchwright.cli.batch_check import about
+from batchwright.batches.commands.check import estimate_text
 from tests.batches.stage import jsonl, request
 from tests.cli.batches import write
 from tests.cli.conftest import Inside
@@ -229,4 +229,4 @@ def test_an_empty_file_is_a_problem(inside: Inside, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("n", "text"), [(0, "0"), (7, "7"), (99, "99"), (1_432_972, "1,400,000"), (125, "120")])
 def test_an_estimate_has_two_digits(n: int, text: str) -> None:
-    assert about(n) == f"about {text}"
+    assert estimate_text(n) == f"about {text}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -19,13 +18,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batchwright.batches.lines import MODEL_CHARACTERS_MAX
-from batchwright.batches.process import shard_queue
-from batchwright.cli.batch_run import Plan, _gateway_set
-from batchwright.cli.batch_work import only_one, private_settings
-from batchwright.cli.targets import Target
-from batchwright.errors import ConfigurationError, Conflict
-from batchwright.settings import Settings, load_settings
+from batchwright.batches.local import LocalRun
 from batchwright.simulator import Remote, running_process
 from tests.batches.stage import request
 from tests.cli.batches import MIXED, ids, read, write
@@ -35,7 +28,6 @@ from tests.telemetry.test_tracing import Collector, collector, environment, trac
 
 __all__ = ["collector", "environment", "traced"]
 KEY = "BATCHWRIGHT_TEST_KEY"
-OURS = {"url": "http://ours:8000", "api_key_env": KEY, "tls_insecure_skip_verify": True, "max_retries": 7}
 IN_FLIGHT = 8
 
 
@@ -569,14 +561,14 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "in.jsonl")
-    own = Plan.own
+    own = LocalRun.own_fields
 
-    def grow(plan: Plan) -> dict[str, Any]:
+    def grow(run: LocalRun) -> dict[str, Any]:
         with file.open("ab") as target:
             target.write(b"\n")
-        return own(plan)
+        return own(run)
 
-    monkeypatch.setattr(Plan, "own", grow)
+    monkeypatch.setattr(LocalRun, "own_fields", grow)
     code, _, err = inside(*command(simulator))
     assert (code, err) == (
         1,
@@ -584,96 +576,6 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
     )
     assert cli.rows("SELECT FROM batchwright.batch") == []
     assert [path for path in (folder / "files").rglob("*") if path.is_file()] == []
-
-
-# Settings ---------------------------------------------------------------------------------------------------------
-
-
-def settings(**parts: Any) -> Settings:
-    return load_settings(parts, environment={})
-
-
-def test_another_server_gets_neither_the_key_nor_the_trust_of_the_configured_one() -> None:
-    gateway = _gateway_set(settings(global_inference_gateway=OURS), "http://theirs:8000", None).global_inference_gateway
-    assert (gateway.url, gateway.api_key_env, gateway.tls_insecure_skip_verify) == ("http://theirs:8000", None, False)
-    assert gateway.max_retries == 7
-
-
-def test_the_configured_server_keeps_its_settings_however_its_url_is_written() -> None:
-    gateway = _gateway_set(
-        settings(global_inference_gateway=OURS), "http://ours:8000/v1/", None
-    ).global_inference_gateway
-    assert (gateway.endpoint, gateway.api_key_env, gateway.tls_insecure_skip_verify) == ("http://ours:8000", KEY, True)
-
-
-def test_a_named_key_goes_before_any_other() -> None:
-    before = settings(global_inference_gateway={"url": "http://ours:8000", "api_key_name": "ours"})
-    for url in (None, "http://ours:8000", "http://theirs:8000"):
-        gateway = _gateway_set(before, url, KEY).global_inference_gateway
-        assert (gateway.api_key_env, gateway.api_key_name) == (KEY, None)
-
-
-def test_a_server_on_the_command_line_takes_the_place_of_those_by_model() -> None:
-    before = settings(model_gateways={"a": {"url": "http://a:8000"}})
-    found = _gateway_set(before, "http://theirs:8000", None)
-    assert (found.global_inference_gateway.url, found.model_gateways) == ("http://theirs:8000", {})
-    assert _gateway_set(before, None, None) is before
-    with pytest.raises(ConfigurationError, match="--api-key-env is for one server; write its --url, too"):
-        _gateway_set(before, None, KEY)
-
-
-def test_a_private_worker_serves_its_queue_only_and_has_little_patience() -> None:
-    found = private_settings(settings(worker={"queue_limits": {"gpu": 1}}, operations=["shop"]), "~run-0", 512)
-    assert (found.worker.queues, found.worker.queue_limits, found.operations) == (("~run-0",), {}, ())
-    assert (found.inference.concurrency, found.inference.most_per_model) == (512, 512)
-    assert found.worker.stop_grace_seconds == 10.0
-    assert private_settings(settings(), "~run-0", 1).inference.model_concurrency_start == 1
-
-
-def test_the_longest_model_name_fits_below_a_private_queue() -> None:
-    plan = Plan(
-        file=Path("a"),
-        sha256="0",
-        endpoint="/v1/embeddings",
-        server="http://ours",
-        output=Target(name="b"),
-        errors=Target(name="c"),
-        window="24h",
-        again=False,
-        force=False,
-        retry_failed=False,
-    )
-    assert len(shard_queue(plan.queue, "m" * MODEL_CHARACTERS_MAX)) == 200
-
-
-def test_a_lock_is_for_one_and_free_again_afterwards(tmp_path: Path) -> None:
-    def held() -> contextlib.AbstractContextManager[Any]:
-        return only_one(tmp_path / "work", "~run-0")
-
-    with held(), pytest.raises(Conflict, match="runs this batch already"), held():
-        pass
-    with held() as lock:
-        lock.remove()
-        with held():
-            pass
-
-
-def test_a_lock_on_a_file_that_is_removed_meanwhile_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever came later locks the file that is there then."""
-    flock, locked = fcntl.flock, []
-
-    def late(descriptor: int, how: int) -> None:
-        if not locked:
-            (tmp_path / "~run-0.lock").unlink()
-        locked.append(descriptor)
-        flock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with only_one(tmp_path, "~run-0") as lock:
-        assert lock.path.exists()
-    assert len(locked) == 2
 
 
 # The page -----------------------------------------------------------------------------------------------------------

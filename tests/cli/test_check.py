@@ -17,6 +17,7 @@ from batchwright.db import check
 from batchwright.db.check import Finding, Level, check_database, describe
 from batchwright.db.database import Pool
 from batchwright.engine.queue import Queue
+from batchwright.engine.workers import Workers
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.storage.conftest import S3, s3, s3_port
 from tests.support import DATABASE
@@ -104,11 +105,11 @@ async def test_a_store_that_the_machines_of_workers_do_not_share_is_a_warning(
         return one["level"], one["text"]
 
     about: dict[str, Any] = {"pid": 1, "version": "0", "queues": None, "concurrency": 1}
-    await queue.register_worker(id="a", host="here", operations=["batch.process"], **about)
-    await queue.register_worker(id="b", host="elsewhere", operations=["greet"], **about)
+    await Workers(queue.database).register(id="a", host="here", operations=["batch.process"], **about)
+    await Workers(queue.database).register(id="b", host="elsewhere", operations=["greet"], **about)
     folder = f"{tmp_path.resolve()}/files"
     assert await found() == ("ok", f"{folder} takes, lists, reads and deletes objects")
-    await queue.register_worker(id="c", host="there", operations=["batch.process"], **about)
+    await Workers(queue.database).register(id="c", host="there", operations=["batch.process"], **about)
     assert await found() == ("warning", f"{folder} is a folder of this machine, and batches run on here, there")
     monkeypatch.setenv("BATCHWRIGHT_STORAGE_URL", f"file://{tmp_path}/shared")
     assert await found() == ("ok", f"{tmp_path.resolve()}/shared takes, lists, reads and deletes objects")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from batchwright.cli import app
-from batchwright.cli.simulate import PROFILE_NAMES
+from batchwright.commands import LazyCommand, app
 from batchwright.simulator import PROFILES
 
 SERVERS = {("up",), ("worker",), ("api",)}
@@ -21,6 +22,8 @@ SERVERS = {("up",), ("worker",), ("api",)}
 
 
 def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All of the tree: commands of parts are loaded for it."""
+    command = command.load() if isinstance(command, LazyCommand) else command
     yield words, command
     for name, below in getattr(command, "commands", {}).items():
         yield from walk(below, (*words, name))
@@ -122,20 +125,183 @@ def test_the_completion_script_is_printed(shell: str) -> None:
     assert shown.stderr == ""
 
 
-def test_a_command_loads_neither_the_demo_nor_the_simulator_nor_a_workers_upkeep() -> None:
-    """Each takes a part of the half second in which a command has to be there."""
-    asked = "import sys, batchwright.cli; print(*sys.modules)"
-    there = set(
-        subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout.split()
-    )
+# What is loaded -----------------------------------------------------------------------------------------------------
+
+HEAVY = {"fastapi", "opentelemetry", "orjson", "psycopg", "pydantic", "starlette", "uvicorn", "wreq"}
+
+
+def loaded(*arguments: str) -> set[str]:
+    """The modules that a command has imported when it ends."""
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+sys.argv = ["batchwright", *{arguments!r}]
+from batchwright.commands import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=45)
+    return set(done.stderr.split())
+
+
+def test_the_list_of_commands_is_printed_without_loading_any_of_them() -> None:
+    there = loaded("--help")
+    assert there.isdisjoint(HEAVY)
+    ours = {name for name in there if name.startswith("batchwright.")}
+    parts = {"files", "files.part", "webhooks", "webhooks.part", "batches", "batches.part", "builtin", "part"}
+    assert ours == {
+        f"batchwright.{name}" for name in ("cli", "cli.exit_codes", "commands", "errors", "plugins", "states", *parts)
+    }
+
+
+def test_the_simulator_needs_no_database() -> None:
+    there = loaded("simulate", "--help")
+    assert there.isdisjoint(HEAVY - {"orjson", "pydantic"})  # Typer itself loads pydantic to read flags
+    assert "batchwright.settings" not in there
+
+
+@pytest.mark.parametrize("words", [("job", "list"), ("batch", "list"), ("schedule", "preview")], ids=" ".join)
+def test_a_command_loads_neither_the_demo_nor_the_simulator_nor_a_workers_upkeep(words: tuple[str, ...]) -> None:
     others = {
-        "batchwright.cli.demo_batch",
+        "batchwright.demo.batch",
         "batchwright.simulator",
-        "batchwright.batches.collector",
+        "batchwright.batches.upkeep.collector",
         "batchwright.batches.runtime",
     }
-    assert there.isdisjoint(others | {"starlette", "wreq", "opentelemetry"})
+    assert loaded(*words, "--help").isdisjoint(others | {"starlette", "wreq", "opentelemetry"})
+
+
+def test_a_command_of_one_part_loads_no_other_part() -> None:
+    ours = {name for name in loaded("job", "--help") if name.startswith("batchwright.batches.")}
+    assert ours == {"batchwright.batches.part"}
+
+
+@pytest.mark.timed("CPU time is compared")
+def test_the_list_of_commands_takes_at_most_twice_the_cpu_of_loading_typer_and_rich() -> None:
+    """With all of rich that Typer draws any help with. Several runs: others use this machine, too."""
+    base = ["-c", "import typer, typer.rich_utils"]
+    ratios = [cpu_seconds("-m", "batchwright", "--help") / cpu_seconds(*base) for _ in range(5)]
+    assert min(ratios) <= 2, ratios
+
+
+def cpu_seconds(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-P", *arguments], check=True, stdout=subprocess.DEVNULL, timeout=45)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+
+
+# Parts of other packages --------------------------------------------------------------------------------------------
+
+POST = """
+import typer
+
+from batchwright.part import Command, Part
+
+
+class PostPart(Part):
+    name = "post"
+    commands = {
+        "letter": Command("post:letter", "Write a letter."),
+        "stamp": Command("post:stamps", "Buy and count stamps."),
+        "lost": Command("post:nowhere", "Is not there."),
+        "broken": Command("post_broken:app", "Cannot be imported."),
+        "odd": Command("post:POSTAGE", "Is no command."),
+    }
+
+
+def letter(to: str) -> None:
+    "Write a letter to somebody."
+    typer.echo(f"Dear {to}")
+
+
+POSTAGE = 0.95
+stamps = typer.Typer(no_args_is_help=True)
+
+
+@stamps.command()
+def buy(n: int) -> None:
+    "Buy stamps."
+    typer.echo(f"bought {n}")
+"""
+
+
+class Posted:
+    """`batchwright …` with the installed package `post`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "post.py").write_text(POST)
+        (folder / "post_broken.py").write_text("import no_such_module\n")
+        self.install("post:PostPart")
+
+    def install(self, *parts: str) -> None:
+        about = self.folder / "post-1.0.dist-info"
+        about.mkdir(exist_ok=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: post\nVersion: 1.0\n")
+        named = "".join(f"part{n} = {part}\n" for n, part in enumerate(parts))
+        (about / "entry_points.txt").write_text(f"[batchwright.parts]\n{named}")
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "batchwright", *arguments],
+            env={**os.environ, "PYTHONPATH": str(self.folder), "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=45,
+        )
+        assert done.returncode == code, done
+        return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture
+def posted(tmp_path: Path) -> Posted:
+    return Posted(tmp_path)
+
+
+def test_a_part_of_another_package_brings_commands_and_groups(posted: Posted) -> None:
+    listed = posted("--help")
+    assert "Write a letter." in listed
+    assert "Buy and count stamps." in listed
+    assert posted("letter", "Ada") == "Dear Ada\n"
+    assert posted("stamp", "buy", "3") == "bought 3\n"
+    assert "Write a letter to somebody." in posted("letter", "--help")
+    assert "Buy and count stamps." in posted("stamp", "--help"), "a group without help has its line of the list"
+
+
+def test_a_command_that_cannot_be_loaded_names_its_part_and_why(posted: Posted) -> None:
+    assert posted("lost", code=1) == (
+        "error: the command 'lost' of the part 'post' (post:nowhere) cannot be loaded: "
+        "AttributeError: module 'post' has no attribute 'nowhere'\n"
+    )
+    assert posted("broken", "--help", code=1) == (
+        "error: the command 'broken' of the part 'post' (post_broken:app) cannot be loaded: "
+        "ModuleNotFoundError: No module named 'no_such_module'\n"
+    )
+    assert posted("odd", code=1).startswith(
+        "error: the command 'odd' of the part 'post' (post:POSTAGE) cannot be loaded: "
+    )
+    assert posted("letter", "Ada") == "Dear Ada\n", "the others are not affected"
+
+
+def test_two_commands_of_one_name_are_refused(posted: Posted) -> None:
+    (posted.folder / "mail.py").write_text(
+        "from post import PostPart\n\nclass MailPart(PostPart):\n    name = 'mail'\n"
+    )
+    posted.install("post:PostPart", "mail:MailPart")
+    said = posted("--help", code=1)
+    assert said == "error: two parts have a command 'letter': 'post' and 'mail'; remove one of them\n"
+
+
+def test_a_word_that_is_no_command_is_answered_with_those_that_are_close() -> None:
+    done = subprocess.run([sys.executable, "-m", "batchwright", "jobs"], capture_output=True, text=True, timeout=45)
+    assert done.returncode == 2
+    assert "No such command 'jobs'. Did you mean 'job'" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_help_of_the_simulator_names_its_profiles() -> None:
-    assert ", ".join(PROFILES) == PROFILE_NAMES
+    (flag,) = [flag for flag in TREE["simulate",].params if flag.name == "profile_name"]
+    assert ", ".join(PROFILES) in flag.help

@@ -3,8 +3,8 @@
 import signal
 
 from batchwright import NewJob
-from batchwright.db.database import Blocking, complete
-from batchwright.engine.counts import counted, fold
+from batchwright.db.database import Blocking, Database, complete
+from batchwright.engine.metrics import fold, read_counts
 from batchwright.engine.queue import Queue
 from batchwright.operations.registry import Registry
 from batchwright.telemetry.metrics import series
@@ -20,7 +20,7 @@ SETTLED = """
 
 def test_a_killed_worker_process_keeps_what_it_had_written(cli, database_url):
     database, clock = Blocking(DATABASE, database_url), Clock()
-    queue = Queue(database, clock=clock)
+    queue = Queue(Database(database, clock=clock))
     with cli.start("worker", SAMPLE) as one, cli.start("worker", SAMPLE) as other:
         one.until("runs sample")
         other.until("runs sample")
@@ -30,9 +30,9 @@ def test_a_killed_worker_process_keeps_what_it_had_written(cli, database_url):
         one.ended()
         other.signal(signal.SIGTERM)
         other.ended()
-    before = complete(counted(queue))
+    before = complete(read_counts(queue.database))
     complete(clock.advance(queue, 601))
-    assert complete(fold(queue)) >= 1
-    assert complete(counted(queue)) == before
+    assert complete(fold(queue.database)) >= 1
+    assert complete(read_counts(queue.database)) == before
     assert sum(series(before)["jobs_settled_total"].values()) == 6
     database.close()

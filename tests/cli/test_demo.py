@@ -19,12 +19,12 @@ import pytest
 from rich.console import Console
 
 from batchwright.app import AsyncBatchwright
-from batchwright.cli import demo_requests
-from batchwright.cli.demo_batch import Server, Stage
-from batchwright.cli.demo_report import Report, print_report
-from batchwright.cli.demo_requests import MODELS, input_order_share, write_requests
-from batchwright.cli.demo_stage import Tethered, own_environment
 from batchwright.db.check import Finding, Level
+from batchwright.demo import requests as demo_requests
+from batchwright.demo.batch import Server, Stage
+from batchwright.demo.report import Report, print_report
+from batchwright.demo.requests import MODELS, input_order_share, write_requests
+from batchwright.demo.stage import Tethered, own_environment
 from batchwright.errors import BatchwrightError
 from batchwright.settings import load_settings
 from batchwright.simulator import Remote
@@ -157,7 +157,7 @@ def test_the_exit_code_says_whether_it_adds_up(
         assert out.quiet
         return report
 
-    monkeypatch.setattr("batchwright.cli.demo_batch.run_batch", run_batch)
+    monkeypatch.setattr("batchwright.demo.batch.run_batch", run_batch)
     ended, said, _ = inside("demo", "--json")
     assert ended == code
     told = orjson.loads(said)

@@ -12,6 +12,7 @@ from batchwright import NewJob
 from batchwright.app import VERSION
 from batchwright.db.database import complete
 from batchwright.engine import bulk
+from batchwright.engine.named_queues import NamedQueues
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.cli.sample import family, greet
 from tests.cli.stage import Stage
@@ -123,7 +124,7 @@ def test_a_list_and_a_job_say_what_they_wait_for(inside: Inside, stage: Stage) -
     stage.worker()
     holder, id = stage.put(NewJob(greet, exclusive_key="k"), NewJob(greet, exclusive_key="k", delay_seconds=60))
     stage.claim(holder)
-    complete(stage.queue.pause_queue("default"))
+    complete(NamedQueues(stage.queue.database).pause("default"))
     line = next(line for line in inside("job", "list")[1].splitlines() if str(id) in line)
     assert line.rstrip().endswith("time, pause, key")
     shown = inside("job", "show", str(id))[1]

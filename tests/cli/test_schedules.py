@@ -119,9 +119,9 @@ def test_a_worker_fires_what_is_due(cli: Cli) -> None:
 def test_every_command_has_help_and_every_flag_says_what_it_does(inside: Inside) -> None:
     from typer.main import get_command
 
-    from batchwright.cli import app
+    from batchwright.commands import app
 
-    group = get_command(app).commands["schedule"]
+    group = get_command(app).commands["schedule"].load()
     assert set(group.commands) == {"create", "list", "show", "pause", "resume", "delete", "run", "preview"}
     for words, command in [([], group), *(([verb], command) for verb, command in group.commands.items())]:
         code, out, _ = inside("schedule", *words, "--help")

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.cli.targets import refuse_same, target
+from batchwright.batches.commands.targets import open_target, refuse_same
 from batchwright.errors import InvalidInput
 
 WRITE = """
 import sys
 from pathlib import Path
-from batchwright.cli.targets import target
-with target("--output", Path("out.jsonl")).writing() as stream:
+from batchwright.batches.commands.targets import open_target
+with open_target("--output", Path("out.jsonl")).replace() as stream:
     stream.write(b"half")
     stream.flush()
     print("written", flush=True)
@@ -29,12 +29,12 @@ with target("--output", Path("out.jsonl")).writing() as stream:
 READ_ONLY = """
 import os, subprocess
 from pathlib import Path
-from batchwright.cli.targets import target
+from batchwright.batches.commands.targets import open_target
 subprocess.run(["mount", "-t", "tmpfs", "none", "."], check=True)
 os.chdir(os.getcwd())
-found = target("--output", Path("out.jsonl"))
+found = open_target("--output", Path("out.jsonl"))
 subprocess.run(["mount", "-o", "remount,ro", "."], check=True)
-with found.writing() as stream:
+with found.replace() as stream:
     stream.write(b"line")
 """
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(path: Path | str, data: bytes = b"line\n") -> None:
-    with target("--output", Path(path)).writing() as stream:
+    with open_target("--output", Path(path)).replace() as stream:
         stream.write(data)
 
 
@@ -56,12 +56,12 @@ def names(folder: Path) -> list[str]:
 
 def test_a_file_has_its_name_only_when_it_is_whole(folder: Path) -> None:
     (folder / "out").write_bytes(b"before")
-    with target("--output", Path("out")).writing() as stream:
+    with open_target("--output", Path("out")).replace() as stream:
         stream.write(b"after")
         stream.flush()
         assert (folder / "out").read_bytes() == b"before"
     assert (folder / "out").read_bytes() == b"after"
-    with pytest.raises(KeyboardInterrupt), target("--output", Path("out")).writing() as stream:
+    with pytest.raises(KeyboardInterrupt), open_target("--output", Path("out")).replace() as stream:
         raise KeyboardInterrupt
     assert ((folder / "out").read_bytes(), names(folder)) == (b"after", ["out"])
 
@@ -95,9 +95,9 @@ def test_a_pipe_waits_for_its_reader_and_says_so(folder: Path, capsys: pytest.Ca
 def test_a_pipe_whose_reader_is_gone_is_an_error(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    found = target("--output", Path("pipe"))
+    found = open_target("--output", Path("pipe"))
     os.close(reader)
-    with pytest.raises(InvalidInput, match="pipe cannot be written: Broken pipe"), found.writing() as stream:
+    with pytest.raises(InvalidInput, match="pipe cannot be written: Broken pipe"), found.replace() as stream:
         stream.write(b"line")
 
 
@@ -116,14 +116,14 @@ def test_folders_and_sockets_are_refused(folder: Path) -> None:
     (folder / "link").symlink_to("there")
     for name in ("there", "link"):
         with pytest.raises(InvalidInput, match=f"--output {name} is a folder; name a file in it"):
-            target("--output", Path(name))
+            open_target("--output", Path(name))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")
     with pytest.raises(InvalidInput, match="--output socket is a socket"):
-        target("--output", Path("socket"))
+        open_target("--output", Path("socket"))
     (folder / "loop").symlink_to("loop")
     with pytest.raises(InvalidInput, match="--output loop cannot be written: Too many levels of symbolic links"):
-        target("--output", Path("loop"))
+        open_target("--output", Path("loop"))
     assert names(folder) == ["link", "loop", "socket", "there"]
 
 
@@ -133,15 +133,15 @@ def test_one_file_or_one_pipe_cannot_take_both(folder: Path) -> None:
     (folder / "link").symlink_to("file")
     for one, other in (("pipe", "pipe"), ("file", "link")):
         with pytest.raises(InvalidInput, match="--output and --errors are the same file"):
-            refuse_same(target("--output", Path(one)), target("--errors", Path(other)))
+            refuse_same(open_target("--output", Path(one)), open_target("--errors", Path(other)))
     os.close(reader)
-    refuse_same(target("--output", Path("-")), target("--errors", Path("-")))
+    refuse_same(open_target("--output", Path("-")), open_target("--errors", Path("-")))
 
 
 def test_a_name_that_has_become_something_else_meanwhile_is_not_replaced(folder: Path) -> None:
-    found = target("--output", Path("out"))
+    found = open_target("--output", Path("out"))
     os.mkfifo(folder / "out")
-    with pytest.raises(InvalidInput, match="it has become something that is not a file"), found.writing():
+    with pytest.raises(InvalidInput, match="it has become something that is not a file"), found.replace():
         pass
     assert (folder / "out").is_fifo()
     assert names(folder) == ["out"]
@@ -182,7 +182,7 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next_and_one_in_use_is_
 
 def test_a_draft_that_was_taken_for_abandoned_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and its lock another process may look at it."""
-    from batchwright.cli import targets
+    from batchwright.batches.commands import targets
 
     flock, removed = targets.fcntl.flock, []
 
@@ -200,10 +200,10 @@ def test_a_draft_that_was_taken_for_abandoned_is_made_again(folder: Path, monkey
 
 def test_a_clean_up_that_fails_does_not_hide_why_nothing_could_be_written(folder: Path) -> None:
     (folder / "results").mkdir()
-    found = target("--output", Path("results/out"))
+    found = open_target("--output", Path("results/out"))
     shutil.rmtree(folder / "results")
     (folder / "results").touch()
-    with pytest.raises(InvalidInput, match="out cannot be written: Not a directory"), found.writing():
+    with pytest.raises(InvalidInput, match="out cannot be written: Not a directory"), found.replace():
         pass
 
 

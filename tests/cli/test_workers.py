@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from batchwright.app import AsyncBatchwright
-from batchwright.cli.banner import banner
+from batchwright.cli.commands.banner import banner_lines
 from batchwright.db.database import complete
 from batchwright.engine.views import OperationView
 from batchwright.settings import load_settings
@@ -36,9 +36,9 @@ def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage
 def test_operations_are_listed_with_who_has_them(inside: Inside, stage: Stage) -> None:
     stage.worker(operations=["sample.greet"])
     lines = [line.split() for line in inside("operations")[1].splitlines()]
-    assert lines[0] == ["operation", "queue", "tries", "workers"]
+    assert lines[0] == ["operation", "queue", "tries", "workers", "description"]
     assert ["sample.greet", "default", "3", "1"] in lines
-    assert ["sample.linger", "default", "1", "0"] in lines
+    assert ["sample.linger", "default", "1", "0", "Never", "ends", "by", "itself."] in lines
     assert {one["name"]: one["workers"] for one in inside.json("operations")}["sample.fail"] == 0
 
 
@@ -79,5 +79,5 @@ async def test_who_starts_workers_is_told_what_to_submit(database_url: str, name
     facts = {"description": None, "payload_schema": {}, "defaults": {}, "published_at": datetime.now(UTC), "workers": 1}
     async with AsyncBatchwright(settings=load_settings(flags, environment={})) as batchwright:
         operations = [OperationView(name=name, **facts) for name in names]
-        said = dict(banner(batchwright, operations, url=None, has_key=False, processes=1))
+        said = dict(banner_lines(batchwright, operations, url=None, has_key=False, processes=1))
     assert said["submit"] == hint

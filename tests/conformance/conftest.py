@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import openai
 import pytest
 
-from batchwright.api.keys import DEFAULT_SCOPES
+from batchwright.access.keys import DEFAULT_SCOPES
 from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import Stage, staged
 from tests.conftest import database

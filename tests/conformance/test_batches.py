@@ -10,8 +10,9 @@ import openai
 import orjson
 import pytest
 
+from batchwright.batches.output.verify import verify
+from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
-from batchwright.batches.verify import verify
 from batchwright.db.check import Finding, Level
 from tests.batches.stage import jsonl, request
 from tests.conformance.conftest import SLOW, Client, Running
@@ -80,7 +81,9 @@ async def test_line_breaks_of_unicode_do_not_cut_lines_in_two(client: Client, ru
 async def _verified(running: Running, id: str) -> list[Finding]:
     """What `batchwright batch manifest --verify` finds."""
     batchwright = running.stage.batchwright
-    return await verify(batchwright.files, await batchwright.batches.get(id, tenant=None))
+    return await verify(
+        batchwright.part(BatchesPart).files, await batchwright.part(BatchesPart).batches.get(id, tenant=None)
+    )
 
 
 async def test_more_than_a_hundred_batches_are_listed_over_several_pages(

@@ -8,6 +8,7 @@ import pytest
 from batchwright.db import migrate as module
 from batchwright.db.database import Pool
 from batchwright.db.migrate import Migration, migrate, migrations, pending, require_current
+from batchwright.engine.upkeep import make_event_partitions
 from batchwright.errors import ConfigurationError, DatabaseError
 from tests.support import DATABASE
 
@@ -81,10 +82,10 @@ async def test_a_migration_whose_text_changed_is_refused(empty, monkeypatch):
 
 
 async def test_event_partitions_are_made_a_week_ahead_and_only_once(queue, clock):
-    assert await queue.make_event_partitions() == 0
+    assert await make_event_partitions(queue.database) == 0
     await clock.advance(queue, 7 * 86_400)
-    assert await queue.make_event_partitions() == 1
-    assert await queue.make_event_partitions() == 0
+    assert await make_event_partitions(queue.database) == 1
+    assert await make_event_partitions(queue.database) == 0
 
 
 async def test_events_of_a_week_without_a_partition_go_to_the_default_one(queue, clock):
@@ -94,5 +95,5 @@ async def test_events_of_a_week_without_a_partition_go_to_the_default_one(queue,
     id = await put_one(queue)
     rows = await queue.database.rows("SELECT tableoid::regclass::text FROM batchwright.job_event")
     assert rows[0][0].endswith("job_event_default")
-    await queue.make_event_partitions()
+    await make_event_partitions(queue.database)
     assert [event.job_id for event in await queue.events(id)] == [id]

@@ -11,7 +11,7 @@ import pytest
 
 from batchwright import NewJob, operation
 from batchwright.app import VERSION
-from batchwright.db.database import Pool
+from batchwright.db.database import Database, Pool
 from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.db.migrate import migrate
 from batchwright.engine.queue import EngineSettings, Queue
@@ -57,7 +57,7 @@ async def until(condition) -> None:
 
 async def test_an_outage_shorter_than_a_lease_costs_nothing(server, pool):
     held, begun, may_end = held_operation()
-    queue = Queue(pool, EngineSettings(lease_seconds=30))
+    queue = Queue(Database(pool), EngineSettings(lease_seconds=30))
     async with working(pool, held, engine=queue.settings) as worker:
         (id,) = await put(queue, NewJob(held), operations=Registry([held]))
         await begun.wait()
@@ -73,7 +73,7 @@ async def test_an_outage_shorter_than_a_lease_costs_nothing(server, pool):
 
 async def test_a_worker_starts_the_embedded_server_again(server, pool):
     held, begun, may_end = held_operation()
-    queue = Queue(pool, EngineSettings(lease_seconds=30))
+    queue = Queue(Database(pool), EngineSettings(lease_seconds=30))
     async with working(pool, held, engine=queue.settings, revive=server.ensure_running) as worker:
         (id,) = await put(queue, NewJob(held), operations=Registry([held]))
         await begun.wait()
@@ -84,7 +84,7 @@ async def test_a_worker_starts_the_embedded_server_again(server, pool):
 
 
 async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(server, pool):
-    queue = Queue(pool, EngineSettings(lease_seconds=60))
+    queue = Queue(Database(pool), EngineSettings(lease_seconds=60))
     ((started, now),) = await pool.rows("SELECT pg_postmaster_start_time(), now()")
     assert (now - started).total_seconds() < 60
     held, _, _ = held_operation()

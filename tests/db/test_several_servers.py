@@ -9,7 +9,7 @@ import pytest
 from batchwright import NewJob
 from batchwright.app import VERSION
 from batchwright.db.check import Level, check_database
-from batchwright.db.database import Blocking, Pool, complete
+from batchwright.db.database import Blocking, Database, Pool, complete
 from batchwright.db.doorbell import Doorbell, listen
 from batchwright.db.migrate import migrate
 from batchwright.engine.queue import EngineSettings, Queue
@@ -44,7 +44,7 @@ async def test_jobs_leases_doorbell_and_checks_move_to_the_server_that_was_promo
     held, begun, may_end = held_operation()
     rings: list[str] = []
     async with Pool(DATABASE, cluster.url) as pool:
-        queue = Queue(pool, EngineSettings(lease_seconds=6.0))
+        queue = Queue(Database(pool), EngineSettings(lease_seconds=6.0))
         listening = asyncio.create_task(listen(DATABASE, cluster.url, rings.append))
         async with working(pool, held, engine=queue.settings) as worker:
             (id,) = await put(queue, NewJob(held), operations=Registry([held]))

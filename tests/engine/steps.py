@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from batchwright import JobStatus, NewJob, Wait
-from batchwright.db.database import Pool
+from batchwright.db.database import Database, Pool
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Claim, JobId, Settle
+from batchwright.engine.jobs import Claim, JobId
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import Queue
 from tests.support import BASIC, DATABASE, Clock, fail, succeed
 
@@ -17,7 +18,7 @@ from tests.support import BASIC, DATABASE, Clock, fail, succeed
 async def hand_over(queue: Queue, claim: Claim, children: int | list[NewJob], **wait: Any) -> list[JobId]:
     """Let a held job wait for children; a number means so many `noop`s."""
     new = [NewJob("noop", {"n": n}) for n in range(children)] if isinstance(children, int) else children
-    rows = await Catalog(queue, BASIC).prepare(new, parent=claim)
+    rows = await Catalog(queue.database, BASIC).prepare(new, parent=claim)
     await queue.wait(claim, "w1", Wait(new, **wait), rows)
     return [job.id for job in new]
 
@@ -79,7 +80,7 @@ async def _age_of_server(queue: Queue, clock: Clock) -> float:
 async def another(queue: Queue, pool: Pool) -> AsyncIterator[Queue]:
     """The same job table through connections of its own."""
     async with Pool(dataclasses.replace(DATABASE, pool_size=2), pool.url) as second:
-        yield Queue(second, queue.settings, clock=queue._clock)
+        yield Queue(Database(second, clock=queue.database.clock), queue.settings)
 
 
 async def blocked(queue: Queue, n: int) -> None:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from batchwright import Context, Done, Fatal, NewJob, Snooze, Transient, Wait, operation
-from batchwright.db.database import Blocking, complete
+from batchwright.db.database import Blocking, Database, complete
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Settle
-from batchwright.engine.lease import Lease
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.engine.worker.lease import Holder, Lease
 from batchwright.errors import DatabaseUnavailable, Deadlock
 from batchwright.states import JobStatus
 from tests.engine.faulty import Fault, Faulty
@@ -104,7 +104,7 @@ def database(pool):
 async def worker(pool, database):
     """A worker whose database loses answers by plan."""
     await pool.rows("CREATE TABLE effect (id serial)")
-    worker = make_worker(pool, *OPERATIONS, queue=Queue(database, ENGINE))
+    worker = make_worker(pool, *OPERATIONS, queue=Queue(Database(database), ENGINE))
     await worker.register()
     yield worker
     await worker.close()
@@ -127,7 +127,7 @@ async def effects(queue) -> int:
 
 async def hand_over(queue, claim, *jobs, **options):
     outcome = Wait(jobs, **options)
-    await queue.wait(claim, "w1", outcome, await Catalog(queue, BASIC).prepare(jobs, parent=claim))
+    await queue.wait(claim, "w1", outcome, await Catalog(queue.database, BASIC).prepare(jobs, parent=claim))
 
 
 # Claim ------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ async def test_a_claim_whose_answer_was_lost_loses_no_job_and_no_attempt(queue, 
     fault = Fault("claim", when)
     database.plan(fault)
     ids = await put(queue, *(NewJob("noop", {"n": n}, max_attempts=1) for n in range(5)))
-    async with working(pool, queue=Queue(database, ENGINE)):
+    async with working(pool, queue=Queue(Database(database), ENGINE)):
         jobs = [await finished(queue, id) for id in ids]
     assert fault.struck == 1
     assert [(job.result, job.attempts, job.rescues) for job in jobs] == [(n, 1, 0) for n in range(5)]
@@ -149,7 +149,7 @@ async def test_a_claim_whose_answer_was_lost_loses_no_job_and_no_attempt(queue, 
 
 @pytest.mark.parametrize("kind", ["unique", "deadlock"])
 async def test_a_claim_that_lost_a_race_for_a_key_takes_the_plain_jobs(database, kind):
-    queue = Queue(database, ENGINE)
+    queue = Queue(Database(database), ENGINE)
     keyed, plain = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop"))
     database.plan(Fault("claim", "before", kind))
     assert [claim.id for claim in await take(queue)] == [plain]
@@ -158,7 +158,7 @@ async def test_a_claim_that_lost_a_race_for_a_key_takes_the_plain_jobs(database,
 
 @pytest.mark.parametrize("kind", ["unique", "deadlock"])
 async def test_claim_job_that_lost_a_race_answers_none(database, kind):
-    queue = Queue(database, ENGINE)
+    queue = Queue(Database(database), ENGINE)
     id = await put_one(queue, exclusive_key="k")
     database.plan(Fault("claim", "before", kind))
     assert await queue.claim_job("w1", id, BASIC.names()) is None
@@ -175,12 +175,13 @@ async def test_a_renewal_whose_answer_was_lost_lengthens_the_lease_and_is_repeat
     claim = await take_one(queue)
     mine = SimpleNamespace(leased_until=0.0)
     lease = Lease(
-        Queue(database, EngineSettings(lease_seconds=100.0)),
+        Queue(Database(database), EngineSettings(lease_seconds=100.0)),
         "w1",
-        held=lambda: {(id, claim.claim): mine},
-        claims_under_way=lambda: (0, 0),
-        on_news=lambda news: pytest.fail(f"{news} although the lease is alive"),
-        beat=lambda _: None,
+        Holder(
+            held=lambda: {(id, claim.claim): mine},
+            claims_under_way=lambda: (0, 0),
+            on_news=lambda news: pytest.fail(f"{news} although the lease is alive"),
+        ),
         close_database=blocking.close,
     )
     before = (await queue.get(id)).lease_until
@@ -203,12 +204,13 @@ async def test_a_release_of_orphans_whose_answer_was_lost_happens_once(queue, da
     id = await put_one(queue)
     await take_one(queue)
     lease = Lease(
-        Queue(database, ENGINE),
+        Queue(Database(database), ENGINE),
         "w1",
-        held=dict,
-        claims_under_way=lambda: (0, 0),
-        on_news=lambda news: pytest.fail(f"{news} although nothing is held"),
-        beat=lambda _: None,
+        Holder(
+            held=dict,
+            claims_under_way=lambda: (0, 0),
+            on_news=lambda news: pytest.fail(f"{news} although nothing is held"),
+        ),
         close_database=blocking.close,
     )
     database.plan(Fault("release", "after"))
@@ -226,12 +228,13 @@ async def test_orphans_are_not_released_while_a_claim_is_under_way(queue, databa
     await take_one(queue)
     for states in ([(1, 0), (1, 0)], [(0, 0), (0, 1)], [(0, 0), (1, 0)], [(1, 0), (0, 1)]):
         lease = Lease(
-            Queue(blocking, ENGINE),
+            Queue(Database(blocking), ENGINE),
             "w1",
-            held=dict,
-            claims_under_way=iter(states).__next__,
-            on_news=lambda _: None,
-            beat=lambda _: None,
+            Holder(
+                held=dict,
+                claims_under_way=iter(states).__next__,
+                on_news=lambda _: None,
+            ),
             close_database=blocking.close,
         )
         lease.look()
@@ -294,7 +297,7 @@ async def test_the_jobs_that_follow_fail_to_be_written_with_the_success_or_not_a
 
 
 async def test_a_batch_of_settles_whose_answer_was_lost_is_accepted_once(pool, queue, database):
-    worker = make_worker(pool, queue=Queue(database, ENGINE), concurrency=20)
+    worker = make_worker(pool, queue=Queue(Database(database), ENGINE), concurrency=20)
     ids = await put(queue, *(NewJob("noop", {"n": n}) for n in range(20)))
     database.plan(Fault("succeed", "after", times=3))
     assert await worker.run_once() == 20
@@ -307,7 +310,7 @@ async def test_a_batch_of_settles_whose_answer_was_lost_is_accepted_once(pool, q
 
 async def test_a_settle_fenced_while_its_answer_was_lost_is_not_believed(pool, queue, database):
     """The commit is lost before it happened, a human cancels, and the repeated settle must not win."""
-    worker = make_worker(pool, queue=Queue(database, ENGINE))
+    worker = make_worker(pool, queue=Queue(Database(database), ENGINE))
     id = await put_one(queue)
     arrived, go = database.hold("succeed")
     database.plan(Fault("succeed", "before"))
@@ -330,7 +333,7 @@ async def test_a_release_at_stop_whose_answer_was_lost_has_happened(pool, queue,
         entered.set()
         await asyncio.Event().wait()
 
-    async with working(pool, endless, queue=Queue(database, ENGINE), stop_grace_seconds=0.05) as worker:
+    async with working(pool, endless, queue=Queue(Database(database), ENGINE), stop_grace_seconds=0.05) as worker:
         (id,) = await put(queue, NewJob("endless"), operations=worker._operations)
         await entered.wait()
     assert fault.struck == 1
@@ -348,7 +351,7 @@ async def test_an_emit_whose_answer_was_lost_is_not_lost(pool, queue, database):
         ctx.emit("one", "first")
         ctx.emit("two", "second", _progress_current=3, _progress_total=4)
 
-    worker = make_worker(pool, emits, queue=Queue(database, ENGINE))
+    worker = make_worker(pool, emits, queue=Queue(Database(database), ENGINE))
     for when in ("before", "after"):
         (id,) = await put(queue, NewJob("emits"), operations=worker._operations)
         database.plan(Fault("emit", when), Fault("progress", when))
@@ -370,7 +373,7 @@ async def test_no_settle_overtakes_a_report_that_is_on_its_way(pool, queue, data
         await arrived.wait()
         asyncio.get_running_loop().call_later(0.2, go.set)
 
-    worker = make_worker(pool, emits, queue=Queue(database, ENGINE))
+    worker = make_worker(pool, emits, queue=Queue(Database(database), ENGINE))
     (id,) = await put(queue, NewJob("emits"), operations=worker._operations)
     assert await worker.run_job(id)
     assert await event_names(queue, id) == ["job.enqueued", "job.started", "half", "job.succeeded"]
@@ -386,7 +389,7 @@ async def test_a_report_that_the_database_refuses_costs_only_itself(pool, queue,
         ctx.progress(10**30 if bad else 5)
         await both.wait()
 
-    worker = make_worker(pool, emits, queue=Queue(database, ENGINE))
+    worker = make_worker(pool, emits, queue=Queue(Database(database), ENGINE))
     bad, good = await put(
         queue, NewJob("emits", {"bad": True}), NewJob("emits", {"bad": False}), operations=worker._operations
     )
@@ -402,7 +405,7 @@ async def test_a_deadlock_loses_no_report(pool, queue, database):
     async def emits(ctx: Context) -> None:
         ctx.emit("one", _progress_current=3)
 
-    worker = make_worker(pool, emits, queue=Queue(database, ENGINE))
+    worker = make_worker(pool, emits, queue=Queue(Database(database), ENGINE))
     (id,) = await put(queue, NewJob("emits"), operations=worker._operations)
     database.plan(Fault("emit", "before", "deadlock"), Fault("progress", "before", "deadlock"))
     assert await worker.run_job(id)
@@ -435,7 +438,7 @@ async def settle_of_a_child(queue, faults):
 
 async def succeed_with(queue, faults):
     claim = await _held(queue)
-    rows = await Catalog(queue, BASIC).prepare([NewJob("noop")], before=claim)
+    rows = await Catalog(queue.database, BASIC).prepare([NewJob("noop")], before=claim)
     faults()
     values = {"result": 1, "progress_current": None, "progress_total": None}
     await queue.succeed_with(Settle("succeed", claim, values), "w1", write=None, then=rows)
@@ -512,12 +515,12 @@ DEADLOCKS = [
 @pytest.mark.parametrize(("verb", "statement"), DEADLOCKS, ids=[verb.__name__ for verb, _ in DEADLOCKS])
 async def test_a_deadlock_victim_is_repeated_as_if_nothing_had_happened(database, verb, statement):
     fault = Fault(statement, "before", "deadlock", times=3)
-    await verb(Queue(database, ENGINE), lambda: database.plan(fault))
+    await verb(Queue(Database(database), ENGINE), lambda: database.plan(fault))
     assert fault.struck == 3
 
 
 async def test_deadlocks_without_end_are_an_error(database):
-    queue = Queue(database, ENGINE)
+    queue = Queue(Database(database), ENGINE)
     id = await put_one(queue)
     database.plan(Fault("owners", "before", "deadlock", times=1000))
     with pytest.raises(Deadlock):
@@ -526,8 +529,8 @@ async def test_deadlocks_without_end_are_an_error(database):
 
 
 async def test_a_deadlock_in_the_callers_transaction_is_the_callers(database, pool):
-    queue = Queue(database, ENGINE)
-    rows = await Catalog(queue, BASIC).prepare([NewJob("noop")])
+    queue = Queue(Database(database), ENGINE)
+    rows = await Catalog(queue.database, BASIC).prepare([NewJob("noop")])
     database.plan(Fault("enqueue", "before", "deadlock"))
     with pytest.raises(Deadlock):
         async with database.transaction() as session:
@@ -539,7 +542,7 @@ async def test_a_deadlock_in_the_callers_transaction_is_the_callers(database, po
 
 
 async def test_a_rescue_whose_answer_was_lost_gives_one_attempt_back(database):
-    queue = Queue(database, ENGINE)
+    queue = Queue(Database(database), ENGINE)
     claim = await _held(queue)
     database.plan(Fault("rescue", "after"))
     with pytest.raises(DatabaseUnavailable):
@@ -553,7 +556,7 @@ async def test_a_rescue_whose_answer_was_lost_gives_one_attempt_back(database):
 @pytest.mark.parametrize("statement", ["upkeep_lock", "rescue", "expire", "queues", "claim", "holdings"])
 async def test_a_worker_goes_on_after_its_helpers_lost_the_database(queue, pool, database, statement):
     database.plan(Fault(statement, "before", times=2))
-    async with working(pool, queue=Queue(database, ENGINE)):
+    async with working(pool, queue=Queue(Database(database), ENGINE)):
         id = await put_one(queue, payload={"n": 4})
         assert (await finished(queue, id)).result == 4
 
@@ -562,15 +565,15 @@ async def test_the_wrapper_itself_breaks_what_it_says(pool, queue):
     """A fault test that injects nothing proves nothing."""
     database = Faulty(pool, [Fault("enqueue", "after")])
     with pytest.raises(DatabaseUnavailable):
-        await put_one(Queue(database))
+        await put_one(Queue(Database(database)))
     assert len(await listed(queue)) == 1
     database.plan(Fault("enqueue", "before"))
     with pytest.raises(DatabaseUnavailable):
-        await put_one(Queue(database))
+        await put_one(Queue(Database(database)))
     assert len(await listed(queue)) == 1
     database.plan(Fault("enqueue", "after"))
     with contextlib.suppress(DatabaseUnavailable):
-        await put_one(Queue(database), exclusive_key="k", on_held="reject")
+        await put_one(Queue(Database(database)), exclusive_key="k", on_held="reject")
     assert len(await listed(queue)) == 2
 
 

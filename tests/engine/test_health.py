@@ -13,8 +13,8 @@ import pytest
 
 from batchwright.app import VERSION
 from batchwright.engine.exposition import Exposition
-from batchwright.engine.health import HealthServer, own_counts
-from batchwright.engine.worker import Worker
+from batchwright.engine.worker.health import HealthServer, own_counts
+from batchwright.engine.worker.worker import Worker
 from batchwright.errors import ConfigurationError
 from batchwright.operations.registry import Registry
 
@@ -22,7 +22,9 @@ from batchwright.operations.registry import Registry
 @asynccontextmanager
 async def served(pool, queue, *, port=0):
     worker = Worker(pool, Registry(), queue=queue)
-    server = HealthServer(worker, Exposition(queue, own_counts(worker)), version=VERSION, host="127.0.0.1", port=port)
+    server = HealthServer(
+        worker, Exposition(queue.database, own_counts(worker)), version=VERSION, host="127.0.0.1", port=port
+    )
     await server.start()
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:

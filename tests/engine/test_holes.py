@@ -13,8 +13,8 @@ import pytest
 
 from batchwright import Context, Done, JobStatus, NewJob, Snooze, Transient, operation
 from batchwright.engine import policy
-from batchwright.engine.jobs import Settle
-from batchwright.engine.worker import worker_id
+from batchwright.engine.outcomes import Settle
+from batchwright.engine.worker.worker import worker_id
 from batchwright.errors import Conflict, Fenced
 from batchwright.operations.registry import Registry
 from tests.engine.steps import another, claim_one, dead, hand_over, retry, snapshot, status

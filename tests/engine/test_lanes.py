@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 from batchwright.engine.jobs import Claim, new_id
-from batchwright.engine.lanes import Lanes
 from batchwright.engine.queue import NOWHERE, Claimed
+from batchwright.engine.worker.lanes import Lanes
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -116,7 +116,7 @@ def test_a_ring_for_a_queue_never_seen_is_not_forgotten_because_a_scan_was_under
 
 def test_a_scan_that_falls_due_during_a_claim_is_made_by_the_next_one(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr("batchwright.engine.lanes.time.monotonic", lambda: now)
+    monkeypatch.setattr("batchwright.engine.worker.lanes.time.monotonic", lambda: now)
     lanes = lanes_of("a")
     lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
     now += 0.9

@@ -12,11 +12,11 @@ import pytest
 
 from batchwright import Context, NewJob, operation
 from batchwright.app import AsyncBatchwright
-from batchwright.db.database import Blocking, Pool
-from batchwright.engine.lease import Lease
-from batchwright.engine.processes import Processes
+from batchwright.db.database import Blocking, Database, Pool
 from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.engine.upkeep import Round, Upkeep
+from batchwright.engine.worker.lease import Holder, Lease
+from batchwright.engine.worker.processes import Processes
 from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
 from tests.engine import deadly
@@ -94,12 +94,13 @@ def almost_over(database_url, key):
     mine = SimpleNamespace(leased_until=time.monotonic())
     blocking = Blocking(DATABASE, database_url)
     lease = Lease(
-        Queue(blocking, ENGINE),
+        Queue(Database(blocking), ENGINE),
         "w1",
-        held=lambda: {} if heard else {key: mine},
-        claims_under_way=lambda: (0, 0),
-        on_news=heard.append,
-        beat=lambda _: None,
+        Holder(
+            held=lambda: {} if heard else {key: mine},
+            claims_under_way=lambda: (0, 0),
+            on_news=heard.append,
+        ),
         close_database=blocking.close,
     )
     return lease, heard, blocking
@@ -143,6 +144,7 @@ async def test_a_claim_that_is_answered_when_its_lease_is_over_starts_nothing(po
     worker = make_worker(pool, noop, engine=ENGINE)
     await put_one(queue)
     claim = await take_one(queue, worker=worker.id)
+    worker._runner.open()
     assert not worker._start([claim], asked=time.monotonic() - ENGINE.lease_seconds)
     assert worker._runner.held == {}
     assert worker._start([claim], asked=time.monotonic())
@@ -202,7 +204,7 @@ async def test_a_slow_database_does_not_suspend_the_rescue_and_a_lost_connection
     id = await put_one(queue)
     await take_one(queue)
     worker = make_worker(pool, noop, queue=queue)
-    keeper = Upkeep(queue, Processes(None, 1), BASIC, worker.counts, [Round("trouble", 3600.0, run)])
+    keeper = Upkeep(queue, Processes(None, 1), BASIC, [Round("trouble", 3600.0, run)])
     await keeper.run_due()
     await clock.advance(queue, 100)
     keeper._due["rescue"] = 0.0

@@ -23,9 +23,10 @@ from hypothesis.stateful import (
 )
 
 from batchwright import NewJob
-from batchwright.db.database import Blocking, complete
+from batchwright.db.database import Blocking, Database, complete
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Claim, Settle, Wait
+from batchwright.engine.jobs import Claim
+from batchwright.engine.outcomes import Settle, Wait
 from batchwright.engine.queue import EngineSettings, Lane, Queue
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.states import JOB, JobStatus
@@ -139,8 +140,8 @@ class Machine(RuleBasedStateMachine):
         ((start,),) = complete(database.rows("SELECT now() + interval '1 day'"))
         self.database = database
         self.oracle = Oracle(start)
-        self.queue = Queue(database, ENGINE, clock=lambda: self.oracle.now)
-        self.catalog = Catalog(self.queue, BASIC)
+        self.queue = Queue(Database(database, clock=lambda: self.oracle.now), ENGINE)
+        self.catalog = Catalog(self.queue.database, BASIC)
         self.claims: list[Claim] = []
         self.workers: dict[tuple[Any, int], str] = {}
         self.last_event = 0

@@ -12,11 +12,24 @@ import orjson
 import pytest
 
 from batchwright import NewJob
-from batchwright.db.database import Pool
-from batchwright.engine.queue import NOWHERE, SQL, Queue
+from batchwright.db.database import Database, Pool
+from batchwright.engine import (
+    catalog,
+    event_streams,
+    metrics,
+    named_queues,
+    queue,
+    retention,
+    schedules,
+    upkeep,
+    views,
+    workers,
+)
+from batchwright.engine.queue import NOWHERE, Queue
 from tests.engine.planning import QUEUED, indexes, numbered, plan, scanned, touched, whole_table_scans
 from tests.support import BASIC, DATABASE, put, take
 
+SOURCES = (catalog, event_streams, metrics, named_queues, queue, retention, schedules, upkeep, views, workers)
 ID = UUID("00000000-0000-0000-0000-000000000001")
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 SETTLES = ("succeed", "fail", "retry", "snooze", "release")
@@ -46,19 +59,16 @@ def lanes(slots=20, after=NOWHERE, queues=("default",)):
 def held(connection, n=20):
     """Jobs that the crowd's worker holds, as rows for a settle."""
     rows = connection.execute("SELECT id, claims FROM batchwright.job WHERE locked_by = 'w1' LIMIT %s", [n]).fetchall()
-    done = [
-        {"id": id, "claim": claim, "worker": "w1", "result": 1, "error": ERROR, "delay_seconds": 1.0}
-        for id, claim in rows
-    ]
+    done = [{"id": id, "claim": claim, "result": 1, "error": ERROR, "delay_seconds": 1.0} for id, claim in rows]
     return orjson.dumps(done).decode()
 
 
 # Prepare --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(SQL))
-def test_every_statement_can_be_prepared(crowd, name):
-    text, _ = numbered(name)
+@pytest.mark.parametrize(("source", "name"), [(source, name) for source in SOURCES for name in source.SQL])
+def test_every_statement_can_be_prepared(crowd, source, name):
+    text, _ = numbered(name, source.SQL)
     crowd.execute(f"PREPARE probe AS {text}".encode())
     assert crowd.execute("SELECT count(*) FROM pg_prepared_statements WHERE name = 'probe'").fetchone() == (1,)
 
@@ -68,7 +78,7 @@ def test_every_statement_can_be_prepared(crowd, name):
 
 @pytest.mark.parametrize("verb", SETTLES)
 def test_a_settle_finds_its_jobs_by_the_primary_key_and_touches_nothing_else(crowd, verb):
-    settled = plan(crowd, verb, run=True, settles=held(crowd, 20))
+    settled = plan(crowd, verb, run=True, settles=held(crowd, 20), worker="w1")
     assert whole_table_scans(settled) == []
     assert indexes(settled) == {"job_pkey"}
     assert scanned(settled) <= 20
@@ -78,7 +88,7 @@ def test_a_settle_finds_its_jobs_by_the_primary_key_and_touches_nothing_else(cro
 @pytest.mark.parametrize("verb", SETTLES)
 def test_a_settle_that_is_fenced_touches_only_the_rows_it_names(crowd, verb):
     rows = [{**row, "claim": row["claim"] + 1} for row in orjson.loads(held(crowd, 20))]
-    settled = plan(crowd, verb, run=True, settles=orjson.dumps(rows).decode())
+    settled = plan(crowd, verb, run=True, settles=orjson.dumps(rows).decode(), worker="w1")
     assert settled["Actual Rows"] == 0
     assert scanned(settled) <= 20
 
@@ -235,7 +245,7 @@ def test_a_freed_key_finds_its_next_job_without_walking_the_line(crowd):
 async def test_renewals_progress_and_emits_are_hot(database_url):
     """One job, whose versions all find room on its page, and one connection, whose counters are all there are."""
     async with Pool(dataclasses.replace(DATABASE, pool_size=1), database_url) as pool:
-        queue = Queue(pool)
+        queue = Queue(Database(pool))
         await put(queue, NewJob("noop", exclusive_key="k", deadline=timedelta(hours=1)))
         (claim,) = await take(queue)
         before = await _updates(pool)

@@ -14,7 +14,8 @@ import pytest
 from batchwright import operation
 from batchwright.engine import policy
 from batchwright.engine.catalog import MARK
-from batchwright.engine.jobs import Claim, Done, Snooze
+from batchwright.engine.jobs import Claim
+from batchwright.engine.outcomes import Snooze
 from batchwright.errors import (
     DatabaseUnavailable,
     Fatal,
@@ -190,7 +191,7 @@ def test_our_own_errors_are_described_without_a_trace():
 def test_snoozes_and_results_become_settles():
     assert policy.snooze(claim(), Snooze(5, "x\x00")).values["reason"] == "x\N{REPLACEMENT CHARACTER}"
     assert policy.snooze(claim(), Snooze(5, progress=(1, 2))).values["progress_total"] == 2
-    settle = policy.succeed(claim(), Done({"a": 1}, progress=(1, 2)))
+    settle = policy.succeed(claim(), {"a": 1}, (1, 2))
     assert (settle.verb, settle.values["progress_current"]) == ("succeed", 1)
 
 

@@ -13,13 +13,13 @@ from batchwright import AsyncBatchwright, JobStatus, NewJob, NotFound
 from batchwright.db.database import DatabaseSettings
 from batchwright.engine import retention as module
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Settle
-from batchwright.engine.processes import Processes
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import SQL as JOBS
 from batchwright.engine.retention import SQL, Removed, Retention, RetentionSettings
-from batchwright.engine.upkeep import Upkeep
+from batchwright.engine.upkeep import Upkeep, lock_round, make_event_partitions
+from batchwright.engine.worker.processes import Processes
 from batchwright.errors import ConfigurationError
-from batchwright.settings import Settings, load_settings
+from batchwright.settings import load_settings, make_settings
 from tests.conftest import database
 from tests.engine import planning
 from tests.engine.planning import indexes, nodes, scanned, touched, whole_table_scans
@@ -33,8 +33,8 @@ OLD_WEEK = "job_event_2026_w02"
 
 
 @pytest.fixture
-def retention(clock):
-    return Retention(RetentionSettings(), clock=clock)
+def retention(queue, clock):
+    return Retention(queue.database, RetentionSettings())
 
 
 async def ended(queue, how=SUCCEEDED, **options):
@@ -81,7 +81,7 @@ async def partitions(queue):
 async def go_to(queue, clock, moment):
     """Stand at a moment whose events have a partition of their own."""
     clock.time = moment
-    await queue.make_event_partitions()
+    await make_event_partitions(queue.database)
 
 
 # Jobs ---------------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ async def test_a_job_is_kept_to_the_cutoff_of_its_status_and_not_longer(queue, c
 async def test_days_can_be_configured_and_inf_keeps_for_ever(queue, clock):
     await clock.advance(queue, 0)
     succeeded, failed = await ended(queue), await ended(queue, FAILED)
-    retention = Retention(RetentionSettings(succeeded_days=math.inf, ended_days=0.5), clock=clock)
+    retention = Retention(queue.database, RetentionSettings(succeeded_days=math.inf, ended_days=0.5))
     await clock.advance(queue, 0.5 * DAY + 1)
     assert await swept(queue, retention) == [Removed(jobs=1)]
     assert await left(queue, succeeded, failed) == [succeeded]
@@ -195,7 +195,7 @@ async def test_a_chained_job_goes_on_without_the_root_of_its_pipeline(queue, clo
     await clock.advance(queue, 0)
     root = await put_one(queue)
     claim = await claim_one(queue, root)
-    then = await Catalog(queue, BASIC).prepare([NewJob("noop", delay_seconds=8 * DAY, pipeline_id=root)])
+    then = await Catalog(queue.database, BASIC).prepare([NewJob("noop", delay_seconds=8 * DAY, pipeline_id=root)])
     done = Settle("succeed", claim, {"result": None, "progress_current": None, "progress_total": None})
     await queue.succeed_with(done, "w1", write=None, then=then)
     await clock.advance(queue, 8 * DAY)
@@ -249,7 +249,7 @@ async def test_an_enqueue_whose_first_job_goes_at_that_very_moment_still_answers
             return await queue.database.rows(sql, params)
 
     new, other = NewJob("noop", idempotency_key="once"), NewJob("noop")
-    answers = await queue.enqueue(await Catalog(queue, BASIC).prepare([new, other]), session=Removing())
+    answers = await queue.enqueue(await Catalog(queue.database, BASIC).prepare([new, other]), session=Removing())
     assert answers == [(overtaking[0], False) if is_overtaken else (new.id, True), (other.id, True)]
     assert [await status(queue, answer.id) for answer in answers] == [QUEUED, QUEUED]
 
@@ -283,7 +283,7 @@ async def test_a_round_looks_at_so_many_rows_and_the_next_goes_on_behind_them(qu
         "UPDATE batchwright.job SET owner = 'batch' WHERE id IN (SELECT id FROM batchwright.job ORDER BY id LIMIT 12)",
     )
     await clock.advance(queue, 8 * DAY)
-    retention = Retention(RetentionSettings(jobs_per_round=10), clock=clock)
+    retention = Retention(queue.database, RetentionSettings(jobs_per_round=10))
     rounds = await swept(queue, retention)
     assert [(round.jobs, round.has_more) for round in rounds] == [(0, True), (8, True), (5, False)]
     assert await swept(queue, retention) == [Removed(has_more=True), Removed()], (
@@ -293,24 +293,20 @@ async def test_a_round_looks_at_so_many_rows_and_the_next_goes_on_behind_them(qu
 
 async def test_a_round_that_takes_long_stops_between_two_statements(queue, clock, monkeypatch):
     monkeypatch.setattr(module, "_ROUND_SECONDS_MAX", 0.0)
-    retention = Retention(RetentionSettings(), clock=clock)
+    retention = Retention(queue.database, RetentionSettings())
     async with queue.database.transaction() as session:
         assert await retention.sweep(session) == Removed(has_more=True)
 
 
-class NoCounts:
-    def note(self, rescued): ...
-
-
 def upkeep(queue, *rounds):
-    return Upkeep(queue, Processes(None, 1), BASIC, NoCounts(), rounds)
+    return Upkeep(queue, Processes(None, 1), BASIC, rounds)
 
 
 async def test_upkeep_gives_a_backlog_turn_after_turn_and_then_rests(queue, clock, caplog):
     await clock.advance(queue, 0)
     await _finish(queue, 25)
     await clock.advance(queue, 8 * DAY)
-    keeper = upkeep(queue, *Retention(RetentionSettings(jobs_per_round=10), clock=clock).rounds())
+    keeper = upkeep(queue, *Retention(queue.database, RetentionSettings(jobs_per_round=10)).rounds())
     seen = []
     with caplog.at_level(logging.INFO, "batchwright.engine.retention"):
         for _ in range(4):
@@ -328,8 +324,8 @@ async def test_a_round_runs_in_one_process_at_a_time(queue, clock, pool):
     await clock.advance(queue, 0)
     await _finish(queue, 5)
     await clock.advance(queue, 8 * DAY)
-    first, second = (Retention(RetentionSettings(), clock=clock).rounds()[0] for _ in range(2))
-    async with another(queue, pool) as elsewhere, queue.upkeep(first.name) as session:
+    first, second = (Retention(queue.database, RetentionSettings()).rounds()[0] for _ in range(2))
+    async with another(queue, pool) as elsewhere, lock_round(queue.database, first.name) as session:
         assert session is not None
         assert await upkeep(elsewhere).run_round(second) is False
     assert await upkeep(queue).run_round(second) is True
@@ -380,9 +376,9 @@ async def test_two_rounds_at_once_beside_working_workers_remove_each_row_once_an
 
     async with another(queue, pool) as elsewhere:
         settings = RetentionSettings(jobs_per_round=50)
-        sweeps = [swept(on, Retention(settings, clock=clock)) for on in (queue, elsewhere)]
+        sweeps = [swept(on, Retention(queue.database, settings)) for on in (queue, elsewhere)]
         first, second, *_ = await asyncio.gather(*sweeps, work(queue, "w1"), work(elsewhere, "w2"))
-    await swept(queue, final := Retention(settings, clock=clock))
+    await swept(queue, final := Retention(queue.database, settings))
     assert sum(round.jobs for round in first + second) <= 920
     assert await raw(queue, "SELECT FROM batchwright.job WHERE created_at < %(now)s", now=clock.time) == []
     assert await swept(queue, final) == [Removed()]
@@ -393,10 +389,10 @@ async def test_a_job_that_is_being_rerun_is_left_alone_and_one_that_is_gone_cann
     await clock.advance(queue, 0)
     id = await ended(queue, FAILED)
     await clock.advance(queue, 31 * DAY)
-    retention = Retention(RetentionSettings(), clock=clock)
+    retention = Retention(queue.database, RetentionSettings())
     async with another(queue, pool) as elsewhere:
         async with elsewhere.database.transaction() as session:
-            await elsewhere._locked(session, id, None)
+            await elsewhere._lock(session, id, None)
             assert await swept(queue, retention) == [Removed()]
         async with queue.database.transaction() as session:
             assert (await retention.sweep(session)).jobs == 1
@@ -429,7 +425,7 @@ async def test_a_dropped_week_is_not_made_again(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=60))
     assert await dropped(queue, retention) > 0
     after = await partitions(queue)
-    assert await queue.make_event_partitions() == 0
+    assert await make_event_partitions(queue.database) == 0
     assert await partitions(queue) == after
     assert {"job_event_default", "job_event_2026_w10", "job_event_2026_w11"} <= after
     assert OLD_WEEK not in after
@@ -461,7 +457,7 @@ async def test_events_in_the_default_partition_go_after_their_job_in_bounded_rou
     await _finish(queue, 10)
     assert await count(queue, "job_event_default") == 33
     clock.time += timedelta(days=8)
-    retention = Retention(RetentionSettings(jobs_per_round=12), clock=clock)
+    retention = Retention(queue.database, RetentionSettings(jobs_per_round=12))
     rounds = await swept(queue, retention)
     assert sum(round.events for round in rounds) == 30
     assert max(round.events for round in rounds) <= 12
@@ -581,7 +577,7 @@ async def test_weeks_are_dropped_while_workers_work(queue, clock, pool):
             await on.events(id)
 
     async def drop(on):
-        retention = Retention(RetentionSettings(), clock=clock)
+        retention = Retention(queue.database, RetentionSettings())
         for _ in range(10):
             async with on.database.transaction() as session:
                 await retention.drop_partition(session)
@@ -589,7 +585,7 @@ async def test_weeks_are_dropped_while_workers_work(queue, clock, pool):
 
     async with another(queue, pool) as elsewhere:
         await asyncio.gather(work(queue, "w1"), work(elsewhere, "w2"), drop(queue), drop(elsewhere))
-    await dropped(queue, Retention(RetentionSettings(), clock=clock))
+    await dropped(queue, Retention(queue.database, RetentionSettings()))
     assert len(before - await partitions(queue)) >= 6
     rows = await raw(
         queue,
@@ -606,7 +602,7 @@ async def test_nothing_is_dropped_when_jobs_are_kept_for_ever(queue, clock):
     await go_to(queue, clock, OLD_MONDAY)
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=1000))
     before = await partitions(queue)
-    for_ever = Retention(RetentionSettings(succeeded_days=math.inf, ended_days=math.inf), clock=clock)
+    for_ever = Retention(queue.database, RetentionSettings(succeeded_days=math.inf, ended_days=math.inf))
     assert await dropped(queue, for_ever) == 0
     assert await partitions(queue) == before
 
@@ -743,7 +739,7 @@ def test_retention_is_configured_like_the_other_parts(tmp_path):
 
 
 async def test_the_client_gives_its_workers_the_rounds(pool):
-    settings = Settings(database=DatabaseSettings(url=pool.url), retention=RetentionSettings(succeeded_days=1))
+    settings = make_settings(database=DatabaseSettings(url=pool.url), retention=RetentionSettings(succeeded_days=1))
     async with AsyncBatchwright(settings=settings, operations=BASIC) as batchwright:
         worker = batchwright.worker()
         assert {"retention", "retention of events"} <= {round.name for round in worker._upkeep._rounds}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from psycopg import sql
 
 from batchwright import NewJob
-from batchwright.db.database import Pool, connect_arguments
+from batchwright.db.database import Database, Pool, connect_arguments
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.cron import Cron, preview
 from batchwright.engine.queue import EngineSettings, Queue
@@ -54,7 +54,7 @@ REPORT = NewJob("report")
 
 
 def make(queue: Queue, clock: Clock, operations: Registry = OPERATIONS) -> Schedules:
-    return Schedules(queue, Catalog(queue, operations), clock=clock)
+    return Schedules(queue, Catalog(queue.database, operations))
 
 
 @pytest.fixture
@@ -425,7 +425,9 @@ async def five_rounds(url, clocks):
     """Schedules on pools of their own, as two schedulers and three workers would have them."""
     async with contextlib.AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(Pool(DATABASE, url)) for _ in clocks]
-        queues = [Queue(pool, EngineSettings(), clock=clock) for pool, clock in zip(pools, clocks, strict=True)]
+        queues = [
+            Queue(Database(pool, clock=clock), EngineSettings()) for pool, clock in zip(pools, clocks, strict=True)
+        ]
         yield [(queue, make(queue, clock)) for queue, clock in zip(queues, clocks, strict=True)]
 
 
@@ -479,7 +481,7 @@ async def test_upkeep_fires_schedules(queue, clock, schedules, pool):
     from tests.support import make_worker
 
     worker = make_worker(pool, queue=queue)
-    upkeep = Upkeep(queue, worker._processes, OPERATIONS, worker.counts, schedules.rounds())
+    upkeep = Upkeep(queue, worker._processes, OPERATIONS, schedules.rounds())
     await schedules.create("daily", EVERY_MINUTE, REPORT)
     clock.time += MINUTE
     await upkeep.run_due()
@@ -632,7 +634,7 @@ async def test_a_key_that_a_long_transaction_holds_delays_its_own_schedule_only(
     await put(queue, REPORT, operations=OPERATIONS)
     clock.time = NOON + 2 * MINUTE
     async with queue.database.transaction() as theirs:
-        rows = await Catalog(queue, OPERATIONS).prepare([slow])
+        rows = await Catalog(queue.database, OPERATIONS).prepare([slow])
         (standing,) = await queue.enqueue(rows, session=theirs)
         assert await fire(queue, schedules) == 1
         after = await schedules.get("held")

@@ -9,7 +9,8 @@ import pytest
 
 from batchwright import Conflict, Context, JobStatus, NewJob, NotFound, Wait, operation
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Settle, new_id
+from batchwright.engine.jobs import new_id
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import Lane, Watermark
 from batchwright.errors import Fenced, InvalidInput
 from batchwright.operations.registry import Registry
@@ -51,7 +52,7 @@ QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 
 async def test_enqueue_inserts_many_and_answers_in_the_order_of_the_list(queue):
     new = [NewJob("noop", {"n": n}) for n in range(2000)]
-    rows = await Catalog(queue, BASIC).prepare(new)
+    rows = await Catalog(queue.database, BASIC).prepare(new)
     answers = await queue.enqueue(rows)
     assert answers == [(job.id, True) for job in new]
     assert [claim.payload["n"] for claim in sorted(await take(queue, 2000), key=lambda claim: claim.id)] == list(
@@ -72,7 +73,7 @@ async def test_enqueue_of_nothing_does_nothing(queue):
 
 async def test_an_enqueue_whose_answer_was_lost_can_be_repeated(queue):
     new = [NewJob("noop", {"n": n}) for n in range(3)]
-    rows = await Catalog(queue, BASIC).prepare(new)
+    rows = await Catalog(queue.database, BASIC).prepare(new)
     await queue.enqueue(rows)
     assert await queue.enqueue(rows) == [(job.id, False) for job in new]
     assert len(await listed(queue)) == 3
@@ -853,6 +854,20 @@ async def test_a_waiting_parent_that_wants_to_be_resumed_learns_that_its_deadlin
     assert (claim.id, claim.deadline_passed) == (parent, True)
     assert await queue.joined(parent, 1) == (2, 0, 2, 0)
     assert await queue.expire() == 0
+    assert await succeed(queue, claim, "a sad ending")
+
+
+async def test_a_parent_that_joined_by_its_deadline_is_rerun_as_one_that_has_joined(queue, clock):
+    """The rerun forgets the deadline; the children that the deadline ended are not waited for a second time."""
+    parent = await put_one(queue, deadline=timedelta(seconds=10))
+    await hand_over(queue, await take_one(queue), 2, on_join="resume")
+    await clock.advance(queue, 11)
+    await queue.expire()
+    await queue.cancel([parent])
+    await queue.rerun(parent)
+    claim = await take_one(queue)
+    assert (claim.id, claim.deadline, claim.deadline_passed) == (parent, None, False)
+    assert await queue.joined(parent, 1) == (2, 0, 2, 0)
     assert await succeed(queue, claim, "a sad ending")
 
 

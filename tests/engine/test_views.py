@@ -14,8 +14,10 @@ from batchwright import JobStatus, NewJob, NotFound
 from batchwright.db.doorbell import Doorbell
 from batchwright.engine import views as views_module
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.jobs import Settle
+from batchwright.engine.named_queues import NamedQueues
+from batchwright.engine.outcomes import Settle
 from batchwright.engine.views import SQL, Cursor, JobFilter, Views
+from batchwright.engine.workers import Workers
 from batchwright.errors import InvalidInput
 from tests.engine.planning import numbered, plan, touched, whole_table_scans
 from tests.engine.steps import claim_one, dead, end, hand_over
@@ -65,7 +67,7 @@ async def end_as(queue, id, how):
 
 async def chain(queue, claim, job):
     """End a held job with one that follows it."""
-    (row,) = await Catalog(queue, BASIC).prepare([job], before=claim)
+    (row,) = await Catalog(queue.database, BASIC).prepare([job], before=claim)
     values = {"result": None, "progress_current": None, "progress_total": None}
     await queue.succeed_with(Settle("succeed", claim, values), "w1", write=None, then=[row])
     return row["id"]
@@ -312,10 +314,10 @@ async def test_children_that_were_allowed_to_fail_do_not_fail_the_pipeline(queue
 
 async def crew(queue, name="w9", *, running=0, stopping=False, operations=("noop", "other"), queues=None):
     """A worker that has just given a sign of life."""
-    await queue.register_worker(
+    await Workers(queue.database).register(
         id=name, host="h", pid=1, version="1", queues=queues, operations=list(operations), concurrency=2
     )
-    await queue.heartbeat(name, running=running, stopping=stopping)
+    await Workers(queue.database).heartbeat(name, running=running, stopping=stopping)
 
 
 async def why(queue, id):
@@ -351,10 +353,10 @@ async def test_it_waits_for_its_time(queue, clock):
 async def test_it_waits_for_a_paused_queue(queue):
     await crew(queue)
     id = await single(queue)
-    await queue.pause_queue("default")
+    await NamedQueues(queue.database).pause("default")
     (found,) = await why(queue, id)
     assert (found.reason, found.message) == ("paused_queue", "the queue 'default' is paused")
-    await queue.resume_queue("default")
+    await NamedQueues(queue.database).resume("default")
     assert await why(queue, id) == []
 
 
@@ -402,7 +404,7 @@ async def test_one_that_cannot_be_claimed_does_not_stand_before_it(queue, hindra
     first = NewJob(**{"operation": "noop", "exclusive_key": "k", "priority": 0, **options})
     _, second = await put(queue, first, NewJob("noop", exclusive_key="k"))
     if hindrance == "paused":
-        await queue.pause_queue("letters")
+        await NamedQueues(queue.database).pause("letters")
     await crew(queue, operations=["noop"], queues=["default"] if hindrance == "elsewhere" else None)
     assert await why(queue, second) == []
     types = ["noop"] if hindrance == "unknown" else BASIC.names()
@@ -425,7 +427,7 @@ async def test_it_waits_for_a_worker_that_lives_and_knows_it(queue, clock):
     assert await why(queue, id) == []
     await clock.advance(queue, 31)
     assert await reasons(queue, id) == ["no_worker"], "it has been silent too long"
-    await queue.heartbeat("able", running=0, stopping=False)
+    await Workers(queue.database).heartbeat("able", running=0, stopping=False)
     assert await why(queue, id) == []
 
 
@@ -467,7 +469,7 @@ async def test_all_reasons_at_once_and_a_job_among_others(queue):
     await claim_one(queue, holder)
     id = await single(queue, exclusive_key="k", delay_seconds=60)
     plain = await single(queue, queue="letters")
-    await queue.pause_queue("default")
+    await NamedQueues(queue.database).pause("default")
     await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     jobs = await queue.get_many([id, plain, holder])
     found = await Views(queue).waiting_on(jobs)
@@ -484,11 +486,11 @@ async def test_all_reasons_at_once_and_a_job_among_others(queue):
 async def test_a_worker_starts_the_jobs_of_a_queue_soon_after_it_was_resumed(pool, queue):
     """The ring after the resumption finds a worker whose poller would sleep for longer than the test."""
     await single(queue)
-    await queue.pause_queue("default")
+    await NamedQueues(queue.database).pause("default")
     async with working(pool, noop, poll_seconds_min=10.0, poll_seconds_max=10.0), asyncio.timeout(5):
         id = await single(queue)
         assert await reasons(queue, id) == ["paused_queue"]
-        await queue.resume_queue("default")
+        await NamedQueues(queue.database).resume("default")
         bell = Doorbell(pool)
         while (await queue.get(id)).finished_at is None:
             bell.ring(["default"])  # the worker's ear may not be at the door yet
@@ -568,7 +570,7 @@ async def test_queues_show_how_much_is_due_later_and_under_way(queue, views, clo
     await some(queue, 1, delay_seconds=60)
     await some(queue, 1, tenant="b", queue="letters")
     await claim_one(queue, await single(queue))
-    await queue.pause_queue("letters")
+    await NamedQueues(queue.database).pause("letters")
     await clock.advance(queue, 10)
     default, letters = await views.queues()
     assert (default.name, default.due, default.scheduled, default.running) == ("default", 2, 1, 1)
@@ -584,13 +586,13 @@ async def test_queues_show_how_much_is_due_later_and_under_way(queue, views, clo
 async def test_pausing_keeps_its_first_moment_and_names_what_is_not_there(queue, views, clock):
     await clock.advance(queue, 0)
     await single(queue)
-    await queue.pause_queue("default")
+    await NamedQueues(queue.database).pause("default")
     since = clock.time
     await clock.advance(queue, 10)
-    await queue.pause_queue("default")
+    await NamedQueues(queue.database).pause("default")
     assert (await views.queues())[0].paused_at == since
     with pytest.raises(NotFound, match="there is no queue 'defalt'; did you mean 'default'"):
-        await queue.resume_queue("defalt")
+        await NamedQueues(queue.database).resume("defalt")
 
 
 async def test_workers_and_operations_are_shown_with_their_signs_of_life(pool, queue, views, clock):
@@ -666,7 +668,7 @@ def test_the_inbox_looks_at_failed_jobs_only(crowd):
 async def test_a_job_that_is_taken_on_demand_waits_for_a_worker_that_serves_its_queue(queue):
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": ["noop"], "concurrency": 1}
     demand = {"on_demand_types": ["noop"], "on_demand_queues": ["shard/small", "all/"]}
-    await queue.register_worker(id="w", **columns, **demand)
+    await Workers(queue.database).register(id="w", **columns, **demand)
     await raw(queue, "UPDATE batchwright.worker SET running = 1")
     reasons = {}
     for name in ("shard/small", "shard/large", "all/large"):

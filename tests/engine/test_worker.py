@@ -33,14 +33,14 @@ from batchwright import (
     Wait,
     operation,
 )
-from batchwright.db.database import Blocking, complete
-from batchwright.engine import runner as runner_module
-from batchwright.engine import worker as worker_module
-from batchwright.engine.lease import Lease
-from batchwright.engine.outcomes import checked
+from batchwright.db.database import Blocking, Database, complete
+from batchwright.engine.outcomes import check_outcome
 from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.engine.views import Views
-from batchwright.engine.worker import Worker
+from batchwright.engine.worker import runner as runner_module
+from batchwright.engine.worker import worker as worker_module
+from batchwright.engine.worker.lease import Lease
+from batchwright.engine.worker.worker import Worker
 from batchwright.errors import DatabaseUnavailable
 from batchwright.operations.registry import Registry
 from tests.engine import deadly
@@ -48,6 +48,7 @@ from tests.engine.faulty import Faulty
 from tests.support import (
     DATABASE,
     INTERRUPT_SECONDS_MAX,
+    OneDuty,
     event_names,
     finished,
     listed,
@@ -106,7 +107,7 @@ class Gauge:
 
 async def test_one_claim_takes_a_whole_batch_and_few_commits_settle_it(pool, queue):
     database = Faulty(pool)
-    worker = make_worker(pool, queue=Queue(database), concurrency=200)
+    worker = make_worker(pool, queue=Queue(Database(database)), concurrency=200)
     ids = await put(queue, *(NewJob("noop", {"n": n}) for n in range(200)))
     assert await worker.run_once() == 200
     assert database.ran["claim"] == 1
@@ -118,7 +119,7 @@ async def test_one_claim_takes_a_whole_batch_and_few_commits_settle_it(pool, que
 
 async def test_a_lone_settle_is_sent_at_once(pool, queue):
     database = Faulty(pool)
-    worker = make_worker(pool, queue=Queue(database))
+    worker = make_worker(pool, queue=Queue(Database(database)))
     await put_one(queue)
     assert await worker.run_once() == 1
     assert database.ran["succeed"] == 1
@@ -339,7 +340,7 @@ async def test_an_operation_that_blocks_the_event_loop_keeps_its_lease(pool, que
     def rescue() -> None:
         blocking = Blocking(DATABASE, database_url)
         while not ended.wait(0.1):
-            rescued.extend(complete(Queue(blocking, SHORT).rescue()))
+            rescued.extend(complete(Queue(Database(blocking), SHORT).rescue()))
         blocking.close()
 
     @operation("blocks")
@@ -428,7 +429,7 @@ async def test_the_lease_thread_does_not_give_back_what_a_claim_is_just_bringing
     database = Faulty(pool)
     answered, go = database.hold_answer("claim")
     id = await put_one(queue)
-    worker = make_worker(pool, queue=Queue(database, SHORT))
+    worker = make_worker(pool, queue=Queue(Database(database), SHORT))
     if how == "alone":
         await raw(queue, "UPDATE batchwright.job SET rescues = 2")
         running = asyncio.create_task(worker.run_alone(id, lambda _: None))
@@ -592,7 +593,7 @@ NONSENSE = [
 def test_an_operation_that_returns_nonsense_fails_and_says_why():
     for outcome in NONSENSE:
         with pytest.raises(Fatal, match="the operation returned nonsense") as caught:
-            checked(outcome)
+            check_outcome(outcome)
         assert caught.value.code == "invalid_outcome"
 
 
@@ -1026,7 +1027,7 @@ async def test_slots_can_be_counted_by_another_thread_while_a_job_of_a_new_queue
             worker._runner.per_queue[f"new, beside {queue}"] += 1
             return False
 
-    worker = Worker(pool, Registry([noop]), demand=Demand())
+    worker = Worker(pool, Registry([noop]), parts=[OneDuty(demand=Demand())])
     worker._runner.per_queue.update(a=1, b=2)
     assert worker._slots_used() == 3
     await worker.close()

@@ -9,14 +9,14 @@ import sys
 from batchwright.app import AsyncBatchwright
 from batchwright.db.database import DatabaseSettings
 from batchwright.engine.queue import EngineSettings
-from batchwright.engine.worker import WorkerSettings
-from batchwright.settings import Settings
+from batchwright.engine.worker.worker import WorkerSettings
+from batchwright.settings import make_settings
 from tests.engine.deadly import OPERATIONS
 from tests.perturb import perturbed_process
 
 
 async def main(url: str, lease_seconds: float) -> None:
-    settings = Settings(
+    settings = make_settings(
         database=DatabaseSettings(url=url),
         engine=EngineSettings(lease_seconds=lease_seconds, rescue_jitter_seconds=0.0),
         worker=WorkerSettings(concurrency=10, poll_seconds_max=0.2, stop_grace_seconds=0.5),

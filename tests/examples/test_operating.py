@@ -13,13 +13,13 @@ import yaml
 from typer.testing import CliRunner
 
 from batchwright import AsyncBatchwright, operation
-from batchwright.batches.metrics import BATCH_METRICS
-from batchwright.cli import app
+from batchwright.commands import app
 from batchwright.db.database import DatabaseSettings, connect_arguments
-from batchwright.engine.counts import WORKER_METRICS
 from batchwright.engine.exposition import DATABASE_UP, PROCESS_METRICS, STANDING_METRICS
-from batchwright.engine.health import OWN_METRICS
-from batchwright.settings import PREFIX, Settings, is_table
+from batchwright.engine.metrics import WORKER_METRICS
+from batchwright.engine.worker.health import OWN_METRICS
+from batchwright.plugins import load, part_kinds
+from batchwright.settings import PREFIX, is_table, settings_class
 from batchwright.storage import store
 from tests.examples import test_docs
 from tests.examples.test_docs import PAGES, ROOT, example, shell
@@ -27,9 +27,11 @@ from tests.examples.test_docs import PAGES, ROOT, example, shell
 folder = test_docs.folder
 
 OPERATING = ROOT / "docs" / "operating.md"
-GUIDES = [page for page in PAGES if page.name not in ("configuration.md", "http-reference.md")]
+# The page about parts has the command and settings of its example, which is installed and run in tests/test_parts.py.
+GUIDES = [page for page in PAGES if page.name not in ("configuration.md", "http-reference.md", "parts.md")]
 OF_PROCESSES = (*PROCESS_METRICS, *OWN_METRICS, DATABASE_UP)
-METRICS = {one.full_name: one for one in (*WORKER_METRICS, *STANDING_METRICS, *BATCH_METRICS, *OF_PROCESSES)}
+OF_PARTS = [metric for kind in part_kinds() for metric in load(kind.metrics)]
+METRICS = {one.full_name: one for one in (*WORKER_METRICS, *STANDING_METRICS, *OF_PARTS, *OF_PROCESSES)}
 OUTSIDE = {"BATCHWRIGHT_CONFIG", "BATCHWRIGHT_REQUIRE_ALL", "BATCHWRIGHT_TEST_DATABASE_URL"}
 
 
@@ -140,6 +142,12 @@ def tree():
     return typer.main.get_command(app)
 
 
+@functools.cache
+def loaded(name: str):
+    """A command of a part, which the tree loads when it is called."""
+    return tree().commands[name].load()
+
+
 def refused(words: list[str]) -> str | None:
     """The first word that is neither a command nor an option of the one before it."""
     command = tree()
@@ -147,7 +155,7 @@ def refused(words: list[str]) -> str | None:
     while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
         if rest[0] not in command.commands:
             return rest[0]
-        command = command.commands[rest.pop(0)]
+        command = loaded(rest.pop(0)) if command is tree() else command.commands[rest.pop(0)]
     options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
     return next((word for word in rest if re.match(r"--?[a-z]", word) and word.split("=")[0] not in options), None)
 
@@ -168,11 +176,11 @@ def test_a_command_or_an_option_that_does_not_exist_is_found_out():
     ]
 
 
-SINGLE = {PREFIX + part.name.upper() for part in dataclasses.fields(Settings) if not is_table(part)}
+SINGLE = {PREFIX + part.name.upper() for part in dataclasses.fields(settings_class()) if not is_table(part)}
 
 
 def settings() -> set[str]:
-    parts = [part for part in dataclasses.fields(Settings) if is_table(part)]
+    parts = [part for part in dataclasses.fields(settings_class()) if is_table(part)]
     return {f"{part.name}.{one.name}" for part in parts for one in dataclasses.fields(part.default_factory())}
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from batchwright.engine.workers import Workers
 from batchwright.inference.budgets import Budget, Rate, live_workers
 from batchwright.inference.settings import GatewaySettings
 from tests.support import raw
@@ -21,7 +22,7 @@ async def test_two_workers_together_keep_to_the_rate(queue, clock):
         waited += seconds
         await clock.advance(queue, seconds)
 
-    budgets = [Budget(queue, "gateway", rate, pause) for _ in range(2)]
+    budgets = [Budget(queue.database, "gateway", rate, pause) for _ in range(2)]
     for n in range(60):
         await budgets[n % 2].take(1)
     # A second's worth is there from the start, and each worker may have taken one more for later.
@@ -38,7 +39,7 @@ async def test_a_rate_below_one_a_second_still_lets_single_requests_pass(queue, 
         await clock.advance(queue, 30)
 
     settings = GatewaySettings(url="http://h:1", requests_per_minute=2)
-    budget = Budget(queue, "slow", Rate.of(settings), pause)
+    budget = Budget(queue.database, "slow", Rate.of(settings), pause)
     for _ in range(3):
         assert await budget.take(1)
     assert pauses == 2
@@ -53,7 +54,7 @@ async def test_tokens_that_were_not_foreseen_are_a_debt(queue, clock):
         await clock.advance(queue, 1)
 
     settings = GatewaySettings(url="http://h:1", tokens_per_minute=6000)
-    budget = Budget(queue, "tokens", Rate.of(settings), pause)
+    budget = Budget(queue.database, "tokens", Rate.of(settings), pause)
     await budget.take(10)
     budget.settle(10, 510)
     await budget.take(10)
@@ -68,7 +69,7 @@ async def test_paying_a_debt_does_not_press_the_database(queue):
         pauses += 1
         assert pauses < 4, "enough was seen"
 
-    budget = Budget(queue, "debtor", Rate(requests=1e12, tokens=1e6), pause)
+    budget = Budget(queue.database, "debtor", Rate(requests=1e12, tokens=1e6), pause)
     await budget.take(10)
     budget.settle(10, 10**9)
     with pytest.raises(AssertionError, match="enough was seen"):
@@ -86,7 +87,7 @@ async def test_what_is_not_needed_stays_in_the_bucket(queue, clock):
         waited += 1
         await clock.advance(queue, 1)
 
-    budget = Budget(queue, "both", Rate(requests=10.0, tokens=100.0), pause)
+    budget = Budget(queue.database, "both", Rate(requests=10.0, tokens=100.0), pause)
     await budget.take(1)
     budget.settle(1, 10_000)
     await budget.take(0)
@@ -109,7 +110,7 @@ async def test_a_clock_that_was_set_back_stops_nobody_for_long(queue, clock):
         pauses += 1
         await clock.advance(queue, 1)
 
-    budget = Budget(queue, "gateway", Rate(requests=1.0, tokens=1e9), pause)
+    budget = Budget(queue.database, "gateway", Rate(requests=1.0, tokens=1e9), pause)
     await budget.take(1)
     await clock.advance(queue, -3600)
     async with asyncio.timeout(5):
@@ -119,7 +120,7 @@ async def test_a_clock_that_was_set_back_stops_nobody_for_long(queue, clock):
 
 async def test_a_request_that_is_not_wanted_any_more_waits_no_longer(queue, clock):
     await clock.advance(queue, 0)
-    budget = Budget(queue, "gateway", Rate(requests=0.01, tokens=1e9), lambda _: asyncio.sleep(0))
+    budget = Budget(queue.database, "gateway", Rate(requests=0.01, tokens=1e9), lambda _: asyncio.sleep(0))
     assert await budget.take(1)
     answers = iter([True, True, False])
     assert not await budget.take(1, lambda: next(answers))
@@ -134,8 +135,8 @@ async def test_other_rates_at_the_same_server_are_another_budget(queue, clock):
         pauses += 1
         await clock.advance(queue, 1)
 
-    slow = Budget(queue, "server", Rate(requests=1.0, tokens=1e9), pause)
-    fast = Budget(queue, "server", Rate(requests=50.0, tokens=1e9), pause)
+    slow = Budget(queue.database, "server", Rate(requests=1.0, tokens=1e9), pause)
+    fast = Budget(queue.database, "server", Rate(requests=50.0, tokens=1e9), pause)
     await slow.take(1)
     for _ in range(50):
         await fast.take(1)
@@ -149,9 +150,9 @@ async def test_a_gateway_without_rates_has_no_budget():
 
 
 async def test_only_workers_that_live_and_run_the_operation_share_a_gateway(queue):
-    assert await live_workers(queue, "batch.shard") == 1
+    assert await live_workers(queue.database, "batch.shard") == 1
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "concurrency": 1}
     for id, operations in (("a", ["batch.shard"]), ("b", ["batch.shard"]), ("c", ["noop"]), ("d", ["batch.shard"])):
-        await queue.register_worker(id=id, operations=operations, **columns)
+        await Workers(queue.database).register(id=id, operations=operations, **columns)
     await raw(queue, "UPDATE batchwright.worker SET heartbeat_at = now() - interval '2 minutes' WHERE id = 'd'")
-    assert await live_workers(queue, "batch.shard") == 2
+    assert await live_workers(queue.database, "batch.shard") == 2

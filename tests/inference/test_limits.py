@@ -2,18 +2,42 @@
 
 import asyncio
 import random
+from contextlib import asynccontextmanager
 
 import pytest
 
 from batchwright.inference.adaptive import AdaptiveLimit, Phase, Sent
 from batchwright.inference.answers import Failure, Reply, classify
-from batchwright.inference.limits import CircuitBreaker, Limits, Slots
+from batchwright.inference.limits import CircuitBreaker, Limits, Permit, Slots
 from batchwright.inference.settings import InferenceSettings
 
 
 async def settle():
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def taking(slots, weight=1):
+    await slots.take(weight)
+    try:
+        yield
+    finally:
+        slots.give(weight)
+
+
+@asynccontextmanager
+async def permitted(limits, model, request_bytes):
+    """As a sender does: the slot of the model first, then the rest."""
+    permit = Permit(limits, model)
+    if not permit.take_slot_now():
+        await permit.take_slot()
+    try:
+        if not permit.take_rest_now(request_bytes):
+            await permit.take_rest(request_bytes)
+        yield
+    finally:
+        permit.give_back()
 
 
 class Holder:
@@ -38,20 +62,20 @@ class Holder:
 
 async def test_slots_are_given_in_order_of_arrival():
     slots, log = Slots("m", 1), []
-    holders = [Holder(slots.slot(), log, n) for n in range(4)]
+    holders = [Holder(taking(slots), log, n) for n in range(4)]
     for n, holder in enumerate(holders):
         await settle()
         assert log == list(range(n + 1))
-        assert (slots.in_use, slots.waiting, slots.free) == (1, 3 - n, 0)
+        assert (slots.in_use, slots.waiting) == (1, 3 - n)
         await holder.end()
     assert (slots.in_use, slots.broken) == (0, None)
 
 
 async def test_a_newcomer_does_not_overtake_those_who_wait():
     slots, log = Slots("bytes", 10), []
-    small = Holder(slots.slot(6), log, "small")
-    large = Holder(slots.slot(6), log, "large")
-    tiny = Holder(slots.slot(1), log, "tiny")
+    small = Holder(taking(slots, 6), log, "small")
+    large = Holder(taking(slots, 6), log, "large")
+    tiny = Holder(taking(slots, 1), log, "tiny")
     await settle()
     assert log == ["small"]
     await small.end()
@@ -63,7 +87,7 @@ async def test_a_newcomer_does_not_overtake_those_who_wait():
 
 async def test_more_than_the_whole_capacity_passes_alone():
     slots = Slots("bytes", 10)
-    one, huge = Holder(slots.slot(1)), Holder(slots.slot(50))
+    one, huge = Holder(taking(slots, 1)), Holder(taking(slots, 50))
     await settle()
     assert not huge.inside.is_set()
     await one.end()
@@ -75,13 +99,13 @@ async def test_more_than_the_whole_capacity_passes_alone():
 
 async def test_capacity_changes_at_once_upward_and_by_attrition_downward():
     slots = Slots("m", 1)
-    holders = [Holder(slots.slot()) for _ in range(3)]
+    holders = [Holder(taking(slots)) for _ in range(3)]
     await settle()
     slots.capacity = 3
     await settle()
     assert slots.in_use == 3
     slots.capacity = 1
-    late = Holder(slots.slot())
+    late = Holder(taking(slots))
     await holders[0].end()
     await holders[1].end()
     await settle()
@@ -94,7 +118,7 @@ async def test_cancelling_at_any_moment_loses_no_slot():
     random.seed(3)
     slots = Slots("m", 3)
     for _ in range(300):
-        holders = [Holder(slots.slot(random.choice([1, 1, 2]))) for _ in range(8)]
+        holders = [Holder(taking(slots, random.choice([1, 1, 2]))) for _ in range(8)]
         for holder in random.sample(holders, 8):
             for _ in range(random.randrange(3)):
                 await asyncio.sleep(0)
@@ -107,7 +131,7 @@ async def test_cancelling_at_any_moment_loses_no_slot():
 
 async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on():
     slots = Slots("m", 1)
-    first, second, third = (Holder(slots.slot()) for _ in range(3))
+    first, second, third = (Holder(taking(slots)) for _ in range(3))
     await settle()
     first.leave.set()
     await asyncio.sleep(0)
@@ -121,7 +145,7 @@ async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on
 
 async def test_a_waiter_that_is_cancelled_just_before_room_comes_is_cancelled_and_nothing_else():
     slots = Slots("m", 1)
-    first, second, third = (Holder(slots.slot()) for _ in range(3))
+    first, second, third = (Holder(taking(slots)) for _ in range(3))
     await settle()
     second.task.cancel()
     slots.capacity = 2
@@ -133,14 +157,16 @@ async def test_a_waiter_that_is_cancelled_just_before_room_comes_is_cancelled_an
 
 
 async def test_a_slot_given_back_twice_is_reported_and_not_counted(caplog):
-    slots = Slots("llama at http://a", 2)
-    slot, other = slots.slot(), slots.slot()
-    async with other:
-        await slot.__aenter__()
-        await slot.__aexit__(None, None, None)
+    limits = Limits(settings())
+    model = limits.of_model("http://a", "llama", now=0.0)
+    slots, permit = model.slots, Permit(limits, model)
+    async with permitted(limits, model, 10):
+        assert permit.take_slot_now()
+        assert permit.take_rest_now(10)
+        permit.give_back()
         assert slots.broken is None
-        await slot.__aexit__(None, None, None)
-        assert slots.in_use == 1
+        permit.give_back()
+        assert (slots.in_use, limits.total.in_use, limits.bytes.in_use) == (1, 1, 10)
     assert slots.broken == "the slots of llama at http://a do not add up: one slot was given back twice"
     assert slots.broken in caplog.text
 
@@ -151,39 +177,42 @@ def settings(**options):
 
 async def test_a_request_holds_the_model_first_then_all_models_then_bytes():
     limits = Limits(settings(concurrency=10, bytes_in_flight_max=2048, response_bytes_max=1024))
-    lane = limits.lane("http://a", "m", now=0.0)
-    assert limits.lane("http://a", "m", now=9.0) is lane
-    lane.answer_bytes = 500
-    async with limits.slot(lane, 100):
-        assert (lane.slots.in_use, limits.total.in_use, limits.bytes.in_use) == (1, 1, 600)
-        assert lane.sent(3.0) == Sent(3.0, 1)
-    assert (lane.slots.in_use, limits.total.in_use, limits.bytes.in_use) == (0, 0, 0)
+    model = limits.of_model("http://a", "m", now=0.0)
+    assert limits.of_model("http://a", "m", now=9.0) is model
+    model.answer_bytes = 500
+    async with permitted(limits, model, 100):
+        assert (model.slots.in_use, limits.total.in_use, limits.bytes.in_use) == (1, 1, 600)
+        assert model.sent(3.0) == Sent(3.0, 1)
+    assert (model.slots.in_use, limits.total.in_use, limits.bytes.in_use) == (0, 0, 0)
     assert limits.broken is None
 
 
 @pytest.mark.parametrize("scarce", ["total", "bytes"])
 async def test_without_waiting_a_request_takes_all_that_it_needs_or_nothing(scarce):
     limits = Limits(settings(concurrency=10, bytes_in_flight_max=2048, response_bytes_max=1024))
-    lane = limits.lane("http://a", "m", now=0.0)
-    first, second = limits.rest(lane, 1500), limits.rest(lane, 100)
-    assert first.enter_now()
+    model = limits.of_model("http://a", "m", now=0.0)
+    first, second = Permit(limits, model), Permit(limits, model)
+    assert first.take_slot_now()
+    assert first.take_rest_now(1500)
     getattr(limits, scarce).capacity = 1
-    assert not second.enter_now()
+    assert second.take_slot_now()
+    assert not second.take_rest_now(100)
     assert (limits.total.in_use, limits.bytes.in_use) == (1, 1500)
-    first.leave()
-    async with second:
-        assert (limits.total.in_use, limits.bytes.in_use) == (1, 100)
-    assert (limits.total.in_use, limits.bytes.in_use) == (0, 0)
+    first.give_back()
+    await second.take_rest(100)
+    assert (limits.total.in_use, limits.bytes.in_use) == (1, 100)
+    second.give_back()
+    assert (limits.total.in_use, limits.bytes.in_use, model.slots.in_use) == (0, 0, 0)
     assert limits.broken is None
 
 
 async def test_a_throttled_model_does_not_hold_slots_of_others():
     limits = Limits(settings(concurrency=10, model_concurrency_start=2))
-    slow, quick = (limits.lane("http://a", model, now=0.0) for model in ("slow", "quick"))
-    crowd = [Holder(limits.slot(slow, 1)) for _ in range(20)]
+    slow, quick = (limits.of_model("http://a", model, now=0.0) for model in ("slow", "quick"))
+    crowd = [Holder(permitted(limits, slow, 1)) for _ in range(20)]
     await settle()
     assert limits.total.in_use == 2
-    async with limits.slot(quick, 1):
+    async with permitted(limits, quick, 1):
         assert limits.total.in_use == 3
     for holder in crowd:
         holder.leave.set()
@@ -193,14 +222,14 @@ async def test_a_throttled_model_does_not_hold_slots_of_others():
 
 async def test_cancelled_while_waiting_for_the_second_slot_gives_back_the_first():
     limits = Limits(settings(concurrency=10))
-    lane = limits.lane("http://a", "m", now=0.0)
+    model = limits.of_model("http://a", "m", now=0.0)
     limits.total.capacity = 1
-    first, second = Holder(limits.slot(lane, 1)), Holder(limits.slot(lane, 1))
+    first, second = Holder(permitted(limits, model, 1)), Holder(permitted(limits, model, 1))
     await settle()
-    assert lane.slots.in_use == 2
+    assert model.slots.in_use == 2
     second.task.cancel()
     await settle()
-    assert lane.slots.in_use == 1
+    assert model.slots.in_use == 1
     await first.end()
     await asyncio.gather(second.task, return_exceptions=True)
     assert limits.broken is None
@@ -208,9 +237,8 @@ async def test_cancelled_while_waiting_for_the_second_slot_gives_back_the_first(
 
 async def test_a_broken_invariant_anywhere_is_seen_on_top():
     limits = Limits(settings())
-    lane = limits.lane("http://a", "m", now=0.0)
-    slot = lane.slots.slot()
-    await slot.__aexit__(None, None, None)
+    model = limits.of_model("http://a", "m", now=0.0)
+    Permit(limits, model).give_back()
     assert "m at http://a" in limits.broken
 
 
@@ -218,27 +246,27 @@ def answer(status=200, failure=None, body=b'{"choices": [1]}'):
     return classify(Reply(status=status, body=body, failure=failure), now=0.0)
 
 
-def test_answers_move_the_lane_and_connection_failures_only_the_breaker():
+def test_answers_move_the_limit_and_connection_failures_only_the_breaker():
     limits = Limits(settings())
-    lane, twin = limits.lane("http://a", "m", now=0.0), limits.lane("http://a", "n", now=0.0)
-    lane.heard(Sent(0.0, 10), answer(), 1.0)
-    assert lane.slots.capacity == 11
-    assert lane.answer_bytes == 16
-    lane.heard(Sent(1.0, 10), answer(429), 2.0)
-    assert lane.slots.capacity == 5
+    model, twin = limits.of_model("http://a", "m", now=0.0), limits.of_model("http://a", "n", now=0.0)
+    model.heard(Sent(0.0, 10), answer(), 1.0)
+    assert model.slots.capacity == 11
+    assert model.answer_bytes == 16
+    model.heard(Sent(1.0, 10), answer(429), 2.0)
+    assert model.slots.capacity == 5
     for _ in range(5):
-        lane.heard(Sent(3.0, 5), answer(None, Failure.CONNECT), 3.0)
-    assert lane.slots.capacity == 5
-    assert twin.breaker is lane.breaker
+        model.heard(Sent(3.0, 5), answer(None, Failure.CONNECT), 3.0)
+    assert model.slots.capacity == 5
+    assert twin.breaker is model.breaker
     assert twin.wait_seconds(3.1) > 0
-    assert limits.lane("http://b", "m", now=3.0).wait_seconds(3.1) == 0
+    assert limits.of_model("http://b", "m", now=3.0).wait_seconds(3.1) == 0
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 502])
 def test_other_failures_say_nothing_about_load(status):
-    lane = Limits(settings()).lane("http://a", "m", now=0.0)
-    lane.heard(Sent(0.0, 10), answer(status), 1.0)
-    assert lane.adaptive.limit == 10
+    model = Limits(settings()).of_model("http://a", "m", now=0.0)
+    model.heard(Sent(0.0, 10), answer(status), 1.0)
+    assert model.adaptive.limit == 10
 
 
 # The adaptive limit
@@ -280,8 +308,6 @@ def test_it_stays_within_its_bounds():
     for n in range(100):
         one.answered(Sent(n * 0.1, 20), n * 0.1 + 1)
         assert one.limit <= 20
-    one.most = 7
-    assert one.limit == 7
 
 
 def test_refusals_without_any_answer_between_them_call_for_a_pause():
@@ -377,17 +403,17 @@ def test_a_probe_has_the_time_that_connecting_may_take():
     assert one.wait_seconds(60.0) > 0.0
 
 
-def test_another_thread_may_ask_whether_anything_is_broken_while_a_lane_is_added():
+def test_another_thread_may_ask_whether_anything_is_broken_while_a_model_is_added():
     """The thread of the leases says so with its heartbeat."""
     limits = Limits(InferenceSettings())
 
     class Growing:
         @property
         def slots(self):
-            limits.lane("http://one", "new", now=0.0)
+            limits.of_model("http://one", "new", now=0.0)
             return limits.total
 
-    limits._lanes["http://one", "first"] = Growing()
+    limits._models["http://one", "first"] = Growing()
     assert limits.broken is None
 
 
@@ -400,17 +426,19 @@ def small_limits():
 
 async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one():
     limits = small_limits()
-    heavy, light = limits.lane("http://a", "heavy", now=0.0), limits.lane("http://a", "light", now=0.0)
-    first, second = Holder(limits.slot(heavy, 8000)), Holder(limits.slot(heavy, 8000))
+    heavy, light = limits.of_model("http://a", "heavy", now=0.0), limits.of_model("http://a", "light", now=0.0)
+    first, second = Holder(permitted(limits, heavy, 8000)), Holder(permitted(limits, heavy, 8000))
     await settle()
     assert (first.inside.is_set(), second.inside.is_set()) == (True, False)
     passed = 0
-    while (one := limits.rest(light, 100)).enter_now():
-        one.leave()
+    one = Permit(limits, light)
+    while one.take_slot_now() and one.take_rest_now(100):
+        one.give_back()
         passed += 1
         assert passed < 1000, "the heavy model is never served"
+    one.give_back()
     assert 70 <= passed <= 81, "the light one may have as many bytes as the heavy one waits for, and no more"
-    last = Holder(limits.slot(light, 100))
+    last = Holder(permitted(limits, light, 100))
     await settle()
     assert not last.inside.is_set()
     await first.end()
@@ -424,12 +452,12 @@ async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one()
 
 async def test_models_that_wait_for_bytes_are_served_by_what_they_weigh():
     limits, log = small_limits(), []
-    lanes = [limits.lane("http://a", name, now=0.0) for name in ("heavy", "light")]
-    all_of_it = Holder(limits.bytes.slot(10_000))
+    models = [limits.of_model("http://a", name, now=0.0) for name in ("heavy", "light")]
+    all_of_it = Holder(taking(limits.bytes, 10_000))
     await settle()
-    holders = [Holder(limits.slot(lanes[0], 6000), log, f"heavy {n}") for n in range(2)]
+    holders = [Holder(permitted(limits, models[0], 6000), log, f"heavy {n}") for n in range(2)]
     await settle()
-    holders += [Holder(limits.slot(lanes[1], 2500), log, f"light {n}") for n in range(4)]
+    holders += [Holder(permitted(limits, models[1], 2500), log, f"light {n}") for n in range(4)]
     await settle()
     for holder in [all_of_it, *holders]:
         holder.leave.set()
@@ -441,9 +469,9 @@ async def test_models_that_wait_for_bytes_are_served_by_what_they_weigh():
 
 async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others():
     limits = small_limits()
-    heavy, light = limits.lane("http://a", "heavy", now=0.0), limits.lane("http://a", "light", now=0.0)
-    first, second = Holder(limits.slot(heavy, 9500)), Holder(limits.slot(heavy, 9500))
-    third = Holder(limits.slot(light, 9600))
+    heavy, light = limits.of_model("http://a", "heavy", now=0.0), limits.of_model("http://a", "light", now=0.0)
+    first, second = Holder(permitted(limits, heavy, 9500)), Holder(permitted(limits, heavy, 9500))
+    third = Holder(permitted(limits, light, 9600))
     await settle()
     second.task.cancel()
     await settle()
@@ -457,16 +485,16 @@ async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others(
 
 async def test_what_a_model_did_not_get_does_not_count_for_its_share():
     limits, log = small_limits(), []
-    heavy, light = limits.lane("http://a", "heavy", now=0.0), limits.lane("http://a", "light", now=0.0)
-    all_of_it = Holder(limits.bytes.slot(10_000))
+    heavy, light = limits.of_model("http://a", "heavy", now=0.0), limits.of_model("http://a", "light", now=0.0)
+    all_of_it = Holder(taking(limits.bytes, 10_000))
     await settle()
     for _ in range(5):
-        impatient = Holder(limits.slot(heavy, 6000))
+        impatient = Holder(permitted(limits, heavy, 6000))
         await settle()
         impatient.task.cancel()
         await settle()
-    holders = [Holder(limits.slot(heavy, 6000), log, "heavy")]
-    holders += [Holder(limits.slot(light, 5000), log, f"light {n}") for n in range(3)]
+    holders = [Holder(permitted(limits, heavy, 6000), log, "heavy")]
+    holders += [Holder(permitted(limits, light, 5000), log, f"light {n}") for n in range(3)]
     await settle()
     for holder in [all_of_it, *holders]:
         holder.leave.set()
@@ -477,22 +505,22 @@ async def test_what_a_model_did_not_get_does_not_count_for_its_share():
 
 
 def test_the_largest_answer_fades_with_every_smaller_one_that_succeeds():
-    lane = small_limits().lane("http://a", "m", now=0.0)
+    model = small_limits().of_model("http://a", "m", now=0.0)
 
     def hear(size, status=200):
-        lane.heard(
-            lane.sent(0.0), classify(Reply(status=status, body=b'{"choices":"' + b"x" * size + b'"}'), now=0), 1.0
+        model.heard(
+            model.sent(0.0), classify(Reply(status=status, body=b'{"choices":"' + b"x" * size + b'"}'), now=0), 1.0
         )
 
     hear(1_000_000)
     for _ in range(100):
         hear(0, status=429)
-    assert lane.answer_bytes > 1_000_000
+    assert model.answer_bytes > 1_000_000
     for _ in range(50):
         hear(1000)
-    assert 100_000 < lane.answer_bytes < 500_000
+    assert 100_000 < model.answer_bytes < 500_000
     for _ in range(400):
         hear(1000)
-    assert 1000 <= lane.answer_bytes < 1100
+    assert 1000 <= model.answer_bytes < 1100
     hear(50_000)
-    assert lane.answer_bytes >= 50_000
+    assert model.answer_bytes >= 50_000

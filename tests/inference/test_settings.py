@@ -1,4 +1,4 @@
-"""Gateways and limits in the configuration, by the source's names."""
+"""Gateways and limits in the configuration, by the names of llm-d's batch gateway."""
 
 import re
 import subprocess

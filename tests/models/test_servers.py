@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from batchwright.batches.envelopes import request_id
+from batchwright.batches.journal.envelopes import request_id
 from batchwright.states import BatchStatus
 from tests.batches.stage import jsonl, request, staged
 from tests.conftest import skip

@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 
-from batchwright.api.keys import DEFAULT_SCOPES
-from batchwright.batches.envelopes import id_on_the_wire, request_id
+from batchwright.access.keys import DEFAULT_SCOPES
+from batchwright.batches.journal.envelopes import RequestIds
 from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import CHAT, Stage, jsonl, request, staged
 from tests.support import raw
@@ -37,9 +37,9 @@ class Told:
 
     @property
     def request_ids(self) -> list[str]:
-        ids, offset = [], 0
+        ids, batch_ids, offset = [], RequestIds(self.id), 0
         for line in self.lines:
-            ids.append(id_on_the_wire(request_id(self.id, offset)))
+            ids.append(batch_ids.on_the_wire(offset))
             offset += len(jsonl([line]))
         return ids
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from batchwright.cli import main
+from batchwright.commands import main
 from tests.perturb import perturbed_process
 
 if __name__ == "__main__":

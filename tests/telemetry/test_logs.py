@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 
 from batchwright import AsyncBatchwright, NewJob
-from batchwright.engine.jobs import Settle
+from batchwright.engine.outcomes import Settle
 from batchwright.operations.registry import Registry
-from batchwright.settings import DatabaseSettings, Settings
+from batchwright.settings import DatabaseSettings, make_settings
 from batchwright.telemetry.logs import about, configure_logs, configured_logs, job_in_hand
 from tests.support import make_worker, put
 from tests.telemetry import chatty
@@ -77,7 +77,7 @@ async def test_lines_of_a_foreign_logger_carry_their_own_job_when_twenty_run_at_
 
 async def test_lines_of_a_cpu_operation_carry_its_job(database_url, queue, logs, capfd):
     configure_logs("INFO", "json")
-    settings = Settings(database=DatabaseSettings(url=database_url))
+    settings = make_settings(database=DatabaseSettings(url=database_url))
     async with AsyncBatchwright(settings=settings, operations=Registry.load(["tests.telemetry.chatty"])) as batchwright:
         worker = batchwright.worker()
         (id,) = await batchwright.enqueue([NewJob("chatty.cpu", traceparent=TRACE)])
@@ -123,7 +123,7 @@ async def test_a_refused_result_is_logged_with_its_job(pool, queue, written):
     worker = make_worker(pool)
     await put(queue)
     claimed = await queue.claim_job("w1", (await queue.database.rows("SELECT id FROM batchwright.job"))[0][0], ["noop"])
-    worker._runner._account(Settle("succeed", claimed, {}), False, True)
+    worker._runner._account(Settle("succeed", claimed, {}), None, False, True)
     (line,) = written()
     assert (line["job_id"], line["attempt"]) == (str(claimed.id), 1)
     assert worker.counts.fenced == 1

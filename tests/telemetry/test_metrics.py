@@ -11,8 +11,8 @@ from batchwright.telemetry.metrics import (
     SUM,
     VALUES_MAX,
     Counts,
+    LabelLimit,
     Metric,
-    Room,
     bounded,
     difference,
     series,
@@ -84,12 +84,12 @@ def test_too_many_label_values_are_counted_under_other():
 
 def test_the_sum_of_many_processes_is_bounded_too_and_other_never_goes_down():
     pages = {(f"{n:05}", "red"): 1.0 for n in range(0, 3 * VALUES_MAX, 2)}
-    before = bounded(pages, (Room(), Room()))
+    before = bounded(pages, (LabelLimit(), LabelLimit()))
     assert len(before) == VALUES_MAX + 1
     assert sum(before.values()) == len(pages)
     for n in range(1, 3 * VALUES_MAX, 14):  # new names come between those that are there
         pages[(f"{n:05}", "red")] = 1.0
-        after = bounded(pages, (Room(), Room()))
+        after = bounded(pages, (LabelLimit(), LabelLimit()))
         assert after[(OTHER, "red")] >= before[(OTHER, "red")]
         before = after
     assert sum(before.values()) == len(pages)
@@ -113,20 +113,20 @@ def test_difference_and_together_undo_each_other():
 
 
 def test_values_that_are_named_always_have_room_and_the_others_share_what_there_is():
-    room = Room(frozenset({"z", "y"}), 2)
-    counts = Counts(METRICS, {"printer": room})
+    limit = LabelLimit(frozenset({"z", "y"}), 2)
+    counts = Counts(METRICS, {"printer": limit})
     for printer in ("a", "b", "c", "z", "y", "x", "a"):
         counts.add("pages_total", 1, (printer, "red"))
     found = {printer: n for (printer, _), n in series(counts.flat())["pages_total"].items()}
     assert found == {"a": 2, "b": 1, "z": 1, "y": 1, OTHER: 2}
     assert counts.is_crowded
     pages = {(printer, "red"): 1.0 for printer in ("c", "b", "a", "z", OTHER)}
-    assert bounded(pages, (room, Room())) == {(printer, "red"): 1 for printer in "abz"} | {(OTHER, "red"): 2}
+    assert bounded(pages, (limit, LabelLimit())) == {(printer, "red"): 1 for printer in "abz"} | {(OTHER, "red"): 2}
 
 
 def test_values_that_others_have_counted_are_counted_under_the_same_names():
-    rooms = {"printer": Room(others_max=3)}
-    one, two = Counts(METRICS, rooms), Counts(METRICS, rooms)
+    label_limits = {"printer": LabelLimit(others_max=3)}
+    one, two = Counts(METRICS, label_limits), Counts(METRICS, label_limits)
     for printer in ("a", "b", "c"):
         one.observe("print_seconds", 1.0, (printer,))
     two.add("pages_total", 1, ("x", "red"))
@@ -139,7 +139,7 @@ def test_values_that_others_have_counted_are_counted_under_the_same_names():
 
 
 def test_what_another_version_counted_with_other_labels_teaches_nothing():
-    counts = Counts(METRICS, {"printer": Room(others_max=1)})
+    counts = Counts(METRICS, {"printer": LabelLimit(others_max=1)})
     counts.know(['["pages_total","a"]', '["pages_total","a","red","big"]', '["moons_total","a"]'])
     counts.add("pages_total", 1, ("b", "red"))
     assert series(counts.flat())["pages_total"] == {("b", "red"): 1}
@@ -147,7 +147,7 @@ def test_what_another_version_counted_with_other_labels_teaches_nothing():
 
 def test_a_gauge_can_be_given_all_its_numbers_at_once():
     metric = Metric("trays", "Trays.", ("printer",), "gauge")
-    counts = Counts([metric], {"printer": Room(others_max=2)})
+    counts = Counts([metric], {"printer": LabelLimit(others_max=2)})
     counts.set_all("trays", {(printer,): n for n, printer in enumerate("abcd", 1)})
     assert series(counts.flat())["trays"] == {("a",): 1, ("b",): 2, (OTHER,): 7}
     counts.set_all("trays", {("b",): 5})

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import math
 import re
 import socket
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated
-from uuid import UUID
 
 from fastapi import Depends, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -19,99 +15,16 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchwright.api.errors import error_answer, file_too_large
-from batchwright.api.keys import PREFIX, Keys
-from batchwright.api.keys import Scope as KeyScope
+from batchwright.access.gate import Caller, Gate
+from batchwright.access.keys import Scope as KeyScope
+from batchwright.access.settings import ApiSettings
+from batchwright.api.errors import error_answer
 from batchwright.api.schemas import NO_NUL
-from batchwright.api.settings import ApiSettings
-from batchwright.batches.uploads import PART_BYTES_MAX
-from batchwright.engine.jobs import DEFAULT_TENANT
-from batchwright.errors import ConfigurationError
+from batchwright.errors import Unauthorized
+from batchwright.part import BodyLimit
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, never bound
-ALL_TENANTS = "*"
-FILES = "/v1/files"
-UPLOADS = "/v1/uploads"
-_PARTS = re.compile(rf"{UPLOADS}/[^/]+/parts")
-FORM_BYTES_MAX = 8 * 1024 * 1024
-"""What a form may hold beside its file: sixty fields of the largest size and their headers fit."""
-PART_TOO_LARGE = f"Part is too large. The limit is {PART_BYTES_MAX} bytes."
-LIVE_SECONDS = 10.0
-"""How old the answer may be whether a key with open streams still lives."""
-
-
-async def require_key(settings: ApiSettings, keys: Keys) -> None:
-    """Refuse to answer strangers: on any but a loopback address there must be a key."""
-    if not settings.is_loopback and not await keys.any():
-        raise ConfigurationError(
-            f"without a key the server answers on a loopback address only, not on {settings.host}; "
-            "make one: batchwright key create NAME"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks, and in whose name."""
-
-    tenant: str | None
-    """The tenant whose objects are seen; None sees all of them."""
-    scopes: frozenset[KeyScope]
-    key: UUID | None
-    """The key that opened; None where none is needed yet."""
-
-    @property
-    def own_tenant(self) -> str:
-        """The tenant for something new."""
-        if self.tenant is None:
-            raise HTTPException(400, "tenant=* means all tenants; name one tenant here")
-        return self.tenant
-
-
-class Gate:
-    """Turns a request's credentials into a caller."""
-
-    def __init__(self, settings: ApiSettings, keys: Keys) -> None:
-        self._settings = settings
-        self._keys = keys
-        self._looking = asyncio.Lock()
-        self._live: dict[UUID | None, tuple[float, bool]] = {}
-
-    async def enter(self, secret: str | None, needed: KeyScope, tenant: str | None) -> Caller:
-        key = None
-        holder = None if secret is None else await self._keys.find(secret)
-        if holder is not None:
-            key, home, scopes = holder
-        elif not (secret or "").startswith(PREFIX) and await self._is_open_to_all():  # clients that must send a key
-            home, scopes = DEFAULT_TENANT, frozenset(KeyScope)
-        elif secret is None:
-            raise _unauthorized("this needs a key: send the header Authorization: Bearer bw_…")
-        else:
-            raise _unauthorized("this key is unknown, revoked or too old; batchwright key create makes a new one")
-        if needed not in scopes:
-            raise HTTPException(403, f"this needs the scope {needed.value!r}, which the key does not have")
-        if tenant is None or tenant == home:
-            return Caller(home, scopes, key)
-        if KeyScope.ADMIN not in scopes:
-            raise HTTPException(403, "acting in another tenant needs the scope 'admin'")
-        return Caller(None if tenant == ALL_TENANTS else tenant, scopes, key)
-
-    async def is_still_open(self, caller: Caller) -> bool:
-        """Whether who came in could come in again; asked once in a while for each key, however many streams it has."""
-        async with self._looking:
-            looked_at, live = self._live.get(caller.key, (-math.inf, True))
-            if time.monotonic() - looked_at >= LIVE_SECONDS:
-                live = await (self._keys.is_live(caller.key) if caller.key else self._is_open_to_all())
-                self._live[caller.key] = (time.monotonic(), live)
-            return live
-
-    async def _is_open_to_all(self) -> bool:
-        """On a loopback address, and as long as no key was ever made, the machine's user may do everything."""
-        return self._settings.is_loopback and not await self._keys.any()
-
-
-def _unauthorized(message: str) -> HTTPException:
-    return HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
 
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, made by `batchwright key create`.")
@@ -139,7 +52,7 @@ class Needs:
         tenant: TenantParam = None,
     ) -> Caller:
         if credentials is None and request.headers.get("authorization") is not None:
-            raise _unauthorized("the Authorization header is not of the form: Bearer bw_…")
+            raise Unauthorized("the Authorization header is not of the form: Bearer bw_…")
         gate: Gate = request.app.state.services.gate
         return await gate.enter(None if credentials is None else credentials.credentials, self.scope, tenant)
 
@@ -153,10 +66,10 @@ Admin = Annotated[Caller, Depends(Needs(KeyScope.ADMIN))]
 class Guard:
     """Looks at every request before anything else: the host it names, the page it comes from, the size it has."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, file_bytes_max: int) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, body_limits: Sequence[BodyLimit] = ()) -> None:
         self._app = app
         self._settings = settings
-        self._file_bytes_max = file_bytes_max
+        self._body_limits = [(limit, re.compile(limit.path)) for limit in body_limits]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -179,13 +92,11 @@ class Guard:
 
     def _limit(self, scope: Scope) -> tuple[int, ASGIApp]:
         """How many bytes the body may have, and the answer to more."""
-        if scope["method"] == "POST" and scope["path"] == FILES:
-            text = file_too_large(self._file_bytes_max)
-            return self._file_bytes_max + FORM_BYTES_MAX, error_answer(400, text, code=None, param="file")
-        if scope["method"] == "POST" and _PARTS.fullmatch(scope["path"]):
-            return PART_BYTES_MAX + FORM_BYTES_MAX, error_answer(400, PART_TOO_LARGE, code=None, param="data")
-        limit = self._settings.body_bytes_max
-        return limit, error_answer(413, _too_large(limit), param="body")
+        for limit, path in self._body_limits:
+            if scope["method"] == limit.method and path.fullmatch(scope["path"]):
+                return limit.bytes_max, error_answer(400, limit.too_large, code=None, param=limit.param)
+        most = self._settings.body_bytes_max
+        return most, error_answer(413, _too_large(most), param="body")
 
     def _knows(self, host: str) -> bool:
         name = _name(host)

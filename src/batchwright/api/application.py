@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchwright.api import batches, files, jobs, models, schedules, system, uploads
 from batchwright.api.access import Guard
 from batchwright.api.errors import REQUEST_ID, answer_errors
 from batchwright.api.services import Services
+from batchwright.plugins import load
 from batchwright.telemetry.metrics import Counts
 
 _DESCRIPTION = """\
 Durable jobs on PostgreSQL. Every list is paged, every error has the same shape, and objects of other tenants are 404.
 Send an API key as `Authorization: Bearer bw_…`; on a loopback address none is needed until the first one is made.
 """
-_STREAMS = {"/v1/jobs/{id}/events/stream", "/v1/batches/{id}/results"}
-ROUTERS = (files.router, uploads.router, batches.router, models.router, jobs.router, schedules.router, system.router)
+_STREAM = "/v1/jobs/{id}/events/stream"
 
 
 class _Api(FastAPI):
@@ -32,7 +32,7 @@ class _Api(FastAPI):
             answers = operation["responses"]
             answers.pop("422", None)
             if "requestBody" in operation:
-                answers["415"] = {**answers["400"], "description": "Unsupported Media Type"}
+                answers["415"] = {**answers.get("400", {}), "description": "Unsupported Media Type"}
         for unused in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(unused, None)
         return document
@@ -48,8 +48,11 @@ def application(services: Services) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.services = services
-    for part in ROUTERS:
-        app.include_router(part)
+    for part in services.core.parts:
+        for place in part.routers:
+            app.include_router(load(place))
+        for place in part.pages:
+            app.include_router(load(place), include_in_schema=False)
     answer_errors(app)
     if services.settings.allowed_origins:
         app.add_middleware(
@@ -59,17 +62,20 @@ def application(services: Services) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID", "Range"],
             expose_headers=["Idempotent-Replayed", "Retry-After", "X-Next-Cursor", "X-Request-Id"],
         )
-    app.add_middleware(Guard, settings=services.settings, file_bytes_max=services.batch_settings.file_bytes_max)
-    app.add_middleware(Measured, counts=services.counts)
+    limits = [limit for served in services.served for limit in served.body_limits]
+    app.add_middleware(Guard, settings=services.settings, body_limits=limits)
+    streams = {_STREAM, *(path for served in services.served for path in served.streams)}
+    app.add_middleware(Measured, counts=services.counts, streams=streams)
     return app
 
 
 class Measured:
     """Counts requests and their times, by route and status; adds the headers that every answer has."""
 
-    def __init__(self, app: ASGIApp, counts: Counts) -> None:
+    def __init__(self, app: ASGIApp, counts: Counts, streams: Collection[str]) -> None:
         self._app = app
         self._counts = counts
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,5 +98,5 @@ class Measured:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._counts.add("http_requests_total", 1, (route, scope["method"], str(status)))
-            if route not in _STREAMS:
+            if route not in self._streams:
                 self._counts.observe("http_request_seconds", time.monotonic() - began, (route,))

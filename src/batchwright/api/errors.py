@@ -21,12 +21,14 @@ from batchwright.errors import (
     DatabaseUnavailable,
     DataRefused,
     Deadlock,
+    Forbidden,
     InvalidInput,
     NotFound,
     PayloadInvalid,
     StorageFull,
     StorageUnavailable,
     TooLarge,
+    Unauthorized,
     UnknownOperation,
 )
 
@@ -53,6 +55,8 @@ _ANSWERS: tuple[tuple[type[BatchwrightError], int, str], ...] = (
     (TooLarge, 413, "too_large"),
     (InvalidInput, 400, "invalid_request"),
     (DataRefused, 400, "invalid_request"),
+    (Unauthorized, 401, "unauthorized"),
+    (Forbidden, 403, "forbidden"),
     (NotFound, 404, "not_found"),
     (Conflict, 409, "conflict"),
     (Deadlock, 503, "unavailable"),
@@ -69,7 +73,7 @@ _BY_STATUS = "by status"
 REQUEST_ID = "batchwright.request_id"
 """Where a request's scope has the id that its answer bears as x-request-id."""
 # OpenAI's client repeats a 409 by itself, which would only be refused again.
-_REACTIONS = {409: {"x-should-retry": "false"}, 503: {"Retry-After": "1"}}
+_REACTIONS = {401: {"WWW-Authenticate": "Bearer"}, 409: {"x-should-retry": "false"}, 503: {"Retry-After": "1"}}
 _METHODS = ("DELETE", "GET", "POST", "PUT")
 _UNION_PARTS = {"one", "many", "constrained-str", "constrained-int", "bool"}
 _WORDS_MAX = 1_000

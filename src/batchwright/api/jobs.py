@@ -12,7 +12,8 @@ from fastapi import APIRouter, Body, Header, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
-from batchwright.api.access import Caller, Operator, Reader, Submitter
+from batchwright.access.gate import Caller
+from batchwright.api.access import Operator, Reader, Submitter
 from batchwright.api.errors import Responses, documented
 from batchwright.api.routes import OrjsonRoute, Streamed
 from batchwright.api.schemas import (
@@ -42,6 +43,7 @@ from batchwright.api.submit import submit
 from batchwright.engine import views
 from batchwright.engine.bulk import Changed, Verb
 from batchwright.engine.jobs import Job, JobEvent, JobId
+from batchwright.engine.queue import Queue
 from batchwright.engine.views import JobFilter
 from batchwright.errors import Conflict, DatabaseError, InvalidInput
 from batchwright.jsonl import one_line
@@ -108,8 +110,8 @@ async def submit_jobs(
     origin = incoming(request.headers)
     jobs = [one.new_job(tenant, origin) for one in bodies]
     meant = body.model_dump(mode="json", exclude_unset=True)
-    submitted = await submit(app, jobs, tenant=tenant, key=idempotency_key, body=meant)
-    shown = await _views(app, await app.queue.get_many(submitted.ids, tenant=tenant))
+    submitted = await submit(app.core, jobs, tenant=tenant, key=idempotency_key, body=meant)
+    shown = await _views(app, await app.core.queue.get_many(submitted.ids, tenant=tenant))
     if not submitted.is_new:
         response.status_code = 200
         response.headers["Idempotent-Replayed"] = "true"
@@ -155,7 +157,7 @@ async def list_jobs(
 async def inbox(
     request: Request, caller: Reader, job_type: Annotated[Name | None, Query()] = None, limit: Limit = 100
 ) -> All[InboxView]:
-    groups = await services(request).views.inbox(tenant=caller.tenant, job_type=job_type, limit=limit)
+    groups = await services(request).core.views.inbox(tenant=caller.tenant, job_type=job_type, limit=limit)
     return All(data=[InboxView.of(group) for group in groups])
 
 
@@ -189,7 +191,7 @@ async def get_job(request: Request, caller: Reader, id: UUID) -> JobView:
 async def cancel_job(request: Request, caller: Operator, id: UUID, why: Why | None = None) -> JobView:
     """A job that has ended stays as it is."""
     app = services(request)
-    await app.queue.cancel([JobId(id)], tenant=caller.tenant, reason=(why or Why()).reason)
+    await app.core.queue.cancel([JobId(id)], tenant=caller.tenant, reason=(why or Why()).reason)
     return await _shown(app, caller, id)
 
 
@@ -197,14 +199,14 @@ async def cancel_job(request: Request, caller: Operator, id: UUID, why: Why | No
 async def recover_job(request: Request, caller: Operator, id: UUID) -> JobView:
     """A conflict while its lease is alive and its lock is not stale."""
     app = services(request)
-    await app.queue.recover(JobId(id), tenant=caller.tenant)
+    await app.core.queue.recover(JobId(id), tenant=caller.tenant)
     return await _shown(app, caller, id, ring=True)
 
 
 @router.post("/jobs/{id}/rerun", responses=_MOVED, tags=["jobs"], summary="Give an ended job another life")
 async def rerun_job(request: Request, caller: Operator, id: UUID) -> JobView:
     app = services(request)
-    await app.queue.rerun(JobId(id), tenant=caller.tenant)
+    await app.core.queue.rerun(JobId(id), tenant=caller.tenant)
     return await _shown(app, caller, id, ring=True)
 
 
@@ -220,8 +222,8 @@ async def list_events(
     limit: Limit = 100,
 ) -> Page[EventView]:
     app = services(request)
-    await app.queue.get(JobId(id), tenant=caller.tenant)
-    return await event_page(app, JobId(id), after, limit)
+    await app.core.queue.get(JobId(id), tenant=caller.tenant)
+    return await event_page(app.core.queue, JobId(id), after, limit)
 
 
 @router.get(
@@ -240,22 +242,22 @@ async def stream_events(
 ) -> Response:
     """Server-sent events. Each is sent once, in order, also over reconnects with `Last-Event-ID`."""
     app = services(request)
-    job = await app.queue.get(JobId(id), tenant=caller.tenant)
+    job = await app.core.queue.get(JobId(id), tenant=caller.tenant)
     start = after if last_event_id is None else last_event_id
     if start > 0:
-        last = await app.feeds.last(job.id)
+        last = await app.event_streams.last(job.id)
         if start >= last and job.status in JOB.terminal:
             return Response(status_code=204)
         start = min(start, last)  # from a place beyond the last event nothing would be new
-    if app.feeds.followers >= app.settings.streams_max:
+    if app.event_streams.followers >= app.settings.streams_max:
         text = f"{app.settings.streams_max} event streams are open already, the limit of this server"
         raise HTTPException(503, text, headers={"Retry-After": "5"})
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return Streamed(_frames(app, caller, job, start), media_type="text/event-stream", headers=headers)
 
 
-async def event_page(app: Services, id: JobId, after: int, limit: int) -> Page[EventView]:
-    events = await app.queue.events(id, after=after, limit=limit + 1)
+async def event_page(queue: Queue, id: JobId, after: int, limit: int) -> Page[EventView]:
+    events = await queue.events(id, after=after, limit=limit + 1)
     shown = [EventView.model_validate(event) for event in events[:limit]]
     has_more = len(events) > limit
     return Page(data=shown, has_more=has_more, next_cursor=str(shown[-1].id) if has_more else None)
@@ -271,13 +273,13 @@ async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncG
     app.counts.add("event_streams", 1)
     try:
         yield b"retry: 1000\n\n"
-        async with aclosing(app.feeds.follow(job, after, idle_seconds=_PING_SECONDS)) as news:
+        async with aclosing(app.event_streams.follow(job, after, idle_seconds=_PING_SECONDS)) as news:
             async for frames in news:
                 with suppress(DatabaseError):
                     if not await app.gate.is_still_open(caller):
                         return
                 yield b"".join(frames) if frames else b": ping\n\n"
-        if not app.feeds.is_closed:  # else the client comes back, to another server
+        if not app.event_streams.is_closed:  # else the client comes back, to another server
             yield b"event: end\ndata: %b\n\n" % orjson.dumps({"job_id": job.id})
     finally:
         app.counts.add("event_streams", -1)
@@ -289,23 +291,23 @@ async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncG
 @router.get("/pipelines/{id}", responses=_FOUND, tags=["pipelines"], summary="Show a pipeline")
 async def get_pipeline(request: Request, caller: Reader, id: UUID) -> PipelineView:
     """Its jobs are listed by `GET /v1/jobs?pipeline_id=`."""
-    return PipelineView.of(await services(request).views.pipeline(id, tenant=caller.tenant))
+    return PipelineView.of(await services(request).core.views.pipeline(id, tenant=caller.tenant))
 
 
 @router.post("/pipelines/{id}/cancel", responses=_MOVED, tags=["pipelines"], summary="Cancel all that is open in it")
 async def cancel_pipeline(request: Request, caller: Operator, id: UUID, why: Why | None = None) -> PipelineView:
     app = services(request)
-    await app.bulk.cancel_pipeline(id, tenant=caller.tenant, reason=(why or Why()).reason)
-    return PipelineView.of(await app.views.pipeline(id, tenant=caller.tenant))
+    await app.core.bulk.cancel_pipeline(id, tenant=caller.tenant, reason=(why or Why()).reason)
+    return PipelineView.of(await app.core.views.pipeline(id, tenant=caller.tenant))
 
 
 # ------------------------------------------------------------------------------------------------------------------
 
 
 async def _shown(app: Services, caller: Caller, id: UUID, *, ring: bool = False) -> JobView:
-    job = await app.queue.get(JobId(id), tenant=caller.tenant)
+    job = await app.core.queue.get(JobId(id), tenant=caller.tenant)
     if ring:
-        app.doorbell.ring([job.queue])
+        app.core.doorbell.ring([job.queue])
     (view,) = await _views(app, [job])
     return view
 
@@ -314,11 +316,11 @@ async def _page(
     app: Services, wanted: JobFilter, limit: int, after: views.Cursor | None
 ) -> tuple[list[Job], views.Cursor | None]:
     """Jobs up to the limit, or fewer if they are large: a thousand can hold two gigabytes."""
-    ids, next = await app.views.ids(wanted, limit=limit, after=after)
+    ids, next = await app.core.views.ids(wanted, limit=limit, after=after)
     jobs: list[Job] = []
     size = 0
     for start in range(0, len(ids), _JOBS_PER_STEP):
-        found = await app.queue.get_many(ids[start : start + _JOBS_PER_STEP], tenant=wanted.tenant)
+        found = await app.core.queue.get_many(ids[start : start + _JOBS_PER_STEP], tenant=wanted.tenant)
         jobs += found
         size += sum(len(orjson.dumps(job.payload)) + len(orjson.dumps(job.result)) for job in found)
         if size > _PAGE_BYTES_MAX and start + _JOBS_PER_STEP < len(ids):
@@ -327,7 +329,7 @@ async def _page(
 
 
 async def _views(app: Services, jobs: Sequence[Job]) -> list[JobView]:
-    reasons = await app.views.waiting_on(jobs)
+    reasons = await app.core.views.waiting_on(jobs)
     return [JobView.of(job, reasons[job.id]) for job in jobs]
 
 
@@ -335,16 +337,16 @@ async def _many(
     app: Services, verb: Verb, wanted: JobFilter, dry_run: bool, cursor: str | None, *, reason: str | None = None
 ) -> ChangedView:
     if dry_run:
-        n = await app.bulk.count(verb, wanted)
+        n = await app.core.bulk.count(verb, wanted)
         return ChangedView(dry_run=True, matched=n, changed=0, has_more=False, next_cursor=None)
     match verb:
         case "cancel":
-            done = await app.bulk.cancel(wanted, after=_place(cursor), reason=reason or Why().reason)
+            done = await app.core.bulk.cancel(wanted, after=_place(cursor), reason=reason or Why().reason)
         case "rerun":
-            done = await app.bulk.rerun(wanted, after=_place(cursor))
-            app.doorbell.ring(await app.queue.queues() if done.changed else ())
+            done = await app.core.bulk.rerun(wanted, after=_place(cursor))
+            app.core.doorbell.ring(await app.core.named_queues.all() if done.changed else ())
         case "dismiss":
-            done = await app.bulk.dismiss(wanted, after=_place(cursor))
+            done = await app.core.bulk.dismiss(wanted, after=_place(cursor))
     return _changed(done)
 
 

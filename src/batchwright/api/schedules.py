@@ -138,7 +138,7 @@ async def list_schedules(
     limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = 100,
     cursor: Annotated[ScheduleName | None, Query(description="The `next_cursor` of the page before.")] = None,
 ) -> Page[ScheduleView]:
-    schedules, tenant = services(request).schedules, caller.own_tenant
+    schedules, tenant = services(request).core.schedules, caller.own_tenant
     try:
         found = await schedules.list(tenant=tenant, limit=min(limit + 1, LIMIT_MAX), after=cursor)
     except InvalidInput as error:
@@ -151,34 +151,34 @@ async def list_schedules(
 
 @router.get("/{name}", responses=_FOUND, summary="Show a schedule")
 async def get_schedule(request: Request, caller: Reader, name: Which) -> ScheduleView:
-    return ScheduleView.of(await services(request).schedules.get(name, tenant=caller.own_tenant))
+    return ScheduleView.of(await services(request).core.schedules.get(name, tenant=caller.own_tenant))
 
 
 @router.delete("/{name}", status_code=204, responses=_FOUND, summary="Delete a schedule; its jobs stay")
 async def delete_schedule(request: Request, caller: Operator, name: Which) -> Response:
-    await services(request).schedules.delete(name, tenant=caller.own_tenant)
+    await services(request).core.schedules.delete(name, tenant=caller.own_tenant)
     return Response(status_code=204)
 
 
 @router.post("/{name}/pause", responses=_FOUND, summary="Fire no tick until it is resumed")
 async def pause_schedule(request: Request, caller: Operator, name: Which) -> ScheduleView:
-    return ScheduleView.of(await services(request).schedules.pause(name, tenant=caller.own_tenant))
+    return ScheduleView.of(await services(request).core.schedules.pause(name, tenant=caller.own_tenant))
 
 
 @router.post("/{name}/resume", responses=_FOUND, summary="Go on with the next tick to come")
 async def resume_schedule(request: Request, caller: Operator, name: Which) -> ScheduleView:
-    return ScheduleView.of(await services(request).schedules.resume(name, tenant=caller.own_tenant))
+    return ScheduleView.of(await services(request).core.schedules.resume(name, tenant=caller.own_tenant))
 
 
 @router.post("/{name}/run", status_code=201, responses=_MOVED, summary="Make one job at once")
 async def run_schedule(request: Request, caller: Operator, name: Which) -> Fired:
-    job_id: JobId = await services(request).schedules.fire_now(name, tenant=caller.own_tenant)
+    job_id: JobId = await services(request).core.schedules.fire_now(name, tenant=caller.own_tenant)
     return Fired(job_id=job_id)
 
 
 async def _put(request: Request, tenant: str, name: str, plan: Plan, *, replace: bool) -> ScheduleView:
     try:
-        schedule = await services(request).schedules.create(
+        schedule = await services(request).core.schedules.create(
             name,
             plan.cron,
             plan.job.new_job(tenant),

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from batchwright.access.settings import ApiSettings
 from batchwright.api.application import application
 from batchwright.api.services import Services
-from batchwright.api.settings import ApiSettings
-from batchwright.engine.counts import CountsWriter
+from batchwright.engine.metrics import CountsWriter
 from batchwright.errors import ConfigurationError
 
 _END_SECONDS_MAX = 5
@@ -67,14 +67,16 @@ class ApiServer:
     async def close(self) -> None:
         """Answer what is under way, let the followers of events go, and leave."""
         self._server.should_exit = True
-        await self._services.feeds.close()
+        await self._services.event_streams.close()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=_ABORT_SECONDS)
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
             await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
-        await self._services.models.close()
+        for served in self._services.served:
+            if served.close is not None:
+                await served.close()
         if self._counting is not None:
             self._counting.cancel()
             await asyncio.gather(self._counting, return_exceptions=True)

@@ -1,60 +1,48 @@
-"""What the routes work with: the engine's parts, put together once."""
+"""What the routes work with: the core and what the server adds to it, put together once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import Request
 
-from batchwright.api.access import Gate
-from batchwright.api.settings import ApiSettings
-from batchwright.batches.files import Files
-from batchwright.batches.models import Models
-from batchwright.batches.results import Results
-from batchwright.batches.seal import Seal
-from batchwright.batches.settings import BatchSettings
-from batchwright.batches.store import Batches
-from batchwright.batches.uploads import Uploads
-from batchwright.db.doorbell import Doorbell
-from batchwright.engine.bulk import Bulk
-from batchwright.engine.catalog import Catalog
+from batchwright.access.gate import Gate
+from batchwright.access.settings import ApiSettings
+from batchwright.core import Core
+from batchwright.engine.event_streams import EventStreams
 from batchwright.engine.exposition import Exposition
-from batchwright.engine.feeds import Feeds
-from batchwright.engine.queue import Queue
-from batchwright.engine.schedules import Schedules
-from batchwright.engine.views import Views
+from batchwright.part import Served
 from batchwright.telemetry.metrics import Counts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """Everything that a route may use."""
+    """Everything that a route of the engine may use; routes of a part have services of their own beside it."""
 
-    settings: ApiSettings
-    batch_settings: BatchSettings
-    has_gateways: bool
-    """Whether this process knows a model server to send batches to, as workers of its configuration will."""
-    passthrough_headers: frozenset[str]
-    """Headers of creators that go to the model server with each request of their batch."""
-    seal: Seal
-    version: str
-    queue: Queue
-    catalog: Catalog
-    doorbell: Doorbell
-    views: Views
-    bulk: Bulk
-    schedules: Schedules
-    feeds: Feeds
-    gate: Gate
+    core: Core
     counts: Counts
+    """What this process counts for itself."""
     exposition: Exposition
-    files: Files
-    uploads: Uploads
-    batches: Batches
-    results: Results
-    models: Models
+    event_streams: EventStreams
+    gate: Gate
+    served: Sequence[Served]
+    """What the parts have brought."""
+    settings: ApiSettings
+    version: str
 
 
 def services(request: Request) -> Services:
     found: Services = request.app.state.services
     return found
+
+
+def service(request: Request, kind: type[T]) -> T:
+    """What a part has brought for its routes."""
+    for served in services(request).served:
+        if isinstance(served.services, kind):
+            return served.services
+    raise AssertionError(f"no part serves a {kind.__name__}")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from uuid import UUID
 
 import orjson
 
-from batchwright.api.services import Services
+from batchwright.core import Core
 from batchwright.db.database import Session
+from batchwright.db.retry import retry_deadlocks, retry_unavailable
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import JobId, NewJob
-from batchwright.errors import Conflict, DatabaseUnavailable, Deadlock, InvalidInput
+from batchwright.errors import Conflict, InvalidInput
 
 SQL = statements(__package__, "submit.sql")
 _TRIES_MAX = 4
@@ -29,29 +28,21 @@ class Submitted(NamedTuple):
 
 
 async def submit(
-    services: Services, jobs: Sequence[NewJob], *, tenant: str, key: str | None, body: Mapping[str, Any]
+    core: Core, jobs: Sequence[NewJob], *, tenant: str, key: str | None, body: Mapping[str, Any]
 ) -> Submitted:
     """All jobs or none. Their ids are made before, so a commit whose answer was lost is simply made again."""
     places = (f"jobs.{place}." if "jobs" in body else "" for place in range(len(jobs)))
-    rows = [await _prepared(services, place, job) for place, job in zip(places, jobs, strict=True)]
-    for tries in range(_TRIES_MAX):
-        try:
-            ids = await _once(services, rows, tenant, key, body)
-        except (DatabaseUnavailable, Deadlock):
-            if tries == _TRIES_MAX - 1:
-                raise
-            await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))
-        else:
-            services.doorbell.ring({row["queue"] for row in rows})
-            # Not what the last try says, which may have found what the one before it had made.
-            return Submitted(ids, not {row["id"] for row in rows}.isdisjoint(ids))
-    raise AssertionError("unreachable")
+    rows = [await _prepared(core, place, job) for place, job in zip(places, jobs, strict=True)]
+    ids = await retry_unavailable(lambda: _once(core, rows, tenant, key, body), tries_max=_TRIES_MAX)
+    core.doorbell.ring({row["queue"] for row in rows})
+    # Not what the last try says, which may have found what the one before it had made.
+    return Submitted(ids, not {row["id"] for row in rows}.isdisjoint(ids))
 
 
-async def _prepared(services: Services, place: str, job: NewJob) -> dict[str, Any]:
+async def _prepared(core: Core, place: str, job: NewJob) -> dict[str, Any]:
     """The job's row; an error names the field as the body calls it."""
     try:
-        (row,) = await services.catalog.prepare([job])
+        (row,) = await core.catalog.prepare([job])
     except InvalidInput as error:
         field = "job_type" if error.param == "operation" else error.param
         error.param = f"{place}{field}" if field else None
@@ -59,27 +50,28 @@ async def _prepared(services: Services, place: str, job: NewJob) -> dict[str, An
     return row
 
 
+@retry_deadlocks
 async def _once(
-    services: Services, rows: Sequence[dict[str, Any]], tenant: str, key: str | None, body: Mapping[str, Any]
+    core: Core, rows: Sequence[dict[str, Any]], tenant: str, key: str | None, body: Mapping[str, Any]
 ) -> list[JobId]:
-    queue = services.queue
+    queue = core.queue
     if key is None:
         return [one.id for one in await queue.enqueue(rows)]
     digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS, default=str)).digest()
     async with queue.database.transaction() as session:
-        if known := await _known(services, session, tenant, key, digest):
+        if known := await _known(core, session, tenant, key, digest):
             return known
         ids = [one.id for one in await queue.enqueue(rows, session=session)]
         answer = orjson.dumps(ids).decode()
-        await queue.ask(SQL["answer"], {"tenant": tenant, "key": key, "answer": answer}, session)
+        await queue.database.ask(SQL["answer"], {"tenant": tenant, "key": key, "answer": answer}, session)
         return ids
 
 
-async def _known(services: Services, session: Session, tenant: str, key: str, digest: bytes) -> list[JobId] | None:
+async def _known(core: Core, session: Session, tenant: str, key: str, digest: bytes) -> list[JobId] | None:
     """Take the key, or find what it stands for; a request with the same key that is under way is waited for."""
     params = {"tenant": tenant, "key": key, "digest": digest}
-    while not await services.queue.ask(SQL["take"], params, session):
-        for found, answer in await services.queue.ask(SQL["known"], params, session):
+    while not await core.queue.database.ask(SQL["take"], params, session):
+        for found, answer in await core.queue.database.ask(SQL["known"], params, session):
             if bytes(found) != digest:
                 raise Conflict(f"the Idempotency-Key {key!r} was used before with another body")
             return [JobId(UUID(id)) for id in answer]

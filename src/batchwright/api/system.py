@@ -27,32 +27,32 @@ WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 @router.get("/v1/queues", responses=documented(), tags=["queues"], summary="Queues, and what waits in them")
 async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> All[QueueView]:
     """The queues in which the tenant has open jobs; with `tenant=*` all queues, and everybody's jobs."""
-    return All(data=await services(request).views.queues(tenant=caller.tenant, limit=limit))
+    return All(data=await services(request).core.views.queues(tenant=caller.tenant, limit=limit))
 
 
 @router.post("/v1/queues/{name:path}/pause", responses=documented(404), tags=["queues"], summary="Claim no more of it")
 async def pause_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueView:
     """Jobs that run already go on."""
-    await services(request).queue.pause_queue(name)
+    await services(request).core.named_queues.pause(name)
     return await _queue(request, name)
 
 
 @router.post("/v1/queues/{name:path}/resume", responses=documented(404), tags=["queues"], summary="Claim from it again")
 async def resume_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueView:
     app = services(request)
-    await app.queue.resume_queue(name)
-    app.doorbell.ring([name])
+    await app.core.named_queues.resume(name)
+    app.core.doorbell.ring([name])
     return await _queue(request, name)
 
 
 @router.get("/v1/workers", responses=documented(), tags=["system"], summary="Worker processes")
 async def list_workers(request: Request, caller: Admin, limit: Limit = 100) -> All[WorkerView]:
-    return All(data=await services(request).views.workers(limit=limit))
+    return All(data=await services(request).core.views.workers(limit=limit))
 
 
 @router.get("/v1/operations", responses=documented(), tags=["system"], summary="Operations that jobs can run")
 async def list_operations(request: Request, caller: Reader, limit: Limit = 1000) -> All[OperationView]:
-    return All(data=await services(request).views.operations(limit=limit))
+    return All(data=await services(request).core.views.operations(limit=limit))
 
 
 @router.get("/healthz", tags=["system"], summary="Whether this process answers")
@@ -69,7 +69,7 @@ async def healthz(request: Request) -> Health:
 async def readyz(request: Request) -> Response:
     app = services(request)
     try:
-        await require_current(app.queue.database, app.version)
+        await require_current(app.core.queue.database, app.version)
     except ConfigurationError as error:
         return _unready(app.version, str(error))
     except DatabaseError:
@@ -93,7 +93,7 @@ def _unready(version: str, detail: str) -> Response:
 
 
 async def _queue(request: Request, name: str) -> QueueView:
-    for queue in await services(request).views.queues(limit=_QUEUES_MAX):
+    for queue in await services(request).core.views.queues(limit=_QUEUES_MAX):
         if queue.name == name:
             return queue
     raise NotFound(f"there is no queue {name!r}")

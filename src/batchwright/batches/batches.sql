@@ -9,6 +9,21 @@ expires_at, paused_at, taken_up_at, in_progress_at, finalizing_at, completed_at,
 cancelled_at, waiting_reason, waiting_message,
 coalesce(waiting_at > :now - make_interval(mins => 2), false)
 
+-- part: open
+batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+
+-- What is known of a batch that ends. Counts and errors that are null stay as they are.
+-- part: ending
+completed = coalesce(%(completed)s, completed),
+failed = coalesce(%(failed)s, failed),
+expired = coalesce(%(expired)s, expired),
+cancelled = coalesce(%(cancelled)s, cancelled),
+error_summary = coalesce(%(error_summary)s::jsonb, error_summary),
+errors = coalesce(%(errors)s::jsonb, errors),
+output_file_id = %(output_file_id)s,
+error_file_id = %(error_file_id)s,
+manifest = %(manifest)s::jsonb
+
 -- name: insert
 INSERT INTO batchwright.batch (
     id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds, metadata,
@@ -88,7 +103,7 @@ FROM (
 GROUP BY id, since
 
 -- When a worker first came to it, and whether that was too late.
--- name: take_up
+-- name: pick_up
 UPDATE batchwright.batch SET taken_up_at = coalesce(taken_up_at, :now)
 WHERE id = %(id)s AND status = 'validating'
 RETURNING :columns, expires_at <= :now
@@ -115,38 +130,36 @@ RETURNING resends
 -- everything was asked or it was told to stop.
 -- name: note_wait
 UPDATE batchwright.batch SET waiting_reason = %(reason)s, waiting_message = %(message)s, waiting_at = :now
-WHERE id = %(id)s AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+WHERE id = %(id)s AND :open
 RETURNING :now < greatest(
     expires_at, coalesce(finalizing_at, stop_at, cancelling_at, :now) + make_interval(secs => %(patience_seconds)s))
 
--- What a user cancelled in the meantime ends cancelled, unless it failed.
--- name: end
-WITH move AS (
-    SELECT id,
-        CASE WHEN status = 'cancelling' AND %(target)s <> 'failed' THEN 'cancelled' ELSE %(target)s END AS target
-    FROM batchwright.batch
-    WHERE id = %(id)s AND status::text = ANY(%(sources)s)
-    FOR NO KEY UPDATE
-)
-UPDATE batchwright.batch
-SET status = move.target::batchwright.batch_status,
-    completed_at = CASE move.target WHEN 'completed' THEN :now END,
-    failed_at = CASE move.target WHEN 'failed' THEN :now END,
-    expired_at = CASE move.target WHEN 'expired' THEN :now END,
-    -- The cancellation may have come after this transaction began.
-    cancelled_at = CASE move.target WHEN 'cancelled' THEN greatest(:now, cancelling_at) END,
-    completed = coalesce(%(completed)s, completed),
-    failed = coalesce(%(failed)s, failed),
-    expired = coalesce(%(expired)s, expired),
-    cancelled = coalesce(%(cancelled)s, cancelled),
-    error_summary = coalesce(%(error_summary)s::jsonb, error_summary),
-    errors = coalesce(%(errors)s::jsonb, errors),
-    output_file_id = %(output_file_id)s,
-    error_file_id = %(error_file_id)s,
-    manifest = %(manifest)s::jsonb
-FROM move
-WHERE batch.id = move.id
-RETURNING move.target
+-- name: complete
+UPDATE batchwright.batch SET status = 'completed', completed_at = :now, :ending
+WHERE id = %(id)s AND status = 'finalizing'
+RETURNING status::text
+
+-- name: fail
+UPDATE batchwright.batch SET status = 'failed', failed_at = :now, :ending
+WHERE id = %(id)s AND :open
+RETURNING status::text
+
+-- name: expire
+UPDATE batchwright.batch SET status = 'expired', expired_at = :now, :ending
+WHERE id = %(id)s AND status IN ('validating', 'in_progress')
+RETURNING status::text
+
+-- By the database's clock, and only before a worker has planned it.
+-- name: expire_unstarted
+UPDATE batchwright.batch SET status = 'expired', expired_at = :now
+WHERE id = %(id)s AND status = 'validating' AND expires_at <= :now
+RETURNING id
+
+-- The cancellation may have come after this transaction began.
+-- name: end_cancelled
+UPDATE batchwright.batch SET status = 'cancelled', cancelled_at = greatest(:now, cancelling_at), :ending
+WHERE id = %(id)s AND status = 'cancelling'
+RETURNING status::text
 
 -- Of a batch that ended without its files, or whose files lack answers that were found since.
 -- name: repair
@@ -191,13 +204,8 @@ UPDATE batchwright.batch SET limits = %(limits)s::jsonb WHERE id = %(id)s RETURN
 DELETE FROM batchwright.queue
 WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
     AND NOT EXISTS (
-        SELECT FROM batchwright.batch
-        WHERE batch.queue = %(queue)s AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
+        SELECT FROM batchwright.batch WHERE batch.queue = %(queue)s AND :open)
 RETURNING name
-
--- name: shards
-SELECT id FROM batchwright.job
-WHERE parent_job_id = %(job_id)s AND status::text = ANY(%(statuses)s)
 
 -- The queues of shards that workers claim from, or did until a moment ago: they may only be restarting. A queue that
 -- ends in a slash stands for all below it.
@@ -209,7 +217,7 @@ WHERE %(shard)s = ANY(on_demand_types) AND strpos(served.queue, %(below)s) > 0
     AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
 
 -- What the workers' dispatchers must know of the batches that they work for.
--- name: orders
+-- name: controls
 SELECT id, status::text, stop_reason, extract(epoch FROM :now - stop_at)::float8,
     extract(epoch FROM :now - paused_at)::float8, priority, limits, total, completed + failed + expired + cancelled,
     extract(epoch FROM expires_at - :now)::float8, job_id
@@ -217,37 +225,23 @@ FROM batchwright.batch
 WHERE id = ANY(%(ids)s)
 
 -- Batches that somebody must look after: the window is over, the order to stop was not followed, or the job is gone.
--- name: neglected
+-- name: stalled
 SELECT batch.id, batch.status::text, batch.stop_reason, extract(epoch FROM :now - batch.stop_at)::float8,
-    extract(epoch FROM :now - batch.expires_at)::float8, job.status::text, batch.job_id, batch.tenant,
+    extract(epoch FROM :now - batch.expires_at)::float8, job.status, batch.job_id, batch.tenant,
     batch.expires_at
 FROM batchwright.batch
-LEFT JOIN batchwright.job ON job.id = batch.job_id
-WHERE batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
+LEFT JOIN :jobs AS job ON job.id = batch.job_id
+WHERE :open
     AND (batch.expires_at, batch.id) > (%(after_time)s::timestamptz, %(after_id)s)
     AND (
         (batch.expires_at <= :now AND batch.status IN ('validating', 'in_progress'))
         OR batch.stop_reason IS NOT NULL
-        OR job.status IS NULL
-        OR job.status IN ('SUCCEEDED', 'FAILED', 'CANCELLED'))
+        OR job.is_open IS NOT TRUE)
 ORDER BY batch.expires_at, batch.id
 LIMIT %(limit)s
 
--- name: expire_unstarted
-UPDATE batchwright.batch SET status = 'expired', expired_at = :now
-WHERE id = %(id)s AND status = 'validating' AND expires_at <= :now
-RETURNING id
-
--- Registering: the fence first, then the batches, then the rows, whose ids therefore grow in commit order in a batch.
--- name: fence
-SELECT job.id
-FROM batchwright.job
-JOIN unnest(%(ids)s::uuid[], %(claims)s::bigint[], %(workers)s::text[]) AS held (id, claim, worker)
-    ON held.id = job.id AND held.claim = job.claims
-WHERE job.status = 'RUNNING' AND job.lease_until IS NOT NULL AND job.locked_by IS NOT DISTINCT FROM held.worker
-ORDER BY job.id
-FOR NO KEY UPDATE OF job
-
+-- Registering: the claims are locked first, then the batches, then the rows are inserted, whose ids therefore grow in
+-- commit order in a batch.
 -- name: lock_sums
 SELECT id, usage_by_model, error_summary FROM batchwright.batch WHERE id = ANY(%(ids)s) ORDER BY id FOR NO KEY UPDATE
 

@@ -1,4 +1,4 @@
-"""What workers count of batches, under the names, labels and values that the source gives them.
+"""What workers count of batches, under the names, labels and values of llm-d's batch gateway.
 
 Counters and histograms go into the worker's row of counts, and are summed over all workers that ever were. Gauges say
 how this process is loaded now; they are summed over the processes that live. What happens to every request is only put
@@ -10,22 +10,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batchwright.inference.answers import Answer
 from batchwright.states import BatchStatus
-from batchwright.storage.retry import OPERATIONS
-from batchwright.telemetry.metrics import Counts, Labels, Metric, Room, Rooms
+from batchwright.telemetry.metrics import Counts, LabelLimit, LabelLimits, Metric
 
 if TYPE_CHECKING:
-    from batchwright.batches.dispatch import Dispatcher
+    from batchwright.batches.send.dispatch import Dispatcher
 
 MODELS_MAX = 100
 """Models that have series of their own without being named in the configuration; the rest is `other`."""
-COMPONENTS = ("processor", "apiserver", "garbage-collector")
-"""Who may use the object store."""
 _PUT_DOWN_MAX = 1_000
 
 _HOUR, _DAY = 3600.0, 86_400.0
@@ -43,7 +39,7 @@ _RESULTS = {
     BatchStatus.EXPIRED: "expired",
 }
 
-SOURCE_METRICS = (
+BATCH_GATEWAY_METRICS = (
     Metric(
         "jobs_processed_total",
         "Batches that ended (success, failed, expired) or had ended before (skipped), and shards that a worker gave "
@@ -147,13 +143,6 @@ SOURCE_METRICS = (
         prefix="",
     ),
 )
-STORAGE_METRIC = replace(
-    OPERATIONS,
-    help="Calls to the object store (store, retrieve, delete) by how they ended: success, retry (it was made again) or "
-    "exhausted.",
-    prefix="",
-    expected=tuple(product(("store", "retrieve", "delete"), COMPONENTS, ("exhausted",))),
-)
 OWN_METRICS = (
     Metric("model_limit", "Requests in flight that each model bears, as workers found out.", ("model",), "gauge"),
     Metric(
@@ -171,12 +160,12 @@ OWN_METRICS = (
         expected=((),),
     ),
 )
-BATCH_METRICS = (*SOURCE_METRICS, STORAGE_METRIC, *OWN_METRICS)
+BATCH_METRICS = (*BATCH_GATEWAY_METRICS, *OWN_METRICS)
 
 
-def rooms(models: Iterable[str]) -> Rooms:
+def label_limits(models: Iterable[str]) -> LabelLimits:
     """Every model that the configuration names has series of its own, and the first MODELS_MAX others."""
-    return {"model": Room(frozenset(models), MODELS_MAX)}
+    return {"model": LabelLimit(frozenset(models), MODELS_MAX)}
 
 
 def size_bucket(requests: int) -> str:
@@ -208,7 +197,7 @@ def load_of(dispatcher: Dispatcher, *, shards: int, shards_max: int) -> Load:
         requests=total.in_use,
         requests_max=total.capacity,
         in_flight=dispatcher.in_flight(),
-        limits={model: lane.room.adaptive.limit for model, lane in dispatcher.lanes.items()},
+        limits={model: sender.limit.adaptive.limit for model, sender in dispatcher.senders.items()},
     )
 
 
@@ -330,26 +319,3 @@ class BatchCounts:
             self._counts.set_all(name, {(): n})
         for name, by_model in (("model_inflight_requests", load.in_flight), ("model_limit", load.limits)):
             self._counts.set_all(name, {(model,): n for model, n in by_model.items()})
-
-
-class StorageCounts:
-    """Counts calls to the object store in the source's words, instead of the store's own."""
-
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
-
-    def add(self, name: str, n: float = 1, labels: Labels = ()) -> None:
-        operation, component, status = labels
-        self._counts.add(name, n, (_OPERATIONS[operation], component, _STATUSES[status]))
-
-
-_OPERATIONS = {
-    "put": "store",
-    "copy": "store",
-    "get": "retrieve",
-    "head": "retrieve",
-    "list": "retrieve",
-    "delete": "delete",
-    "sweep": "delete",
-}
-_STATUSES = {"success": "success", "retry": "retry", "failure": "exhausted"}

@@ -60,9 +60,9 @@ class Models:
         self._pause = 0.0
         self._said: list[Model] | None = None
 
-    async def known(self) -> list[Model]:
+    async def find(self) -> list[Model]:
         """By name; ModelsUnknown while the gateway of all models has not answered once."""
-        served = {queue.removeprefix(SHARD_QUEUE) for queue in await self._batches.served() if _is_plain(queue)}
+        served = {queue.removeprefix(SHARD_QUEUE) for queue in await self._batches.served_queues() if _is_plain(queue)}
         known = {id: Model(id=id) for id in (*served, *self._named)}
         if self._settings.is_set:
             known |= {model.id: model for model in await self._ask()}
@@ -77,7 +77,7 @@ class Models:
         async with self._asking:
             if time.monotonic() - self._asked_at >= self._pause:
                 try:
-                    self._said, self._pause = await self._answer(), KEPT_SECONDS
+                    self._said, self._pause = await self._fetch(), KEPT_SECONDS
                 except (ConfigurationError, ValueError) as error:
                     self._pause = _PAUSE_SECONDS
                     log.warning("the gateway %s does not list its models: %s", self._settings.endpoint, error)
@@ -88,7 +88,7 @@ class Models:
                 )
             return self._said
 
-    async def _answer(self) -> list[Model]:
+    async def _fetch(self) -> list[Model]:
         from batchwright.inference.gateway import Gateway, Request  # here: it loads the HTTP client
 
         if self._gateway is None:
@@ -97,7 +97,7 @@ class Models:
         reply = await self._gateway.fetch(request, _ANSWER_SECONDS_MAX)
         if reply.status != 200:
             raise ValueError(reply.detail or f"its status is {reply.status}")
-        return _models(orjson.loads(reply.body))
+        return _parse(orjson.loads(reply.body))
 
 
 def _is_plain(queue: str) -> bool:
@@ -105,7 +105,7 @@ def _is_plain(queue: str) -> bool:
     return queue.startswith(SHARD_QUEUE) and queue != SHARD_QUEUE
 
 
-def _models(found: Any) -> list[Model]:
+def _parse(found: Any) -> list[Model]:
     """What other servers leave out is filled in; what has no name is no model."""
     match found:
         case {"data": [*data]}:

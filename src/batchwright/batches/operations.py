@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchwright.batches.shards import Slice
+from batchwright.batches.plan.shards import Shard
 from batchwright.batches.store import PROCESS, QUEUE, SHARD, SHARD_QUEUE, NewBatch
 from batchwright.engine.context import Context
 from batchwright.engine.jobs import NewJob
@@ -20,11 +20,11 @@ async def process_batch(ctx: Context, batch_id: str) -> Any:
 
 
 @operation(SHARD, queue=SHARD_QUEUE, max_attempts=5, backoff_seconds=1.0, backoff_seconds_max=60.0)
-async def send_shard(ctx: Context, shard: Slice) -> Any:
+async def send_shard(ctx: Context, shard: Shard) -> Any:
     """Send the requests of one slice of a batch's plan."""
-    from batchwright.batches.execution import Shards
+    from batchwright.batches.send.runner import ShardRunner
 
-    return await ctx.service(Shards).run(ctx, shard)
+    return await ctx.service(ShardRunner).run(ctx, shard)
 
 
 def process_job(new: NewBatch, *, must_be_served: bool = False) -> NewJob:

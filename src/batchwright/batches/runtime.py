@@ -1,110 +1,80 @@
 """Everything that a worker process needs for batches, put together once; and how much of it the worker may claim.
 
 Nothing of a batch takes a slot of the worker. Twenty long jobs of a user must not keep a batch from being planned, its
-shards from being sent, its files from being written, or its webhooks from being delivered.
+shards from being sent, or its files from being written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from batchwright.batches.checkpoint import Checkpoints
-from batchwright.batches.disk import Disk
-from batchwright.batches.dispatch import Dispatcher
-from batchwright.batches.execution import Shards
-from batchwright.batches.files import Files
+from batchwright.batches.journal.checkpoint import Checkpoints
+from batchwright.batches.journal.segments import Segments
+from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.metrics import BatchCounts, load_of
-from batchwright.batches.operations import process_batch, send_shard
 from batchwright.batches.process import Processor, shard_queue
-from batchwright.batches.seal import Seal
-from batchwright.batches.segments import Segments
-from batchwright.batches.settings import BatchSettings
+from batchwright.batches.send.disk import Disk
+from batchwright.batches.send.dispatch import Dispatcher
+from batchwright.batches.send.runner import ShardRunner
 from batchwright.batches.store import PROCESS, QUEUE, SHARD, Batches
-from batchwright.batches.takeover import Takeover
+from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import Waits
-from batchwright.batches.webhooks import DELIVER, WEBHOOKS, Webhooks, deliver_webhook
-from batchwright.batches.workspace import Workspace
-from batchwright.engine.catalog import Catalog
-from batchwright.engine.lanes import PRIVATE
 from batchwright.engine.queue import Queue
+from batchwright.engine.worker.duty import Site
+from batchwright.engine.worker.lanes import PRIVATE
+from batchwright.files.part import FilesPart
 from batchwright.inference.budgets import Budget, Rate
 from batchwright.inference.gateway import Gateway, Gateways
 from batchwright.inference.limits import Limits
-from batchwright.inference.settings import InferenceSettings
 
-OPERATIONS: tuple[Callable[..., Any], ...] = (process_batch, send_shard, deliver_webhook)
+if TYPE_CHECKING:
+    from batchwright.batches.part import BatchesPart
+
 SHARDS_MAX = 256
 """Shards that one process holds at the same time; each costs little more than an open file."""
 COORDINATORS_MAX = 16
 """Batches that one process plans or finishes at the same time."""
-DELIVERIES_MAX = 16
-"""Webhooks that one process delivers at the same time."""
-
-T = TypeVar("T")
 
 
 class Runtime:
     """The batch side of a worker process."""
 
-    def __init__(
-        self,
-        *,
-        batches: Batches,
-        files: Files,
-        workspace: Workspace,
-        catalog: Catalog,
-        gateways: Gateways,
-        webhooks: Webhooks,
-        counts: BatchCounts,
-        inference: InferenceSettings,
-        settings: BatchSettings,
-        seal: Seal,
-        is_shared: bool,
-        queues: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, part: BatchesPart, site: Site) -> None:
+        core, tools = part.core, _make_tools(part, site)
+        inference = core.settings.inference
+        gateways = Gateways(core.settings.global_inference_gateway, core.settings.model_gateways, inference)
         self.dispatcher = Dispatcher(
             gateways,
             Limits(inference),
-            counts,
-            Disk(workspace.root, reserve=settings.work_dir_reserve),
-            budgets=_budgets(batches.queue, gateways),
-            tenant_weights=settings.tenant_weights,
+            tools.counts,
+            Disk(tools.workspace.root, reserve=tools.settings.work_dir_reserve),
+            budgets=_budgets(site.queue, gateways),
+            tenant_weights=tools.settings.tenant_weights,
         )
-        waits = Waits(batches)
         checkpoints = Checkpoints(
-            batches,
-            files.store,
-            workspace,
-            waits,
-            counts,
-            is_shared=is_shared,
-            every_seconds=settings.checkpoint_seconds,
-            shared_every_seconds=settings.shared_checkpoint_seconds,
+            tools.batches,
+            tools.files.store,
+            tools.workspace,
+            tools.waits,
+            tools.counts,
+            tools.settings,
+            is_shared=core.settings.storage.url is not None,
         )
-        takeover = Takeover(batches, Segments(workspace, files.store), checkpoints)
-        self.shards = Shards(
-            batches, files, workspace, self.dispatcher, checkpoints, takeover, waits, counts, settings, seal
-        )
-        processor = Processor(
-            batches, files, workspace, catalog, takeover, webhooks, waits, counts, settings, models=gateways.models
-        )
-        counts.watch(lambda: load_of(self.dispatcher, shards=self.shards.held, shards_max=SHARDS_MAX))
-        self._webhooks = webhooks
-        self._services: tuple[object, ...] = (self.shards, processor, webhooks, self.dispatcher)
-        served = [queue for queue in (QUEUE, *(queues or ())) if _serves(queue, queues)]
+        segments = Segments(tools.workspace, tools.files.store)
+        unregistered = UnregisteredAnswers(tools.batches, segments, checkpoints)
+        self.shards = ShardRunner(tools, self.dispatcher, checkpoints, unregistered, part.seal)
+        endings = part.make_endings(tools.batches, tools.counts)
+        processor = Processor(tools, endings, unregistered, models=gateways.models)
+        tools.counts.watch(lambda: load_of(self.dispatcher, shards=self.shards.held, shards_max=SHARDS_MAX))
+        self.services: tuple[object, ...] = (self.shards, processor, self.dispatcher)
+        served = [queue for queue in (QUEUE, *(site.queues or ())) if site.serves(queue)]
         self._prefixes = tuple(shard_queue(queue, "") for queue in served)
         self._limits = {queue: COORDINATORS_MAX for queue in served if queue == QUEUE or queue.startswith(PRIVATE)}
-        if _serves(WEBHOOKS, queues):
-            self._limits[WEBHOOKS] = DELIVERIES_MAX
-
-    def service(self, kind: type[T]) -> T | None:
-        """What operations ask for; None if that is somebody else's."""
-        return next((one for one in self._services if isinstance(one, kind)), None)
 
     # What the worker may claim: it asks for each queue ----------------------------------------------------------
 
-    operations = (SHARD, PROCESS, DELIVER)
+    operations = (SHARD, PROCESS)
 
     def queues(self) -> list[str]:
         models = self.dispatcher.gateways.models
@@ -136,14 +106,20 @@ class Runtime:
     async def close(self) -> None:
         await self.shards.close()
         await self.dispatcher.close()
-        await self._webhooks.close()
 
 
-def _serves(queue: str, queues: Sequence[str] | None) -> bool:
-    """A worker that serves the queue of batches, or all queues, also serves their shards."""
-    return queues is None or queue in queues
+def _make_tools(part: BatchesPart, site: Site) -> Toolbox:
+    batches = Batches(site.queue)
+    return Toolbox(
+        batches=batches,
+        counts=BatchCounts(site.counts),
+        files=part.core.part(FilesPart).files_in(part.core.open_store("processor", site.counts)),
+        settings=part.settings,
+        waits=Waits(batches),
+        workspace=part.workspace,
+    )
 
 
 def _budgets(queue: Queue, gateways: Gateways) -> dict[Gateway, Budget]:
     rates = ((gateway, Rate.of(gateway.settings)) for gateway in gateways.all())
-    return {gateway: Budget(queue, gateway.endpoint, rate) for gateway, rate in rates if rate is not None}
+    return {gateway: Budget(queue.database, gateway.endpoint, rate) for gateway, rate in rates if rate is not None}

@@ -102,12 +102,12 @@ class Seal:
         if made is not None and not made.exists():
             _make(made)
         try:
-            text = self._environment[variable] if variable is not None else _content(file or made)
+            text = self._environment[variable] if variable is not None else _read(file or made)
         except (OSError, KeyError, ValueError) as error:
             raise ConfigurationError(
                 f"the key for headers is {self._origin}, which cannot be read: {type(error).__name__}"
             ) from None
-        keys = [_decoded(line) for line in text.split()]
+        keys = [_decode(line) for line in text.split()]
         good = [key for key in keys if key is not None]
         if not good or len(good) < len(keys):
             raise ConfigurationError(
@@ -118,7 +118,7 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOn:
+class CreatorHeaders:
     """Headers of a batch's creator that go to the model server, and the seal for them."""
 
     seal: Seal
@@ -134,19 +134,19 @@ class PassedOn:
         if self.headers:
             self.seal.fingerprint(self.headers)
 
-    def sealed_into(self, new: NewBatch) -> NewBatch:
+    def seal_into(self, new: NewBatch) -> NewBatch:
         if not self.headers:
             return new
         return replace(new, sealed_headers=self.seal.close(self.headers, new.family or new.id))
 
 
-def _content(file: Path | None) -> str:
+def _read(file: Path | None) -> str:
     assert file is not None
     with file.open(encoding="ascii") as opened:
         return opened.read(_FILE_BYTES_MAX)
 
 
-def _decoded(text: str) -> bytes | None:
+def _decode(text: str) -> bytes | None:
     try:
         key = base64.b64decode(text.translate(str.maketrans("-_", "+/")), validate=True)
     except (binascii.Error, ValueError):

@@ -5,26 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchwright.batches.plan import Limits
+from batchwright.batches.plan.plan import InputLimits
 from batchwright.errors import ConfigurationError
+from batchwright.inference.prices import Price
 
 MIB = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
-    """What a million tokens of a model cost, in the currency of your choice."""
-
-    input: float = 0.0
-    """Tokens of the prompt."""
-    cached: float | None = None
-    """Tokens of the prompt that the server had in its cache; unset, they cost what the others cost."""
-    output: float = 0.0
-    """Tokens of the answer."""
-
-    def __post_init__(self) -> None:
-        if min(self.input, self.output, self.cached or 0.0) < 0:
-            raise ConfigurationError("a price is below 0; write what a million tokens cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +77,8 @@ class BatchSettings:
                 raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must not be negative")
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> InputLimits:
+        return InputLimits(
             bytes_max=self.file_bytes_max,
             embedding_inputs_max=self.embedding_inputs_max,
             line_bytes_max=self.line_bytes_max,

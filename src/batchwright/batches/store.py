@@ -6,9 +6,8 @@ their place.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -16,17 +15,19 @@ from uuid import UUID
 
 import orjson
 
-from batchwright.batches.journal import Tally
+from batchwright.batches.tally import Tally
 from batchwright.db.database import Row, Session
+from batchwright.db.retry import retry_deadlocks
 from batchwright.db.statements import statements
+from batchwright.engine import owned
 from batchwright.engine.context import Context
 from batchwright.engine.jobs import JobId, new_id
-from batchwright.engine.lanes import PRIVATE
 from batchwright.engine.queue import Queue
-from batchwright.errors import Conflict, Deadlock, Fatal, InvalidInput, NotFound
+from batchwright.engine.worker.lanes import PRIVATE
+from batchwright.errors import Conflict, Fatal, InvalidInput, NotFound
 from batchwright.states import BATCH, BatchStatus, JobStatus
 
-SQL = statements(__package__, "batches.sql")
+SQL = statements(__package__, "batches.sql", parts=owned.JOBS_VIEW)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +45,6 @@ _WAITS = {
 }
 _WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_DEADLOCKS_MAX = 10
 _RACES_MAX = 10
 PATIENCE_SECONDS = 3600.0
 """A batch that needs nothing but its files written waits at least so long for the store, also after its window."""
@@ -55,7 +55,7 @@ _SERVED_SECONDS = 300.0
 """A worker that was seen within this time counts as serving its models: it may only be restarting."""
 _RATE_SEGMENTS = 500
 _SEGMENTS_PER_PAGE = 5_000
-FENCE_SECONDS = 1.5
+SHARDS_GRACE_SECONDS = 1.5
 """After the deadline, or after the grace of a cancellation, shards have this long to end by themselves."""
 
 
@@ -177,8 +177,8 @@ class Pace(NamedTuple):
     now: datetime
 
 
-class Order(NamedTuple):
-    """What a worker must know of a batch that it works for; seconds are from now, by the database's clock."""
+class Control(NamedTuple):
+    """What steers the workers of a batch, and how far it is; seconds are from now, by the database's clock."""
 
     id: str
     status: str
@@ -193,12 +193,12 @@ class Order(NamedTuple):
     job_id: UUID
 
     @property
-    def paused(self) -> bool:
+    def is_paused(self) -> bool:
         return self.paused_seconds is not None
 
 
-class Neglected(NamedTuple):
-    """An open batch that needs a hand."""
+class Stalled(NamedTuple):
+    """An open batch whose window is over, that was told to stop, or whose job is gone."""
 
     id: str
     status: str
@@ -272,10 +272,8 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a batch ends, and what is known of it then; None leaves what is there."""
+    """What is known of a batch when it ends; counts and errors that are None stay as they are."""
 
-    target: BatchStatus
-    sources: Sequence[BatchStatus]
     counts: Mapping[str, int] = field(default_factory=dict)
     error_summary: Any = None
     errors: Mapping[str, Any] | None = None
@@ -285,8 +283,6 @@ class Ending:
 
     def as_params(self) -> dict[str, Any]:
         return {
-            "target": self.target.value,
-            "sources": [source.value for source in self.sources],
             **{name: self.counts.get(name) for name in ("completed", "failed", "expired", "cancelled")},
             "error_summary": _json(self.error_summary),
             "errors": _json(self.errors),
@@ -296,14 +292,14 @@ class Ending:
         }
 
 
-class Stranger(Fatal):
+class WrongJob(Fatal):
     """A job that somebody enqueued by hand: it would ask every line of the batch once more."""
 
 
-def refuse_stranger(ctx: Context, batch_id: str, job_id: UUID) -> None:
+def require_own_job(ctx: Context, batch_id: str, job_id: UUID) -> None:
     """A batch is run by the job that was made with it, and by the children of that."""
     if ctx.pipeline_id != job_id:
-        raise Stranger(f"{ctx.job_type} belongs to {batch_id}, whose own job runs it; enqueue nothing for it")
+        raise WrongJob(f"{ctx.job_type} belongs to {batch_id}, whose own job runs it; enqueue nothing for it")
 
 
 def window_seconds(window: str) -> int:
@@ -319,21 +315,6 @@ def window_seconds(window: str) -> int:
     return seconds
 
 
-def _repeated(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """A transaction that the database chose as the victim of a deadlock has changed nothing: make it again."""
-
-    @functools.wraps(verb)
-    async def repeat(*args: P.args, **kwargs: P.kwargs) -> T:
-        for _ in range(_DEADLOCKS_MAX - 1):
-            try:
-                return await verb(*args, **kwargs)
-            except Deadlock:
-                continue
-        return await verb(*args, **kwargs)
-
-    return repeat
-
-
 class Batches:
     """The batches of all tenants."""
 
@@ -342,7 +323,7 @@ class Batches:
 
     # Users ------------------------------------------------------------------------------------------------------
 
-    @_repeated
+    @retry_deadlocks
     async def create(
         self, new: NewBatch, job: Mapping[str, Any], *, instead_of: str | None = None
     ) -> tuple[Batch, bool]:
@@ -353,7 +334,7 @@ class Batches:
         """
         async with self.queue.database.transaction() as session:
             if instead_of is not None:
-                await self.queue.ask(SQL["free_idempotency_key"], {"id": instead_of}, session)
+                await self.queue.database.ask(SQL["free_idempotency_key"], {"id": instead_of}, session)
             params = {
                 **{name: getattr(new, name) for name in NewBatch.__dataclass_fields__},
                 "metadata": _json(new.metadata),
@@ -363,39 +344,39 @@ class Batches:
                 "window_seconds": window_seconds(new.completion_window),
             }
             for _ in range(_RACES_MAX):
-                if rows := await self.queue.ask(SQL["insert"], params, session):
+                if rows := await self.queue.database.ask(SQL["insert"], params, session):
                     await self.queue.enqueue([job], session=session)
                     return _batch(rows[0]), True
-                if known := await self._known(params, session):
+                if known := await self._find_known(params, session):
                     return known, known.id == new.id
                 # Its key was cleared between the two statements, so it can be taken now.
         raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
 
-    async def repeated(self, new: NewBatch) -> Batch | None:
+    async def find_repeated(self, new: NewBatch) -> Batch | None:
         """The batch that this idempotency key stands for already; with another digest it is a Conflict."""
         params = {name: getattr(new, name) for name in ("id", "tenant", "idempotency_key", "idempotency_digest")}
-        return await self._known(params, None) if new.idempotency_key is not None else None
+        return await self._find_known(params, None) if new.idempotency_key is not None else None
 
     async def forget_queue(self, batch: Batch) -> int:
         """Remove what is left of a batch's private queue; answers how many queues that were."""
         assert batch.is_private, f"{batch.queue} is not {batch.id}'s own"
-        return len(await self.queue.ask(SQL["forget_queue"], {"queue": batch.queue}))
+        return len(await self.queue.database.ask(SQL["forget_queue"], {"queue": batch.queue}))
 
-    async def _known(self, params: Mapping[str, Any], session: Session | None) -> Batch | None:
-        for digest, *row in await self.queue.ask(SQL["known"], params, session):
+    async def _find_known(self, params: Mapping[str, Any], session: Session | None) -> Batch | None:
+        for digest, *row in await self.queue.database.ask(SQL["known"], params, session):
             if row[0] != params["id"] and bytes(digest or b"") != params["idempotency_digest"]:
                 raise Conflict("the Idempotency-Key was used before with another body", holder=row[0])
             return _batch(row)
         return None
 
     async def get(self, id: str, *, tenant: str | None) -> Batch:
-        for row in await self.queue.ask(SQL["get"], {"id": id, "tenant": tenant}):
+        for row in await self.queue.database.ask(SQL["get"], {"id": id, "tenant": tenant}):
             return _batch(row)
         raise NotFound(f"there is no batch {id!r}", kind="batch", id=id)
 
     async def sealed_headers(self, id: str) -> bytes | None:
         """The headers of its creator, encrypted. No view of a batch has them."""
-        rows = await self.queue.ask(SQL["sealed_headers"], {"id": id})
+        rows = await self.queue.database.ask(SQL["sealed_headers"], {"id": id})
         return bytes(rows[0][0]) if rows and rows[0][0] is not None else None
 
     async def list(
@@ -410,7 +391,7 @@ class Batches:
         wanted = [status.value for status in statuses] if statuses else None
         params = {"tenant": tenant, "after": after, "limit": limit, "statuses": wanted}
         statement = "list" if tenant is not None else "list_everywhere"
-        return [_batch(row) for row in await self.queue.ask(SQL[statement], params)]
+        return [_batch(row) for row in await self.queue.database.ask(SQL[statement], params)]
 
     async def paces(self, ids: Sequence[str]) -> dict[str, Pace]:
         """How fast these batches are being answered."""
@@ -419,55 +400,51 @@ class Batches:
         params = {"ids": list(ids), "seconds": _RATE_SECONDS, "segments": _RATE_SEGMENTS}
         return {
             id: Pace(lines / max(seconds, 1.0) if lines else None, now)
-            for id, lines, seconds, now in await self.queue.ask(SQL["paces"], params)
+            for id, lines, seconds, now in await self.queue.database.ask(SQL["paces"], params)
         }
 
-    async def rate(self, id: str) -> float | None:
-        """Answers per second of late; None if there were none."""
-        pace = (await self.paces([id])).get(id)
-        return pace and pace.rate
-
-    @_repeated
+    @retry_deadlocks
     async def cancel(self, id: str, *, tenant: str | None) -> Batch:
         """Order the batch to end; one that is cancelling or cancelled already is answered as it is."""
         async with self.queue.database.transaction() as session:
-            batch = await self._locked(session, id, tenant)
+            batch = await self._lock(session, id, tenant)
             if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
                 return batch
             if batch.has_ended:
                 raise Conflict(f"Cannot cancel a batch with status '{batch.status.value}'.")
-            await self._cancel_shards(session, batch.job_id, [JobStatus.QUEUED], "the batch was cancelled")
-            (row,) = await self.queue.ask(SQL["cancel"], {"id": id}, session)
+            reason = "the batch was cancelled"
+            await owned.cancel_children(self.queue, batch.job_id, JobStatus.QUEUED, reason=reason, session=session)
+            (row,) = await self.queue.database.ask(SQL["cancel"], {"id": id}, session)
             await self.queue.wake([batch.job_id], session=session)
             return _batch(row)
 
-    @_repeated
+    @retry_deadlocks
     async def pause(self, id: str, *, tenant: str | None) -> Batch:
         """Send nothing more until it is resumed; what is in flight ends, and the clock runs on."""
         return await self._while_open("pause", id, tenant, "pause", {})
 
-    @_repeated
+    @retry_deadlocks
     async def resume(self, id: str, *, tenant: str | None) -> Batch:
         async with self.queue.database.transaction() as session:
-            batch = await self._open(session, "resume", id, tenant)
-            (row,) = await self.queue.ask(SQL["resume"], {"id": id}, session)
-            shards = await self._shards(session, batch.job_id, [JobStatus.QUEUED])
+            batch = await self._lock_open(session, "resume", id, tenant)
+            (row,) = await self.queue.database.ask(SQL["resume"], {"id": id}, session)
+            shards = await owned.children(self.queue, batch.job_id, JobStatus.QUEUED, session=session)
             await self.queue.wake(shards, session=session)
             return _batch(row)
 
-    @_repeated
+    @retry_deadlocks
     async def set_priority(self, id: str, priority: int, *, tenant: str | None) -> Batch:
         """Change the priority of the batch and of the shards that no worker has yet."""
         if not 0 <= priority <= 9:
             raise InvalidInput(f"priority is {priority}; it goes from 0 (first) to 9 (last)", param="priority")
         async with self.queue.database.transaction() as session:
-            batch = await self._open(session, "change the priority of", id, tenant)
-            (row,) = await self.queue.ask(SQL["set_priority"], {"id": id, "priority": priority}, session)
-            shards = await self._shards(session, batch.job_id, [JobStatus.QUEUED])
+            batch = await self._lock_open(session, "change the priority of", id, tenant)
+            (row,) = await self.queue.database.ask(SQL["set_priority"], {"id": id, "priority": priority}, session)
+            shards = await owned.children(self.queue, batch.job_id, JobStatus.QUEUED, session=session)
             await self.queue.shift_priority([*shards, batch.job_id], priority - batch.priority, session=session)
             return _batch(row)
 
-    @_repeated
+    @retry_deadlocks
     async def set_limits(self, id: str, limits: Mapping[str, Any], *, tenant: str | None) -> Batch:
         return await self._while_open("limit", id, tenant, "set_limits", {"limits": _json(limits)})
 
@@ -475,113 +452,131 @@ class Batches:
         self, verb: str, id: str, tenant: str | None, statement: str, params: Mapping[str, Any]
     ) -> Batch:
         async with self.queue.database.transaction() as session:
-            await self._open(session, verb, id, tenant)
-            (row,) = await self.queue.ask(SQL[statement], {"id": id, **params}, session)
+            await self._lock_open(session, verb, id, tenant)
+            (row,) = await self.queue.database.ask(SQL[statement], {"id": id, **params}, session)
             return _batch(row)
 
-    async def _open(self, session: Session, verb: str, id: str, tenant: str | None) -> Batch:
-        batch = await self._locked(session, id, tenant)
+    async def _lock_open(self, session: Session, verb: str, id: str, tenant: str | None) -> Batch:
+        batch = await self._lock(session, id, tenant)
         if batch.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             raise Conflict(f"Cannot {verb} a batch with status '{batch.status.value}'.")
         return batch
 
     # Workers ----------------------------------------------------------------------------------------------------
 
-    async def take_up(self, id: str) -> tuple[Batch, bool] | None:
+    async def pick_up(self, id: str) -> tuple[Batch, bool] | None:
         """A worker has come to it; whether its window was over by then. None if somebody else moved it."""
-        rows = await self.queue.ask(SQL["take_up"], {"id": id})
+        rows = await self.queue.database.ask(SQL["pick_up"], {"id": id})
         return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
 
-    async def served(self) -> set[str]:
+    async def served_queues(self) -> set[str]:
         """The queues of shards that workers claim from, those of the last minutes included; one that ends in a slash
         stands for all below it."""
         params = {"shard": SHARD, "below": SHARD_QUEUE, "silent_seconds": _SERVED_SECONDS}
-        return {queue for (queue,) in await self.queue.ask(SQL["served"], params)}
+        return {queue for (queue,) in await self.queue.database.ask(SQL["served"], params)}
 
     async def begin(self, id: str, *, total: int, models: Sequence[str], input_sha256: str) -> Batch | None:
         """From validating to in_progress; None if somebody else moved it."""
         params = {"id": id, "total": total, "models": list(models), "input_sha256": input_sha256}
-        rows = await self.queue.ask(SQL["begin"], params)
+        rows = await self.queue.database.ask(SQL["begin"], params)
         return _batch(rows[0]) if rows else None
 
     async def finalize(self, id: str) -> Batch | None:
         """From in_progress to finalizing, unless it was told to stop; None if somebody else moved it."""
-        rows = await self.queue.ask(SQL["finalize"], {"id": id})
+        rows = await self.queue.database.ask(SQL["finalize"], {"id": id})
         return _batch(rows[0]) if rows else None
-
-    async def end(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
-        """The last move, which freezes the counts; a batch that a user cancelled meanwhile ends cancelled."""
-        rows = await self.queue.ask(SQL["end"], {"id": id, **ending.as_params()}, session)
-        return BatchStatus(rows[0][0]) if rows else None
 
     async def resend(self, id: str) -> int | None:
         """From finalizing back to in_progress, because lines have no answer; None if that was done often enough."""
-        rows = await self.queue.ask(SQL["resend"], {"id": id, "resends_max": RESENDS_MAX})
+        rows = await self.queue.database.ask(SQL["resend"], {"id": id, "resends_max": RESENDS_MAX})
         return int(rows[0][0]) if rows else None
 
     async def note_wait(self, id: str, reason: str, message: str) -> bool:
         """Say what the batch waits for; answers whether it may go on waiting."""
         params = {"id": id, "reason": reason, "message": message, "patience_seconds": PATIENCE_SECONDS}
-        rows = await self.queue.ask(SQL["note_wait"], params)
+        rows = await self.queue.database.ask(SQL["note_wait"], params)
         return bool(rows and rows[0][0])
+
+    # The last move: it freezes the counts, and answers where it led, or None if somebody else moved the batch ------
+
+    async def complete(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
+        """A batch that a user cancelled meanwhile ends cancelled."""
+        return await self._end("complete", id, ending, session) or await self.end_cancelled(id, ending, session=session)
+
+    async def fail(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
+        return await self._end("fail", id, ending, session)
+
+    async def expire(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
+        """A batch that a user cancelled meanwhile ends cancelled."""
+        return await self._end("expire", id, ending, session) or await self.end_cancelled(id, ending, session=session)
+
+    async def expire_unstarted(self, id: str, *, session: Session | None = None) -> BatchStatus | None:
+        """The window was over before a worker came to it."""
+        rows = await self.queue.database.ask(SQL["expire_unstarted"], {"id": id}, session)
+        return BatchStatus.EXPIRED if rows else None
+
+    async def end_cancelled(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
+        return await self._end("end_cancelled", id, ending, session)
+
+    async def _end(self, verb: str, id: str, ending: Ending, session: Session | None) -> BatchStatus | None:
+        rows = await self.queue.database.ask(SQL[verb], {"id": id, **ending.as_params()}, session)
+        return BatchStatus(rows[0][0]) if rows else None
 
     async def repair(self, batch: Batch, ending: Ending, *, session: Session | None = None) -> bool:
         """Give an ended batch the files that it lacks, unless somebody else has done that since it was read."""
         params = {"id": batch.id, "manifest_before": _json(batch.manifest), **ending.as_params()}
-        return bool(await self.queue.ask(SQL["repair"], params, session))
+        return bool(await self.queue.database.ask(SQL["repair"], params, session))
 
-    @_repeated
+    # Control and registrations ----------------------------------------------------------------------------------
+
+    @retry_deadlocks
     async def stop(self, id: str, reason: str, error: Mapping[str, Any] | None = None) -> bool:
         """Order the batch to end; shards that no worker has are cancelled. False if it was stopping already."""
         async with self.queue.database.transaction() as session:
             params = {"id": id, "reason": reason, "error": _json(error)}
-            for (job_id,) in await self.queue.ask(SQL["stop"], params, session):
-                await self._cancel_shards(session, job_id, [JobStatus.QUEUED], f"the batch stops: {reason}")
+            for (job_id,) in await self.queue.database.ask(SQL["stop"], params, session):
+                why = f"the batch stops: {reason}"
+                await owned.cancel_children(self.queue, job_id, JobStatus.QUEUED, reason=why, session=session)
                 return True
         return False
 
-    async def orders(self, ids: Sequence[str]) -> dict[str, Order]:
-        return {row[0]: Order(*row) for row in await self.queue.ask(SQL["orders"], {"ids": list(ids)})}
+    async def controls(self, ids: Sequence[str]) -> dict[str, Control]:
+        return {row[0]: Control(*row) for row in await self.queue.database.ask(SQL["controls"], {"ids": list(ids)})}
 
-    @_repeated
+    @retry_deadlocks
     async def register(self, registrations: Sequence[Registration]) -> Registered:
         """Make written ranges part of their batches, at most one of each journal.
 
         Sent again after a doubtful commit it answers the same and counts nothing twice.
         """
-        fences = {one.job_id: one for one in registrations}
+        claims = {one.job_id: owned.Held(one.job_id, one.job_claim, one.worker) for one in registrations}
         async with self.queue.database.transaction() as session:
-            params = {
-                "ids": list(fences),
-                "claims": [one.job_claim for one in fences.values()],
-                "workers": [one.worker for one in fences.values()],
-            }
-            alive = {id for (id,) in await self.queue.ask(SQL["fence"], params, session)}
+            alive = await owned.lock_held(self.queue, list(claims.values()), session=session)
             held = [one for one in registrations if one.job_id in alive]
-            return await self._add(session, held) if held else Registered(set(), {})
+            return await self._insert(session, held) if held else Registered(set(), {})
 
-    async def _add(self, session: Session, held: Sequence[Registration]) -> Registered:
+    async def _insert(self, session: Session, held: Sequence[Registration]) -> Registered:
         ids = sorted({one.batch_id for one in held})
-        sums = {row[0]: _Sums(*row) for row in await self.queue.ask(SQL["lock_sums"], {"ids": ids}, session)}
+        sums = {row[0]: _Sums(*row) for row in await self.queue.database.ask(SQL["lock_sums"], {"ids": ids}, session)}
         segments = _json([_segment_row(place, one) for place, one in enumerate(held)])
-        rows = await self.queue.ask(SQL["insert_segments"], {"segments": segments}, session)
+        rows = await self.queue.database.ask(SQL["insert_segments"], {"segments": segments}, session)
         new = {(batch, shard, claim, seq) for batch, shard, claim, seq in rows}
         for one in held:
             if one.name in new:
                 sums[one.batch_id].add(one)
         changed = [one.as_row() for one in sums.values() if one.tally.lines]
         if changed:
-            await self.queue.ask(SQL["add_sums"], {"sums": _json(changed)}, session)
-        behind = await self._behind(session, [one for one in held if one.name not in new])
+            await self.queue.database.ask(SQL["add_sums"], {"sums": _json(changed)}, session)
+        behind = await self._find_positions(session, [one for one in held if one.name not in new])
         return Registered({one.name for one in held} - behind.keys(), behind)
 
-    async def _behind(self, session: Session, refused: Sequence[Registration]) -> dict[Name, Position]:
+    async def _find_positions(self, session: Session, refused: Sequence[Registration]) -> dict[Name, Position]:
         """Where the journals of ranges that were not inserted must go on; without those that had been registered."""
         if not refused:
             return {}
         segments = _json([_segment_row(place, one) for place, one in enumerate(refused)])
         positions = dict.fromkeys((one.name for one in refused), Position())
-        rows = await self.queue.ask(SQL["positions"], {"segments": segments}, session)
+        rows = await self.queue.database.ask(SQL["positions"], {"segments": segments}, session)
         for batch, shard, claim, seq, last, end, is_known in rows:
             if is_known:
                 del positions[batch, shard, claim, seq]
@@ -597,7 +592,7 @@ class Batches:
         while limit is None or len(found) < limit:
             room = _SEGMENTS_PER_PAGE if limit is None else min(limit - len(found), _SEGMENTS_PER_PAGE)
             params = {"batch_id": id, "shard": shard, "after": after, "limit": room}
-            rows = await self.queue.ask(SQL["segments"], params)
+            rows = await self.queue.database.ask(SQL["segments"], params)
             found += [Segment(*row) for row in rows]
             if len(rows) < room:
                 break
@@ -606,45 +601,33 @@ class Batches:
 
     # Upkeep -----------------------------------------------------------------------------------------------------
 
-    async def neglected(
+    async def stalled(
         self, after: tuple[datetime, str], *, limit: int, session: Session | None = None
-    ) -> Sequence[Neglected]:
+    ) -> Sequence[Stalled]:
         """One page, by the end of their window and their id."""
         params = {"after_time": after[0], "after_id": after[1], "limit": limit}
-        return [Neglected(*row) for row in await self.queue.ask(SQL["neglected"], params, session)]
+        return [Stalled(*row) for row in await self.queue.database.ask(SQL["stalled"], params, session)]
 
-    async def expire_unstarted(self, id: str, *, session: Session | None = None) -> bool:
-        """End a batch whose window was over before a worker came to it."""
-        return bool(await self.queue.ask(SQL["expire_unstarted"], {"id": id}, session))
-
-    @_repeated
-    async def recall(self, job_id: UUID, reason: str) -> int:
+    @retry_deadlocks
+    async def cancel_queued_shards(self, job_id: UUID, reason: str) -> int:
         """Cancel the shards that no worker has; some may have come back since the batch was told to stop."""
         async with self.queue.database.transaction() as session:
-            return await self._cancel_shards(session, job_id, [JobStatus.QUEUED], reason)
+            return await owned.cancel_children(self.queue, job_id, JobStatus.QUEUED, reason=reason, session=session)
 
-    @_repeated
-    async def fence(self, job_id: UUID, reason: str) -> int:
+    @retry_deadlocks
+    async def cancel_open_shards(self, job_id: UUID, reason: str) -> int:
         """Cancel the shards that are still open; what their workers write from now on is not registered."""
         async with self.queue.database.transaction() as session:
-            return await self._cancel_shards(session, job_id, [JobStatus.QUEUED, JobStatus.RUNNING], reason)
+            return await owned.cancel_children(
+                self.queue, job_id, JobStatus.QUEUED, JobStatus.RUNNING, reason=reason, session=session
+            )
 
     # ------------------------------------------------------------------------------------------------------------
 
-    async def _locked(self, session: Session, id: str, tenant: str | None) -> Batch:
-        for row in await self.queue.ask(SQL["lock"], {"id": id, "tenant": tenant}, session):
+    async def _lock(self, session: Session, id: str, tenant: str | None) -> Batch:
+        for row in await self.queue.database.ask(SQL["lock"], {"id": id, "tenant": tenant}, session):
             return _batch(row)
         raise NotFound(f"there is no batch {id!r}", kind="batch", id=id)
-
-    async def _shards(self, session: Session, job_id: UUID, statuses: Sequence[JobStatus]) -> Sequence[JobId]:
-        params = {"job_id": job_id, "statuses": [status.value for status in statuses]}
-        return [JobId(id) for (id,) in await self.queue.ask(SQL["shards"], params, session)]
-
-    async def _cancel_shards(self, session: Session, job_id: UUID, statuses: Sequence[JobStatus], reason: str) -> int:
-        shards = await self._shards(session, job_id, statuses)
-        if not shards:
-            return 0
-        return await self.queue.cancel(shards, reason=reason, owned=True, session=session)
 
 
 class _Sums:
@@ -658,7 +641,7 @@ class _Sums:
 
     def add(self, one: Registration) -> None:
         self.tally += one.tally
-        self.errors.errors_add(one.tally)
+        self.errors.add_errors(one.tally)
         usage = self.usage_by_model.setdefault(one.model, {})
         for name, n in one.tally.usage().items():
             usage[name] = usage.get(name, 0) + n

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
-from batchwright.batches.files import BATCH, INPUT_KEPT_SECONDS, File, Files, NewFile, new_file_id, object_key
-from batchwright.batches.journal import OTHER
 from batchwright.batches.store import PROCESS, Batch, Batches, NewBatch
+from batchwright.batches.tally import OTHER
+from batchwright.db.retry import retry_unavailable
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.queue import Queue
-from batchwright.errors import Conflict, DatabaseUnavailable, Deadlock, InvalidInput, NotFound
+from batchwright.errors import Conflict, InvalidInput, NotFound
+from batchwright.files.store import BATCH, INPUT_KEPT_SECONDS, File, Files, NewFile, new_file_id, object_key, persist
 
 METADATA_PAIRS_MAX = 16
 METADATA_KEY_CHARACTERS_MAX = 64
@@ -43,7 +41,7 @@ async def store_input(files: Files, path: Path, *, tenant: str, bytes_max: int, 
         stored=stored,
         expires_seconds=INPUT_KEPT_SECONDS,
     )
-    file, _ = await _insist(lambda: files.add(new))
+    file, _ = await persist(lambda: files.add(new))
     return file
 
 
@@ -58,12 +56,12 @@ async def create(
     from batchwright.batches.operations import process_job  # here, because its schemas take a while to be built
 
     (job,) = await catalog.prepare([process_job(new, must_be_served=must_be_served)])
-    return await _insist(lambda: batches.create(new, job, instead_of=instead_of))
+    return await retry_unavailable(lambda: batches.create(new, job, instead_of=instead_of), tries_max=_TRIES_MAX)
 
 
-async def is_served(queue: Queue) -> bool:
+async def is_served(catalog: Catalog) -> bool:
     """Whether some worker has said that it runs batches; it may be away just now."""
-    return PROCESS in {name for name, *_ in await queue.operations()}
+    return await catalog.is_published(PROCESS)
 
 
 async def check_retry(files: Files, batch: Batch, codes: Sequence[str] | None) -> None:
@@ -122,13 +120,3 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
             )
         if "\0" in name + value:
             raise InvalidInput(f"metadata {name!r} holds a NUL character, which cannot be stored", param="metadata")
-
-
-async def _insist(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """For calls that may be repeated."""
-    for tries in range(_TRIES_MAX - 1):
-        try:
-            return await ask()
-        except (DatabaseUnavailable, Deadlock):
-            await asyncio.sleep(random.uniform(0.05, 0.1 * 2**tries))
-    return await ask()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
-from batchwright.batches.journal import FULL
 from batchwright.batches.store import Batches
 from batchwright.errors import DatabaseError, StorageFull, StorageUnavailable
+from batchwright.storage.backend import FULL
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""How jobs and events look on paper: tables for people, JSON for programs."""
+"""How things look on paper: tables and facts for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
-from uuid import UUID
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchwright.engine.jobs import DEFAULT_QUEUE, DEFAULT_TENANT, Job, JobEvent
-from batchwright.engine.views import Reason, WaitingOn
 from batchwright.jsonl import one_line
-from batchwright.states import JobStatus
+from batchwright.states import JOB, JobStatus
+
+if TYPE_CHECKING:
+    from batchwright.db.check import Finding
 
 COLOURS = {
     JobStatus.QUEUED: "bright_black",
@@ -26,16 +26,9 @@ COLOURS = {
     JobStatus.FAILED: "red",
     JobStatus.CANCELLED: "yellow",
 }
-SHORT: dict[Reason, str] = {
-    "run_after": "time",
-    "exclusive_key": "key",
-    "paused_queue": "pause",
-    "no_worker": "worker",
-    "isolation": "isolation",
-    "children": "children",
-    "no_free_slot": "slot",
-}
-LEVELS = {"info": "", "warning": "yellow", "error": "red"}
+BAR_COLUMNS = 46
+_BAR_ORDER = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.RUNNING)
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 _UNFOLDED = 1000
 
 
@@ -50,25 +43,6 @@ def print_json(value: Any, *, indent: bool = True) -> None:
     document = orjson.dumps(value, option=shape, default=str)
     sys.stdout.write(one_line(document).decode() + "\n")
     sys.stdout.flush()
-
-
-def print_jobs(jobs: Sequence[Job], reasons: Mapping[UUID, Sequence[WaitingOn]]) -> None:
-    now = datetime.now(UTC)
-    print_table(
-        {
-            "id": [Text(str(job.id)) for job in jobs],
-            "status": [Text(job.status, COLOURS[job.status]) for job in jobs],
-            "type": [Text(job.job_type) for job in jobs],
-            "tenant": [Text(job.tenant if job.tenant != DEFAULT_TENANT else "") for job in jobs],
-            "queue": [Text(job.queue if job.queue != DEFAULT_QUEUE else "") for job in jobs],
-            "progress": [Text(progress(job)) for job in jobs],
-            "tries": [Text(f"{job.attempts}/{job.max_attempts}") for job in jobs],
-            "age": [Text(seconds((now - job.created_at).total_seconds())) for job in jobs],
-            "waiting on": [Text(", ".join(SHORT[one.reason] for one in reasons[job.id])) for job in jobs],
-            "message": [Text(last_words(job)) for job in jobs],
-        },
-        elastic=("waiting on", "message"),
-    )
 
 
 def print_table(columns: Mapping[str, Sequence[Text]], *, elastic: Sequence[str] = ("message",)) -> None:
@@ -96,59 +70,26 @@ def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
     console().print(table)
 
 
-def print_job(
-    job: Job, children: Mapping[JobStatus, int], events: Sequence[JobEvent], reasons: Sequence[WaitingOn]
-) -> None:
-    print_facts(_facts(job, children, reasons))
-    if events:
-        out = console()
-        out.print()
-        out.print(event_table(events))
+def print_findings(findings: list[Finding]) -> None:
+    """Plain lines, which wrap as the terminal likes: remedies hold commands to be copied."""
+    out = console()
+    for finding in findings:
+        sign, colour = _SIGNS[finding.level]
+        out.print(Text.assemble((f"{sign} {finding.name:12}", colour), finding.text), soft_wrap=True)
+        if finding.remedy:
+            out.print(Text(f"  {'':12}→ {finding.remedy}"), soft_wrap=True)
 
 
-def with_reasons(job: Job, reasons: Sequence[WaitingOn]) -> dict[str, Any]:
-    """The fields of a job and why it waits, as JSON has them."""
-    return {**plain(job), "waiting_on": reasons}
+# Words, numbers and bars --------------------------------------------------------------------------------------------
 
 
-def plain(thing: Any) -> dict[str, Any]:
+def as_dict(thing: Any) -> dict[str, Any]:
     """The fields of a dataclass, one level deep."""
     return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}
 
 
-def event_table(events: Sequence[JobEvent]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for event in events:
-        style = LEVELS[event.level]
-        table.add_row(
-            Text(f"{event.ts.astimezone(UTC):%H:%M:%S}", "bright_black"),
-            Text(event.event, style),
-            Text(detail(event), style),
-        )
-    return table
-
-
-def event_line(event: JobEvent) -> str:
-    return f"{event.ts.astimezone(UTC):%H:%M:%S} {event.level:7} {event.event:18} {detail(event)}".rstrip()
-
-
-def detail(event: JobEvent) -> str:
-    """What an event says: its message, its fields, else the worker that it happened on."""
-    fields = " ".join(f"{name}={value}" for name, value in (event.fields or {}).items())
-    return " ".join(filter(None, [event.message, fields])) or event.worker or ""
-
-
-def progress(job: Job) -> str:
-    if job.progress_current is None and job.progress_total is None:
-        return ""
-    total = "?" if job.progress_total is None else job.progress_total
-    return f"{job.progress_current or 0}/{total}"
-
-
-def last_words(job: Job) -> str:
-    if job.error is not None:
-        return f"{job.error.get('code')}: {job.error.get('message')}"
-    return job.message or ""
+def compact(value: Any) -> str:
+    return orjson.dumps(value, default=str).decode()
 
 
 def seconds(n: float) -> str:
@@ -161,60 +102,34 @@ def seconds(n: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
+def time_text(moment: datetime | None) -> str | None:
+    return None if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
 def jobs_text(n: int) -> str:
     return f"{n} job{'' if n == 1 else 's'}"
 
 
-def counted(counts: Mapping[JobStatus, int]) -> Text:
+def counts_text(counts: Mapping[JobStatus, int]) -> Text:
     """`12 queued · 3 running`, without what is not there."""
     parts = [(f"{counts[status]} {status.lower()}", COLOURS[status]) for status in JobStatus if counts.get(status)]
     return Text(" · ").join(Text(*part) for part in parts)
 
 
-def stand(job: Job) -> str:
-    """The status, and in words what RUNNING or QUEUED means just now."""
-    if job.is_waiting:
-        return f"waits for {job.children_open} children"
-    if job.status is JobStatus.QUEUED and job.run_after > datetime.now(UTC):
-        return f"not before {time_text(job.run_after)}"
-    if job.locked_by is not None and job.status is JobStatus.RUNNING:
-        return f"on {job.locked_by}"
-    return ""
+def status_bar(counts: Mapping[JobStatus, int], noun: str) -> Text:
+    """How many of them have ended, and how."""
+    total = sum(counts.values())
+    done = sum(n for status, n in counts.items() if status in JOB.terminal)
+    shown = {COLOURS[status]: counts.get(status, 0) for status in _BAR_ORDER}
+    return bar(shown, total).append(f"  {done}/{total} {noun}")
 
 
-def _facts(job: Job, children: Mapping[JobStatus, int], reasons: Sequence[WaitingOn]) -> list[tuple[str, Any]]:
-    began, ended = job.started_at, job.finished_at
-    took = seconds((ended - began).total_seconds()) if began and ended else None
-    return [
-        ("job", job.id),
-        ("type", job.job_type),
-        ("status", Text(job.status, COLOURS[job.status]).append("" if reasons else f"  {stand(job)}", "default")),
-        ("waiting on", "\n".join(one.message for one in reasons)),
-        ("tenant", job.tenant if job.tenant != DEFAULT_TENANT else None),
-        ("queue", f"{job.queue}, priority {job.priority}"),
-        ("tries", f"{job.attempts} of {job.max_attempts}" + (f", {job.rescues} rescues" if job.rescues else "")),
-        ("created", time_text(job.created_at)),
-        ("run after", time_text(job.run_after) if job.status is JobStatus.QUEUED else None),
-        ("started", time_text(began)),
-        ("finished", f"{time_text(ended)}, took {took}" if took else time_text(ended)),
-        ("deadline", time_text(job.deadline)),
-        ("key", job.exclusive_key),
-        ("idempotency", job.idempotency_key),
-        ("pipeline", job.pipeline_id if job.pipeline_id != job.id else None),
-        ("parent", job.parent_job_id),
-        ("progress", progress(job)),
-        ("children", counted(children) if children else None),
-        ("message", job.message),
-        ("payload", compact(job.payload)),
-        ("result", compact(job.result) if job.status is JobStatus.SUCCEEDED else None),
-        ("error", last_words(job) if job.error else None),
-        ("dismissed", time_text(job.dismissed_at)),
-    ]
-
-
-def compact(value: Any) -> str:
-    return orjson.dumps(value, default=str).decode()
-
-
-def time_text(moment: datetime | None) -> str | None:
-    return None if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+def bar(parts: Mapping[str, int], total: int, columns: int = BAR_COLUMNS) -> Text:
+    """Parts of a whole in their colours; whatever is there at all gets at least its share rounded down."""
+    text, filled, so_far = Text(), 0, 0
+    for colour, n in parts.items():
+        so_far += n
+        end = min(columns, so_far * columns // max(1, total))
+        text.append("━" * (end - filled), colour)
+        filled = end
+    return text.append("─" * (columns - filled), "bright_black")

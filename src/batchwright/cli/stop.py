@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from batchwright.settings import Settings
+if TYPE_CHECKING:
+    from batchwright.settings import Settings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO_SECONDS = 0.5
@@ -42,7 +43,7 @@ class Stop:
     def listen(self) -> None:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has its reasons
-                signal.signal(number, self._signalled)
+                signal.signal(number, self._on_signal)
 
     def ask(self, number: int = signal.SIGTERM) -> None:
         """From any thread; asking twice changes nothing."""
@@ -54,7 +55,7 @@ class Stop:
             if self.on_ask is not None:
                 self.on_ask(number)
 
-    def _signalled(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now

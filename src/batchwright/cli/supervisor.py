@@ -50,7 +50,7 @@ class Supervisor:
     async def run(self) -> int:
         self._stop.on_ask, self._stop.on_hard = self._pass_on, self._kill
         ours, theirs = socket.socketpair()
-        asyncio.get_running_loop().add_reader(ours, self._heard, ours)
+        asyncio.get_running_loop().add_reader(ours, self._note_ready, ours)
         try:
             await asyncio.gather(*(self._keep_one(theirs.fileno(), number) for number in range(self._processes)))
         finally:
@@ -71,7 +71,7 @@ class Supervisor:
                 self._give_up(code)
                 return
             pause = _PAUSE_SECONDS_MIN if time.monotonic() - began > _HEALTHY_SECONDS else pause
-            log.warning("a worker process ended (%s); the next one starts in %.1f s", _how(code), pause)
+            log.warning("a worker process ended (%s); the next one starts in %.1f s", _describe_exit(code), pause)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.asked.wait(), pause)
             pause = min(_PAUSE_SECONDS_MAX, pause * 2)
@@ -92,11 +92,11 @@ class Supervisor:
         if self._stop.asked.is_set():  # it was asked while this one was being started
             _signal(child, signal.SIGTERM)
         try:
-            return await self._ended(child)
+            return await self._wait_for_end(child)
         finally:
             self._children.discard(child)
 
-    async def _ended(self, child: asyncio.subprocess.Process) -> int:
+    async def _wait_for_end(self, child: asyncio.subprocess.Process) -> int:
         ended = asyncio.create_task(child.wait())
         asked = asyncio.create_task(self._stop.asked.wait())
         await asyncio.wait([ended, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ class Supervisor:
         self._code = code
         self._stop.ask()
 
-    def _heard(self, ours: socket.socket) -> None:
+    def _note_ready(self, ours: socket.socket) -> None:
         if ours.recv(64):
             self.ready.set()
 
@@ -131,5 +131,5 @@ def _signal(child: asyncio.subprocess.Process, number: int) -> None:
         child.send_signal(number)
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from batchwright.db.database import PER_WORKER, Database, DatabaseSettings, Session
+from batchwright.db.database import PER_WORKER, DatabaseSettings, Session, Source
 from batchwright.db.migrate import pending
 from batchwright.db.statements import statements
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
@@ -78,7 +78,7 @@ def explained(error: DatabaseUnavailable) -> DatabaseUnavailable:
 
 
 async def check_database(
-    database: Database, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
+    database: Source, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
 ) -> list[Finding]:
     """Server, schema, connections, clock and what keeps dead rows alive; opening the pool has checked for poolers."""
     began = datetime.now(UTC)
@@ -106,7 +106,7 @@ def _server(number: int, version: str, is_standby: bool) -> Finding:
     return Finding("server", Level.OK, f"PostgreSQL {version}")
 
 
-async def _schema(database: Database, may_create: bool, name: str, role: str) -> Finding:
+async def _schema(database: Source, may_create: bool, name: str, role: str) -> Finding:
     missing = await pending(database)
     if not missing:
         return Finding("schema", Level.OK, "current")

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol, Self, TypeVar
 
 import orjson
@@ -36,6 +37,7 @@ from batchwright.errors import (
 T = TypeVar("T")
 Params = Mapping[str, Any]
 Row = tuple[Any, ...]
+_NONE: Params = {}
 _RECONNECT_SECONDS_MAX = 1.0
 PER_WORKER = 2
 """Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
@@ -71,12 +73,43 @@ class Session(Protocol):
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
 
 
-class Database(Protocol):
-    """What the engine's verbs are written against."""
+class Source(Protocol):
+    """Whence a database has its connections: a pool, one of a thread's own, or the caller's."""
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
 
     def transaction(self) -> contextlib.AbstractAsyncContextManager[Session]: ...
+
+
+class Database:
+    """What every verb is written against: connections, and the time that `:now` means in a statement.
+
+    Without a clock of its own, or when that answers None, the time is the server's.
+    """
+
+    def __init__(self, source: Source, *, clock: Callable[[], datetime | None] = lambda: None) -> None:
+        self.clock = clock
+        self._source = source
+
+    def ask(self, sql: str, params: Params = _NONE, session: Session | None = None) -> Awaitable[list[Row]]:
+        """Run one statement: in the session's transaction, or alone."""
+        return (session or self._source).rows(sql, {**params, "now": self.clock()})
+
+    async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
+        """A statement that does not ask for the time."""
+        return await self._source.rows(sql, params)
+
+    def transaction(self) -> contextlib.AbstractAsyncContextManager[Session]:
+        return self._source.transaction()
+
+    @contextlib.asynccontextmanager
+    async def within(self, session: Session | None) -> AsyncIterator[Session]:
+        """The transaction that is open already, or one of its own."""
+        if session is not None:
+            yield session
+        else:
+            async with self._source.transaction() as session:
+                yield session
 
 
 class Pool:
@@ -105,27 +138,27 @@ class Pool:
 
     async def open(self) -> None:
         """Connect once, so that a wrong address or pooler is an error now and not at the first job."""
-        with translated():
-            self.answer_seconds = await require_sessions(self._connected, self.settings.pool_size + PER_WORKER)
+        with translate_errors():
+            self.answer_seconds = await require_sessions(self._connect, self.settings.pool_size + PER_WORKER)
             await self._pool.open(wait=True)
 
     async def close(self) -> None:
         await self._pool.close(timeout=5)
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
-        with cancellable(), translated(), self._connections_judged():
-            async with self._lent() as connection:
+        with keep_cancellation(), translate_errors(), self._judge_timeouts():
+            async with self._borrow() as connection:
                 return await _fetch(connection, sql, params)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
-        with cancellable(), translated(), self._connections_judged():
-            async with self._lent() as connection, connection.transaction():
+        with keep_cancellation(), translate_errors(), self._judge_timeouts():
+            async with self._borrow() as connection, connection.transaction():
                 yield Transaction(connection)
                 _refuse_aborted(connection)
 
     @contextlib.asynccontextmanager
-    async def _lent(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+    async def _borrow(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
         """A connection of the pool. The task that uses it may be cancelled, but never inside the pool.
 
         One that is cancelled twice while it waits there, as cancel scopes do, may leave a lock behind that stops
@@ -155,7 +188,7 @@ class Pool:
         return task
 
     @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+    async def _connect(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
         """A connection of its own, beside the pool."""
         limit = self.settings.connect_timeout_seconds
         try:
@@ -173,7 +206,7 @@ class Pool:
             await connection.close()
 
     @contextlib.contextmanager
-    def _connections_judged(self) -> Iterator[None]:
+    def _judge_timeouts(self) -> Iterator[None]:
         """Where no connection came free in time: unless the server refused new ones meanwhile, all are just in use."""
         asked = time.monotonic()
         try:
@@ -215,27 +248,27 @@ class Blocking:
         self._connection: psycopg.Connection[Row] | None = None
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
-        with translated():
-            return _fetch_blocking(self._connected(), sql, params)
+        with translate_errors():
+            return _fetch_blocking(self._connect(), sql, params)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Session]:
-        with translated(), (connection := self._connected()).transaction():
-            yield Adopted(connection)
+        with translate_errors(), (connection := self._connect()).transaction():
+            yield ConnectionSession(connection)
             _refuse_aborted(connection)
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
 
-    def _connected(self) -> psycopg.Connection[Row]:
+    def _connect(self) -> psycopg.Connection[Row]:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.Connection.connect(self._url, **self._arguments)
             set_json_loads(orjson.loads, self._connection)
         return self._connection
 
 
-class Adopted:
+class ConnectionSession:
     """The caller's own connection and transaction: nothing is begun, committed or rolled back here."""
 
     def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
@@ -243,7 +276,7 @@ class Adopted:
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
         # The caller may have given its connection a row factory or a cursor class of its own.
-        with translated():
+        with translate_errors():
             if isinstance(self._connection, psycopg.AsyncConnection):
                 async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
                     await cursor.execute(sql, params, prepare=None if params else False)
@@ -257,7 +290,7 @@ class Adopted:
         yield self
 
 
-async def adopt(connection: object) -> Adopted:
+async def wrap_connection(connection: object) -> ConnectionSession:
     """Wrap a psycopg or SQLAlchemy connection (or session) of the caller's.
 
     SQLAlchemy commits only what it knows to have begun, so its transaction is begun here as its own statements would.
@@ -269,13 +302,13 @@ async def adopt(connection: object) -> Adopted:
         found = (await found.get_raw_connection()).driver_connection
     elif hasattr(found, "get_bind") and hasattr(found, "connection"):  # SQLAlchemy Session, AsyncSession
         opened = found.connection()
-        return await adopt(await opened if isinstance(opened, Coroutine) else opened)
+        return await wrap_connection(await opened if isinstance(opened, Coroutine) else opened)
     elif hasattr(found, "exec_driver_sql"):  # SQLAlchemy Connection
         if not found.in_transaction():
             found.begin()
         found = found.connection.driver_connection
     if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
-        return Adopted(found)
+        return ConnectionSession(found)
     raise ConfigurationError(
         f"connection= takes a psycopg 3 connection, or a SQLAlchemy one on psycopg 3 "
         f"(postgresql+psycopg://…), not {type(found).__module__}.{type(found).__qualname__}"
@@ -318,7 +351,7 @@ def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Turn the driver's errors into ours, so that nobody else needs to know the driver."""
     try:
         yield
@@ -351,7 +384,7 @@ def translated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cancellable() -> Iterator[None]:
+def keep_cancellation() -> Iterator[None]:
     """Where the connection is lost while a task is cancelled, the driver says only that, and who waits for the task
     would wait for ever: it was cancelled all the same.
     """

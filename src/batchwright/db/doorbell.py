@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import psycopg
 
-from batchwright.db.database import DatabaseSettings, Pool, cancellable, connect_arguments
+from batchwright.db.database import DatabaseSettings, Pool, connect_arguments, keep_cancellation
 from batchwright.errors import DatabaseError
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[str], 
     while True:
         try:
             arguments = connect_arguments(settings)
-            with cancellable():
+            with keep_cancellation():
                 async with await psycopg.AsyncConnection.connect(url, autocommit=True, **arguments) as connection:
                     await connection.execute(f"LISTEN {CHANNEL}")
                     pause = 0.1

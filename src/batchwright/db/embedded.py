@@ -137,9 +137,9 @@ class EmbeddedPostgres:
 
     def start(self) -> str:
         """Become a user of the server, which runs when this returns; calling it again does no harm."""
-        with self._errors_explained():
+        with self._explain_errors():
             make_folders(self.root, self._owner)
-            with self._locked("start.lock"):
+            with self._hold_lock("start.lock"):
                 arrived = self._users is not None
                 self._hold()
                 try:
@@ -154,9 +154,9 @@ class EmbeddedPostgres:
         """Start the server again if it is gone; between `start()` and `stop()`, as often as you like."""
         if self._users is not None and self._probe() is _Answer.ALIVE:
             return
-        with self._errors_explained():
+        with self._explain_errors():
             make_folders(self.root, self._owner)
-            with self._locked("start.lock"):
+            with self._hold_lock("start.lock"):
                 if self._users is None:
                     raise DatabaseUnavailable(f"this process is no user of {self.root}: call start() first")
                 self._hold()
@@ -166,7 +166,7 @@ class EmbeddedPostgres:
         """Leave; the last one out stops the server."""
         try:
             if self._users is not None and self._users[1] == os.getpid():
-                with self._errors_explained(), self._locked("start.lock"):
+                with self._explain_errors(), self._hold_lock("start.lock"):
                     self._leave()
         finally:
             self._let_go()
@@ -194,7 +194,7 @@ class EmbeddedPostgres:
         self.stop()
 
     @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except (NotADirectoryError, PermissionError) as error:
@@ -233,7 +233,7 @@ class EmbeddedPostgres:
             raise
 
     @contextmanager
-    def _locked(self, name: str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    def _hold_lock(self, name: str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         descriptor = self._lock(name, fcntl.LOCK_EX, seconds)
         try:
             yield
@@ -320,7 +320,7 @@ class EmbeddedPostgres:
     def _nobody_left(self) -> bool:
         """Not even a backend of a killed postmaster: as long as one writes, no new server may start."""
         try:
-            with self._locked("server.lock", seconds=0):
+            with self._hold_lock("server.lock", seconds=0):
                 return True
         except DatabaseUnavailable:
             return False
@@ -389,7 +389,7 @@ class EmbeddedPostgres:
                 self.pg_ctl("stop", "-m", "fast", *wait, seconds=STOP_SECONDS + 10)
             except DatabaseUnavailable:
                 self.pg_ctl("stop", "-m", "immediate", *wait, seconds=STOP_SECONDS + 10)
-            with self._locked("server.lock", STOP_SECONDS):
+            with self._hold_lock("server.lock", STOP_SECONDS):
                 pass  # pg_ctl waits for the pid file to go, which the server removes a moment before it ends
         if self._socket.parent != self.root:
             with suppress(OSError):

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 
-from batchwright.db.database import Database, Session
+from batchwright.db.database import Session, Source
 from batchwright.errors import ConfigurationError, DatabaseError
 
 _LOCK = 0x42575249  # "BWRI"
@@ -56,7 +56,7 @@ def migrations() -> list[Migration]:
     return found
 
 
-async def migrate(database: Database, program: str) -> list[Migration]:
+async def migrate(database: Source, program: str) -> list[Migration]:
     """Apply what is missing; whoever comes second waits for the first and finds nothing left to do."""
     await check_server(database)
     applied = []
@@ -97,7 +97,7 @@ async def pending(database: Session) -> list[Migration]:
     return [migration for migration in migrations() if migration.number not in done]
 
 
-async def require_current(database: Database, program: str) -> None:
+async def require_current(database: Source, program: str) -> None:
     """Refuse to start on a schema that is behind this program, or that has left it behind."""
     await check_server(database)
     missing = await pending(database)
@@ -119,7 +119,7 @@ async def refuse_old_program(session: Session, program: str) -> None:
             )
 
 
-async def check_server(database: Database) -> None:
+async def check_server(database: Source) -> None:
     """PostgreSQL 15 or newer, reached directly or through a pooler that keeps sessions."""
     ((number, text),) = await database.rows(
         "SELECT current_setting('server_version_num')::int, current_setting('server_version')"

@@ -46,7 +46,7 @@ async def require_sessions(connect: Connect, needed: int) -> float:
     the second client, or takes it from the first while the second is in a transaction.
     """
     began = time.monotonic()
-    with _explained():
+    with _explain_refusals():
         async with connect() as connection:
             one = _Client(connection, time.monotonic() - began)
             try:
@@ -59,7 +59,7 @@ async def require_sessions(connect: Connect, needed: int) -> float:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explain_refusals() -> Iterator[None]:
     """What a pooler refuses by itself, with the remedy."""
     try:
         yield

@@ -1,9 +1,9 @@
-"""Named SQL statements, read from the .sql file beside the module that runs them."""
+"""Named SQL statements, read from the .sql files beside the module that runs them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from types import MappingProxyType
 
@@ -12,29 +12,44 @@ _PART = re.compile(r"(?<!:):(\w+)\b")
 _NOW = "coalesce(%(now)s::timestamptz, now())"
 
 
-def statements(package: str, filename: str) -> Mapping[str, str]:
-    """Read `-- name: verb` blocks.
+def statements(package: str, *filenames: str, parts: Mapping[str, str] = MappingProxyType({})) -> Mapping[str, str]:
+    """Read `-- name: verb` blocks of one file, or of several that share their parts.
 
     `:now` stands for the `now` parameter, or the server's clock when that is null: tests own the time. A block
-    `-- part: x` is text that several statements share; it stands where they say `:x`. Comments are dropped, because
-    the server would parse them each time.
+    `-- part: x` is text that several statements share; it stands where they say `:x`. `parts` come from another
+    package. Comments are dropped, because the server would parse them each time.
     """
-    text = files(package).joinpath(filename).read_text(encoding="utf-8")
+    blocks = _read_blocks(package, filenames)
+    parts = _collect_parts(blocks, parts)
+    return MappingProxyType({name: _insert_parts(sql, parts) for kind, name, sql in blocks if kind == "name"})
+
+
+def shared_parts(package: str, *filenames: str) -> Mapping[str, str]:
+    """Read `-- part: x` blocks, for the statements of other packages."""
+    return MappingProxyType(_collect_parts(_read_blocks(package, filenames), {}))
+
+
+def _read_blocks(package: str, filenames: Sequence[str]) -> list[tuple[str, str, str]]:
+    text = "\n".join(files(package).joinpath(name).read_text(encoding="utf-8") for name in filenames)
     pieces = _NAME.split(text)[1:]
-    blocks = list(zip(pieces[::3], pieces[1::3], map(_bare, pieces[2::3]), strict=True))
+    blocks = list(zip(pieces[::3], pieces[1::3], map(_strip_comments, pieces[2::3]), strict=True))
     if len({name for _, name, _ in blocks}) < len(blocks):
-        raise ValueError(f"{package}/{filename} names a statement twice")
-    parts = {"now": _NOW}
+        raise ValueError(f"{package}/{'+'.join(filenames)} names a statement twice")
+    return blocks
+
+
+def _collect_parts(blocks: Sequence[tuple[str, str, str]], known: Mapping[str, str]) -> dict[str, str]:
+    parts = {"now": _NOW, **known}
     for kind, name, sql in blocks:
         if kind == "part":
-            parts[name] = _with_parts(sql, parts)
-    return MappingProxyType({name: _with_parts(sql, parts) for kind, name, sql in blocks if kind == "name"})
+            parts[name] = _insert_parts(sql, parts)
+    return parts
 
 
-def _with_parts(sql: str, parts: Mapping[str, str]) -> str:
+def _insert_parts(sql: str, parts: Mapping[str, str]) -> str:
     return _PART.sub(lambda found: parts.get(found[1], found[0]), sql)
 
 
-def _bare(sql: str) -> str:
+def _strip_comments(sql: str) -> str:
     lines = (line.rstrip() for line in sql.splitlines())
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("--"))

@@ -48,7 +48,7 @@ class Bulk:
 
     async def count(self, verb: Verb, wanted: JobFilter) -> int:
         """How many jobs the verb would be for; at most `COUNT_MAX`."""
-        meant = _meant(verb, wanted)
+        meant = _narrow(verb, wanted)
         n, after = 0, None
         while meant is not None and n < COUNT_MAX:
             ids, after = await self._views.ids(meant, limit=_COUNTED_PER_STEP, after=after)
@@ -98,7 +98,7 @@ class Bulk:
         after: Cursor | None,
         act: Callable[[Sequence[JobId], JobFilter], Awaitable[int]],
     ) -> Changed:
-        meant = _meant(verb, wanted)
+        meant = _narrow(verb, wanted)
         matched = changed = 0
         if meant is None:
             return Changed(0, 0, None)
@@ -128,7 +128,7 @@ class Bulk:
         return n
 
 
-def _meant(verb: Verb, wanted: JobFilter) -> JobFilter | None:
+def _narrow(verb: Verb, wanted: JobFilter) -> JobFilter | None:
     """The jobs of a filter that the verb is for; None when there can be none."""
     statuses = tuple(status for status in _MEANT[verb] if not wanted.statuses or status in wanted.statuses)
     if not statuses or wanted.owned or (verb == "dismiss" and wanted.dismissed):

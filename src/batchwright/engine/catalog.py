@@ -17,18 +17,13 @@ from typing import Any
 
 import orjson
 
-from batchwright.db.database import Session
-from batchwright.engine.jobs import (
-    JOBS_PER_CALL_MAX,
-    PAYLOAD_BYTES_MAX,
-    Claim,
-    NewJob,
-    OnHeld,
-)
+from batchwright.db.database import Database, Session
+from batchwright.db.statements import statements
+from batchwright.engine.jobs import JOBS_PER_CALL_MAX, PAYLOAD_BYTES_MAX, Claim, NewJob, OnHeld
 from batchwright.engine.operation import Operation, Operations
-from batchwright.engine.queue import Queue
 from batchwright.errors import InvalidInput, PayloadInvalid, TooLarge, UnknownOperation
 
+SQL = statements(__package__, "catalog.sql")
 _PUBLISHED_SECONDS = 5.0
 _PER_TURN = 500
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -50,9 +45,9 @@ class _Published:
         if problem := best_match(self.validator.iter_errors(plain)):
             where = "".join(f"[{part!r}]" for part in problem.absolute_path) or "the payload"
             raise PayloadInvalid(f"{self.name}: {where}: {problem.message}", param="payload")
-        return {**self._left_out(), **plain} if isinstance(plain, dict) else plain
+        return {**self._defaults_of_schema(), **plain} if isinstance(plain, dict) else plain
 
-    def _left_out(self) -> dict[str, Any]:
+    def _defaults_of_schema(self) -> dict[str, Any]:
         """Defaults, as the function itself would fill them in: an exclusive key is made of them, too."""
         properties = self.validator.schema.get("properties", {})
         return {name: about["default"] for name, about in properties.items() if "default" in about}
@@ -61,8 +56,8 @@ class _Published:
 class Catalog:
     """Prepares new jobs against the operations known here and those published by workers."""
 
-    def __init__(self, queue: Queue, operations: Operations) -> None:
-        self._queue = queue
+    def __init__(self, database: Database, operations: Operations) -> None:
+        self._database = database
         self._operations = operations
         self._published: dict[str, _Published] = {}
         self._published_at = float("-inf")
@@ -86,8 +81,27 @@ class Catalog:
                 raise InvalidInput(f"expected a NewJob, found {type(job).__name__}", param="jobs")
             operation = await self._find(job.operation, session)
             defaults = operation.defaults if isinstance(operation, _Published) else operation.defaults()
-            rows.append(_row(job, operation.name, operation.encode(job.payload), defaults, parent, before))
+            rows.append(_make_row(job, operation.name, operation.encode(job.payload), defaults, parent, before))
         return rows
+
+    async def publish(self, worker: str) -> None:
+        """Let others know the operations of this worker; an enqueue elsewhere is checked against them."""
+        published = [
+            {
+                "name": operation.name,
+                "payload_schema": operation.payload_schema,
+                "defaults": operation.defaults(),
+                "description": operation.description,
+            }
+            for name in self._operations.names()
+            if (operation := self._operations.get(name)) is not None
+        ]
+        params = {"operations": orjson.dumps(published).decode(), "worker": worker}
+        await self._database.ask(SQL["publish"], params)
+
+    async def is_published(self, name: str) -> bool:
+        """Whether some worker has said that it runs this operation; it may be away just now."""
+        return name in {found for found, *_ in await self._database.ask(SQL["published"])}
 
     async def _find(self, operation: object, session: Session | None) -> Operation | _Published:
         """A function carries its own operation; a name is looked up here, then among those of the workers."""
@@ -102,7 +116,7 @@ class Catalog:
         if name not in self._published or time.monotonic() - self._published_at > _PUBLISHED_SECONDS:
             from jsonschema import Draft202012Validator  # here, because it is slow to load, and most need it never
 
-            rows = await self._queue.operations(session)
+            rows = await self._database.ask(SQL["published"], {}, session)
             self._published = {
                 found: _Published(found, Draft202012Validator(schema), defaults) for found, schema, defaults, _ in rows
             }
@@ -115,7 +129,7 @@ class Catalog:
         raise UnknownOperation(f"no worker knows the operation {name!r}; {hint}", param="operation")
 
 
-def _row(
+def _make_row(
     job: NewJob,
     name: str,
     payload: Any,
@@ -124,7 +138,7 @@ def _row(
     before: Claim | None,
 ) -> dict[str, Any]:
     origin = parent or before
-    deadline, deadline_seconds = _deadline(job.deadline)
+    deadline, deadline_seconds = _read_deadline(job.deadline)
     if parent is not None and parent.deadline is not None:
         deadline = min(deadline or parent.deadline, parent.deadline)
     key = job.exclusive_key
@@ -136,14 +150,14 @@ def _row(
         "queue": job.queue or defaults["queue"],
         "tenant": origin.tenant if origin else job.tenant,
         "owner": job.owner,
-        "priority": _priority(job.priority, parent.priority if parent else defaults["priority"]),
+        "priority": _check_priority(job.priority, parent.priority if parent else defaults["priority"]),
         "delay_seconds": max(0.0, job.delay_seconds),
-        "run_after": _aware(job.run_after, "run_after"),
+        "run_after": _to_utc(job.run_after, "run_after"),
         "deadline": deadline,
         "deadline_seconds": deadline_seconds,
         "payload": orjson.Fragment(_dump(payload, name)),
-        "max_attempts": _positive(job.max_attempts or defaults["max_attempts"], "max_attempts"),
-        "exclusive_key": _key(key),
+        "max_attempts": _check_positive(job.max_attempts or defaults["max_attempts"], "max_attempts"),
+        "exclusive_key": _encode_key(key),
         "on_held": OnHeld.QUEUE if key is None else OnHeld(job.on_held or defaults["on_held"]),
         "pipeline_id": origin.pipeline_id if origin else job.pipeline_id,
         "parent_job_id": parent.id if parent else None,
@@ -168,7 +182,7 @@ def _dump(payload: Any, name: str) -> bytes:
     return document
 
 
-def _key(key: str | Sequence[Any] | None) -> str | None:
+def _encode_key(key: str | Sequence[Any] | None) -> str | None:
     """A key is the JSON array of its parts, so that null and the empty string stay apart."""
     if key is None:
         return None
@@ -179,26 +193,26 @@ def _key(key: str | Sequence[Any] | None) -> str | None:
     return document
 
 
-def _priority(priority: int | None, default: int) -> int:
+def _check_priority(priority: int | None, default: int) -> int:
     priority = default if priority is None else priority
     if not 0 <= priority <= 9:
         raise InvalidInput(f"priority is {priority}; it goes from 0 (first) to 9 (last)", param="priority")
     return priority
 
 
-def _positive(value: int, param: str) -> int:
+def _check_positive(value: int, param: str) -> int:
     if value < 1:
         raise InvalidInput(f"{param} is {value}; it must be at least 1", param=param)
     return value
 
 
-def _deadline(deadline: datetime | timedelta | None) -> tuple[datetime | None, float | None]:
+def _read_deadline(deadline: datetime | timedelta | None) -> tuple[datetime | None, float | None]:
     if isinstance(deadline, timedelta):
         return None, deadline.total_seconds()
-    return _aware(deadline, "deadline"), None
+    return _to_utc(deadline, "deadline"), None
 
 
-def _aware(moment: datetime | None, param: str) -> datetime | None:
+def _to_utc(moment: datetime | None, param: str) -> datetime | None:
     """In UTC, where a moment at the end of time may not exist; one that cannot be read back would stop every claim."""
     if moment is None:
         return None

@@ -9,7 +9,8 @@ from datetime import datetime
 from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
 
-from batchwright.engine.jobs import Claim, JobId, Verb
+from batchwright.engine.jobs import Claim, JobId
+from batchwright.engine.outcomes import Verb
 from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
 from batchwright.telemetry.logs import about

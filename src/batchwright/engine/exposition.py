@@ -14,10 +14,21 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from batchwright.engine.counts import WORKER_METRICS, Standing, counted, standing
-from batchwright.engine.queue import Queue
+from batchwright.db.database import Database
+from batchwright.engine.metrics import WORKER_METRICS, Standing, read_counts, read_standing
 from batchwright.errors import DatabaseError
-from batchwright.telemetry.metrics import INFINITY, SUM, Counts, Flat, Labels, Metric, Room, Rooms, bounded, series
+from batchwright.telemetry.metrics import (
+    INFINITY,
+    SUM,
+    Counts,
+    Flat,
+    LabelLimit,
+    LabelLimits,
+    Labels,
+    Metric,
+    bounded,
+    series,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +89,15 @@ class Exposition:
     """Renders the page. What comes from the database is read at most every five seconds, however many ask.
 
     A reading that was slow is used longer, so that looking never costs more than a twentieth of one connection.
-    `more` are the metrics that parts of Batchwright have brought to the workers, `rooms` the values of their labels.
+    `more` are the metrics that parts have brought to the workers, `label_limits` the values of their labels.
     """
 
-    def __init__(self, queue: Queue, own: Counts, *, more: Sequence[Metric] = (), rooms: Rooms | None = None) -> None:
-        self._queue = queue
+    def __init__(
+        self, database: Database, own: Counts, *, more: Sequence[Metric] = (), label_limits: LabelLimits | None = None
+    ) -> None:
+        self._database = database
         self._own = own
-        self._rooms = rooms or {}
+        self._label_limits = label_limits or {}
         self._gauges = [metric for metric in more if metric.kind == "gauge"]
         self._sums = [*WORKER_METRICS, *(metric for metric in more if metric.kind != "gauge")]
         self._reading = asyncio.Lock()
@@ -106,19 +119,19 @@ class Exposition:
 
     async def _families(self) -> list[Family]:
         """What can be read. Sums are quick; where standing takes too long, they are shown without it."""
-        sums = await _tried(counted(self._queue))
+        sums = await _try_reading(read_counts(self._database))
         if sums is None:
             return [_family(DATABASE_UP, {(): 0.0})]
-        families = [_family(DATABASE_UP, {(): 1.0}), *_families(self._sums, sums, _SHARED, self._rooms)]
-        stand = await _tried(standing(self._queue))
+        families = [_family(DATABASE_UP, {(): 1.0}), *_families(self._sums, sums, _SHARED, self._label_limits)]
+        stand = await _try_reading(read_standing(self._database))
         if stand is not None:
             found = _standing_numbers(stand)
             families += [_family(metric, found[metric.name], _SHARED) for metric in STANDING_METRICS]
-            families += _families(self._gauges, stand.gauges, _SHARED, self._rooms)
+            families += _families(self._gauges, stand.gauges, _SHARED, self._label_limits)
         return families
 
 
-async def _tried(reading: Coroutine[Any, Any, T]) -> T | None:
+async def _try_reading(reading: Coroutine[Any, Any, T]) -> T | None:
     try:
         async with asyncio.timeout(_READ_SECONDS_MAX):
             return await reading
@@ -143,15 +156,19 @@ def _standing_numbers(stand: Standing) -> dict[str, dict[Labels, float]]:
     }
 
 
-def _families(metrics: Iterable[Metric], flat: Flat, note: str = "", rooms: Rooms | None = None) -> list[Family]:
+def _families(
+    metrics: Iterable[Metric], flat: Flat, note: str = "", label_limits: LabelLimits | None = None
+) -> list[Family]:
     """Metrics of the flat form; numbers of a newer version's metrics are left to that version."""
     found = series(flat)
-    return [_family(metric, found.get(metric.name, {}), note, rooms or {}) for metric in metrics]
+    return [_family(metric, found.get(metric.name, {}), note, label_limits or {}) for metric in metrics]
 
 
-def _family(metric: Metric, numbers: Mapping[Labels, float], note: str = "", rooms: Rooms | None = None) -> Family:
+def _family(
+    metric: Metric, numbers: Mapping[Labels, float], note: str = "", label_limits: LabelLimits | None = None
+) -> Family:
     name, text = metric.full_name, metric.help + note
-    places = [(rooms or {}).get(label, Room()) for label in metric.labels]
+    places = [(label_limits or {}).get(label, LabelLimit()) for label in metric.labels]
     kept = bounded({key: n for key, n in numbers.items() if metric.fits(key)}, places)
     if metric.kind == "histogram":
         return _histogram(HistogramMetricFamily(name, text, labels=metric.labels), metric, kept)

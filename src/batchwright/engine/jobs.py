@@ -1,4 +1,4 @@
-"""The nouns of the engine: jobs to be, jobs as they stand, what a worker holds, and what an operation answers."""
+"""The nouns of the engine: jobs to be, jobs as they stand, and what a worker holds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, Literal, NewType
+from uuid import UUID
 
+from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
 
 JobId = NewType("JobId", uuid.UUID)
+ClaimKey = tuple[uuid.UUID, int]
+"""A job's id and the number of a claim of it: every write of a worker is fenced by both."""
 
 PAYLOAD_BYTES_MAX = 1024 * 1024
 RESULT_BYTES_MAX = 1024 * 1024
@@ -164,72 +168,6 @@ class Claim:
     claimed_at: datetime
 
 
-# What an operation answers ----------------------------------------------------------------------------------------
-
-Write = Callable[[Any], Awaitable[None]]
-"""Receives the connection of the settling transaction: its rows and the job's success are one commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The job is done. `then` jobs start afterwards, `write` happens in the same commit as the success.
-
-    >>> Done({"rows": 12}, then=[NewJob("recalculate", {"year": 2026})])
-    """
-
-    result: Any = None
-    _: dataclasses.KW_ONLY
-    progress: tuple[int, int] | None = None
-    then: Sequence[NewJob] = ()
-    write: Write | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Snooze:
-    """Call again later; no attempt is used. Polling something is an operation that snoozes.
-
-    >>> Snooze(120, "the provider is still working")
-    """
-
-    seconds: float
-    reason: str | None = None
-    _: dataclasses.KW_ONLY
-    progress: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Hand over to children. When the last one has ended the job closes with `result`, or is resumed.
-
-    More than `allow_failures` unsuccessful children (True: any number) fail the job.
-
-    >>> Wait([NewJob("embed", {"page": n}) for n in range(200)], on_join="resume", allow_failures=5)
-    """
-
-    children: Sequence[NewJob]
-    _: dataclasses.KW_ONLY
-    result: Any = None
-    on_join: Literal["close", "resume"] = "close"
-    allow_failures: int | bool = 0
-
-
-Outcome = Done | Snooze | Wait
-
-
-# How a worker gives a job back ------------------------------------------------------------------------------------
-
-Verb = Literal["succeed", "fail", "retry", "snooze", "release", "wait"]
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """One fenced move out of RUNNING: the verb and its columns, as the statement of that name takes them."""
-
-    verb: Verb
-    claim: Claim
-    values: Mapping[str, Any]
-
-
 _clock = threading.Lock()
 _last = 0
 
@@ -245,3 +183,26 @@ def new_id() -> JobId:
     random = int.from_bytes(os.urandom(8)) >> 2
     high = ((stamp >> 12) << 16) | 0x7000 | (stamp & 0xFFF)
     return JobId(uuid.UUID(int=(high << 64) | (0b10 << 62) | random))
+
+
+def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[NewJob]:
+    """One NewJob or a list of them from whatever enqueue was given."""
+    if isinstance(operation, (list, tuple)):
+        if payload is not None or options:
+            raise InvalidInput("a list of jobs takes its payloads and options in each NewJob", param="payload")
+        return list(operation)
+    if isinstance(operation, NewJob) and payload is not None:
+        raise InvalidInput("a NewJob brings its own payload; do not give another one", param="payload")
+    try:
+        if isinstance(operation, NewJob):
+            return [dataclasses.replace(operation, **options)]
+        return [NewJob(operation, payload, **options)]
+    except TypeError as error:
+        raise InvalidInput(f"enqueue: {error}") from error
+
+
+def job_id(job: JobId | UUID | str) -> JobId:
+    try:
+        return JobId(job if isinstance(job, UUID) else UUID(str(job)))
+    except ValueError as error:
+        raise InvalidInput(f"{job!r} is no job id", param="job") from error

@@ -1,8 +1,31 @@
 -- Every statement that reads or writes batchwright.job, one per verb. Nothing else writes a status.
 -- `:now` is the caller's clock if a test brings one, otherwise the server's.
--- Settles are fenced: RUNNING, held, the same claim, and the same worker. After a failover that lost commits, a claim
--- number may be given a second time; the worker tells the two apart. They test `status::text` and `IS NOT DISTINCT
--- FROM`, because a predicate that matches an index tempts the planner to walk that index instead of the primary key.
+
+-- part: is_held
+-- A worker holds the job. The test of `status::text` and `IS NOT DISTINCT FROM` below do not match any index: a
+-- predicate that does tempts the planner to walk that index instead of the primary key.
+job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
+
+-- part: settle_fence
+-- The same claim of the same worker. After a failover that lost commits, a claim number may be given a second time;
+-- the worker tells the two apart.
+job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM %(worker)s::text AND :is_held
+
+-- part: put_off
+-- When a job comes back: after its delay, but in time for its deadline.
+greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
+                     CASE WHEN NOT job.deadline_passed THEN job.deadline END))
+
+-- part: has_left_its_key
+-- The job was the last to hold its key: it has ended, and no worker is at it any more.
+job.is_current AND job.finished_at IS NOT NULL AND (job.lease_until IS NULL OR job.lease_until < :now)
+
+-- part: key_number
+hashtextextended(tenant || E'\x1f' || exclusive_key, 0)
+
+-- part: event_columns
+id, job_id, ts, event, level, status::text, claim, attempt, worker, message, fields,
+       model, prompt_tokens, completion_tokens, cost, error_kind
 
 -- name: enqueue
 WITH input AS (
@@ -47,7 +70,7 @@ JOIN batchwright.job ON job.id = input.id
     OR (job.tenant = input.tenant AND job.idempotency_key = input.idempotency_key)
 
 -- name: lock_keys
-SELECT pg_advisory_xact_lock(hashtextextended(tenant || E'\x1f' || exclusive_key, 0))
+SELECT pg_advisory_xact_lock(:key_number)
 FROM (
     SELECT DISTINCT tenant, exclusive_key
     FROM unnest(%(tenants)s::text[], %(keys)s::text[]) AS wanted (tenant, exclusive_key)
@@ -60,90 +83,98 @@ FROM batchwright.job
 WHERE tenant = %(tenant)s AND exclusive_key = %(key)s AND finished_at IS NULL
 ORDER BY is_current DESC, priority, run_after, id
 
+-- part: startable
+-- An ordinary claim may start it, its key aside.
+job.status = 'QUEUED' AND job.run_after <= :now AND job.rescues < :deaths_max AND job.attempts < job.max_attempts
+    AND job.job_type = ANY(%(job_types)s::text[])
+
+-- part: key_is_held
+-- By a job that is open, or that has ended while its worker has not let go of it.
+EXISTS (
+    SELECT FROM batchwright.job AS holder
+    WHERE holder.tenant = job.tenant AND holder.exclusive_key = job.exclusive_key
+        AND holder.is_current AND holder.id <> job.id
+        AND (holder.finished_at IS NULL OR holder.lease_until >= :now))
+
+-- part: another_is_first
+-- Of the jobs that wait for the key, among those that this worker could run.
+EXISTS (
+    SELECT FROM batchwright.job AS rival
+    WHERE rival.tenant = job.tenant AND rival.exclusive_key = job.exclusive_key
+        AND rival.finished_at IS NULL AND rival.status = 'QUEUED'
+        AND (rival.priority, rival.run_after, rival.id) < (job.priority, job.run_after, job.id)
+        AND rival.run_after <= :now AND rival.rescues < :deaths_max AND rival.attempts < rival.max_attempts
+        AND rival.job_type = ANY(%(job_types)s::text[])
+        AND rival.queue = ANY(ARRAY(SELECT lane.queue FROM lane)))
+
+-- part: jobs_of_lanes
+-- Behind the watermark of each lane. A keyed job must be the next of its key, unless it holds the key itself.
+SELECT due.id, due.tenant, due.exclusive_key, due.run_after, lane.queue, lane.quota, lane.turn
+FROM lane
+CROSS JOIN LATERAL (
+    SELECT job.id, job.tenant, job.exclusive_key, job.run_after
+    FROM batchwright.job
+    WHERE job.queue = lane.queue AND job.priority = lane.priority
+        AND (job.run_after, job.id) > (lane.after_time, lane.after_id) AND :startable
+        AND (job.exclusive_key IS NULL OR (
+            %(keyed)s::boolean AND NOT :key_is_held AND (job.is_current OR NOT :another_is_first)))
+    ORDER BY job.run_after, job.id
+    LIMIT lane.quota
+    FOR UPDATE SKIP LOCKED
+) AS due
+LIMIT %(slots)s
+
+-- part: jobs_of_freed_keys
+-- The next job of each key that this worker has just freed.
+SELECT next.id, next.tenant, next.exclusive_key, next.run_after, next.queue, next.quota, 0
+FROM unnest(%(freed_tenants)s::text[], %(freed_keys)s::text[]) AS freed (tenant, exclusive_key)
+CROSS JOIN LATERAL (
+    SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue,
+           (SELECT min(lane.quota) FROM lane WHERE lane.queue = job.queue) AS quota
+    FROM batchwright.job
+    WHERE job.tenant = freed.tenant AND job.exclusive_key = freed.exclusive_key AND job.finished_at IS NULL
+        AND :startable AND job.queue IN (SELECT lane.queue FROM lane)
+    ORDER BY job.priority, job.run_after, job.id
+    LIMIT 1
+    FOR UPDATE OF job SKIP LOCKED
+) AS next
+
+-- part: jobs_by_id
+-- Those that the caller names; also suspects, if it says so.
+SELECT named.id, named.tenant, named.exclusive_key, named.run_after, named.queue, NULL, 0
+FROM (
+    SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue
+    FROM batchwright.job
+    WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED' AND job.run_after <= :now
+        AND (job.rescues >= :deaths_max) = %(suspect)s::boolean AND job.attempts < job.max_attempts
+        AND job.job_type = ANY(%(job_types)s::text[]) AND job.queue <> ALL (:paused_queues)
+    FOR UPDATE SKIP LOCKED
+) AS named
+
 -- name: claim
--- Three ways to find due jobs: the lanes (queue and priority, behind their watermark), keys that this worker has
--- just freed, and jobs named by id. A keyed job is due only when nobody else holds its key and, unless it holds the
--- key itself, no other job that this worker could run stands before it.
+-- Find due jobs in three ways, pick as many as there are slots and quotas, take their keys from jobs that have ended,
+-- and start them.
 WITH lane AS MATERIALIZED (
     SELECT * FROM unnest(
         %(queues)s::text[], %(priorities)s::smallint[], %(quotas)s::integer[],
         %(after_times)s::timestamptz[], %(after_ids)s::uuid[])
         WITH ORDINALITY AS lane (queue, priority, quota, after_time, after_id, turn)
-    WHERE queue <> ALL (ARRAY(SELECT name FROM batchwright.queue WHERE paused_at IS NOT NULL))
+    WHERE queue <> ALL (:paused_queues)
 ),
 found AS MATERIALIZED (
-    (
-        SELECT due.id, due.tenant, due.exclusive_key, due.run_after, lane.queue, lane.quota, lane.turn
-        FROM lane
-        CROSS JOIN LATERAL (
-            SELECT job.id, job.tenant, job.exclusive_key, job.run_after
-            FROM batchwright.job
-            WHERE job.status = 'QUEUED' AND job.queue = lane.queue AND job.priority = lane.priority
-                AND job.run_after <= :now AND (job.run_after, job.id) > (lane.after_time, lane.after_id)
-                AND job.job_type = ANY(%(job_types)s::text[])
-                AND job.rescues < 2 AND job.attempts < job.max_attempts
-                AND (job.exclusive_key IS NULL OR (
-                    %(keyed)s::boolean
-                    AND NOT EXISTS (
-                        SELECT FROM batchwright.job AS holder
-                        WHERE holder.tenant = job.tenant AND holder.exclusive_key = job.exclusive_key
-                            AND holder.is_current AND holder.id <> job.id
-                            AND (holder.finished_at IS NULL OR holder.lease_until >= :now))
-                    AND (job.is_current OR NOT EXISTS (
-                        SELECT FROM batchwright.job AS rival
-                        WHERE rival.tenant = job.tenant AND rival.exclusive_key = job.exclusive_key
-                            AND rival.finished_at IS NULL AND rival.status = 'QUEUED'
-                            AND (rival.priority, rival.run_after, rival.id) < (job.priority, job.run_after, job.id)
-                            AND rival.run_after <= :now AND rival.rescues < 2 AND rival.attempts < rival.max_attempts
-                            AND rival.job_type = ANY(%(job_types)s::text[])
-                            AND rival.queue = ANY(ARRAY(SELECT lane.queue FROM lane))))))
-            ORDER BY job.run_after, job.id
-            LIMIT lane.quota
-            FOR UPDATE SKIP LOCKED
-        ) AS due
-        LIMIT %(slots)s
-    )
+    (:jobs_of_lanes)
     UNION ALL
-    SELECT next.id, next.tenant, next.exclusive_key, next.run_after, next.queue, next.quota, 0
-    FROM unnest(%(freed_tenants)s::text[], %(freed_keys)s::text[]) AS freed (tenant, exclusive_key)
-    CROSS JOIN LATERAL (
-        SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue,
-               (SELECT min(lane.quota) FROM lane WHERE lane.queue = job.queue) AS quota
-        FROM batchwright.job
-        WHERE job.tenant = freed.tenant AND job.exclusive_key = freed.exclusive_key
-            AND job.finished_at IS NULL AND job.status = 'QUEUED'
-            AND job.run_after <= :now AND job.rescues < 2 AND job.attempts < job.max_attempts
-            AND job.job_type = ANY(%(job_types)s::text[])
-            AND job.queue IN (SELECT lane.queue FROM lane)
-        ORDER BY job.priority, job.run_after, job.id
-        LIMIT 1
-        FOR UPDATE OF job SKIP LOCKED
-    ) AS next
+    :jobs_of_freed_keys
     UNION ALL
-    SELECT named.id, named.tenant, named.exclusive_key, named.run_after, named.queue, NULL, 0
-    FROM (
-        SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue
-        FROM batchwright.job
-        WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED' AND job.run_after <= :now
-            AND (job.rescues >= 2) = %(suspect)s::boolean AND job.attempts < job.max_attempts
-            AND job.job_type = ANY(%(job_types)s::text[])
-            AND job.queue <> ALL (ARRAY(SELECT name FROM batchwright.queue WHERE paused_at IS NOT NULL))
-        FOR UPDATE SKIP LOCKED
-    ) AS named
+    :jobs_by_id
 ),
 pick AS MATERIALIZED (
-    SELECT ranked.id, ranked.tenant, ranked.exclusive_key
+    SELECT job.id, job.tenant, job.exclusive_key
     FROM (
         SELECT found.*, row_number() OVER (PARTITION BY queue ORDER BY turn, run_after, id) AS place FROM found
-    ) AS ranked
+    ) AS job
     WHERE (quota IS NULL OR place <= quota)
-        AND (exclusive_key IS NULL OR (
-            NOT EXISTS (
-                SELECT FROM batchwright.job AS holder
-                WHERE holder.tenant = ranked.tenant AND holder.exclusive_key = ranked.exclusive_key
-                    AND holder.is_current AND holder.id <> ranked.id
-                    AND (holder.finished_at IS NULL OR holder.lease_until >= :now))
-            AND pg_try_advisory_xact_lock(hashtextextended(ranked.tenant || E'\x1f' || ranked.exclusive_key, 0))))
+        AND (exclusive_key IS NULL OR (NOT :key_is_held AND pg_try_advisory_xact_lock(:key_number)))
     ORDER BY turn, run_after, id
     LIMIT %(slots)s
 ),
@@ -151,8 +182,7 @@ demoted AS (
     UPDATE batchwright.job SET is_current = false
     FROM pick
     WHERE pick.exclusive_key IS NOT NULL AND job.tenant = pick.tenant AND job.exclusive_key = pick.exclusive_key
-        AND job.is_current AND job.id <> pick.id
-        AND job.finished_at IS NOT NULL AND (job.lease_until IS NULL OR job.lease_until < :now)
+        AND job.id <> pick.id AND :has_left_its_key
     RETURNING job.id
 ),
 claimed AS (
@@ -169,7 +199,7 @@ events AS (
     INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker)
     SELECT id, :now, 'job.started', 'RUNNING', claims, attempts, locked_by FROM claimed
 )
-SELECT claimed.id, claims, job_type, queue, tenant, priority, payload, attempts, max_attempts, exclusive_key,
+SELECT claimed.id, claims, job_type, queue, tenant, priority, payload::text, attempts, max_attempts, exclusive_key,
        pipeline_id, parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current, progress_total,
        run_after, coalesce(dead_claim = claims - 1, false), clock.now
 FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
@@ -177,10 +207,10 @@ FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
 -- name: suspects
 -- Jobs whose worker died twice and that are due: each runs alone.
 SELECT id FROM batchwright.job
-WHERE status = 'QUEUED' AND rescues >= 2 AND attempts < max_attempts
+WHERE status = 'QUEUED' AND rescues >= :deaths_max AND attempts < max_attempts
     AND run_after <= :now AND job_type = ANY(%(job_types)s::text[])
-    AND queue <> ALL (ARRAY(SELECT name FROM batchwright.queue WHERE paused_at IS NOT NULL))
-    AND (left(queue, 1) <> '~' OR split_part(queue, '/', 1) = ANY(%(private)s::text[]))
+    AND queue <> ALL (:paused_queues)
+    AND (left(queue, 1) <> :private_mark OR split_part(queue, '/', 1) = ANY(%(private)s::text[]))
 ORDER BY run_after
 LIMIT %(limit)s
 
@@ -201,7 +231,7 @@ WITH mine AS MATERIALIZED (
     SELECT job.id
     FROM batchwright.job
     JOIN unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim) ON job.id = held.id
-    WHERE job.claims = held.claim AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
+    WHERE job.claims = held.claim AND :is_held
     ORDER BY job.id
     FOR NO KEY UPDATE OF job SKIP LOCKED
 )
@@ -217,14 +247,13 @@ WITH settled AS (
         progress_current = coalesce(done.progress_current, job.progress_current),
         progress_total = coalesce(done.progress_total, job.progress_total)
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
-        id uuid, claim bigint, worker text, result jsonb, progress_current bigint, progress_total bigint)
-    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
-        AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
-    RETURNING job.id, job.claims, job.attempts, job.parent_job_id, done.worker
+        id uuid, claim bigint, result jsonb, progress_current bigint, progress_total bigint)
+    WHERE :settle_fence
+    RETURNING job.id, job.claims, job.attempts, job.parent_job_id
 ),
 events AS (
     INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker)
-    SELECT id, :now, 'job.succeeded', 'SUCCEEDED', claims, attempts, worker FROM settled
+    SELECT id, :now, 'job.succeeded', 'SUCCEEDED', claims, attempts, %(worker)s FROM settled
 )
 SELECT id, parent_job_id, false FROM settled
 
@@ -233,15 +262,14 @@ WITH settled AS (
     UPDATE batchwright.job
     SET status = 'FAILED', error = done.error, finished_at = :now,
         locked_by = NULL, lease_until = NULL, rescues = 0
-    FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, worker text, error jsonb)
-    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
-        AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
-    RETURNING job.id, job.claims, job.attempts, job.parent_job_id, job.error, done.worker
+    FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, error jsonb)
+    WHERE :settle_fence
+    RETURNING job.id, job.claims, job.attempts, job.parent_job_id, job.error
 ),
 events AS (
     INSERT INTO batchwright.job_event (
         job_id, ts, event, level, status, claim, attempt, worker, message, fields, error_kind)
-    SELECT id, :now, 'job.failed', 'error', 'FAILED', claims, attempts, worker,
+    SELECT id, :now, 'job.failed', 'error', 'FAILED', claims, attempts, %(worker)s,
            error ->> 'message', error - 'message', error ->> 'kind'
     FROM settled
 )
@@ -251,18 +279,16 @@ SELECT id, parent_job_id, true FROM settled
 WITH settled AS (
     UPDATE batchwright.job
     SET status = 'QUEUED', error = done.error, rescues = 0, locked_by = NULL, lease_until = NULL,
-        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
-                                  CASE WHEN NOT job.deadline_passed THEN job.deadline END))
+        run_after = :put_off
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
-        id uuid, claim bigint, worker text, error jsonb, delay_seconds float8)
-    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
-        AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
-    RETURNING job.id, job.claims, job.attempts, job.error, done.worker, done.delay_seconds
+        id uuid, claim bigint, error jsonb, delay_seconds float8)
+    WHERE :settle_fence
+    RETURNING job.id, job.claims, job.attempts, job.error, done.delay_seconds
 ),
 events AS (
     INSERT INTO batchwright.job_event (
         job_id, ts, event, level, status, claim, attempt, worker, message, fields, error_kind)
-    SELECT id, :now, 'job.retried', 'warning', 'QUEUED', claims, attempts, worker, error ->> 'message',
+    SELECT id, :now, 'job.retried', 'warning', 'QUEUED', claims, attempts, %(worker)s, error ->> 'message',
            (error - 'message') || jsonb_build_object('delay_seconds', delay_seconds), error ->> 'kind'
     FROM settled
 )
@@ -273,20 +299,18 @@ WITH settled AS (
     UPDATE batchwright.job
     SET status = 'QUEUED', attempts = job.attempts - 1, rescues = 0, locked_by = NULL, lease_until = NULL,
         message = coalesce(done.reason, job.message),
-        run_after = greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
-                                  CASE WHEN NOT job.deadline_passed THEN job.deadline END)),
+        run_after = :put_off,
         progress_current = coalesce(done.progress_current, job.progress_current),
         progress_total = coalesce(done.progress_total, job.progress_total)
     FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (
-        id uuid, claim bigint, worker text, reason text, delay_seconds float8, error_kind text,
+        id uuid, claim bigint, reason text, delay_seconds float8, error_kind text,
         progress_current bigint, progress_total bigint)
-    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
-        AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
-    RETURNING job.id, job.claims, job.attempts, done.worker, done.reason, done.delay_seconds, done.error_kind
+    WHERE :settle_fence
+    RETURNING job.id, job.claims, job.attempts, done.reason, done.delay_seconds, done.error_kind
 ),
 events AS (
     INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker, message, fields, error_kind)
-    SELECT id, :now, 'job.retry_later', 'QUEUED', claims, attempts, worker, reason,
+    SELECT id, :now, 'job.retry_later', 'QUEUED', claims, attempts, %(worker)s, reason,
            jsonb_build_object('delay_seconds', delay_seconds), error_kind
     FROM settled
 )
@@ -298,14 +322,13 @@ WITH settled AS (
     UPDATE batchwright.job
     SET status = 'QUEUED', attempts = job.attempts - 1, locked_by = NULL, lease_until = NULL,
         run_after = :now
-    FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, worker text, reason text)
-    WHERE job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM done.worker
-        AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
-    RETURNING job.id, job.claims, job.attempts, done.worker, done.reason
+    FROM jsonb_to_recordset(%(settles)s::jsonb) AS done (id uuid, claim bigint, reason text)
+    WHERE :settle_fence
+    RETURNING job.id, job.claims, job.attempts, done.reason
 ),
 events AS (
     INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker, message)
-    SELECT id, :now, 'job.released', 'QUEUED', claims, attempts, worker, reason FROM settled
+    SELECT id, :now, 'job.released', 'QUEUED', claims, attempts, %(worker)s, reason FROM settled
 )
 SELECT id, NULL::uuid, false FROM settled
 
@@ -324,8 +347,7 @@ WITH settled AS (
         progress_total = CASE WHEN %(children)s > 0 THEN %(children)s ELSE progress_total END,
         result = %(result)s::jsonb, error = NULL, attempts = attempts - 1, rescues = 0,
         locked_by = NULL, lease_until = NULL
-    WHERE id = %(id)s AND claims = %(claim)s AND locked_by IS NOT DISTINCT FROM %(worker)s
-        AND status::text = 'RUNNING' AND lease_until IS NOT NULL
+    WHERE id = %(id)s AND claims = %(claim)s AND locked_by IS NOT DISTINCT FROM %(worker)s AND :is_held
     RETURNING id, claims, attempts, status, waits, parent_job_id, pipeline_id, deadline, tenant, priority
 ),
 events AS (
@@ -524,9 +546,9 @@ dead AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ),
 verdict AS MATERIALIZED (
-    SELECT id, locked_by AS worker, status = 'RUNNING' AS open, left(queue, 1) = '~' AS private,
+    SELECT id, locked_by AS worker, status = 'RUNNING' AS open, left(queue, 1) = :private_mark AS private,
            CASE WHEN status <> 'RUNNING' THEN status
-                WHEN max_attempts = 1 OR rescues >= 2 THEN 'FAILED'
+                WHEN max_attempts = 1 OR rescues >= :deaths_max THEN 'FAILED'
                 ELSE 'QUEUED' END::batchwright.job_status AS status
     FROM dead
 ),
@@ -542,7 +564,7 @@ rescued AS (
         finished_at = CASE WHEN verdict.open AND verdict.status = 'FAILED' THEN :now ELSE finished_at END,
         error = CASE
             WHEN NOT verdict.open OR verdict.status = 'QUEUED' THEN error
-            WHEN rescues >= 2 THEN jsonb_build_object(
+            WHEN rescues >= :deaths_max THEN jsonb_build_object(
                 'kind', 'fatal', 'code', 'poison', 'type', 'Poison',
                 'message', format('its worker died %%s times in a row with this job, the last time alone', rescues + 1))
             ELSE jsonb_build_object(
@@ -611,8 +633,7 @@ WITH demoted AS (
     UPDATE batchwright.job SET is_current = false
     FROM batchwright.job AS waiting
     WHERE %(children)s > 0 AND waiting.id = %(id)s AND job.tenant = waiting.tenant
-        AND job.exclusive_key = waiting.exclusive_key AND job.is_current AND job.id <> waiting.id
-        AND job.finished_at IS NOT NULL AND (job.lease_until IS NULL OR job.lease_until < :now)
+        AND job.exclusive_key = waiting.exclusive_key AND job.id <> waiting.id AND :has_left_its_key
     RETURNING job.id
 ),
 rerun AS (
@@ -670,8 +691,7 @@ noted AS (
         SELECT id, claim, (array_agg(message ORDER BY place DESC) FILTER (WHERE message IS NOT NULL))[1] AS message
         FROM input GROUP BY id, claim ORDER BY id
     ) AS latest
-    WHERE job.id = latest.id AND job.claims = latest.claim
-        AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
+    WHERE job.id = latest.id AND job.claims = latest.claim AND :is_held
     RETURNING job.id, job.claims, job.attempts
 ),
 written AS (
@@ -692,8 +712,7 @@ SET progress_current = coalesce(step.current, job.progress_current),
     rescues = CASE WHEN step.current > coalesce(job.progress_current, 0) THEN 0 ELSE job.rescues END
 FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[], %(currents)s::bigint[], %(totals)s::bigint[])
     AS step (id, claim, current, total)
-WHERE job.id = step.id AND job.claims = step.claim
-    AND job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
+WHERE job.id = step.id AND job.claims = step.claim AND :is_held
 RETURNING job.id
 
 -- name: get
@@ -727,75 +746,15 @@ ORDER BY id
 LIMIT %(limit)s
 
 -- name: events
-SELECT id, job_id, ts, event, level, status::text, claim, attempt, worker, message, fields,
-       model, prompt_tokens, completion_tokens, cost, error_kind
+SELECT :event_columns
 FROM batchwright.job_event
 WHERE job_id = %(id)s AND id > %(after)s
 ORDER BY id
 LIMIT %(limit)s
 
 -- name: latest_events
-SELECT id, job_id, ts, event, level, status::text, claim, attempt, worker, message, fields,
-       model, prompt_tokens, completion_tokens, cost, error_kind
+SELECT :event_columns
 FROM batchwright.job_event
 WHERE job_id = %(id)s
 ORDER BY id DESC
 LIMIT %(limit)s
-
--- name: queues
-SELECT name, paused_at IS NOT NULL FROM batchwright.queue ORDER BY name
-
--- name: pause_queue
-UPDATE batchwright.queue SET paused_at = coalesce(paused_at, :now) WHERE name = %(queue)s RETURNING paused_at
-
--- name: resume_queue
-UPDATE batchwright.queue SET paused_at = NULL WHERE name = %(queue)s RETURNING paused_at
-
--- name: make_event_partitions
-SELECT batchwright.make_event_partitions(:now)
-
--- name: upkeep_lock
-SELECT pg_try_advisory_xact_lock(hashtextextended('batchwright.upkeep.' || %(round)s, 0))
-
--- name: register_worker
-INSERT INTO batchwright.worker (
-    id, host, pid, version, queues, operations, concurrency, on_demand_types, on_demand_queues, started_at,
-    heartbeat_at)
-VALUES (
-    %(id)s, %(host)s, %(pid)s, %(version)s, %(queues)s::text[], %(operations)s::text[], %(concurrency)s,
-    %(on_demand_types)s::text[], %(on_demand_queues)s::text[], :now, :now)
-ON CONFLICT (id) DO UPDATE SET heartbeat_at = :now, left_at = NULL
-
--- name: heartbeat
-UPDATE batchwright.worker SET heartbeat_at = :now, running = %(running)s, broken = %(broken)s,
-    stopping_at = CASE WHEN %(stopping)s::boolean THEN coalesce(stopping_at, :now) END
-WHERE id = %(id)s
-RETURNING id
-
--- name: leave
--- If others go by what the worker took on demand, the row stays until it counts as dead: it may only be restarting.
-WITH gone AS (
-    DELETE FROM batchwright.worker
-    WHERE id = %(id)s AND (on_demand_queues IS NULL OR left(queues[1], 1) = '~')
-    RETURNING id
-)
-UPDATE batchwright.worker
-SET left_at = :now, stopping_at = coalesce(stopping_at, :now), running = 0, gauges = NULL
-WHERE id = %(id)s AND left_at IS NULL AND NOT EXISTS (SELECT FROM gone)
-RETURNING id
-
--- name: remove_dead_workers
-DELETE FROM batchwright.worker WHERE heartbeat_at < :now - make_interval(secs => %(silent_seconds)s) RETURNING id
-
--- name: publish_operations
-INSERT INTO batchwright.operation (name, payload_schema, defaults, description, published_at, published_by)
-SELECT name, payload_schema, defaults, description, :now, %(worker)s
-FROM jsonb_to_recordset(%(operations)s::jsonb) AS input (
-    name text, payload_schema jsonb, defaults jsonb, description text)
-ORDER BY name
-ON CONFLICT (name) DO UPDATE SET
-    payload_schema = excluded.payload_schema, defaults = excluded.defaults, description = excluded.description,
-    published_at = excluded.published_at, published_by = excluded.published_by
-
--- name: operations
-SELECT name, payload_schema, defaults, description FROM batchwright.operation ORDER BY name

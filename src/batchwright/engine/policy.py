@@ -16,8 +16,9 @@ from typing import Any
 
 import orjson
 
-from batchwright.engine.jobs import RESULT_BYTES_MAX, Claim, Done, Settle, Snooze
+from batchwright.engine.jobs import RESULT_BYTES_MAX, Claim
 from batchwright.engine.operation import Operation
+from batchwright.engine.outcomes import Settle, Snooze
 from batchwright.errors import (
     DatabaseUnavailable,
     Fatal,
@@ -106,13 +107,13 @@ def describe(verdict: OperationError, error: BaseException) -> dict[str, Any]:
     return described
 
 
-def succeed(claim: Claim, outcome: Done) -> Settle:
-    current, total = outcome.progress or (None, None)
-    values = {
-        "result": orjson.Fragment(storable(outcome.result)),
-        "progress_current": current,
-        "progress_total": total,
-    }
+def succeed(claim: Claim, result: Any, progress: tuple[int, int] | None = None) -> Settle:
+    """What is not there is left out: for the statement that is the same as null, and most jobs have little."""
+    values: dict[str, Any] = {}
+    if result is not None:
+        values["result"] = orjson.Fragment(storable(result))
+    if progress is not None:
+        values["progress_current"], values["progress_total"] = progress
     return Settle("succeed", claim, values)
 
 
@@ -125,7 +126,7 @@ def snooze(claim: Claim, outcome: Snooze) -> Settle:
 def storable(result: Any) -> bytes:
     """Serialise a result; pydantic models and dataclasses are welcome."""
     try:
-        document = orjson.dumps(result, default=_plain)
+        document = orjson.dumps(result, default=_to_plain)
     except (TypeError, ValueError) as error:
         raise NotStorable(f"the result cannot be stored as JSON: {error}", code="result_not_storable") from error
     if len(document) > RESULT_BYTES_MAX:
@@ -135,7 +136,7 @@ def storable(result: Any) -> bytes:
     return document
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
@@ -143,14 +144,14 @@ def _plain(value: Any) -> Any:
 
 def _snooze(claim: Claim, seconds: float, reason: str | None, error_kind: str | None) -> Settle:
     values = {
-        "delay_seconds": _finite(seconds),
+        "delay_seconds": _limit_delay(seconds),
         "reason": reason and _text(reason, 1000),
         "error_kind": error_kind,
     }
     return Settle("snooze", claim, values)
 
 
-def _finite(seconds: float) -> float:
+def _limit_delay(seconds: float) -> float:
     """No delay is longer than a year, whatever the other side asks for; what is no number is no delay."""
     return min(_DELAY_SECONDS_MAX, seconds) if seconds > 0 else 0.0
 

@@ -6,20 +6,19 @@ repeated: the database has rolled the whole transaction back, so nothing can hap
 
 from __future__ import annotations
 
-import difflib
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from uuid import UUID
 
 import orjson
 
 from batchwright.db.database import Database, Row, Session
+from batchwright.db.retry import retry_deadlocks
 from batchwright.db.statements import statements
-from batchwright.engine.jobs import Claim, Job, JobEvent, JobId, OnHeld, Settle, Wait, Write
+from batchwright.engine.jobs import Claim, ClaimKey, Job, JobEvent, JobId, OnHeld
+from batchwright.engine.outcomes import Settle, Wait, Write
 from batchwright.errors import (
     ConfigurationError,
     Conflict,
@@ -32,11 +31,8 @@ from batchwright.errors import (
 )
 from batchwright.states import JobStatus
 
-SQL = statements(__package__, "jobs.sql")
+SQL = statements(__package__, "parts.sql", "jobs.sql")
 
-P = ParamSpec("P")
-T = TypeVar("T")
-_DEADLOCKS_MAX = 10
 _ROWS_PER_STATEMENT = 5_000
 _KEYS_PER_CALL_MAX = 1_000
 _CANCEL_DEPTH_MAX = 1000
@@ -113,22 +109,6 @@ class _Ended(NamedTuple):
     failed: bool
 
 
-def _repeated(
-    verb: Callable[P, Coroutine[Any, Any, T]],
-) -> Callable[P, Coroutine[Any, Any, T]]:
-    @functools.wraps(verb)
-    async def repeat(*args: P.args, **kwargs: P.kwargs) -> T:
-        for _ in range(_DEADLOCKS_MAX - 1):
-            try:
-                return await verb(*args, **kwargs)
-            except Deadlock:
-                if kwargs.get("session") is not None:
-                    raise
-        return await verb(*args, **kwargs)
-
-    return repeat
-
-
 class Queue:
     """The job table, as verbs."""
 
@@ -136,16 +116,13 @@ class Queue:
         self,
         database: Database,
         settings: EngineSettings | None = None,
-        *,
-        clock: Callable[[], datetime | None] = lambda: None,
     ) -> None:
         self.database = database
         self.settings = settings or EngineSettings()
-        self._clock = clock
 
     # Into the queue ---------------------------------------------------------------------------------------------
 
-    @_repeated
+    @retry_deadlocks
     async def enqueue(self, rows: Sequence[Mapping[str, Any]], *, session: Session | None = None) -> list[Enqueued]:
         """Insert prepared rows (see `Catalog.prepare`) in few statements; all or none.
 
@@ -156,8 +133,8 @@ class Queue:
             return []
         is_plain = all(row["on_held"] is OnHeld.QUEUE for row in rows)
         if is_plain and len(rows) <= _ROWS_PER_STATEMENT and all(row["idempotency_key"] is None for row in rows):
-            return await self._insert(session or self.database, rows)
-        async with self._transaction(session) as session:
+            return await self._insert(session, rows)
+        async with self.database.within(session) as session:
             if not is_plain:
                 return await self._enqueue_by_policy(session, rows)
             answers = []
@@ -180,11 +157,11 @@ class Queue:
         )
         answers = []
         for row in rows:
-            standing = await self._standing_in(session, row)
+            standing = await self._find_stand_in(session, row)
             answers.append(Enqueued(standing, False) if standing else (await self._insert(session, [row]))[0])
         return answers
 
-    async def _standing_in(self, session: Session, row: Mapping[str, Any]) -> JobId | None:
+    async def _find_stand_in(self, session: Session, row: Mapping[str, Any]) -> JobId | None:
         """What the policy makes of the open jobs of the key: the id of one that stands in, or nothing."""
         policy: OnHeld = row["on_held"]
         if policy is OnHeld.QUEUE or row["exclusive_key"] is None:
@@ -205,7 +182,7 @@ class Queue:
             await self.cancel([JobId(id) for id, _, _ in others], reason=reason, session=session, owned=True)
         return None
 
-    async def _insert(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> list[Enqueued]:
+    async def _insert(self, session: Session | None, rows: Sequence[Mapping[str, Any]]) -> list[Enqueued]:
         document = orjson.dumps(rows, default=str).decode()
         new = {id for (id,) in await self._run(session, "enqueue", jobs=document)}
         if len(new) == len(rows):
@@ -218,7 +195,7 @@ class Queue:
             new |= {enqueued.id for enqueued in again if enqueued.is_new}
         return [Enqueued(found.get(row["id"], row["id"]), row["id"] in new) for row in rows]
 
-    async def _find_enqueued(self, session: Session, rows: Sequence[Mapping[str, Any]]) -> dict[UUID, JobId]:
+    async def _find_enqueued(self, session: Session | None, rows: Sequence[Mapping[str, Any]]) -> dict[UUID, JobId]:
         """The jobs that stand for these rows already, by the row's id; one with another body is `Conflict`."""
         document = orjson.dumps(rows, default=str).decode()
         found = {}
@@ -274,7 +251,7 @@ class Queue:
         suspect: bool = False,
     ) -> Claimed:
         rows = await self._run(
-            self.database,
+            None,
             "claim",
             worker=worker,
             lease_seconds=self.settings.lease_seconds,
@@ -291,26 +268,29 @@ class Queue:
             ids=list(ids),
             suspect=suspect,
         )
-        return Claimed(rows[0][-1], [Claim(*row) for row in rows if row[0] is not None])
+        jobs = [Claim(*row) for row in rows if row[0] is not None]
+        for job in jobs:
+            job.payload = orjson.loads(job.payload)  # the driver's loader for JSON takes twice as long
+        return Claimed(rows[0][-1], jobs)
 
     async def suspects(
         self, job_types: Sequence[str], limit: int, *, private: Sequence[str] | None = None
     ) -> list[JobId]:
         """Due jobs whose worker died twice: each must run alone; of private queues only those that are named."""
         params = {"job_types": list(job_types), "limit": limit, "private": list(private or ())}
-        return [JobId(id) for (id,) in await self._run(self.database, "suspects", **params)]
+        return [JobId(id) for (id,) in await self._run(None, "suspects", **params)]
 
     async def unknown_types(self, job_types: Sequence[str]) -> dict[str, int]:
         """Types of due jobs that are not among these, with how many wait (up to 1000 are counted)."""
-        return dict(await self._run(self.database, "unknown_types", job_types=list(job_types)))
+        return dict(await self._run(None, "unknown_types", job_types=list(job_types)))
 
-    async def renew(self, held: Sequence[tuple[UUID, int]]) -> set[UUID]:
+    async def renew(self, held: Sequence[ClaimKey]) -> set[UUID]:
         """Lengthen the leases of these claims; answers which were lengthened."""
         if not held:
             return set()
         ids, claims = zip(*sorted(held), strict=True)
         rows = await self._run(
-            self.database,
+            None,
             "renew",
             ids=list(ids),
             claims=list(claims),
@@ -318,49 +298,51 @@ class Queue:
         )
         return {id for (id,) in rows}
 
-    async def holdings(self, worker: str) -> dict[tuple[UUID, int], JobStatus]:
+    async def holdings(self, worker: str) -> dict[ClaimKey, JobStatus]:
         """What the database says that this worker holds."""
-        rows = await self._run(self.database, "holdings", worker=worker)
+        rows = await self._run(None, "holdings", worker=worker)
         return {(id, claim): JobStatus(status) for id, claim, status in rows}
 
     # Out of a worker's hands ------------------------------------------------------------------------------------
 
-    @_repeated
+    @retry_deadlocks
     async def settle(self, settles: Sequence[Settle], worker: str) -> set[UUID]:
         """Make many fenced moves in one commit; answers the ids that moved. The others were fenced."""
         by_verb: dict[str, list[dict[str, Any]]] = {}
-        for settle in sorted(settles, key=lambda settle: settle.claim.id):
-            row = {"id": settle.claim.id, "claim": settle.claim.claim, "worker": worker, **settle.values}
+        for settle in sorted(settles, key=lambda settle: settle.claim.id.int):  # the order in which rows are locked
+            row = {"id": settle.claim.id, "claim": settle.claim.claim, **settle.values}
             by_verb.setdefault(settle.verb, []).append(row)
         if len(by_verb) == 1 and all(settle.claim.parent_job_id is None for settle in settles):
             ((verb, rows),) = by_verb.items()
-            return {row[0] for row in await self._settle_verb(self.database, verb, rows)}
+            return {row[0] for row in await self._settle_verb(None, verb, rows, worker)}
         moved = set()
         async with self.database.transaction() as session:
             ended = []
             for verb, rows in by_verb.items():
-                for id, parent, failed in await self._settle_verb(session, verb, rows):
+                for id, parent, failed in await self._settle_verb(session, verb, rows, worker):
                     moved.add(id)
                     ended.append(_Ended(parent, failed))
             await self._join(session, ended)
         return moved
 
-    async def _settle_verb(self, session: Session, verb: str, rows: list[dict[str, Any]]) -> list[Row]:
-        return await self._run(session, verb, settles=orjson.dumps(rows).decode())
+    async def _settle_verb(
+        self, session: Session | None, verb: str, rows: list[dict[str, Any]], worker: str
+    ) -> list[Row]:
+        return await self._run(session, verb, settles=orjson.dumps(rows).decode(), worker=worker)
 
-    async def release(self, held: Sequence[tuple[UUID, int]], worker: str, reason: str) -> int:
+    async def release(self, held: Sequence[ClaimKey], worker: str, reason: str) -> int:
         """Give jobs back unfinished; no attempt is used."""
-        rows = [{"id": id, "claim": claim, "worker": worker, "reason": reason} for id, claim in sorted(held)]
-        return len(await self._settle_verb(self.database, "release", rows)) if rows else 0
+        rows = [{"id": id, "claim": claim, "reason": reason} for id, claim in sorted(held)]
+        return len(await self._settle_verb(None, "release", rows, worker)) if rows else 0
 
-    @_repeated
+    @retry_deadlocks
     async def succeed_with(
         self, settle: Settle, worker: str, *, write: Write | None, then: Sequence[Mapping[str, Any]]
     ) -> None:
         """Success together with the operation's own rows and the jobs that follow: one commit or nothing."""
         async with self.database.transaction() as session:
-            row = {"id": settle.claim.id, "claim": settle.claim.claim, "worker": worker, **settle.values}
-            moved = await self._settle_verb(session, "succeed", [row])
+            row = {"id": settle.claim.id, "claim": settle.claim.claim, **settle.values}
+            moved = await self._settle_verb(session, "succeed", [row], worker)
             if not moved:
                 raise Fenced(f"job {settle.claim.id} is no longer held by claim {settle.claim.claim}")
             if write is not None:
@@ -368,7 +350,7 @@ class Queue:
             await self.enqueue(then, session=session)
             await self._join(session, [_Ended(parent, failed) for _, parent, failed in moved])
 
-    @_repeated
+    @retry_deadlocks
     async def wait(self, claim: Claim, worker: str, outcome: Wait, children: Sequence[Mapping[str, Any]]) -> None:
         """Insert the children and give up the lease in one commit, so that none can end before it is counted."""
         allowed = None if outcome.allow_failures is True else int(outcome.allow_failures)
@@ -422,18 +404,18 @@ class Queue:
             )
             ended = [_Ended(parent, failed) for _, parent, failed, status in rows if status != JobStatus.QUEUED]
 
-    @_repeated
+    @retry_deadlocks
     async def emit(self, events: Sequence[Mapping[str, Any]]) -> set[UUID]:
         """Append events of held jobs; answers the jobs whose fence held."""
-        rows = await self._run(self.database, "emit", events=orjson.dumps(events, default=str).decode())
+        rows = await self._run(None, "emit", events=orjson.dumps(events, default=str).decode())
         return {id for (id,) in rows}
 
-    @_repeated
+    @retry_deadlocks
     async def progress(self, steps: Sequence[tuple[UUID, int, int | None, int | None]]) -> set[UUID]:
         """Write `(id, claim, current, total)`; growth proves life and forgets earlier deaths."""
         ids, claims, currents, totals = zip(*sorted(steps, key=lambda step: step[0]), strict=True)
         rows = await self._run(
-            self.database,
+            None,
             "progress",
             ids=list(ids),
             claims=list(claims),
@@ -442,14 +424,14 @@ class Queue:
         )
         return {id for (id,) in rows}
 
-    @_repeated
-    async def let_go(self, held: Sequence[tuple[UUID, int]]) -> None:
+    @retry_deadlocks
+    async def let_go(self, held: Sequence[ClaimKey]) -> None:
         """The operations of these cancelled or expired jobs have ended: their keys are free."""
-        await self._run(self.database, "let_go", ids=[id for id, _ in held], claims=[claim for _, claim in held])
+        await self._run(None, "let_go", ids=[id for id, _ in held], claims=[claim for _, claim in held])
 
     # Human verbs ------------------------------------------------------------------------------------------------
 
-    @_repeated
+    @retry_deadlocks
     async def cancel(
         self,
         ids: Sequence[JobId],
@@ -460,7 +442,7 @@ class Queue:
         session: Session | None = None,
     ) -> int:
         """Cancel jobs with everything below them; answers how many were open. Ended jobs stay as they are."""
-        async with self._transaction(session) as session:
+        async with self.database.within(session) as session:
             owners: dict[UUID, str | None] = dict(await self._run(session, "owners", ids=list(ids), tenant=tenant))
             for id in ids:
                 if id not in owners:
@@ -486,33 +468,33 @@ class Queue:
 
     async def wake(self, ids: Sequence[UUID], *, session: Session | None = None) -> int:
         """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
-        return len(await self._run(session or self.database, "wake", ids=list(ids)))
+        return len(await self._run(session, "wake", ids=list(ids)))
 
     async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
         """Move open jobs up (below 0) or down among their likes; answers how many."""
-        return len(await self._run(session or self.database, "shift_priority", ids=list(ids), by=by))
+        return len(await self._run(session, "shift_priority", ids=list(ids), by=by))
 
-    @_repeated
+    @retry_deadlocks
     async def disown(self, id: UUID, owner: str, *, session: Session | None = None) -> int:
         """Let retention have a job of an object that is gone, with what came of it; answers how many jobs those are."""
-        return len(await self._run(session or self.database, "disown", id=id, owner=owner))
+        return len(await self._run(session, "disown", id=id, owner=owner))
 
-    @_repeated
+    @retry_deadlocks
     async def recover(self, id: JobId, *, tenant: str | None = None) -> None:
         """Free a job whose lease is over or whose lock is older than `stale_job_timeout_seconds`."""
         stale = self.settings.stale_job_timeout_seconds
         async with self.database.transaction() as session:
-            found = await self._locked(session, id, tenant)
+            found = await self._lock(session, id, tenant)
             self._refuse_owned("recover", id, found.owner)
             if not await self._run(session, "recover", id=id, stale_seconds=stale):
                 raise Conflict(f"job {id} cannot be recovered: {_why_not_stale(found, stale)}")
 
-    @_repeated
+    @retry_deadlocks
     async def rerun(self, id: JobId, *, tenant: str | None = None) -> None:
         """Give a FAILED or CANCELLED job another life; a parent waits again for its unsuccessful children."""
         try:
             async with self.database.transaction() as session:
-                found = await self._locked(session, id, tenant)
+                found = await self._lock(session, id, tenant)
                 self._refuse_owned("rerun", id, found.owner)
                 await self._rerun(session, id, found)
         except UniqueViolation as error:
@@ -541,23 +523,23 @@ class Queue:
             children = [child for (child,) in rows]
         await self._run(session, "rerun", id=id, children=len(children))
         for child in children:
-            below = await self._locked(session, JobId(child), None)
+            below = await self._lock(session, JobId(child), None)
             self._refuse_held(child, below)
             await self._revive(session, child, below.was_waiting, below.waits)
 
-    @_repeated
+    @retry_deadlocks
     async def dismiss(self, ids: Sequence[JobId]) -> int:
         """Take FAILED jobs out of the inbox; answers how many were in it."""
-        return len(await self._run(self.database, "dismiss", ids=sorted(ids)))
+        return len(await self._run(None, "dismiss", ids=sorted(ids)))
 
     # Upkeep -----------------------------------------------------------------------------------------------------
 
-    @_repeated
+    @retry_deadlocks
     async def rescue(
-        self, *, dead: Sequence[tuple[UUID, int]] = (), limit: int = 1000, session: Session | None = None
+        self, *, dead: Sequence[ClaimKey] = (), limit: int = 1000, session: Session | None = None
     ) -> list[Rescued]:
         """Take back jobs whose lease is over, and those whose process the caller saw die."""
-        async with self._transaction(session) as session:
+        async with self.database.within(session) as session:
             rows = await self._run(
                 session,
                 "rescue",
@@ -570,75 +552,21 @@ class Queue:
             await self._join(session, [_Ended(parent, failed) for _, parent, failed, *_ in rows])
         return [Rescued(JobId(id), JobStatus(status), *rest) for id, _, _, status, *rest in rows]
 
-    async def forgive(self, lost: Sequence[tuple[UUID, int]]) -> int:
+    async def forgive(self, lost: Sequence[ClaimKey]) -> int:
         """Take back the deaths that were counted for these claims: their worker lives. Answers how many those were."""
         ids, claims = [id for id, _ in lost], [claim for _, claim in lost]
-        return len(await self._run(self.database, "forgive", ids=ids, claims=claims)) if lost else 0
+        return len(await self._run(None, "forgive", ids=ids, claims=claims)) if lost else 0
 
-    @_repeated
+    @retry_deadlocks
     async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:
         """End what is past its deadline; parents that wait get their open children cancelled, then join."""
-        async with self._transaction(session) as session:
+        async with self.database.within(session) as session:
             overdue = [id for (id,) in await self._run(session, "overdue_parents", limit=limit)]
             rows = await self._run(session, "expire", limit=limit)
             await self._join(session, [_Ended(parent, failed) for _, parent, failed in rows])
             children = await self._run(session, "open_children", ids=overdue) if overdue else []
             reason = "the deadline of the parent has passed"
             return len(rows) + await self._cancel(session, [id for (id,) in children], reason)
-
-    async def make_event_partitions(self, *, session: Session | None = None) -> int:
-        ((made,),) = await self._run(session or self.database, "make_event_partitions")
-        return int(made)
-
-    @asynccontextmanager
-    async def upkeep(self, round: str) -> AsyncIterator[Session | None]:
-        """A transaction that only one process at a time gets for this round; None for the others."""
-        async with self.database.transaction() as session:
-            ((mine,),) = await self._run(session, "upkeep_lock", round=round)
-            yield session if mine else None
-
-    # Workers and operations -------------------------------------------------------------------------------------
-
-    async def register_worker(self, **columns: Any) -> None:
-        on_demand = {"on_demand_types": None, "on_demand_queues": None}
-        await self._run(self.database, "register_worker", **{**on_demand, **columns})
-
-    async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> bool:
-        return bool(
-            await self._run(self.database, "heartbeat", id=worker, running=running, stopping=stopping, broken=broken)
-        )
-
-    async def leave(self, worker: str) -> None:
-        """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""
-        await self._run(self.database, "leave", id=worker)
-
-    async def remove_dead_workers(self, silent_seconds: float, *, session: Session | None = None) -> int:
-        database = session or self.database
-        return len(await self._run(database, "remove_dead_workers", silent_seconds=silent_seconds))
-
-    async def publish_operations(self, operations: Sequence[Mapping[str, Any]], worker: str) -> None:
-        document = orjson.dumps(operations).decode()
-        await self._run(self.database, "publish_operations", operations=document, worker=worker)
-
-    async def operations(self, session: Session | None = None) -> list[Row]:
-        return await self._run(session or self.database, "operations")
-
-    async def queues(self) -> dict[str, bool]:
-        """Every queue that was ever used, and whether it is paused."""
-        return dict(await self._run(self.database, "queues"))
-
-    async def pause_queue(self, name: str) -> None:
-        """No job of this queue is claimed any more; those that run go on."""
-        await self._mark_queue("pause_queue", name)
-
-    async def resume_queue(self, name: str) -> None:
-        await self._mark_queue("resume_queue", name)
-
-    async def _mark_queue(self, verb: str, name: str) -> None:
-        if not await self._run(self.database, verb, queue=name):
-            known = difflib.get_close_matches(name, await self.queues(), n=1)
-            hint = f"; did you mean {known[0]!r}?" if known else "; a queue exists from its first job on"
-            raise NotFound(f"there is no queue {name!r}{hint}")
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -649,59 +577,47 @@ class Queue:
         return jobs[0]
 
     async def get_many(self, ids: Sequence[JobId], *, tenant: str | None = None) -> list[Job]:
-        rows = await self._run(self.database, "get", ids=list(ids), tenant=tenant)
-        jobs = {job.id: job for job in map(_job, rows)}
+        rows = await self._run(None, "get", ids=list(ids), tenant=tenant)
+        jobs = {job.id: job for job in map(_as_job, rows)}
         return [jobs[id] for id in ids if id in jobs]
 
     async def next_due(self, job_types: Sequence[str]) -> datetime | None:
         """When the next job of these types falls due that is not due yet."""
-        ((moment,),) = await self._run(self.database, "next_due", job_types=list(job_types))
+        ((moment,),) = await self._run(None, "next_due", job_types=list(job_types))
         return cast("datetime | None", moment)
 
     async def outcome(self, id: JobId) -> tuple[JobStatus, Any, dict[str, Any] | None]:
-        rows = await self._run(self.database, "outcome", id=id)
+        rows = await self._run(None, "outcome", id=id)
         if not rows:
             raise NotFound(f"there is no job {id}")
         status, result, error = rows[0]
         return JobStatus(status), result, error
 
     async def count_children(self, id: JobId) -> dict[JobStatus, int]:
-        return {JobStatus(status): n for status, n in await self._run(self.database, "count_children", id=id)}
+        return {JobStatus(status): n for status, n in await self._run(None, "count_children", id=id)}
 
     async def joined(self, id: UUID, round: int) -> tuple[int, int, int, int]:
         """Children of one wait: all, succeeded, failed, cancelled."""
-        ((total, succeeded, failed, cancelled),) = await self._run(self.database, "joined", id=id, round=round)
+        ((total, succeeded, failed, cancelled),) = await self._run(None, "joined", id=id, round=round)
         return total, succeeded, failed, cancelled
 
     async def children_after(self, id: UUID, round: int, after: UUID, limit: int = 500) -> list[Row]:
-        return await self._run(self.database, "children_after", id=id, round=round, after=after, limit=limit)
+        return await self._run(None, "children_after", id=id, round=round, after=after, limit=limit)
 
     async def events(self, id: JobId, *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
-        rows = await self._run(self.database, "events", id=id, after=after, limit=limit)
+        rows = await self._run(None, "events", id=id, after=after, limit=limit)
         return [as_event(row) for row in rows]
 
     async def latest_events(self, id: JobId, *, limit: int) -> list[JobEvent]:
-        rows = await self._run(self.database, "latest_events", id=id, limit=limit)
+        rows = await self._run(None, "latest_events", id=id, limit=limit)
         return [as_event(row) for row in reversed(rows)]
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def ask(self, sql: str, params: Mapping[str, Any], session: Session | None = None) -> Awaitable[list[Row]]:
-        """A statement of another part of the engine, by this queue's clock."""
-        return (session or self.database).rows(sql, {**params, "now": self._clock()})
+    def _run(self, session: Session | None, name: str, **params: Any) -> Awaitable[list[Row]]:
+        return self.database.ask(SQL[name], params, session)
 
-    def _run(self, session: Session, name: str, **params: Any) -> Awaitable[list[Row]]:
-        return self.ask(SQL[name], params, session)
-
-    @asynccontextmanager
-    async def _transaction(self, session: Session | None) -> AsyncIterator[Session]:
-        if session is not None:
-            yield session
-        else:
-            async with self.database.transaction() as session:
-                yield session
-
-    async def _locked(self, session: Session, id: JobId, tenant: str | None) -> _Found:
+    async def _lock(self, session: Session, id: JobId, tenant: str | None) -> _Found:
         rows = await self._run(session, "lock_job", id=id, tenant=tenant)
         if not rows:
             raise NotFound(f"there is no job {id}")
@@ -757,7 +673,7 @@ _JOB_FIELDS = tuple(Job.__dataclass_fields__)
 _EVENT_FIELDS = tuple(JobEvent.__dataclass_fields__)
 
 
-def _job(row: Row) -> Job:
+def _as_job(row: Row) -> Job:
     values = dict(zip(_JOB_FIELDS, row, strict=True))
     values["status"] = JobStatus(values["status"])
     return Job(**values)

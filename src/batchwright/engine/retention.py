@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from batchwright.db.database import Row, Session
+from batchwright.db.database import Database, Row, Session
 from batchwright.db.statements import statements
 from batchwright.engine.upkeep import Round
 from batchwright.errors import ConfigurationError
@@ -96,17 +96,17 @@ class _Walk(NamedTuple):
 class Retention:
     """The rounds of one worker. Where its sweep stands is kept in memory: a new worker begins a new one."""
 
-    def __init__(self, settings: RetentionSettings, *, clock: Callable[[], datetime | None] = lambda: None) -> None:
+    def __init__(self, database: Database, settings: RetentionSettings) -> None:
         self.settings = settings
-        self._clock = clock
+        self._database = database
         self._walks = _walks(settings)
         self._begin(0)
 
     def rounds(self) -> list[Round]:
-        """For `Worker(rounds=…)`."""
+        """What upkeep does for it."""
         return [
-            Round("retention", _EVERY_SECONDS, _telling(self.sweep)),
-            Round("retention of events", _EVERY_SECONDS, _telling(self.drop_partition)),
+            Round("retention", _EVERY_SECONDS, _as_round(self.sweep)),
+            Round("retention of events", _EVERY_SECONDS, _as_round(self.drop_partition)),
         ]
 
     async def sweep(self, session: Session) -> Removed:
@@ -161,7 +161,7 @@ class Retention:
         return looked_at, gone
 
     def _run(self, session: Session, name: str, **params: Any) -> Awaitable[list[Row]]:
-        return session.rows(SQL[name], {**params, "now": self._clock()})
+        return self._database.ask(SQL[name], params, session)
 
 
 def _walks(settings: RetentionSettings) -> tuple[_Walk, ...]:
@@ -186,7 +186,7 @@ def _walks(settings: RetentionSettings) -> tuple[_Walk, ...]:
     return (*jobs, *([] if math.isinf(settings.requests_days) else [requests]), events)
 
 
-def _telling(verb: Callable[[Session], Awaitable[Removed]]) -> Callable[[Session], Awaitable[bool]]:
+def _as_round(verb: Callable[[Session], Awaitable[Removed]]) -> Callable[[Session], Awaitable[bool]]:
     """The verb as a round: it says what it did, and whether it wants another turn."""
 
     async def run(session: Session) -> bool:

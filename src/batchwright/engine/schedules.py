@@ -22,7 +22,7 @@ from uuid import UUID
 
 import orjson
 
-from batchwright.db.database import Row, Session, translated
+from batchwright.db.database import Row, Session, translate_errors
 from batchwright.db.doorbell import CHANNEL
 from batchwright.db.statements import statements
 from batchwright.engine.catalog import Catalog
@@ -95,13 +95,12 @@ class Schedule:
 class Schedules:
     """The schedule table, as verbs; `fire_due` is the round that any worker runs every second.
 
-    A schedule is named by its name or its id. Time is the database's, or the `clock` of a test.
+    A schedule is named by its name or its id.
     """
 
-    def __init__(self, queue: Queue, catalog: Catalog, *, clock: Callable[[], datetime | None] = lambda: None) -> None:
+    def __init__(self, queue: Queue, catalog: Catalog) -> None:
         self._queue = queue
         self._catalog = catalog
-        self._clock = clock
 
     def rounds(self) -> list[Round]:
         """For `Worker(rounds=…)`."""
@@ -129,14 +128,14 @@ class Schedules:
         >>> await schedules.create("report", "0 6 * * MON-FRI", NewJob("report"), timezone="Europe/Berlin")
         """
         when = Cron.parse(cron, timezone)
-        ((now,),) = await self._run(self._queue.database, "now")
+        ((now,),) = await self._run(None, "now")
         draft = {
             "id": new_id(),
             "tenant": tenant,
             "name": _checked_name(name),
             "cron": when.expression,
             "timezone": when.timezone,
-            "missed": _checked_missed(missed),
+            "missed": _check_missed(missed),
             "tick_field": tick_field,
             "next_at": when.first_after(now),
             "job": orjson.dumps(await self._template(job, tick_field, tenant, now), default=str).decode(),
@@ -148,7 +147,7 @@ class Schedules:
             return _schedule(rows[0]) if rows else await self._replace(session, draft, when, now)
 
     async def get(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
-        return await self._one(self._queue.database, "get", schedule, tenant)
+        return await self._one(None, "get", schedule, tenant)
 
     async def list(
         self, *, tenant: str = DEFAULT_TENANT, limit: int = 100, after: str | None = None
@@ -158,12 +157,12 @@ class Schedules:
             raise InvalidInput(f"limit is {limit}; it goes from 1 to {LIST_MAX}", param="limit")
         if after is not None and not _NAME.fullmatch(after):
             raise InvalidInput(f"{after[:200]!r} is no name of a schedule; use the last one's of a list", param="after")
-        rows = await self._run(self._queue.database, "list", tenant=tenant, limit=limit, after=after or "")
+        rows = await self._run(None, "list", tenant=tenant, limit=limit, after=after or "")
         return [_schedule(row) for row in rows]
 
     async def pause(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
         """No tick is fired until it is resumed."""
-        return await self._one(self._queue.database, "pause", schedule, tenant)
+        return await self._one(None, "pause", schedule, tenant)
 
     async def resume(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
         """Go on with the first tick to come: those of the pause are not made up for."""
@@ -180,7 +179,7 @@ class Schedules:
 
     async def delete(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
         """Its jobs stay as they are. Answers what was deleted."""
-        return await self._one(self._queue.database, "delete", schedule, tenant)
+        return await self._one(None, "delete", schedule, tenant)
 
     async def fire_now(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> JobId:
         """Make one job at once, paused or not; the ticks stay as they are."""
@@ -277,7 +276,7 @@ class Schedules:
             log.warning("schedule %r of tenant %s fires a moment later: %s", schedule.name, schedule.tenant, answer)
             return _Fired(stuck_at=ticks[0])
         if len(ticks) == 1:
-            return _refused(schedule, ticks[0], answer)
+            return _refuse(schedule, ticks[0], answer)
         fired = _Fired()
         for tick in ticks:
             fired = fired.then(await self._fire_ticks(session, schedule, [tick]))
@@ -297,10 +296,10 @@ class Schedules:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _run(self, session: Session, statement: str, **params: Any) -> Awaitable[Sequence[Row]]:
-        return session.rows(SQL[statement], {**params, "now": self._clock()})
+    def _run(self, session: Session | None, statement: str, **params: Any) -> Awaitable[Sequence[Row]]:
+        return self._queue.database.ask(SQL[statement], params, session)
 
-    async def _one(self, session: Session, statement: str, schedule: str | UUID, tenant: str) -> Schedule:
+    async def _one(self, session: Session | None, statement: str, schedule: str | UUID, tenant: str) -> Schedule:
         """Run a statement on the schedule of this name or id."""
         id = _as_id(schedule)
         if id is not None or _NAME.fullmatch(str(schedule)):
@@ -338,7 +337,7 @@ async def _attempt(session: Session, work: Callable[[], Awaitable[T]]) -> T | Ex
     """What the work answered, or why it failed, and then it has left no trace; a lost connection is raised."""
     await session.rows("SAVEPOINT attempt")
     try:
-        with translated():
+        with translate_errors():
             answer = await work()
     except Exception as error:
         await session.rows("ROLLBACK TO SAVEPOINT attempt")
@@ -396,7 +395,7 @@ def _plain(payload: Any, encoded: orjson.Fragment) -> Any:
         return orjson.loads(orjson.dumps(encoded))
 
 
-def _refused(schedule: Schedule, tick: datetime, error: Exception) -> _Fired:
+def _refuse(schedule: Schedule, tick: datetime, error: Exception) -> _Fired:
     """The log names no more than the kind of error: its words may hold parts of the payload."""
     log.warning(
         "schedule %r of tenant %s: the tick %s was refused (%s); see its last_error",
@@ -437,7 +436,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _checked_missed(missed: Missed | str) -> Missed:
+def _check_missed(missed: Missed | str) -> Missed:
     try:
         return Missed(missed)
     except ValueError as error:

@@ -9,17 +9,19 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from batchwright.db.database import Session
-from batchwright.engine.counts import fold
+from batchwright.db.database import Database, Session
+from batchwright.db.statements import statements
+from batchwright.engine.metrics import fold
 from batchwright.engine.operation import Operations
-from batchwright.engine.processes import Processes
 from batchwright.engine.queue import Queue, Rescued
+from batchwright.engine.worker.processes import Processes
+from batchwright.engine.workers import Workers
 from batchwright.errors import DatabaseBusy, DatabaseError, DatabaseUnavailable
 
+SQL = statements(__package__, "upkeep.sql")
 log = logging.getLogger(__name__)
 
 _DEAD_WORKER_SECONDS = 300.0
@@ -28,11 +30,8 @@ _PAUSE_SECONDS_MIN = 0.3
 _PAUSE_SECONDS_MAX = 0.7
 _WAKE_SECONDS = 0.1
 
-Wake = Callable[[set[str]], None]
-
-
-class RescueCounts(Protocol):
-    def note(self, rescued: Rescued) -> None: ...
+OnRescued = Callable[[Sequence[Rescued]], None]
+"""Called with what was rescued, after the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Round:
     run: Callable[[Session], Awaitable[object]]
 
 
-def wake_when_due(rescued: Iterable[Rescued], wake: Wake) -> None:
+def wake_when_due(rescued: Iterable[Rescued], wake: Callable[[set[str]], None]) -> None:
     """Have jobs claimed when they come back, and not at the next poll. Call this after the commit.
 
     They come back spread over a time; those of one tenth of a second are waited for together.
@@ -60,6 +59,20 @@ def wake_when_due(rescued: Iterable[Rescued], wake: Wake) -> None:
         asyncio.get_running_loop().call_later(moment * _WAKE_SECONDS, wake, queues)
 
 
+@contextlib.asynccontextmanager
+async def lock_round(database: Database, name: str) -> AsyncIterator[Session | None]:
+    """A transaction that only one process at a time gets for this round; None for the others."""
+    async with database.transaction() as session:
+        ((is_mine,),) = await database.ask(SQL["lock_round"], {"round": name}, session)
+        yield session if is_mine else None
+
+
+async def make_event_partitions(database: Database, *, session: Session | None = None) -> int:
+    """Make the partitions of the coming weeks; answers how many were missing."""
+    ((made,),) = await database.ask(SQL["make_event_partitions"], {}, session)
+    return int(made)
+
+
 class Upkeep:
     """Rescue, expiry, partitions and dead workers; and, in each worker, suspects that must run alone."""
 
@@ -68,34 +81,33 @@ class Upkeep:
         queue: Queue,
         processes: Processes,
         operations: Operations,
-        counts: RescueCounts,
         rounds: Sequence[Round] = (),
         *,
         queues: Sequence[str] | None = None,
-        wake: Wake = lambda queues: None,
+        on_rescued: OnRescued = lambda rescued: None,
     ) -> None:
-        self._queues = queues
-        self._wake = wake
         self._queue = queue
         self._processes = processes
         self._operations = operations
-        self._counts = counts
+        self._queues = queues
+        self._on_rescued = on_rescued
         self._is_cut_off = False
         self._no_rescue_until = 0.0
         self._rescued: list[Rescued] = []
         """By a round that is not committed yet."""
         self._alone: asyncio.Task[None] | None = None
         self._due: dict[str, float] = {}
+        workers = Workers(queue.database)
         self._rounds = (
             Round("rescue", 0.5, self._rescue),
             Round("expire", 1.0, lambda session: queue.expire(session=session)),
-            Round("partitions", 3600.0, lambda session: queue.make_event_partitions(session=session)),
-            Round("workers", 60.0, lambda session: queue.remove_dead_workers(_DEAD_WORKER_SECONDS, session=session)),
-            Round("counts", 60.0, lambda session: fold(queue, session=session)),
+            Round("partitions", 3600.0, lambda session: make_event_partitions(queue.database, session=session)),
+            Round("workers", 60.0, lambda session: workers.remove_dead(_DEAD_WORKER_SECONDS, session=session)),
+            Round("counts", 60.0, lambda session: fold(queue.database, session=session)),
             *rounds,
         )
 
-    def reconnected(self) -> None:
+    def note_outage(self) -> None:
         """A break in our own connection: the others had it too, and have one lease from its end to renew theirs.
 
         A slow database is no such break: everybody is still connected, and if it stays slow, the dead wait for rescue.
@@ -134,13 +146,13 @@ class Upkeep:
                 except DatabaseBusy as error:
                     log.warning("the upkeep round %r must be repeated: %s", round.name, error)
                 except DatabaseUnavailable:
-                    self.reconnected()
+                    self.note_outage()
                 except Exception:  # a round that a part has added must not stop the worker
                     log.exception("the upkeep round %r failed", round.name)
 
     async def run_round(self, round: Round) -> bool:
         """Run one round unless another process is at it."""
-        async with self._queue.upkeep(round.name) as session:
+        async with lock_round(self._queue.database, round.name) as session:
             if session is None:
                 return False
             if await round.run(session) is True:
@@ -151,9 +163,8 @@ class Upkeep:
     def _announce(self) -> None:
         """What was rescued, once that is committed."""
         rescued, self._rescued = self._rescued, []
-        wake_when_due(rescued, self._wake)
+        self._on_rescued(rescued)
         for one in rescued:
-            self._counts.note(one)
             if one.was_running:
                 extra = {"job_id": str(one.id)}
                 log.warning("job %s was rescued from a dead worker: %s", one.id, one.status, extra=extra)
@@ -179,10 +190,7 @@ class Upkeep:
                 claim = await self._processes.isolate(id)
                 if claim is not None:
                     log.error("job %s killed the process that ran it alone", id, extra={"job_id": str(id)})
-                    rescued = await self._queue.rescue(dead=[(id, claim)], limit=1)
-                    wake_when_due(rescued, self._wake)
-                    for one in rescued:
-                        self._counts.note(one)
+                    self._on_rescued(await self._queue.rescue(dead=[(id, claim)], limit=1))
         except DatabaseError as error:
             log.debug("suspects wait: %s", error)
 

@@ -17,7 +17,7 @@ from batchwright.engine.queue import Queue
 from batchwright.errors import InvalidInput, NotFound
 from batchwright.states import JOB, JobStatus
 
-SQL = statements(__package__, "views.sql")
+SQL = statements(__package__, "parts.sql", "views.sql")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -294,7 +294,7 @@ class Views:
         return [OperationView(**_named(OperationView, row)) for row in rows]
 
     def _run(self, name: str, **params: Any) -> Awaitable[list[Row]]:
-        return self._queue.ask(SQL[name], params)
+        return self._queue.database.ask(SQL[name], params)
 
 
 class _Facts(NamedTuple):

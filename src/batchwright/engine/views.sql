@@ -136,7 +136,7 @@ WITH crew AS MATERIALIZED (
     WHERE heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s) AND stopping_at IS NULL
 )
 SELECT job.id, job.run_after > :now, queue.paused_at IS NOT NULL, holder.id, holder.status::text, rival.id,
-       job.rescues >= 2, able.workers, able.is_free
+       job.rescues >= :deaths_max, able.workers, able.is_free
 FROM batchwright.job
 LEFT JOIN batchwright.queue ON queue.name = job.queue
 LEFT JOIN LATERAL (
@@ -147,9 +147,9 @@ LEFT JOIN LATERAL (
 LEFT JOIN LATERAL (
     SELECT other.id FROM batchwright.job AS other
     WHERE other.tenant = job.tenant AND other.exclusive_key = job.exclusive_key AND other.finished_at IS NULL
-        AND other.status = 'QUEUED' AND other.run_after <= :now AND other.rescues < 2
+        AND other.status = 'QUEUED' AND other.run_after <= :now AND other.rescues < :deaths_max
         AND (other.priority, other.run_after, other.id) < (job.priority, job.run_after, job.id)
-        AND other.queue <> ALL (ARRAY(SELECT name FROM batchwright.queue WHERE paused_at IS NOT NULL))
+        AND other.queue <> ALL (:paused_queues)
         AND NOT EXISTS (
             SELECT FROM crew
             WHERE job.job_type = ANY(crew.operations) AND (crew.queues IS NULL OR job.queue = ANY(crew.queues))

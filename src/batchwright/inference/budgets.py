@@ -12,8 +12,8 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from batchwright.db.database import Database
 from batchwright.db.statements import statements
-from batchwright.engine.queue import Queue
 from batchwright.errors import DatabaseError
 from batchwright.inference.settings import GatewaySettings
 
@@ -48,12 +48,12 @@ class Budget:
 
     def __init__(
         self,
-        queue: Queue,
+        database: Database,
         name: str,
         rate: Rate,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._queue = queue
+        self._database = database
         # Models of one server may have rates of their own, and would fill and empty each other's bucket.
         self._name = f"{name} {rate.requests:g} {rate.tokens:g}"
         self._rate = rate
@@ -95,20 +95,20 @@ class Budget:
             "tokens_room": rate.tokens,
         }
         try:
-            async with self._queue.database.transaction() as session:
-                ((requests, tokens),) = await self._queue.ask(SQL["take"], params, session)
+            async with self._database.transaction() as session:
+                ((requests, tokens),) = await self._database.ask(SQL["take"], params, session)
                 requests = max(0, int(min(requests, room - self._requests)))
                 tokens = max(0.0, min(tokens, rate.tokens - self._tokens))
                 taken = {"name": self._name, "requests": float(requests), "tokens": tokens}
-                await self._queue.ask(SQL["spend"], taken, session)
+                await self._database.ask(SQL["spend"], taken, session)
         except DatabaseError:
             return
         self._requests += requests
         self._tokens += tokens
 
 
-async def live_workers(queue: Queue, operation: str) -> int:
+async def live_workers(database: Database, operation: str) -> int:
     """Workers that run this operation now; at least one, for whoever asks is one."""
     params = {"operation": operation, "silent_seconds": _WORKER_SILENT_SECONDS}
-    ((workers,),) = await queue.ask(SQL["workers"], params)
+    ((workers,),) = await database.ask(SQL["workers"], params)
     return max(1, int(workers))

@@ -23,6 +23,8 @@ from batchwright.inference.settings import NO_GATEWAY, SECRETS, GatewaySettings,
 KEY_SECONDS = 60.0
 _IDLE_SECONDS = 4.0
 _KEY_BYTES_MAX = 16 * 1024
+_TIMEOUT = Failure.TIMEOUT
+"""Looked up with every request, which takes five times as long through the enum."""
 _OWN_HEADERS = {"accept": "application/json", "accept-encoding": "identity", "content-type": "application/json"}
 
 
@@ -145,8 +147,22 @@ class Gateway:
     async def send(self, request: Request) -> Answer:
         """One POST, judged. A task that is cancelled here closes its connection."""
         started = time.monotonic()
-        reply = await self._exchange(request, started)
-        return classify(reply, now=time.time())
+        most, left = self.settings.request_timeout, request.seconds_left
+        timeout, late = self._usual_timeout, _TIMEOUT
+        if left is not None and left < most:
+            if left <= 0:
+                return _judge_failure(Failure.EXPIRED, started)
+            timeout, late = timedelta(seconds=left), Failure.DEADLINE
+        try:
+            response = await self._client.post(
+                self.endpoint + request.url,
+                body=request.body,
+                headers=self._headers_of(request, started),
+                timeout=timeout,
+            )
+        except Exception as error:
+            return _judge_failure(_name_failure(error, late), started, _explain(error))
+        return classify(await self._read(response, started, late), now=time.time())
 
     async def fetch(self, request: Request, seconds: float) -> Reply:
         """One GET, such as for the list of models; unjudged."""
@@ -156,37 +172,17 @@ class Gateway:
             timeout = timedelta(seconds=seconds)
             response = await self._client.get(self.endpoint + request.url, headers=headers, timeout=timeout)
         except Exception as error:
-            failure = _before_an_answer(error, Failure.TIMEOUT)
-            return _failed(failure, _SAYS[failure] + _reason(error), started)
+            failure = _name_failure(error, Failure.TIMEOUT)
+            return _make_failure(failure, _SAYS[failure] + _explain(error), started)
         return await self._read(response, started, Failure.TIMEOUT)
 
     async def close(self) -> None:
         """Close all connections; whoever still awaits an answer gets CancelledError."""
         await self._client.__aexit__(None, None, None)
 
-    async def _exchange(self, request: Request, started: float) -> Reply:
-        timeout, late = self._timeout(request)
-        if timeout <= 0:
-            return _failed(Failure.EXPIRED, _SAYS[Failure.EXPIRED], started)
-        try:
-            response = await self._client.post(
-                self.endpoint + request.url,
-                body=request.body,
-                headers=self._headers_of(request, started),
-                timeout=self._usual_timeout if late is Failure.TIMEOUT else timedelta(seconds=timeout),
-            )
-        except Exception as error:
-            failure = _before_an_answer(error, late)
-            return _failed(failure, _SAYS[failure] + _reason(error), started)
-        return await self._read(response, started, late)
-
-    def _timeout(self, request: Request) -> tuple[float, Failure]:
-        """How long it may take, and what it is called when that is over."""
-        most, left = self.settings.request_timeout, request.seconds_left
-        return (most, Failure.TIMEOUT) if left is None or most <= left else (left, Failure.DEADLINE)
-
     def _headers_of(self, request: Request, now: float) -> dict[str, str]:
-        headers = {**request.headers, **self._headers, "x-request-id": request.id}
+        headers = {**request.headers, **self._headers} if request.headers else self._headers.copy()
+        headers["x-request-id"] = request.id
         for header, value in self._referred.items():
             headers[header] = value.text(now) or ""
         if request.traceparent is not None:
@@ -196,15 +192,19 @@ class Gateway:
         return headers
 
     async def _read(self, response: wreq.Response, started: float, late: Failure) -> Reply:
-        status = response.status.as_int()
+        status, most = response.status.as_int(), self._limits.response_bytes_max
+        length = response.content_length
+        body: bytes | None
         try:
-            body = await self._body(response)
+            if length is not None and length <= most:  # cannot be exceeded, and to read it in one go is cheaper
+                body = bytes(await response.bytes())
+            else:
+                body = await _stream(response, most)
         except Exception as error:
             failure = late if "TimedOut" in str(error) else Failure.LOST
-            return _failed(failure, _SAYS[failure] + f" after the status {status}", started, status)
+            return _make_failure(failure, _SAYS[failure] + f" after the status {status}", started, status)
         if body is None:
-            most = self._limits.response_bytes_max
-            return _failed(Failure.TOO_LARGE, f"the answer is longer than {most} bytes", started, status)
+            return _make_failure(Failure.TOO_LARGE, f"the answer is longer than {most} bytes", started, status)
         headers = response.headers
         return Reply(
             status=status,
@@ -213,25 +213,6 @@ class Gateway:
             request_id=_text(headers.get("x-request-id")),
             seconds=time.monotonic() - started,
         )
-
-    async def _body(self, response: wreq.Response) -> bytes | None:
-        """The whole body, or None if it is too long; leaving the stream early closes the connection.
-
-        A length that was announced cannot be exceeded; reading it in one go is cheaper.
-        """
-        length = response.content_length
-        if length is not None and length <= self._limits.response_bytes_max:
-            return bytes(await response.bytes())
-        chunks: list[memoryview] = []
-        total = 0
-        async with response.stream() as stream:
-            async for chunk in stream:
-                if isinstance(chunk, memoryview):
-                    chunks.append(chunk)
-                    total += len(chunk)
-                    if total > self._limits.response_bytes_max:
-                        return None
-        return b"".join(chunks)
 
 
 class Gateways:
@@ -307,11 +288,29 @@ def network_thread() -> wreq.Runtime:
     return wreq.Runtime(workers=1, thread_name="batchwright-http")
 
 
-def _failed(failure: Failure, detail: str, started: float, status: int | None = None) -> Reply:
+async def _stream(response: wreq.Response, bytes_max: int) -> bytes | None:
+    """The whole body, or None if it is too long; leaving the stream early closes the connection."""
+    chunks: list[memoryview] = []
+    total = 0
+    async with response.stream() as stream:
+        async for chunk in stream:
+            if isinstance(chunk, memoryview):
+                chunks.append(chunk)
+                total += len(chunk)
+                if total > bytes_max:
+                    return None
+    return b"".join(chunks)
+
+
+def _judge_failure(failure: Failure, started: float, reason: str = "") -> Answer:
+    return classify(_make_failure(failure, _SAYS[failure] + reason, started), now=time.time())
+
+
+def _make_failure(failure: Failure, detail: str, started: float, status: int | None = None) -> Reply:
     return Reply(status=status, failure=failure, detail=detail, seconds=time.monotonic() - started)
 
 
-def _before_an_answer(error: Exception, late: Failure) -> Failure:
+def _name_failure(error: Exception, late: Failure) -> Failure:
     """Why there is no status. The client marks every failure before it was connected as `Connect`.
 
     Its connect timeout is shorter than the request's, so other timeouts mean that we were connected.
@@ -335,7 +334,7 @@ _REASONS = {
 }
 
 
-def _reason(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     """A few words of our own: the client's text holds addresses and more."""
     text = str(error)
     if "kind: Connect," not in text:
@@ -344,7 +343,7 @@ def _reason(error: Exception) -> str:
 
 
 def _text(value: memoryview | None) -> str | None:
-    return None if value is None else bytes(value).decode("latin-1")
+    return None if value is None else str(value, "latin-1")
 
 
 def _options(settings: GatewaySettings, limits: InferenceSettings) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import heapq
 import logging
 import random
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple
 
 from batchwright.inference.adaptive import AdaptiveLimit, Sent
@@ -52,20 +51,12 @@ class Slots:
         self._admit()
 
     @property
-    def free(self) -> int:
-        """How much could be taken at once."""
-        return 0 if self._waiting else max(0, self._capacity - self.in_use)
-
-    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def slot(self, weight: int = 1, owner: str = "") -> Slot:
-        """`async with slots.slot():` holds one inside the block."""
-        return Slot(self, weight, owner)
-
-    def take_now(self, weight: int, owner: str) -> bool:
-        if not self._fits(weight):
+    def take_now(self, weight: int = 1, owner: str = "") -> bool:
+        """Without waiting, which costs less than a coroutine; False means that `take` would have to wait."""
+        if self.in_use and self.in_use + weight > self._capacity:
             return False
         if not self._waiting:  # what keeps nobody waiting counts for nobody's share
             self.in_use += weight
@@ -76,7 +67,10 @@ class Slots:
         self._take(weight, owner, mark)
         return True
 
-    async def take_turn(self, weight: int, owner: str) -> None:
+    async def take(self, weight: int = 1, owner: str = "") -> None:
+        """Wait in line for it. Whoever is cancelled here has taken nothing."""
+        if self.take_now(weight, owner):
+            return
         self._arrivals += 1
         mark = self._marks[owner] = self._mark(weight, owner)
         turn = _Turn(mark, self._arrivals, weight, owner, asyncio.get_running_loop().create_future())
@@ -96,12 +90,13 @@ class Slots:
                 self._admit()
             raise
 
-    def give(self, weight: int) -> None:
+    def give(self, weight: int = 1) -> None:
         self.in_use -= weight
         if self.in_use < 0:
             self.note_broken(f"{-self.in_use} more given back than taken")
             self.in_use = 0
-        self._admit()
+        if self._waiting:
+            self._admit()
 
     def note_broken(self, what: str) -> None:
         self.broken = f"the slots of {self.name} do not add up: {what}"
@@ -136,41 +131,6 @@ class _Turn(NamedTuple):
     admitted: asyncio.Future[None]
 
 
-class Slot:
-    """One place, to be entered once and left once."""
-
-    __slots__ = ("_held", "_owner", "_slots", "_weight")
-
-    def __init__(self, slots: Slots, weight: int, owner: str) -> None:
-        self._slots = slots
-        self._weight = weight
-        self._owner = owner
-        self._held = False
-
-    def enter_now(self) -> bool:
-        """Without waiting, which costs less than a coroutine; False means that `async with` would have to wait."""
-        assert not self._held, "a slot is entered once"
-        self._held = self._slots.take_now(self._weight, self._owner)
-        return self._held
-
-    def leave(self) -> None:
-        if self._held:
-            self._held = False
-            self._slots.give(self._weight)
-        else:
-            self._slots.note_broken("one slot was given back twice")
-
-    async def __aenter__(self) -> None:
-        if not self.enter_now():
-            await self._slots.take_turn(self._weight, self._owner)
-            self._held = True
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leave()
-
-
 class CircuitBreaker:
     """Stops asking an endpoint that cannot be reached, and lets one request at a time find out whether it is back."""
 
@@ -195,7 +155,7 @@ class CircuitBreaker:
 
     def wait_seconds(self, now: float) -> float:
         """0 means: send now. While open this admits one probe, and the others ask again soon."""
-        if not self.is_open:
+        if self._failures < self.FAILURES:
             return 0.0
         if now < self._quiet_until:
             return min(self._quiet_until - now, self.OPEN_SECONDS)
@@ -222,7 +182,7 @@ class CircuitBreaker:
             self._quiet_until = now + min(pause, self.OPEN_SECONDS_MAX) * self._jitter()
 
 
-class Lane:
+class ModelLimit:
     """The limits of one model at one endpoint; the breaker is the endpoint's."""
 
     def __init__(self, name: str, adaptive: AdaptiveLimit, breaker: CircuitBreaker) -> None:
@@ -235,7 +195,7 @@ class Lane:
         """The largest answer seen; with each smaller one it fades towards that."""
 
     def wait_seconds(self, now: float) -> float:
-        """How long to send nothing to this lane; 0 means: send now, for this may be the probe of an open breaker."""
+        """How long to send nothing to this model; 0 means: send now, for this may be the probe of an open breaker."""
         return self.adaptive.wait_seconds(now) or self.breaker.wait_seconds(now)
 
     def sent(self, now: float) -> Sent:
@@ -248,7 +208,7 @@ class Lane:
             self.answer_bytes = size
         elif answer.succeeded:
             self.answer_bytes -= (self.answer_bytes - size) // ANSWERS_FADE
-        if answer.code == Failure.CONNECT:
+        if answer.code is not None and answer.code == Failure.CONNECT:
             self.breaker.failed(now)
             return
         self.breaker.connected()
@@ -265,9 +225,9 @@ class Limits:
 
     def __init__(self, settings: InferenceSettings) -> None:
         self._settings = settings
-        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._models: dict[tuple[str, str], ModelLimit] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
-        self._shares: dict[str, Slots] = {}
+        self._endpoints: dict[str, Slots] = {}
         self.total = Slots("all models", settings.concurrency)
         self.bytes = Slots("bytes in flight", settings.bytes_in_flight_max)
 
@@ -275,14 +235,15 @@ class Limits:
     def broken(self) -> str | None:
         """The first invariant that does not hold; from then on this process should take no more work.
 
-        The lease thread asks too, while lanes are added.
+        The lease thread asks too, while models are added.
         """
-        every = (self.total, self.bytes, *self._shares.values(), *(lane.slots for lane in list(self._lanes.values())))
+        models = list(self._models.values())
+        every = (self.total, self.bytes, *self._endpoints.values(), *(model.slots for model in models))
         return next((slots.broken for slots in every if slots.broken), None)
 
-    def lane(self, endpoint: str, model: str, *, now: float) -> Lane:
-        """The one lane of a model at an endpoint."""
-        if (found := self._lanes.get((endpoint, model))) is None:
+    def of_model(self, endpoint: str, model: str, *, now: float) -> ModelLimit:
+        """The one limit of a model at an endpoint."""
+        if (found := self._models.get((endpoint, model))) is None:
             settings = self._settings
             adaptive = AdaptiveLimit(
                 start=settings.model_concurrency_start,
@@ -292,67 +253,86 @@ class Limits:
             )
             new = CircuitBreaker(connect_timeout=settings.connect_timeout)
             breaker = self._breakers.setdefault(endpoint, new)
-            found = self._lanes[endpoint, model] = Lane(f"{model} at {endpoint}", adaptive, breaker)
-            found.endpoint_slots = self._shares.get(endpoint)
+            found = self._models[endpoint, model] = ModelLimit(f"{model} at {endpoint}", adaptive, breaker)
+            found.endpoint_slots = self._endpoints.get(endpoint)
         return found
 
-    def share(self, endpoint: str, capacity: int) -> None:
+    def limit_endpoint(self, endpoint: str, capacity: int) -> None:
         """At most so many requests in flight to an endpoint, over all its models."""
-        if (slots := self._shares.get(endpoint)) is not None:
+        if (slots := self._endpoints.get(endpoint)) is not None:
             slots.capacity = capacity
             return
-        slots = self._shares[endpoint] = Slots(f"this worker at {endpoint}", capacity)
-        for (where, _), lane in self._lanes.items():
+        slots = self._endpoints[endpoint] = Slots(f"this worker at {endpoint}", capacity)
+        for (where, _), model in self._models.items():
             if where == endpoint:
-                lane.endpoint_slots = slots
-
-    def slot(self, lane: Lane, request_bytes: int) -> Hold:
-        """`async with limits.slot(lane, len(body)):` holds room of the model first, then of all models, then bytes."""
-        return Hold(lane.slots.slot(), *self._rest(lane, request_bytes))
-
-    def rest(self, lane: Lane, request_bytes: int) -> Hold:
-        """What a request needs when it has the slot of its model already."""
-        return Hold(*self._rest(lane, request_bytes))
-
-    def _rest(self, lane: Lane, request_bytes: int) -> tuple[Slot, ...]:
-        rest = self.total.slot(), self.bytes.slot(request_bytes + lane.answer_bytes, lane.slots.name)
-        return rest if lane.endpoint_slots is None else (lane.endpoint_slots.slot(), *rest)
+                model.endpoint_slots = slots
 
 
-class Hold:
-    """Several slots, taken in order and given back in reverse."""
+class Permit:
+    """What one request needs to be in flight: a slot of its model first, then the rest.
 
-    __slots__ = ("_slots",)
+    The rest is a slot of its endpoint, if that has a limit over all workers, a slot of all models, and bytes.
+    """
 
-    def __init__(self, *slots: Slot) -> None:
-        self._slots = slots
+    __slots__ = ("_bytes", "_endpoint", "_has_slot", "_limits", "_model")
 
-    def enter_now(self) -> bool:
-        """All of them without waiting, or none; False means that `async with` would have to wait."""
-        for place, slot in enumerate(self._slots):
-            if not slot.enter_now():
-                for taken in reversed(self._slots[:place]):
-                    taken.leave()
-                return False
-        return True
+    def __init__(self, limits: Limits, model: ModelLimit) -> None:
+        self._limits = limits
+        self._model = model
+        self._has_slot = False
+        self._endpoint: Slots | None = None
+        self._bytes: int | None = None
 
-    async def __aenter__(self) -> None:
-        taken: list[Slot] = []
+    def take_slot_now(self) -> bool:
+        """Without waiting; False means that `take_slot` would have to wait."""
+        self._has_slot = self._model.slots.take_now()
+        return self._has_slot
+
+    async def take_slot(self) -> None:
+        await self._model.slots.take()
+        self._has_slot = True
+
+    def take_rest_now(self, request_bytes: int) -> bool:
+        """All of it without waiting, or nothing; False means that `take_rest` would have to wait."""
+        model, limits = self._model, self._limits
+        endpoint, weight = model.endpoint_slots, request_bytes + model.answer_bytes
+        if endpoint is not None and not endpoint.take_now():
+            return False
+        if limits.total.take_now():
+            if limits.bytes.take_now(weight, model.slots.name):
+                self._endpoint, self._bytes = endpoint, weight
+                return True
+            limits.total.give()
+        if endpoint is not None:
+            endpoint.give()
+        return False
+
+    async def take_rest(self, request_bytes: int) -> None:
+        """Whoever is cancelled while waiting keeps nothing of the rest, and the slot of the model."""
+        endpoint, weight = self._model.endpoint_slots, request_bytes + self._model.answer_bytes
+        taken: list[Slots] = []
         try:
-            for slot in self._slots:
-                if not slot.enter_now():
-                    await slot.__aenter__()
-                taken.append(slot)
+            for slots in (endpoint, self._limits.total):
+                if slots is not None:
+                    await slots.take()
+                    taken.append(slots)
+            await self._limits.bytes.take(weight, self._model.slots.name)
         except BaseException:
-            for slot in reversed(taken):
-                slot.leave()
+            for slots in reversed(taken):
+                slots.give()
             raise
+        self._endpoint, self._bytes = endpoint, weight
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        for slot in reversed(self._slots):
-            slot.leave()
+    def give_back(self) -> None:
+        """Everything that is held; a second time is never counted, but reported as `broken`."""
+        if not self._has_slot:
+            self._model.slots.note_broken("one slot was given back twice")
+            return
+        if self._bytes is not None:
+            self._limits.bytes.give(self._bytes)
+            self._limits.total.give()
+            if self._endpoint is not None:
+                self._endpoint.give()
+            self._bytes = None
+        self._has_slot = False
+        self._model.slots.give()

@@ -30,7 +30,7 @@ _SERVER = re.compile(r"(https?://[^/?#]*)[/?#].")
 
 
 def seconds(value: Any) -> Any:
-    """Read a duration as the source writes it, such as "5m" or "1m30s"; a bare number is seconds."""
+    """Read a duration as llm-d's batch gateway writes it, such as "5m" or "1m30s"; a bare number is seconds."""
     if isinstance(value, str) and _DURATION.sub("", value) == "" and value:
         return sum(float(number) * _UNITS[unit] for number, unit in _DURATION.findall(value))
     return value

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib
 import os
 import pickle
 import queue
@@ -20,20 +19,22 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 from uuid import UUID
 
 import orjson
 
-from batchwright.db.database import DatabaseSettings, Pool
+from batchwright.db.database import Database, DatabaseSettings, Pool
 from batchwright.engine.context import Child, Context, Joined
 from batchwright.engine.jobs import Claim, JobId
-from batchwright.engine.processes import CHILD_BRIEF, ChildProgram, end_with_parent
-from batchwright.engine.queue import EngineSettings
-from batchwright.engine.worker import Worker, WorkerSettings
+from batchwright.engine.queue import EngineSettings, Queue
+from batchwright.engine.worker.duty import WorkerPart
+from batchwright.engine.worker.processes import CHILD_BRIEF, ChildProgram, end_with_parent
+from batchwright.engine.worker.worker import Program, Worker, WorkerSettings
 from batchwright.errors import Fatal
 from batchwright.operations.registry import Registry
+from batchwright.plugins import load
 from batchwright.telemetry.logs import configure_logs, job_in_hand
 
 _LENGTH = struct.Struct(">I")
@@ -137,16 +138,14 @@ def _picklable(frame: tuple[str, Any]) -> tuple[str, Any]:
 async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output: BinaryIO) -> int:
     settings = DatabaseSettings(**brief["database"])
     async with Pool(settings, brief["url"]) as pool:
-        services, close_services = _services(brief, pool, registry)
+        child = ChildProgram((sys.executable, "-m", "batchwright.operations.child"), {})
         worker = Worker(
             pool,
             registry,
+            parts=_parts(brief, pool, registry),
+            program=Program(child=child, version=brief["version"]),
+            queue=Queue(Database(pool), EngineSettings(**brief["engine"])),
             settings=WorkerSettings(concurrency=1),
-            services=services,
-            close_services=close_services,
-            engine=EngineSettings(**brief["engine"]),
-            child=ChildProgram((sys.executable, "-m", "batchwright.operations.child"), {}),
-            version=brief["version"],
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         _Orphanage(worker)
@@ -179,12 +178,11 @@ class _Orphanage:
         self._worker.stop()
 
 
-def _services(brief: dict[str, Any], pool: Pool, registry: Registry) -> tuple[Any, Any]:
-    """What the parent's operations may ask for, made anew by the function that the brief names."""
-    if (wanted := brief.get("services")) is None:
-        return None, None
-    module, _, name = wanted["factory"].partition(":")
-    made: tuple[Any, Any] = getattr(importlib.import_module(module), name)(wanted["settings"], pool, registry)
+def _parts(brief: dict[str, Any], pool: Pool, registry: Registry) -> Sequence[WorkerPart]:
+    """The parts of the parent's worker, made anew by the function that the brief names."""
+    if (wanted := brief.get("parts")) is None:
+        return ()
+    made: Sequence[WorkerPart] = load(wanted["factory"])(wanted["settings"], pool, registry)
     return made
 
 

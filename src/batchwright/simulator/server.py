@@ -63,20 +63,20 @@ class SimulatorSettings:
 class Work:
     """A request that the model works on, and everything needed to answer it."""
 
-    __slots__ = ("ask", "exchange", "fault", "formed", "key", "lane", "ticket", "tokens_each")
+    __slots__ = ("ask", "exchange", "fault", "formed", "key", "simulated", "ticket", "tokens_each")
 
-    def __init__(self, exchange: Exchange, lane: Lane, ask: Ask, key: int, fault: Fault | None) -> None:
+    def __init__(self, exchange: Exchange, simulated: SimulatedModel, ask: Ask, key: int, fault: Fault | None) -> None:
         self.ask = ask
         self.exchange = exchange
         self.fault = fault
         self.formed: list[Formed] | None = None
         self.key = key
-        self.lane = lane
+        self.simulated = simulated
         self.ticket: Ticket[Work] | None = None
         self.tokens_each = 0
 
 
-class Lane:
+class SimulatedModel:
     """One model: its server, the alarm for its next event, and what it has done."""
 
     def __init__(self, profile: Profile) -> None:
@@ -138,7 +138,7 @@ class Simulator:
         self._connections: set[Connection] = set()
         self._faults = Faults([faults.parse(text) for text in self.settings.faults], self.settings.seed)
         self._key = f"Bearer {self.settings.api_key}".encode() if self.settings.api_key else None
-        self._lanes = {name: Lane(profile) for name, profile in self.settings.models.items()}
+        self._simulated = {name: SimulatedModel(profile) for name, profile in self.settings.models.items()}
         self._listener: asyncio.Server | None = None
         self._number = 0
         self._opened_at = time.monotonic()
@@ -160,14 +160,14 @@ class Simulator:
             self._listener.close()
         for connection in list(self._connections):
             connection.transport.abort()
-        for lane in self._lanes.values():
-            if lane.alarm is not None:
-                lane.alarm.cancel()
+        for simulated in self._simulated.values():
+            if simulated.alarm is not None:
+                simulated.alarm.cancel()
         await asyncio.sleep(0)
 
     def stats(self) -> dict[str, Any]:
         now = self._now()
-        models = {name: lane.summary(now) for name, lane in self._lanes.items()}
+        models = {name: simulated.summary(now) for name, simulated in self._simulated.items()}
         return {**self.counters.summary(), "time_scale": self.settings.time_scale, "models": models}
 
     def asked(self, *, over: int = 0, by: str = "body", limit: int = 1000) -> dict[str, Any]:
@@ -184,19 +184,19 @@ class Simulator:
 
     def change(self, model: str, values: Mapping[str, Any]) -> None:
         """Other numbers in the profile of a model, from now on."""
-        lane = self._lane(model)
-        if lane is None:
-            raise InvalidInput(f"there is no model {model!r}; there are {', '.join(self._lanes)}", param="model")
-        lane.server.change(self._now(), lane.server.profile.with_values(values))
-        self._settle(lane)
+        simulated = self._find(model)
+        if simulated is None:
+            raise InvalidInput(f"there is no model {model!r}; there are {', '.join(self._simulated)}", param="model")
+        simulated.server.change(self._now(), simulated.server.profile.with_values(values))
+        self._settle(simulated)
 
     def reset(self) -> None:
         """Counts begin anew and caches are empty; faults and requests in flight stay."""
         self.counters = self.counters.renewed(self.settings.asked_max)
-        for lane in self._lanes.values():
+        for simulated in self._simulated.values():
             now = self._now()
-            lane.server.reset(now)
-            lane.reset(now)
+            simulated.server.reset(now)
+            simulated.reset(now)
 
     def connected(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -237,8 +237,8 @@ class Simulator:
                 where = "queued"
             elif ticket.seat is not None:
                 where = "running"
-            work.lane.server.abort(self._now(), ticket)
-            self._settle(work.lane)
+            work.simulated.server.abort(self._now(), ticket)
+            self._settle(work.simulated)
         self.counters.lost(where, time.monotonic() - exchange.since)
 
     def _ask(self, exchange: Exchange, endpoint: str) -> None:
@@ -266,11 +266,11 @@ class Simulator:
             self.counters.faults[fault.kind] += 1
         if fault is not None and fault.is_early:
             self._fail(exchange, fault)
-        elif (lane := self._lane(ask.model)) is None:
+        elif (simulated := self._find(ask.model)) is None:
             message = f"The model `{ask.model}` does not exist or you do not have access to it."
             exchange.send(404, error_body(404, message))
         else:
-            self._submit(Work(exchange, lane, ask, key, fault))
+            self._submit(Work(exchange, simulated, ask, key, fault))
 
     def _fault(self, exchange: Exchange, ask: Ask, key: int, asked: int) -> Fault | None:
         """What the request itself asks for goes before the rules."""
@@ -297,7 +297,7 @@ class Simulator:
             exchange.cut(reset=fault.kind == "reset")
 
     def _submit(self, work: Work) -> None:
-        ask, lane, profile = work.ask, work.lane, work.lane.server.profile
+        ask, simulated, profile = work.ask, work.simulated, work.simulated.server.profile
         prompt_tokens = sum(map(tokens, ask.prompts))
         is_written = ask.endpoint not in SILENT
         if is_written:
@@ -314,42 +314,42 @@ class Simulator:
         links = chain(ask.prompts[0]) if is_written and profile.cache_blocks and len(ask.prompts) == 1 else ()
         work.ticket = Ticket(work, prompt_tokens=prompt_tokens, output_tokens=output, links=links)
         work.exchange.work = work
-        if lane.server.arrive(self._now(), work.ticket):
-            self._settle(lane)
+        if simulated.server.arrive(self._now(), work.ticket):
+            self._settle(simulated)
         else:
             work.ticket = None
-            self._refuse_load(work.exchange, lane)
+            self._refuse_load(work.exchange, simulated)
 
-    def _settle(self, lane: Lane) -> None:
+    def _settle(self, simulated: SimulatedModel) -> None:
         """Answer what is done by now, and set the alarm for the next event."""
         now = self._now()
-        for ticket in lane.server.advance(now):
+        for ticket in simulated.server.advance(now):
             self._deliver(ticket, now)
-        due = lane.server.next_at()
-        if lane.alarm is not None and lane.alarm_at <= due:
+        due = simulated.server.next_at()
+        if simulated.alarm is not None and simulated.alarm_at <= due:
             return  # it will look again; most arrivals move the next event to a later time
-        if lane.alarm is not None:
-            lane.alarm.cancel()
-            lane.alarm = None
+        if simulated.alarm is not None:
+            simulated.alarm.cancel()
+            simulated.alarm = None
         if due < math.inf:
-            lane.alarm_at = due
+            simulated.alarm_at = due
             # Timers count in milliseconds: a shorter one would spin.
             delay = max(_TICK_SECONDS, (due - now) / self.settings.time_scale)
-            lane.alarm = self._loop.call_later(delay, self._ring, lane)
+            simulated.alarm = self._loop.call_later(delay, self._ring, simulated)
 
-    def _ring(self, lane: Lane) -> None:
-        lane.alarm = None
-        self._settle(lane)
+    def _ring(self, simulated: SimulatedModel) -> None:
+        simulated.alarm = None
+        self._settle(simulated)
 
     def _deliver(self, ticket: Ticket[Work], now: float) -> None:
-        work, lane = ticket.owner, ticket.owner.lane
+        work, simulated = ticket.owner, ticket.owner.simulated
         work.ticket = None
-        lane.served += 1
-        lane.prompt_tokens += ticket.prompt_tokens
-        lane.cached_tokens += ticket.cached_tokens
-        lane.completion_tokens += ticket.output_tokens
-        lane.waited.add((ticket.started_at or now) - ticket.arrived_at)
-        lane.took.add(now - ticket.arrived_at)
+        simulated.served += 1
+        simulated.prompt_tokens += ticket.prompt_tokens
+        simulated.cached_tokens += ticket.cached_tokens
+        simulated.completion_tokens += ticket.output_tokens
+        simulated.waited.add((ticket.started_at or now) - ticket.arrived_at)
+        simulated.took.add(now - ticket.arrived_at)
         self.counters.by_served.add(work.key)
         body = self._written(work, ticket)
         if work.fault is not None and work.fault.kind == "slow":
@@ -368,7 +368,9 @@ class Simulator:
             tokens_each=work.tokens_each,
             formed=work.formed,
         )
-        return self._author.answer(work.ask, done, work.ask.dimensions or work.lane.server.profile.embedding_dimensions)
+        return self._author.answer(
+            work.ask, done, work.ask.dimensions or work.simulated.server.profile.embedding_dimensions
+        )
 
     def _send(self, work: Work, body: bytes) -> None:
         exchange, fault = work.exchange, work.fault
@@ -376,14 +378,14 @@ class Simulator:
         extra = b"x-request-id: %b\r\n" % request_id
         exchange.send(200, body if fault is None else faults.spoil(fault, body), extra, fault)
 
-    def _lane(self, model: str) -> Lane | None:
-        lane = self._lanes.get(model)
-        has_room = len(self._lanes) < len(self.settings.models) + self.settings.any_model_max
-        if lane is None and self.settings.any_model is not None and has_room:
-            lane = self._lanes[model] = Lane(self.settings.any_model)
-            lane.reset(self._now())
-            lane.server.reset(self._now())
-        return lane
+    def _find(self, model: str) -> SimulatedModel | None:
+        simulated = self._simulated.get(model)
+        has_room = len(self._simulated) < len(self.settings.models) + self.settings.any_model_max
+        if simulated is None and self.settings.any_model is not None and has_room:
+            simulated = self._simulated[model] = SimulatedModel(self.settings.any_model)
+            simulated.reset(self._now())
+            simulated.server.reset(self._now())
+        return simulated
 
     def _is_known(self, exchange: Exchange) -> bool:
         return self._key is None or exchange.headers.get(b"authorization") == self._key
@@ -391,9 +393,9 @@ class Simulator:
     def _refuse_key(self, exchange: Exchange) -> None:
         exchange.send(401, error_body(401, "Incorrect API key provided."))
 
-    def _refuse_load(self, exchange: Exchange, lane: Lane) -> None:
-        lane.refused += 1
-        profile = lane.server.profile
+    def _refuse_load(self, exchange: Exchange, simulated: SimulatedModel) -> None:
+        simulated.refused += 1
+        profile = simulated.server.profile
         message = f"the server is full: {profile.max_running} requests run and {profile.max_waiting} wait"
         exchange.send(
             profile.refuse_status, error_body(profile.refuse_status, message), _retry_after(profile.retry_after)
@@ -408,7 +410,7 @@ class Simulator:
             case "GET", "/health":
                 return 200, b'{"status":"ok"}'
             case "GET", "/v1/models":
-                return 200, models_body(list(self._lanes), int(self.counters.started_at))
+                return 200, models_body(list(self._simulated), int(self.counters.started_at))
             case "GET", "/simulator/stats":
                 return 200, _json(self.stats())
             case "GET", "/simulator/asked":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from batchwright.errors import Conflict
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the operating system says when there is no room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 from batchwright.errors import NotFound, TooLarge
@@ -46,13 +47,14 @@ class Contents:
         first = await anext(parts, b"")
         self._source = first if len(first) < size else _joined(first, parts)
 
-    async def chunks(self) -> Chunks:
-        """One pass, from the beginning."""
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """One pass, from the beginning; one that ends early is closed, and so is what it read."""
         self._digest, self.size, self.touched = hashlib.sha256(), 0, True
-        async for piece in self._bounded(self._open()):
-            self.size += len(piece)
-            self._digest.update(piece)
-            yield piece
+        async with aclosing(self._bounded(self._open())) as pieces:
+            async for piece in pieces:
+                self.size += len(piece)
+                self._digest.update(piece)
+                yield piece
 
     async def measure(self) -> None:
         """Pass over it only to learn its size and checksum."""
@@ -68,14 +70,18 @@ class Contents:
             case _:
                 return self._source() if callable(self._source) else self._source
 
-    async def _bounded(self, chunks: Chunks) -> Chunks:
+    async def _bounded(self, chunks: Chunks) -> AsyncGenerator[bytes, None]:
         size = 0
-        async for chunk in chunks:
-            size += len(chunk)
-            if self._limit is not None and size > self._limit:
-                raise TooLarge(f"the file is larger than {self._limit} bytes, which is the limit")
-            for start in range(0, len(chunk), MIB):
-                yield chunk if len(chunk) <= MIB else chunk[start : start + MIB]
+        try:
+            async for chunk in chunks:
+                size += len(chunk)
+                if self._limit is not None and size > self._limit:
+                    raise TooLarge(f"the file is larger than {self._limit} bytes, which is the limit")
+                for start in range(0, len(chunk), MIB):
+                    yield chunk if len(chunk) <= MIB else chunk[start : start + MIB]
+        finally:
+            if isinstance(chunks, AsyncGenerator):
+                await chunks.aclose()
 
 
 async def gathered(chunks: Chunks, size: int) -> Chunks:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from batchwright.errors import Conflict, InvalidInput, NotFound, StorageError, StorageFull, StorageUnavailable
-from batchwright.storage.backend import Exists, Found
+from batchwright.storage.backend import FULL, Exists, Found
 from batchwright.storage.contents import gathered
 from batchwright.storage.settings import MIB
 
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 DRAFTS = ".drafts"
 PAGE = 1_000
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
 _RACES_MAX = 100
@@ -200,7 +199,7 @@ class Local:
 
     def _storage_error(self, key: str, error: OSError) -> StorageError:
         where = f"{key} in the folder {self._root}: {error.strerror or error}"
-        if error.errno in _FULL:
+        if error.errno in FULL:
             return StorageFull(f"no room for {where}; free some, or point storage.url elsewhere")
         if error.errno in _REFUSED:
             return StorageError(f"not allowed to use {where}; give the folder to this user, or set storage.url")

@@ -48,7 +48,7 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class LabelLimit:
     """Which values a label may take: those that are named, and so many others."""
 
     named: frozenset[str] = frozenset()
@@ -59,9 +59,9 @@ class Room:
         return (values & self.named) | set(sorted(values - self.named - {OTHER})[: self.others_max])
 
 
-Rooms = Mapping[str, Room]
-"""The room of each label; one that is not in it takes VALUES_MAX values, whichever come first."""
-_ROOM = Room()
+LabelLimits = Mapping[str, LabelLimit]
+"""The limit of each label; one that is not in it takes VALUES_MAX values, whichever come first."""
+_ANY = LabelLimit()
 
 
 class Counts:
@@ -71,7 +71,7 @@ class Counts:
     >>> counts.add("pages_total", 3, ("upstairs",))
     """
 
-    def __init__(self, metrics: Iterable[Metric], rooms: Rooms | None = None) -> None:
+    def __init__(self, metrics: Iterable[Metric], label_limits: LabelLimits | None = None) -> None:
         self.is_crowded = False
         """Whether a label had no room for a value, which was counted under `other`."""
         self._metrics = {metric.name: metric for metric in metrics}
@@ -81,7 +81,7 @@ class Counts:
         self._spreads: dict[str, tuple[tuple[float, ...], dict[Labels, list[float]]]] = {
             metric.name: (metric.bounds, {}) for metric in self._metrics.values() if metric.kind == "histogram"
         }
-        self._rooms = rooms or {}
+        self._label_limits = label_limits or {}
         self._values: dict[str, set[str]] = {}
         self._on_read: list[Callable[[], None]] = []
 
@@ -102,8 +102,8 @@ class Counts:
                     for label, value in zip(metric.labels, key, strict=False):
                         found.setdefault(label, set()).add(value)
         for label, values in found.items():
-            room = self._rooms.get(label, _ROOM)
-            self._values.setdefault(label, set()).update(room.kept(values) - room.named)
+            limit = self._label_limits.get(label, _ANY)
+            self._values.setdefault(label, set()).update(limit.kept(values) - limit.named)
 
     def add(self, name: str, n: float = 1, labels: Labels = ()) -> None:
         """Add to a counter or a gauge; `labels` are the values in the order of the metric's labels."""
@@ -176,10 +176,10 @@ class Counts:
         )
 
     def _admitted(self, label: str, value: str) -> str:
-        room, known = self._rooms.get(label, _ROOM), self._values.setdefault(label, set())
-        if value in known or value in room.named:
+        limit, known = self._label_limits.get(label, _ANY), self._values.setdefault(label, set())
+        if value in known or value in limit.named:
             return value
-        if len(known) >= room.others_max:
+        if len(known) >= limit.others_max:
             self.is_crowded = True
             return OTHER
         known.add(value)
@@ -204,13 +204,13 @@ def series(flat: Mapping[str, float]) -> dict[str, dict[Labels, float]]:
     return found
 
 
-def bounded(numbers: Mapping[Labels, float], rooms: Sequence[Room]) -> dict[Labels, float]:
+def bounded(numbers: Mapping[Labels, float], label_limits: Sequence[LabelLimit]) -> dict[Labels, float]:
     """The numbers with no more values than there is room for in each of the first places, and the rest in `other`."""
-    kept = [room.kept({key[place] for key in numbers}) for place, room in enumerate(rooms)]
+    kept = [limit.kept({key[place] for key in numbers}) for place, limit in enumerate(label_limits)]
     summed: dict[Labels, float] = {}
     for key, n in numbers.items():
-        named = tuple(value if value in kept[place] else OTHER for place, value in enumerate(key[: len(rooms)]))
-        summed[(*named, *key[len(rooms) :])] = summed.get((*named, *key[len(rooms) :]), 0) + n
+        named = tuple(value if value in kept[place] else OTHER for place, value in enumerate(key[: len(label_limits)]))
+        summed[(*named, *key[len(label_limits) :])] = summed.get((*named, *key[len(label_limits) :]), 0) + n
     return summed
 
 

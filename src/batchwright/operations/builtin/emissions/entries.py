@@ -8,7 +8,8 @@ from typing import Any
 
 from batchwright.db.database import Pool
 from batchwright.engine.context import Context
-from batchwright.engine.jobs import Done, NewJob, Snooze
+from batchwright.engine.jobs import NewJob
+from batchwright.engine.outcomes import Done, Snooze
 from batchwright.operations.builtin.emissions import store
 from batchwright.operations.builtin.emissions.files import DataFile
 from batchwright.operations.builtin.emissions.payload import KEY, DataPath, PauseSeconds, Word, Year

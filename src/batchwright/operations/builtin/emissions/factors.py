@@ -7,7 +7,8 @@ import functools
 from typing import Any
 
 from batchwright.engine.context import Context
-from batchwright.engine.jobs import Done, NewJob
+from batchwright.engine.jobs import NewJob
+from batchwright.engine.outcomes import Done
 from batchwright.operations.builtin.emissions import store
 from batchwright.operations.builtin.emissions.payload import KEY, DataPath, Word, Year
 from batchwright.operations.builtin.emissions.recalc import emission_recalc

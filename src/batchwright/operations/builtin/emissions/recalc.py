@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from batchwright.engine.context import Context
-from batchwright.engine.jobs import Done
+from batchwright.engine.outcomes import Done
 from batchwright.errors import Fatal
 from batchwright.operations.builtin.emissions import store
 from batchwright.operations.builtin.emissions.payload import KEY, Word, Year

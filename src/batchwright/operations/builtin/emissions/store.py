@@ -17,13 +17,14 @@ import orjson
 from batchwright.db.database import Pool, Row, Session
 from batchwright.db.statements import statements
 from batchwright.engine.context import Context
+from batchwright.engine.owned import JOBS_VIEW
 from batchwright.errors import RetryLater, UniqueViolation
 from batchwright.operations.builtin.emissions.files import DataFile
 from batchwright.operations.builtin.emissions.rows import Entry, Factor, Unit
 from batchwright.operations.builtin.emissions.table import START, Position, Problem
 
 SCHEMA = statements(__package__, "schema.sql")
-SQL = statements(__package__, "store.sql")
+SQL = statements(__package__, "store.sql", parts=JOBS_VIEW)
 
 ERRORS_KEPT_MAX = 1_000
 _PURGE_ROWS = 5_000

@@ -23,7 +23,7 @@ UPDATE emissions.dataset SET retired_at = now() WHERE id = %(id)s
 UPDATE emissions.dataset SET retired_at = now()
 WHERE tenant = %(tenant)s AND dataset_key = %(dataset_key)s AND job_id <> %(job_id)s
     AND NOT is_current AND retired_at IS NULL
-    AND NOT EXISTS (SELECT FROM batchwright.job WHERE job.id = dataset.job_id AND job.finished_at IS NULL)
+    AND NOT EXISTS (SELECT FROM :jobs AS job WHERE job.id = dataset.job_id AND job.is_open)
 
 -- name: purge_entries
 DELETE FROM emissions.entry

@@ -9,7 +9,8 @@ from typing import Any
 
 from batchwright.db.database import Session
 from batchwright.engine.context import Context
-from batchwright.engine.jobs import Done, NewJob
+from batchwright.engine.jobs import NewJob
+from batchwright.engine.outcomes import Done
 from batchwright.errors import RetryLater
 from batchwright.operations.builtin.emissions import store
 from batchwright.operations.builtin.emissions.payload import DataPath, Word

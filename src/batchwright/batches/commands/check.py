@@ -1,0 +1,220 @@
+"""`batchwright batch check`: what is wrong with an input file, and what it will take, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.text import Text
+
+from batchwright.batches.commands.show import money, number, print_problems, size
+from batchwright.batches.plan.estimate import Estimate, estimate, output_tokens_max, total_cost
+from batchwright.batches.plan.lines import ENDPOINTS, MIXED, why_refused
+from batchwright.batches.plan.plan import TOKEN_BYTES, Draft, Rules, read
+from batchwright.batches.settings import BatchSettings
+from batchwright.cli.flags import Config, Json, settings_from
+from batchwright.cli.show import as_dict, console, print_json, print_table
+from batchwright.errors import InvalidInput
+from batchwright.settings import Settings
+
+DEFAULT_ENDPOINT = "/v1/chat/completions"
+_BOM = b"\xef\xbb\xbf"
+_LINE_BYTES_MAX = 16 * 1024 * 1024
+_SHOWN_CHARACTERS_MAX = 100
+
+
+class _Url(msgspec.Struct):
+    """The one field of a line that says where it goes; the rest is skipped."""
+
+    url: str | None = None
+
+
+_line = msgspec.json.Decoder(_Url)
+
+InputFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="Requests, one JSON object per line.", show_default=False)
+]
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Endpoint of all requests, such as /v1/embeddings; by default each request goes where its line says.",
+        show_default=False,
+    ),
+]
+
+
+def check(
+    file: InputFile,
+    endpoint: Endpoint = None,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Assumed number of tokens per answer.")] = 250,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Maximum number of problems to show; all are counted.")
+    ] = 1000,
+    json: Json = False,
+    config: Config = None,
+) -> None:
+    """Check an input file without sending anything: every problem, and an estimate of tokens and cost.
+
+    Needs no database. The exit code is 0 if the file can be run, and 1 if there are problems.
+    """
+    settings = settings_from(None, config)
+    where = find_endpoint(file, endpoint)
+    draft = read_draft(file, where, settings, limit)
+    estimates = estimate(draft, settings.table("batches", BatchSettings).prices, output_tokens=output_tokens)
+    if json:
+        print_json(_as_json(where, draft, estimates, output_tokens))
+    else:
+        _print(file, where, draft, estimates, output_tokens, limit)
+    if draft.problems.total:
+        raise typer.Exit(1)
+
+
+def find_endpoint(file: Path, named: str | None) -> str:
+    """The one that was named, or the one that all requests have, or `MIXED`; chat completions if none is known."""
+    if named is not None:
+        if named not in ENDPOINTS:
+            raise InvalidInput(f"--endpoint {why_refused(named)}")
+        return named
+    found: str | None = None
+    refused: str | None = None
+    with require_readable(file).open("rb") as lines:
+        while line := lines.readline(_LINE_BYTES_MAX):
+            url = _read_url(line.removeprefix(_BOM))
+            if url in ENDPOINTS and url != found:
+                if found is not None:
+                    return MIXED
+                found = url
+            elif url not in ENDPOINTS:
+                refused = refused or url
+    if found is None and refused is not None:  # said once, and not for every line
+        raise InvalidInput(f"{file}: {why_refused(refused[:_SHOWN_CHARACTERS_MAX])}")
+    return found or DEFAULT_ENDPOINT
+
+
+def require_readable(file: Path) -> Path:
+    """It is read more than once, and by who goes on after a crash once more: so it must be a file."""
+    if file == Path("-"):
+        raise InvalidInput("standard input cannot be read twice; write the requests to a file, and name that")
+    try:
+        with file.open("rb"):
+            return file
+    except OSError as error:
+        raise InvalidInput(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def read_draft(file: Path, endpoint: str, settings: Settings, problems_kept: int) -> Draft:
+    models = frozenset(settings.model_gateways) or None
+    limits = replace(settings.table("batches", BatchSettings).limits, problems_kept=problems_kept)
+    return read(require_readable(file), Rules(endpoint=endpoint, limits=limits, models=models))
+
+
+def _read_url(line: bytes) -> str | None:
+    """None of a line that cannot be read: what is wrong with it is told when it is checked."""
+    try:
+        return _line.decode(line).url
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_tokens: int) -> dict[str, Any]:
+    costs = total_cost(list(estimates))
+    has_output = any(one.written for one in estimates)
+    return {
+        "endpoint": endpoint,
+        "endpoints": dict(draft.urls),
+        "requests": draft.line_count,
+        "rejected": len(draft.rejected),
+        "problems": draft.problems.as_json(),
+        "models": [as_dict(one) for one in estimates],
+        "prompt_tokens": sum(one.prompt_tokens for one in estimates),
+        "shared_tokens": sum(one.shared_tokens for one in estimates),
+        "output_tokens": sum(one.output_tokens for one in estimates),
+        "output_tokens_max": output_tokens_max(estimates),
+        "assumptions": {
+            "prompt_bytes_per_token": TOKEN_BYTES,
+            "output_tokens_per_answer": output_tokens if has_output else None,
+        },
+        "cost": None if costs is None else costs[1],
+        "cost_cached": None if costs is None else costs[0],
+    }
+
+
+def _print(
+    file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_tokens: int, limit: int
+) -> None:
+    out = console()
+    print_problems([problem.as_json() for problem in draft.problems.kept], draft.problems.total, limit)
+    if estimates:
+        _print_models(estimates)
+        out.print(Text(_assumptions(estimates, output_tokens), "dim"), soft_wrap=True)
+    if draft.rejected:
+        text = f"! {number(len(draft.rejected))} requests are for models without a gateway: they will fail"
+        out.print(Text(text, "yellow"), soft_wrap=True)
+    if draft.problems.total:
+        text = f"✗ {number(draft.problems.total)} problems in {number(draft.line_count)} requests: it would be refused"
+        out.print(Text(text, "bold red"), soft_wrap=True)
+        return
+    out.print(Text.assemble(("✓ ", "bold green"), _conclusion(file, endpoint, draft, estimates)), soft_wrap=True)
+
+
+def _print_models(estimates: Sequence[Estimate]) -> None:
+    print_table(
+        {
+            "model": [Text(one.model) for one in estimates],
+            "requests": [Text(number(one.requests)) for one in estimates],
+            "size": [Text(size(one.bytes)) for one in estimates],
+            "prompt tokens": [Text(estimate_text(one.prompt_tokens)) for one in estimates],
+            "shared": [Text(f"{_fraction(one.shared_tokens, one.prompt_tokens):.0%}") for one in estimates],
+            "answer tokens": [Text(estimate_text(one.output_tokens) if one.output_tokens else "") for one in estimates],
+            "cost": [Text("" if one.cost is None else money(one.cost)) for one in estimates],
+        },
+        elastic=("model",),
+    )
+
+
+def _assumptions(estimates: Sequence[Estimate], output_tokens: int) -> str:
+    """What nobody knows before the answers are there."""
+    parts = [f"assumed: {TOKEN_BYTES} bytes of a prompt are a token"]
+    written, bounded = sum(one.written for one in estimates), sum(one.bounded for one in estimates)
+    if written:
+        parts.append(f"an answer has {number(output_tokens)} tokens (--output-tokens)")
+    if bounded:
+        parts[-1] += f", or its maximum if that is less: {number(bounded)} of {number(written)} requests have one"
+    if bounded and (most := output_tokens_max(estimates)) is not None:
+        parts[-1] += f", which allows {number(most)} answer tokens at most"
+    return "; ".join(parts)
+
+
+def _conclusion(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> str:
+    prompt, shared = sum(one.prompt_tokens for one in estimates), sum(one.shared_tokens for one in estimates)
+    parts = [
+        f"{number(draft.line_count)} requests to {_endpoints_text(endpoint, draft)}",
+        f"{estimate_text(prompt)} prompt tokens",
+    ]
+    if shared:
+        parts.append(f"{_fraction(shared, prompt):.0%} of them in beginnings that a prefix cache can save")
+    if (costs := total_cost(list(estimates))) is not None:
+        cached = f", {money(costs[0])} if all of that is saved" if costs[0] < costs[1] else ""
+        parts.append(f"cost about {money(costs[1])}{cached}")
+    return f"{file} can be run: {'; '.join(parts)}"
+
+
+def _endpoints_text(endpoint: str, draft: Draft) -> str:
+    if endpoint != MIXED:
+        return endpoint
+    return ", ".join(f"{url} ({number(count)})" for url, count in sorted(draft.urls.items()))
+
+
+def estimate_text(n: int) -> str:
+    """An estimate with two digits that count: more would look like knowledge."""
+    digits = len(str(n)) - 2
+    return f"about {number(round(n, -digits) if digits > 0 else n)}"
+
+
+def _fraction(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

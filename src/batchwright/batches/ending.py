@@ -1,0 +1,79 @@
+"""How a batch ends in the database: its last move and its webhooks in one commit, counted after it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from batchwright.batches.metrics import BatchCounts
+from batchwright.batches.plan.lines import Problem
+from batchwright.batches.store import Batch, Batches
+from batchwright.db.database import Session
+from batchwright.engine.catalog import Catalog
+from batchwright.states import BatchStatus
+from batchwright.webhooks.settings import WebhookSettings
+
+LastMove = Callable[[Session], Awaitable[BatchStatus | None]]
+"""Ends a batch in this transaction; None if somebody else moved it."""
+
+
+class Endings:
+    """Ends batches, whether their own job does it or the watchdog."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        catalog: Catalog,
+        counts: BatchCounts,
+        webhooks: Mapping[str, Sequence[WebhookSettings]],
+    ) -> None:
+        self._batches = batches
+        self._catalog = catalog
+        self._counts = counts
+        self._webhooks = webhooks
+
+    async def write(self, id: str, tenant: str, move: LastMove, session: Session) -> BatchStatus | None:
+        """Make the last move, and add the webhooks that announce it to the same commit."""
+        status = await move(session)
+        if status is not None and (endpoints := self._webhooks.get(tenant)):
+            from batchwright.webhooks.delivery import EVENTS, deliveries  # here: it loads the HTTP client
+
+            jobs = deliveries(endpoints, tenant, id, EVENTS[status], datetime.now(UTC))
+            await self._batches.queue.enqueue(await self._catalog.prepare(jobs, session=session), session=session)
+        return status
+
+    async def write_now(self, id: str, tenant: str, move: LastMove, reason: str) -> None:
+        """The same in a transaction of its own, and counted: no worker had it until the end."""
+        async with self._batches.queue.database.transaction() as session:
+            if await self.write(id, tenant, move, session) is None:
+                return
+        batch = await self._batches.get(id, tenant=None)
+        self.count(batch, batch.status, reason, at=batch.ended_at or batch.created_at)
+
+    def count(self, batch: Batch, status: BatchStatus, reason: str, *, at: datetime, worked: bool = False) -> None:
+        """After the commit: before it, the same end may be tried several times, or in vain.
+
+        `worked` says that a worker had the batch from the moment it picked it up until now.
+        """
+        if status is BatchStatus.CANCELLED:
+            self._counts.cancelled(_phase(batch))
+        self._counts.ended(
+            status.value,
+            reason,
+            total=batch.total,
+            seconds=(at - batch.taken_up_at).total_seconds() if worked and batch.taken_up_at else 0.0,
+            since_created=(at - batch.created_at).total_seconds(),
+        )
+
+
+def error_list(problem: Problem) -> dict[str, Any]:
+    """The `errors` of a batch that has one."""
+    return {"object": "list", "data": [problem.as_json()], "total": 1}
+
+
+def _phase(batch: Batch) -> str:
+    """How far a batch was when it was cancelled, in the words of the metric."""
+    if batch.finalizing_at is not None:
+        return "finalizing"
+    return "queued" if batch.in_progress_at is None else "in_progress"

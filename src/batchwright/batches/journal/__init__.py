@@ -1,0 +1,1 @@
+"""Answers on disk: the journal, its checkpoints, and where its segments are."""

@@ -1,0 +1,446 @@
+"""What a claim of a shard has finished, one file per claim: lines are appended, never changed.
+
+    <shard>.<claim>.seg   record, record, ...
+    record                crc32 u32, length u32, offset i64, status u8, four tokens u32, then the finished line
+
+A record is written by one call before its slot is freed, so that a killed process loses what was in flight and no
+more; one thread brings the files to the disk soon after, so that a power cut loses a twentieth of a second. The crc
+covers all that follows it. Whatever a crash left behind the last whole record is refused by it and never read.
+
+A line's place in the input, its offset, is its identity. Where a file holds more than what is registered, the rest
+counts only if somebody copies it into his own journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import struct
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+from zlib import crc32
+
+import msgspec
+
+from batchwright.batches.journal.envelopes import error_code_of
+from batchwright.batches.plan.planfile import sync_folder
+from batchwright.batches.tally import TOKENS_UNKNOWN, LineStatus, Tally, Tokens
+from batchwright.errors import Conflict, NotFound, StorageError, StorageFull, StorageUnavailable
+from batchwright.inference.answers import UNKNOWN, Usage
+from batchwright.storage.backend import FULL
+
+if sys.platform != "win32":
+    import fcntl
+
+SYNC_LINES = 256
+SYNC_SECONDS = 0.05
+
+_BUFFER_BYTES = 256 * 1024
+
+_CRC_BYTES = 4
+_FIELDS = struct.Struct("<IqBIIII")
+_HEADER = struct.Struct("<IIqBIIII")
+_IDENTITY = struct.Struct("<IIq")
+HEADER_BYTES = _HEADER.size
+
+_sync_data = os.fdatasync if sys.platform == "linux" else os.fsync
+
+
+_OK = LineStatus.OK
+"""Looked up with every line, which takes five times as long through the enum."""
+_STATUSES = tuple(LineStatus)
+
+
+class JournalRange(NamedTuple):
+    """A range of a journal and the sums over its lines, as it will be registered."""
+
+    start: int
+    end: int
+    tally: Tally
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """A record: where it begins in its file, what it says of the line, and how long the line is, newline included."""
+
+    position: int
+    length: int
+    offset: int
+    status: LineStatus
+    tokens: Tokens
+
+    @property
+    def end(self) -> int:
+        return self.position + HEADER_BYTES + self.length
+
+    @property
+    def usage(self) -> Usage:
+        input, cached, output, reasoning = (None if n == TOKENS_UNKNOWN else n for n in self.tokens)
+        return Usage(input=input, cached=cached, output=output, reasoning=reasoning)
+
+
+class Journal:
+    """The file that one claim appends to. Only one object at a time may write to a file; others are refused.
+
+    A file that is there already is cut to its last whole record and continued.
+    """
+
+    def __init__(self, path: Path, syncer: Syncer | None = None) -> None:
+        self.path = path
+        self.broken: StorageError | None = None
+        """Why nothing can be appended any more; after a failed fsync nobody knows what is on the disk."""
+        self.lines = 0
+        self.size = 0
+        self.synced = 0
+        """Bytes that are known to be on the disk."""
+        self._syncer = syncer
+        self._tally = Tally()
+        self._is_dirty = False
+        self._is_listed = False
+        self._lines_seen = 0
+        self._lock = threading.Lock()
+        with _explain_errors(path):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._begin()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._taken = self.size
+
+    def append(self, offset: int, status: LineStatus, line: bytes, usage: Usage = UNKNOWN) -> None:
+        """Write a finished line. If this raises StorageFull or another StorageError, nothing of it is kept."""
+        if self.broken is not None:
+            self._refuse(self.broken)
+        assert 0 <= line.find(b"\n") == len(line) - 1, "a line has one newline, at its end"
+        error = None if status is _OK else error_code_of(line)
+        tokens = _pack_tokens(usage)
+        record = _pack(offset, status, line, tokens)
+        size = len(record)
+        try:
+            written = os.write(self._descriptor, record)
+            while written < size:
+                written += os.write(self._descriptor, record[written:])
+        except OSError as problem:
+            self._take_back(problem)
+        self.size += size
+        self.lines += 1
+        self._tally.add(status, tokens)
+        if error is not None:
+            self._tally.add_error(*error)
+        if self._syncer is not None:
+            self._notify(self._syncer)
+
+    @property
+    def untaken(self) -> int:
+        """Bytes appended since the last `take`."""
+        return self.size - self._taken
+
+    def take(self) -> JournalRange:
+        """What was appended since the last call; to register it, sync it first."""
+        taken = JournalRange(self._taken, self.size, self._tally)
+        self._taken, self._tally = self.size, Tally()
+        return taken
+
+    def sync(self) -> int:
+        """Bring everything appended so far to the disk and answer how many bytes that are. Blocks."""
+        with self._lock:
+            self._is_dirty = False  # before the size is read: whoever finds it set has appended before that
+            self._lines_seen = self.lines
+            size = self.size
+            if size <= self.synced:
+                return self.synced
+            if self.broken is not None:
+                self._refuse(self.broken)
+            try:
+                self._sync_file()
+            except OSError as problem:
+                self.broken = _storage_error(self.path, problem)
+                raise self.broken from problem
+            self.synced = size
+            return size
+
+    def close(self) -> None:
+        """What was not synced may be lost with the machine, but not with the process."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+                self.broken = self.broken or StorageError(f"the journal {self.path} is closed")
+
+    def _begin(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(f"the journal {self.path} is being written already: each claim has its own") from error
+        with _explain_errors(self.path):
+            self.size = _valid_end(self._descriptor, self.path, 0)
+            os.ftruncate(self._descriptor, self.size)
+
+    def _sync_file(self) -> None:
+        _sync_data(self._descriptor)
+        if os.fstat(self._descriptor).st_nlink == 0:  # what is in it now ends with this process
+            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written")
+        if not self._is_listed:
+            sync_folder(self.path.parent)
+            self._is_listed = True
+
+    def _take_back(self, problem: OSError) -> NoReturn:
+        """Remove what was written of a record; a file with half a record at its end takes no more."""
+        error = _storage_error(self.path, problem)
+        try:
+            os.ftruncate(self._descriptor, self.size)
+        except OSError:
+            self.broken = error
+        raise error from problem
+
+    def _refuse(self, broken: StorageError) -> NoReturn:
+        raise type(broken)(*broken.args) from broken
+
+    def _notify(self, syncer: Syncer) -> None:
+        if not self._is_dirty:
+            self._is_dirty = True
+            syncer.notice(self)
+        elif self.lines - self._lines_seen == SYNC_LINES:
+            syncer.notice(self, hurry=True)
+
+
+class Syncer:
+    """One thread that brings dirty journals to the disk: within a twentieth of a second, or after so many lines."""
+
+    def __init__(self, *, seconds: float = SYNC_SECONDS) -> None:
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        self._dirty: dict[Journal, list[asyncio.Future[int]]] = {}
+        self._hurry = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    async def sync(self, journal: Journal) -> int:
+        """Bytes of the journal that are on the disk, at least all that were appended before this call."""
+        if journal.synced >= journal.size:
+            return journal.synced
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if not self.notice(journal, hurry=True, waiting=done):
+            raise StorageError(f"the journal {journal.path} cannot be synced: its syncer is closed")
+        return await done
+
+    def notice(self, journal: Journal, *, hurry: bool = False, waiting: asyncio.Future[int] | None = None) -> bool:
+        """A journal has something to sync; False if there is nobody left to do it."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            waiters = self._dirty.setdefault(journal, [])
+            if waiting is not None:
+                waiters.append(waiting)
+            self._hurry |= hurry
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="batchwright-journal", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """Sync what is dirty and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while dirty := self._next_round():
+            for journal, waiters in sorted(dirty.items(), key=lambda item: not item[1]):
+                result = _sync_one(journal)
+                for waiter in waiters:
+                    with suppress(RuntimeError):  # its event loop is closed: nobody waits any more
+                        waiter.get_loop().call_soon_threadsafe(_resolve, waiter, result)
+
+    def _next_round(self) -> dict[Journal, list[asyncio.Future[int]]]:
+        """The journals to sync now; none means that it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._dirty or self._is_closed)
+            self._changed.wait_for(lambda: self._hurry or self._is_closed, self._seconds)
+            dirty, self._dirty, self._hurry = self._dirty, {}, False
+            return dirty
+
+
+def open_to_read(path: Path) -> int:
+    """A descriptor, for who reads much; close it with os.close()."""
+    with _explain_errors(path):
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def scan(path: Path, start: int = 0, end: int | None = None, *, verify: bool = False) -> Iterator[Record]:
+    """The records of a range that is known to be whole; where it is not, this raises StorageError.
+
+    Without `verify` only the headers are looked at; a line is checked when it is read.
+    """
+    with _open_file(path) as descriptor:
+        yield from scan_open(descriptor, path, start, end, verify=verify)
+
+
+def scan_open(
+    descriptor: int, path: Path, start: int = 0, end: int | None = None, *, verify: bool = False
+) -> Iterator[Record]:
+    """The same for a file that is open; `path` is only for messages."""
+    size = os.fstat(descriptor).st_size
+    stop = size if end is None else end
+    reached = yield from _walk(descriptor, path, start, min(stop, size), verify)
+    if reached != stop:
+        raise StorageError(f"the journal {path} is damaged: it has no whole record at byte {reached}")
+
+
+def valid_end(path: Path, start: int = 0) -> int:
+    """Where the last valid record ends, from `start` on, which is known to be the end of one."""
+    with _open_file(path) as descriptor:
+        return _valid_end(descriptor, path, start)
+
+
+def sound_ranges(path: Path, start: int, end: int) -> list[tuple[int, int]]:
+    """What is left of a range of which a disk has damaged some: the records that have their checksums.
+
+    Behind a damaged one it goes on where that says that it ends. If even this is wrong, the rest has no checksums.
+    """
+    ranges = []
+    with _open_file(path) as descriptor:
+        end = min(end, os.fstat(descriptor).st_size)
+        while start < end:
+            good = start
+            for found in _walk(descriptor, path, start, end, verify=True):
+                good = found.end
+            if good > start:
+                ranges.append((start, good))
+            head = _read(descriptor, path, good, HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
+            start = good + HEADER_BYTES + _IDENTITY.unpack_from(head)[1]
+    return ranges
+
+
+def read_open(descriptor: int, path: Path, position: int, length: int, offset: int) -> bytes:
+    """The line of a record of which this is known, from a file that is open; `path` is only for messages."""
+    try:
+        record = os.pread(descriptor, HEADER_BYTES + length, position)
+    except OSError as error:
+        raise _storage_error(path, error) from error
+    if length > 0 and len(record) == HEADER_BYTES + length:
+        expected = (crc32(memoryview(record)[_CRC_BYTES:]), length, offset)
+        if _IDENTITY.unpack_from(record) == expected:
+            return record[HEADER_BYTES:]
+    raise StorageError(f"the journal {path} is damaged: the record at byte {position} does not have its checksum")
+
+
+def tally_of(path: Path, start: int, end: int) -> Tally:
+    """The sums over a range, as they were when it was appended."""
+    tally = Tally()
+    with _open_file(path) as descriptor:
+        for found in scan_open(descriptor, path, start, end, verify=True):
+            tally.add(found.status, found.tokens)
+            if found.status is not LineStatus.OK:
+                line = read_open(descriptor, path, found.position, found.length, found.offset)
+                tally.add_error(*error_code_of(line))
+    return tally
+
+
+def _pack(offset: int, status: LineStatus, line: bytes, tokens: Tokens) -> bytes:
+    head = _FIELDS.pack(len(line), offset, status, *tokens)
+    return b"".join((crc32(line, crc32(head)).to_bytes(_CRC_BYTES, "little"), head, line))
+
+
+def _pack_tokens(usage: Usage) -> Tokens:
+    return _cap(usage.input), _cap(usage.cached), _cap(usage.output), _cap(usage.reasoning)
+
+
+def _cap(count: int | None) -> int:
+    return TOKENS_UNKNOWN if count is None or count > TOKENS_UNKNOWN else count
+
+
+def _walk(descriptor: int, path: Path, start: int, end: int, verify: bool) -> Generator[Record, None, int]:
+    """Records until `end`, or until the first that is not whole or, if that is asked, does not have its checksum.
+
+    Returns where the last good one ends.
+    """
+    position = base = start
+    data = b""
+    while position + HEADER_BYTES < end:
+        if (at := position - base) + HEADER_BYTES > len(data):
+            base, at, data = position, 0, _read(descriptor, path, position, min(_BUFFER_BYTES, end - position))
+            if len(data) < HEADER_BYTES:
+                return position
+        crc, length, offset, status, *_ = fields = _HEADER.unpack_from(data, at)
+        size = HEADER_BYTES + length
+        if length == 0 or status >= len(_STATUSES) or position + size > end:
+            return position
+        if verify:
+            if at + size > len(data):
+                ahead = min(max(_BUFFER_BYTES, size), end - position)
+                base, at, data = position, 0, _read(descriptor, path, position, ahead)
+            if crc32(memoryview(data)[at + _CRC_BYTES : at + size]) != crc:
+                return position
+        yield Record(position, length, offset, _STATUSES[status], fields[4:])
+        position += size
+    return position
+
+
+def _read(descriptor: int, path: Path, position: int, size: int) -> bytes:
+    try:
+        return os.pread(descriptor, size, position)
+    except OSError as error:
+        raise _storage_error(path, error) from error
+
+
+def _valid_end(descriptor: int, path: Path, start: int) -> int:
+    size = os.fstat(descriptor).st_size
+    if size < start:
+        raise StorageError(f"the journal {path} is damaged: it had {start} bytes before, and now it has {size}")
+    end = start
+    for found in _walk(descriptor, path, start, size, verify=True):
+        end = found.end
+    return end
+
+
+def _sync_one(journal: Journal) -> int | Exception:
+    """Whatever happens to one journal must not end the thread of all."""
+    try:
+        return journal.sync()
+    except Exception as error:
+        journal.broken = journal.broken or StorageError(f"the journal {journal.path} cannot be synced: {error!r}")
+        return error
+
+
+def _resolve(waiter: asyncio.Future[int], result: int | Exception) -> None:
+    if waiter.done():
+        return
+    if isinstance(result, Exception):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)
+
+
+@contextmanager
+def _open_file(path: Path) -> Iterator[int]:
+    descriptor = open_to_read(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explain_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no journal {path}, or no folder for it") from error
+    except OSError as error:
+        raise _storage_error(path, error) from error
+
+
+def _storage_error(path: Path, error: OSError) -> StorageError:
+    reason = error.strerror or str(error)
+    if error.errno in FULL:
+        return StorageFull(f"no room for the journal {path}: {reason}; free some, or point the work folder elsewhere")
+    return StorageUnavailable(f"the journal {path} cannot be used: {reason}")

@@ -1,0 +1,154 @@
+"""The shards that a worker process has in hand: how they are run, steered and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from batchwright.batches.journal.checkpoint import Checkpoints
+from batchwright.batches.journal.unregistered import UnregisteredAnswers
+from batchwright.batches.plan.shards import Shard
+from batchwright.batches.progress import RecentPace
+from batchwright.batches.seal import Seal
+from batchwright.batches.send.dispatch import Dispatcher
+from batchwright.batches.send.shard import ShardRun
+from batchwright.batches.store import SHARD, Control
+from batchwright.batches.toolbox import Toolbox
+from batchwright.batches.waits import DISK
+from batchwright.engine.context import Context
+from batchwright.engine.outcomes import Outcome
+from batchwright.errors import DatabaseError
+from batchwright.inference.budgets import live_workers
+from batchwright.telemetry import tracing
+
+log = logging.getLogger(__name__)
+
+CONTROL_SECONDS = 0.5
+NOTE_SECONDS = 30.0
+"""How often a batch whose disk is full is noted to wait."""
+_COUNT_WORKERS_SECONDS = 5.0
+
+
+class ShardRunner:
+    """The shards of a worker process."""
+
+    def __init__(
+        self,
+        tools: Toolbox,
+        dispatcher: Dispatcher,
+        checkpoints: Checkpoints,
+        unregistered: UnregisteredAnswers,
+        seal: Seal,
+    ) -> None:
+        self.tools = tools
+        self.dispatcher = dispatcher
+        self.checkpoints = checkpoints
+        self.unregistered = unregistered
+        self.seal = seal
+        self._sending: set[ShardRun] = set()
+        self._paces: dict[str, RecentPace] = {}
+        self._noted_at = float("-inf")
+        self._helpers: list[asyncio.Task[None]] = []
+        self._errands: set[asyncio.Task[bool]] = set()
+
+    @property
+    def held(self) -> int:
+        return len(self._sending)
+
+    async def run(self, ctx: Context, shard: Shard) -> Outcome:
+        """One claim of a shard. Its span lasts until the outcome is committed."""
+        run = ShardRun(self, ctx, shard)
+        span = tracing.span("process-shard", parent=ctx.traceparent, attributes=run.attributes, current=False)
+        span.__enter__()
+        ctx.when_settled(lambda _: span.__exit__(None, None, None))
+        with tracing.handed(span.traceparent):
+            try:
+                return await run.begin(span.traceparent)
+            except BaseException as error:
+                span.error(error)
+                raise
+
+    async def close(self) -> None:
+        for task in (*self._helpers, *self._errands):
+            task.cancel()
+        await asyncio.gather(*self._helpers, *self._errands, return_exceptions=True)
+        await asyncio.to_thread(self.checkpoints.syncer.close)
+
+    # What runs ask for ------------------------------------------------------------------------------------------
+
+    def add(self, run: ShardRun) -> None:
+        """From now on the run is told what becomes of its batch."""
+        if not self._helpers:
+            self._helpers = [
+                asyncio.create_task(self._control(), name="batch control"),
+                asyncio.create_task(self._divide_totals(), name="batch shares"),
+                asyncio.create_task(self.checkpoints.run(), name="batch checkpoints"),
+            ]
+        self._sending.add(run)
+
+    def remove(self, run: ShardRun) -> None:
+        self._sending.discard(run)
+
+    def needs_express(self, control: Control) -> bool:
+        return self._paces.setdefault(control.id, RecentPace()).needs_express(control)
+
+    def end_window(self, batch_id: str) -> None:
+        """Tell a batch that its window is over; nobody waits for this."""
+        errand = asyncio.create_task(self.tools.batches.stop(batch_id, "deadline"))
+        self._errands.add(errand)
+        errand.add_done_callback(self._finish_errand)
+
+    def _finish_errand(self, errand: asyncio.Task[bool]) -> None:
+        self._errands.discard(errand)
+        self.dispatcher.on_demand()  # shards that nobody had are cancelled: the batch may be due
+        if not errand.cancelled() and (error := errand.exception()) is not None:
+            log.warning("a batch could not be told that its window is over; upkeep will: %s", error)
+
+    # While shards are sent --------------------------------------------------------------------------------------
+
+    async def _control(self) -> None:
+        """Look twice a second what became of the batches in hand."""
+        while True:
+            await asyncio.sleep(CONTROL_SECONDS)
+            try:
+                await self._steer()
+            except DatabaseError as error:
+                log.debug("the controls of batches cannot be read: %s", error)
+            except Exception:  # shards that nobody controls would never end
+                log.exception("the control of batches stumbled")
+
+    async def _steer(self) -> None:
+        """Only what is held now: a shard that comes in while the controls are read has none among them."""
+        held = set(self._sending)
+        for run in held:
+            run.watch()
+        if not held:
+            return
+        controls = await self.tools.batches.controls(sorted({run.shard.batch_id for run in held}))
+        for run in held:
+            if run in self._sending:
+                run.follow(controls.get(run.shard.batch_id))
+        still = {run.shard.batch_id for run in self._sending}
+        self._paces = {id: pace for id, pace in self._paces.items() if id in still}
+        await self._note_full_disk(still)
+
+    async def _note_full_disk(self, batch_ids: set[str]) -> None:
+        """The dispatcher sends nothing while too little is free; whoever asks should be told why."""
+        disk, in_flight = self.dispatcher.disk, self.dispatcher.limits.bytes.in_use
+        disk.has_room(in_flight)  # nobody else may look, if every slot is taken or none needed
+        if (trouble := disk.trouble) is not None and time.monotonic() - self._noted_at >= NOTE_SECONDS:
+            self._noted_at = time.monotonic()
+            for id in batch_ids:
+                await self.tools.waits.note(id, DISK, trouble)
+
+    async def _divide_totals(self) -> None:
+        """Gateways with a limit over all workers are divided among those that live."""
+        while self.dispatcher.has_totals:
+            try:
+                workers = await live_workers(self.tools.batches.queue.database, SHARD)
+            except DatabaseError as error:
+                log.debug("the workers cannot be counted: %s", error)
+            else:
+                self.dispatcher.divide_totals(workers)
+            await asyncio.sleep(_COUNT_WORKERS_SECONDS)

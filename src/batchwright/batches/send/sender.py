@@ -1,0 +1,258 @@
+"""Sends the requests of one model, with a task per request in flight.
+
+    pump      a slot of the model → the next request of the schedule → a slot of all models, and of bytes → a task
+    serve     read the line → send → judge → journal, or back into the schedule → give the slots back
+
+A request that must wait before it is sent again waits in the schedule, without a slot. What a shard has not sent when
+it is told to stop is not written anywhere: whoever writes the result files knows why it is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batchwright.batches.journal.envelopes import answered, unanswered
+from batchwright.batches.metrics import BatchCounts
+from batchwright.batches.plan.plan import TOKEN_BYTES
+from batchwright.batches.plan.planfile import Entry
+from batchwright.batches.send.disk import Disk
+from batchwright.batches.send.schedule import Backlog, Item, Schedule
+from batchwright.batches.send.work import End, Work
+from batchwright.batches.tally import LineStatus
+from batchwright.errors import StorageError, StorageFull
+from batchwright.inference.answers import Answer, Failure, Verdict, pause_seconds
+from batchwright.inference.budgets import Budget
+from batchwright.inference.gateway import Gateway
+from batchwright.inference.limits import Limits, ModelLimit, Permit
+
+log = logging.getLogger(__name__)
+
+ABORT_SECONDS = 0.5
+"""A request that has not ended this long after the deadline, by its own timeout, is aborted."""
+FOLLOWERS_PER_SLOT = 2
+"""While so many requests for each slot wait for the leaders of their groups, no other group begins."""
+FULL_SECONDS = 0.5
+"""How long a sender rests, or an answer waits in memory, before it is looked again whether the disk has room."""
+
+_ANSWER, _FAILED, _OK = Verdict.ANSWER, LineStatus.FAILED, LineStatus.OK
+"""Looked up with every request, which takes five times as long through the enum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the senders of a worker process share."""
+
+    limits: Limits
+    counts: BatchCounts
+    disk: Disk
+    on_demand: Callable[[], None]
+    """Called when a sender is running dry, so that the next shard may be claimed."""
+    clock: Callable[[], float]
+
+
+class Sender:
+    """One model: its gateway, its limits, and what is to be sent."""
+
+    def __init__(self, model: str, gateway: Gateway, budget: Budget | None, shared: Shared) -> None:
+        self.model = model
+        self.gateway = gateway
+        self.budget = budget
+        self.clock = shared.clock
+        self.limit: ModelLimit = shared.limits.of_model(gateway.endpoint, model, now=self.clock())
+        self.schedule = Schedule()
+        self.work: dict[Backlog, Work] = {}
+        self.wake = asyncio.Event()
+        self.pump: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._shared = shared
+        self._has_asked = False
+        """Since the last shard came, that there is little left to send was said once."""
+
+    @property
+    def is_low(self) -> bool:
+        """Whether less than two rounds of requests are left to send.
+
+        What batches with a limit of their own hold back does not count: free slots could not send it.
+        """
+        schedule = self.schedule
+        enough = 2 * self.limit.adaptive.limit
+        waiting = schedule.unsent + schedule.retrying
+        return waiting < enough or waiting - schedule.held_back < enough
+
+    def add(self, work: Work, entries: list[Entry], *, priority: int, weight: int) -> None:
+        work.sender = self
+        work.backlog = self.schedule.add(
+            work.batch_id, work.tenant, work.number, entries, priority=priority, weight=weight
+        )
+        self.work[work.backlog] = work
+        self._has_asked = False
+        if self.pump is None or self.pump.done():
+            self.pump = asyncio.create_task(self._pump(), name=f"pump {self.model}")
+        self.wake.set()
+        work.look()
+
+    # Start one request after the other ----------------------------------------------------------------------------
+
+    async def _pump(self) -> None:
+        try:
+            await self._pump_on()
+        except Exception:  # nobody waits for this task: what it leaves behind must be tried again
+            log.exception("the sender of %s broke down", self.model)
+            for work in list(self.work.values()):
+                work.stop(End.BROKEN)
+
+    async def _pump_on(self) -> None:
+        """As fast as the limits allow."""
+        limits, limit, schedule, disk = self._shared.limits, self.limit, self.schedule, self._shared.disk
+        while True:
+            if not disk.has_room(limits.bytes.in_use):
+                await self._rest(FULL_SECONDS)
+                continue
+            permit = Permit(limits, limit)
+            if not permit.take_slot_now():
+                await permit.take_slot()
+            schedule.followers_max = FOLLOWERS_PER_SLOT * limit.adaptive.limit
+            item = schedule.next(now := self.clock())
+            if item is None:
+                permit.give_back()
+                await self._idle(now)
+            else:
+                await self._launch(item, permit)
+
+    async def _idle(self, now: float) -> None:
+        """Until there may be something to send; `now` is when there was nothing, for a later look would miss some."""
+        due = self.schedule.next_due(now)
+        await self._rest(None if due is None else max(0.0, due - now))
+
+    async def _rest(self, seconds: float | None) -> None:
+        """Until something happens, or for so long."""
+        self.wake.clear()
+        timer = None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, self.wake.set)
+        try:
+            await self.wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _launch(self, item: Item, permit: Permit) -> None:
+        """With the model's slot in hand, wait for the rest of what a request needs, and start it."""
+        backlog, length = item.backlog, item.entry.length
+        work = self.work[backlog]
+        if self.budget is not None:  # first, for this may take long: whoever waits here keeps nobody else waiting
+            await self.budget.take(_guess_tokens(item.entry), lambda: not backlog.is_withdrawn)
+        while (pause := self.limit.wait_seconds(self.clock())) and not backlog.is_withdrawn:
+            await self._rest(min(pause, ABORT_SECONDS))
+        if not permit.take_rest_now(length):
+            await permit.take_rest(length)
+        if backlog.is_withdrawn:
+            permit.give_back()
+            self.schedule.finished(item)
+            work.look()
+            return
+        work.tasks[item] = self._loop.create_task(self._serve(work, item, permit))
+        if not self._has_asked and self.is_low:
+            self._has_asked = True
+            self._shared.on_demand()
+
+    # One request --------------------------------------------------------------------------------------------------
+
+    async def _serve(self, work: Work, item: Item, permit: Permit) -> None:
+        """One request, once; the slots are given back when its line is in the journal."""
+        again: float | None = None
+        try:
+            again = await self._attempt(work, item)
+        except asyncio.CancelledError:
+            _note_abortion(work, item)
+        except StorageFull as error:
+            log.warning("batch %s: %s", work.batch_id, error)
+            work.stop(End.FULL)
+        except Exception as error:
+            log.warning("batch %s: %r", work.batch_id, error)
+            work.stop(End.BROKEN)
+        finally:
+            permit.give_back()
+            del work.tasks[item]
+            if again is None:
+                self.schedule.finished(item)
+            else:
+                self.schedule.again(item, again)
+            self.wake.set()
+            work.look()
+
+    async def _attempt(self, work: Work, item: Item) -> float | None:
+        """Send it; answers when to send it again, or None if that was that."""
+        began = self.clock()
+        custom_id, request = work.request(item.entry, began)
+        sent = self.limit.sent(began)
+        answer = await self.gateway.send(request)
+        now = self.clock()
+        self.limit.heard(sent, answer, now)
+        if self.budget is not None:
+            self.budget.settle(_guess_tokens(item.entry), answer.usage.total)
+        if answer.code is not None and answer.code == Failure.EXPIRED:
+            work.stop(End.DEADLINE)
+            return None
+        if answer.verdict is not _ANSWER and (pause := self._pause_before_another(item, answer)) is not None:
+            self._shared.counts.retried(self.model, answer)
+            return now + pause
+        offset = item.entry.offset
+        line = answered(work.ids.in_files(offset), custom_id, answer)
+        if not self._keep(work, offset, line, answer):
+            await self._keep_later(work, offset, line, answer)
+        self._shared.counts.answered(self.model, answer)
+        return None
+
+    def _pause_before_another(self, item: Item, answer: Answer) -> float | None:
+        """How long to wait before it is sent again; None if this is its answer."""
+        settings = self.gateway.settings
+        if answer.verdict is Verdict.UNAVAILABLE:  # a busy server is waited for until the deadline
+            item.refusals += 1
+            attempt = item.refusals
+        else:
+            item.tries += 1
+            attempt = item.tries
+            if attempt > settings.max_retries:
+                return None
+        return pause_seconds(answer, attempt, initial=settings.initial_backoff, longest=settings.max_backoff)
+
+    def _keep(self, work: Work, offset: int, line: bytes, answer: Answer) -> bool:
+        """Write a line to the journal; False while the disk is full."""
+        try:
+            work.journal.append(offset, _OK if answer.succeeded else _FAILED, line, answer.usage)
+        except StorageFull as error:
+            if work.journal.broken is not None:
+                raise
+            self._shared.disk.refuse(str(error))  # the pump may wait for the very slot that this answer holds
+            return False
+        return True
+
+    async def _keep_later(self, work: Work, offset: int, line: bytes, answer: Answer) -> None:
+        """Hold a line in memory until the disk has room, and the slots of its request with it.
+
+        It is lost only if the shard must end before there is room.
+        """
+        while True:
+            await asyncio.sleep(FULL_SECONDS)
+            if self._keep(work, offset, line, answer):
+                return
+
+
+def _note_abortion(work: Work, item: Item) -> None:
+    """At the deadline the server may have worked on it; otherwise whoever writes the files knows what to say."""
+    if work.end is End.DEADLINE:
+        offset = item.entry.offset
+        custom_id, _ = work.request(item.entry, work.deadline)
+        line = unanswered(work.ids.in_files(offset), custom_id, Failure.DEADLINE.value)
+        with contextlib.suppress(StorageError):
+            work.journal.append(offset, _FAILED, line)
+
+
+def _guess_tokens(entry: Entry) -> int:
+    """The tokens of a request, before anybody has counted them."""
+    return entry.length // TOKEN_BYTES

@@ -1,0 +1,337 @@
+"""The life of a shard on a worker: pick up what is there, send the rest, register it, and say how it ended.
+
+    look at the batch → input and plan → what was answered before → send → checkpoint → Done | Snooze
+
+It ends early when its batch is told to stop or to pause, at the deadline, when the worker stops, or when another worker
+has it. Whatever was answered is registered before it ends. While the disk is full, it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from batchwright.batches.journal.checkpoint import Account, Owner
+from batchwright.batches.plan.planfile import Entry, plan_path, read_entries, safe_name
+from batchwright.batches.plan.shards import Shard
+from batchwright.batches.send.sender import ABORT_SECONDS
+from batchwright.batches.send.work import End, Work
+from batchwright.batches.store import AWAY_SECONDS, Batch, Control, WrongJob, require_own_job
+from batchwright.batches.waits import DISK, KEY, STORE, reason_to_wait
+from batchwright.engine.context import Context
+from batchwright.engine.outcomes import Done, Outcome, Snooze, Verb
+from batchwright.errors import (
+    ConfigurationError,
+    Conflict,
+    DatabaseError,
+    Fatal,
+    NotFound,
+    OperationError,
+    RetryLater,
+    StorageError,
+    Transient,
+)
+from batchwright.states import BatchStatus
+from batchwright.telemetry import tracing
+
+if TYPE_CHECKING:
+    from batchwright.batches.send.runner import ShardRunner
+
+log = logging.getLogger(__name__)
+
+PAUSED_SECONDS = (1.0, 60.0)
+"""A shard of a paused batch sleeps as long as the pause has lasted, within these bounds. Resuming wakes it, but not if
+its worker is just putting it to sleep: then that is what it costs."""
+NO_ROOM_SECONDS = 30.0
+_HANDED_BACK = {End.BROKEN: "system_error", End.FULL: "system_error", End.LEAVE: "none", End.LOST: "none"}
+"""Shards that end like this are given back; why, in the words of the metric."""
+_LAST_WORDS_SECONDS = 1.5
+
+
+class ShardRun:
+    """One claim of a shard."""
+
+    def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
+        self.shard = shard
+        self._ctx = ctx
+        self._runner = runner
+        self._tools = runner.tools
+        self._dispatcher = runner.dispatcher
+        self._checkpoints = runner.checkpoints
+        self._account: Account
+        """Its journal; this and the work are there as soon as it sends."""
+        self._work: Work
+
+    @property
+    def attributes(self) -> tracing.Attributes:
+        """How its spans are named."""
+        return {"batch.id": self.shard.batch_id, "tenant.id": self._ctx.tenant, "batch.shard": self.shard.number}
+
+    async def begin(self, traceparent: str | None) -> Outcome:
+        ctx, shard, tools = self._ctx, self.shard, self._tools
+        try:
+            control = (await tools.batches.controls([shard.batch_id])).get(shard.batch_id)
+            if control is None or control.status != BatchStatus.IN_PROGRESS or control.stop_reason:
+                return Done()
+            require_own_job(ctx, control.id, control.job_id)
+            if control.is_paused:
+                return Snooze(_pause_seconds(control), End.PAUSE.value)
+            if not self._dispatcher.serves(shard.model):
+                return Snooze(NO_ROOM_SECONDS, f"this worker has no gateway for {shard.model}")
+            if (trouble := await self._find_shortage()) is not None:
+                return await self._wait(DISK, trouble)
+            with tools.workspace.use(shard.batch_id):
+                return await self._run(control, traceparent)
+        except asyncio.CancelledError:
+            if ctx.stopping:
+                self._give_back("none")
+            raise
+        except WrongJob:
+            raise
+        except NotFound as error:
+            await tools.batches.stop(shard.batch_id, "error", {"code": "input_gone", "message": str(error)})
+            return Done()
+        except Exception as error:
+            if (reason := reason_to_wait(error)) is not None:
+                return await self._wait(reason, str(error))
+            raise await self._judge(error) from error
+
+    async def _find_shortage(self) -> str | None:
+        """Why nothing can be begun in the work folder now."""
+        disk, workspace = self._dispatcher.disk, self._tools.workspace
+        if not disk.has_room(self._dispatcher.limits.bytes.in_use):
+            return disk.trouble
+        is_here = workspace.input(self.shard.batch_id).exists()
+        if is_here or await asyncio.to_thread(workspace.has_room):
+            return None
+        return f"the work folder {workspace.root} is full; raise batches.work_dir_limit, or wait for its batches"
+
+    async def _wait(self, reason: str, message: str) -> Outcome:
+        """Nothing that was answered is lost, so it costs time and no attempt, until the window is over."""
+        await self._tools.waits.note(self.shard.batch_id, reason, message)
+        self._give_back("db_transient" if reason == STORE else "system_error")
+        return Snooze(AWAY_SECONDS if reason == STORE else NO_ROOM_SECONDS, message)
+
+    def _give_back(self, reason: str) -> None:
+        """Count and trace that a shard is put back, once it is: it may have been taken away or ended meanwhile."""
+
+        def tell(verb: Verb | None) -> None:
+            if verb in ("snooze", "retry", "release"):
+                self._tools.counts.given_back(reason)
+                with tracing.detached("re-enqueue", link=self._ctx.traceparent) as span:
+                    span.set({**self.attributes, "batch.re_enqueue.reason": reason})
+
+        self._ctx.when_settled(tell)
+
+    async def _judge(self, error: Exception) -> Exception:
+        """An error that ends this shard for good ends its batch, and what is in flight elsewhere may still end."""
+        if isinstance(error, RetryLater):
+            return error
+        if isinstance(error, (Conflict, DatabaseError)):  # an earlier claim of ours has not ended yet, or an outage
+            self._give_back("db_transient")
+            return RetryLater(str(error), 1.0)
+        if isinstance(error, StorageError):
+            error = Fatal(str(error), code="storage_error")
+        elif not isinstance(error, OperationError):
+            log.warning("a shard of %s will be tried again: %r", self.shard.batch_id, error)
+            error = Transient(str(error), code="unexpected")
+        if not isinstance(error, Transient) or self._ctx.attempt >= self._ctx.max_attempts:
+            code = getattr(error, "code", None) or "system_error"
+            await self._tools.batches.stop(self.shard.batch_id, "error", {"code": code, "message": str(error)})
+        else:
+            self._give_back("system_error")
+        return error
+
+    # Before -----------------------------------------------------------------------------------------------------
+
+    async def _run(self, control: Control, traceparent: str | None) -> Outcome:
+        batch = await self._tools.batches.get(self.shard.batch_id, tenant=None)
+        try:
+            headers = await self._open_headers(batch)
+        except ConfigurationError as error:
+            return await self._wait(KEY, str(error))
+        descriptor = await self._open_input(batch)
+        try:
+            entries = await self._read_entries()
+            account = self._account = await self._checkpoints.open(self._owner(traceparent))
+            try:
+                answered = await self._recover(entries)
+                self._tools.waits.end(batch.id)
+                self._work = Work(
+                    total=len(entries),
+                    batch_id=batch.id,
+                    tenant=batch.tenant,
+                    number=self.shard.number,
+                    model=self.shard.model,
+                    traceparent=traceparent,
+                    deadline=time.monotonic() + control.seconds_left,
+                    descriptor=descriptor,
+                    journal=account.journal,
+                    headers=headers,
+                )
+                pending = [entry for entry in entries if entry.offset not in answered]
+                self._ctx.progress(len(entries) - len(pending), len(entries))
+                self._checkpoints.watch(account)
+                await self._send(pending, control)
+            finally:
+                self._checkpoints.close(account)
+        finally:
+            os.close(descriptor)
+        return await self._conclude()
+
+    def _owner(self, traceparent: str | None) -> Owner:
+        return Owner(
+            batch_id=self.shard.batch_id,
+            shard=self.shard.number,
+            model=self.shard.model,
+            journal_number=self.shard.journal_number(self._ctx.claim),
+            job_id=self._ctx.job_id,
+            job_claim=self._ctx.claim,
+            worker=self._ctx.worker,
+            traceparent=traceparent,
+        )
+
+    async def _open_headers(self, batch: Batch) -> dict[str, str]:
+        """Those of the batch's creator that the model's gateway wants; nothing is sent without them."""
+        if not (wanted := self._dispatcher.passes_through(self.shard.model)):
+            return {}
+        sealed = await self._tools.batches.sealed_headers(batch.id)
+        if sealed is None:
+            return {}
+        headers = await asyncio.to_thread(self._runner.seal.open, sealed, batch.family)
+        return {name: value for name, value in headers.items() if name in wanted}
+
+    async def _open_input(self, batch: Batch) -> int:
+        files = self._tools.files
+        file = await files.get(batch.input_file_id, tenant=None, also_gone=True)
+        path = await self._tools.workspace.fetch_input(batch.id, files.store, file.key, file.bytes)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    async def _read_entries(self) -> list[Entry]:
+        shard = self.shard
+        folder = await self._tools.workspace.fetch_plan(shard.batch_id, self._tools.files.store)
+        plan = plan_path(folder, safe_name(shard.model))
+        return await asyncio.to_thread(read_entries, plan, shard.start, shard.count)
+
+    async def _recover(self, entries: list[Entry]) -> set[int]:
+        """The offsets that have their answer from an earlier claim."""
+        account, offsets = self._account, {entry.offset for entry in entries}
+        unregistered = self._runner.unregistered
+        answered, copied = await unregistered.recover_for_shard(account.owner, account.journal, offsets)
+        if self._ctx.after_death:
+            self._tools.counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if answered else "re_enqueued")
+        if copied:
+            text = f"{copied} answers were kept that nobody had registered"
+            self._ctx.emit("batch.answers_adopted", text, answers=copied)
+        return answered
+
+    # While it runs ----------------------------------------------------------------------------------------------
+
+    async def _send(self, pending: list[Entry], control: Control) -> None:
+        work = self._work
+        self._dispatcher.begin(work, pending, priority=control.priority)
+        self._apply(control)
+        self._runner.add(self)
+        timer = asyncio.get_running_loop().call_later(max(0.0, control.seconds_left), self._end_at_deadline)
+        try:
+            await work.quiet.wait()
+            await self._checkpoints.flush(self._account)
+        except asyncio.CancelledError:
+            await self._say_last_words()
+            raise
+        finally:
+            timer.cancel()
+            self._runner.remove(self)
+            self._dispatcher.forget(work)
+
+    async def _say_last_words(self) -> None:
+        """The worker must stop now, or the shard was taken away: register what is answered, if that is quick."""
+        self._work.stop(End.LEAVE)
+        self._work.abort()
+        with contextlib.suppress(TimeoutError):  # a request may wait for the slot of another model, which takes long
+            async with asyncio.timeout(_LAST_WORDS_SECONDS / 3):
+                await self._work.quiet.wait()
+        with contextlib.suppress(TimeoutError, StorageError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS * 2 / 3):
+                await self._checkpoints.flush(self._account)
+
+    def watch(self) -> None:
+        """Look at what this worker knows by itself, and say how far the shard is."""
+        work = self._work
+        if self._ctx.stopping:
+            work.stop(End.LEAVE)
+        elif self._account.is_lost:
+            work.stop(End.LOST)
+            work.abort()
+        if work.end is None:
+            self._ctx.progress(work.total - work.backlog.left)
+
+    def follow(self, control: Control | None) -> None:
+        """Do what the batch is told."""
+        work = self._work
+        if control is None:
+            work.stop(End.LOST)
+            work.abort()
+        elif control.status != BatchStatus.IN_PROGRESS or control.stop_reason:
+            work.stop(End.STOP)
+            grace = self._tools.settings.cancel_grace_seconds
+            if control.stop_reason == "cancel" and (control.stopped_seconds or 0.0) >= grace:
+                work.abort()
+        elif control.is_paused:
+            work.stop(End.PAUSE)
+        else:
+            self._apply(control)
+
+    def _apply(self, control: Control) -> None:
+        sender = self._work.sender
+        sender.schedule.change(
+            control.id,
+            priority=control.priority,
+            at_risk=self._runner.needs_express(control),
+            in_flight_max=control.limits.get("max_in_flight"),
+        )
+        sender.wake.set()
+
+    def _end_at_deadline(self) -> None:
+        """By the clock, not by the next look: what is in flight ends by its own timeout, or is aborted soon after."""
+        self._work.stop(End.DEADLINE)
+        asyncio.get_running_loop().call_later(ABORT_SECONDS, self._work.abort)
+        self._runner.end_window(self.shard.batch_id)
+
+    # After ------------------------------------------------------------------------------------------------------
+
+    async def _conclude(self) -> Outcome:
+        work, batches = self._work, self._tools.batches
+        if work.end in _HANDED_BACK:
+            is_guarded = work.end is End.LEAVE and self._dispatcher.broken is not None
+            self._give_back("guard_shutdown" if is_guarded else _HANDED_BACK[work.end])
+        match work.end:
+            case None:
+                return Done(progress=(work.total, work.total))
+            case End.DEADLINE:  # before anybody can join its shards and find lines without an answer and a reason
+                await batches.stop(work.batch_id, "deadline")
+                return Done()
+            case End.STOP:
+                return Done()
+            case End.LOST:  # if the claim is ours all the same, the rest must be sent; if it is not, this is refused
+                return Snooze(0, End.LOST.value)
+            case End.PAUSE:  # what was in flight may have taken longer than the pause
+                control = (await batches.controls([work.batch_id])).get(work.batch_id)
+                return Snooze(0 if control is None else _pause_seconds(control), End.PAUSE.value)
+            case End.LEAVE:
+                return Snooze(0, End.LEAVE.value)
+            case End.FULL:
+                await self._tools.waits.note(work.batch_id, DISK, End.FULL.value)
+                return Snooze(NO_ROOM_SECONDS, End.FULL.value)
+            case End.BROKEN:
+                raise Transient(End.BROKEN.value, code="shard_broken")
+
+
+def _pause_seconds(control: Control) -> float:
+    """How long a shard sleeps while its batch is paused; 0 if it is not."""
+    shortest, longest = PAUSED_SECONDS
+    return 0.0 if control.paused_seconds is None else min(longest, max(shortest, control.paused_seconds))

@@ -1,0 +1,95 @@
+"""One shard in this worker's hands: what its requests need, and why it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from batchwright.batches.journal.envelopes import RequestIds
+from batchwright.batches.journal.journal import Journal
+from batchwright.batches.plan.lines import split
+from batchwright.batches.plan.planfile import Entry
+from batchwright.batches.send.schedule import Backlog, Item
+from batchwright.inference.gateway import Request
+
+if TYPE_CHECKING:
+    from batchwright.batches.send.sender import Sender
+
+
+class End(Enum):
+    """Why a shard stops before its last request."""
+
+    STOP = "the batch was told to stop"
+    DEADLINE = "the completion window is over"
+    PAUSE = "the batch is paused"
+    LEAVE = "the worker stops"
+    FULL = "there is no room for the journal"
+    LOST = "another worker has the shard"
+    BROKEN = "something broke; the log says what"
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Work:
+    """One shard in this worker's hands."""
+
+    batch_id: str
+    tenant: str
+    number: int
+    total: int
+    """Requests of the shard, those answered before included."""
+    model: str
+    traceparent: str | None
+    deadline: float
+    """By the monotonic clock."""
+    descriptor: int
+    """The input file."""
+    journal: Journal
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of the batch's creator, for the model server."""
+    ids: RequestIds = field(init=False, repr=False)
+    backlog: Backlog = field(init=False)
+    sender: Sender = field(init=False)
+    end: End | None = None
+    tasks: dict[Item, asyncio.Task[None]] = field(default_factory=dict)
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nothing is in flight, and nothing will be sent any more."""
+
+    def __post_init__(self) -> None:
+        self.ids = RequestIds(self.batch_id)
+
+    def request(self, entry: Entry, now: float) -> tuple[str, Request]:
+        offset = entry.offset
+        custom_id, url, body = split(os.pread(self.descriptor, entry.length, offset))
+        return custom_id, Request(
+            url=url,
+            body=body,
+            id=self.ids.on_the_wire(offset),
+            traceparent=self.traceparent,
+            headers=self.headers,
+            seconds_left=self.deadline - now,
+        )
+
+    def stop(self, reason: End) -> None:
+        """Send nothing more of this shard; what is in flight may end."""
+        if self.end is None:
+            self.end = reason
+            self.sender.schedule.withdraw(self.backlog)
+            self.look()
+
+    def look(self) -> None:
+        """After whatever happened: is it over?"""
+        if self.backlog.is_empty:
+            self.quiet.set()
+
+    def abort(self) -> None:
+        """Close the connections of what is in flight.
+
+        A task that is cancelled before its first step never runs, and would keep its slots: let all of them begin.
+        """
+        loop = asyncio.get_running_loop()
+        for task in list(self.tasks.values()):
+            loop.call_soon(task.cancel)

@@ -1,0 +1,26 @@
+"""What the routes of batches work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchwright.batches.models import Models
+from batchwright.batches.output.results import Results
+from batchwright.batches.seal import Seal
+from batchwright.batches.settings import BatchSettings
+from batchwright.batches.store import Batches
+from batchwright.core import Core
+from batchwright.files.store import Files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchServices:
+    """Of one HTTP server."""
+
+    batches: Batches
+    core: Core
+    files: Files
+    models: Models
+    results: Results
+    seal: Seal
+    settings: BatchSettings

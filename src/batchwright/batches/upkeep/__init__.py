@@ -1,0 +1,1 @@
+"""What upkeep does for batches: a watchdog and the garbage collector."""

@@ -1,0 +1,1 @@
+"""The commands of the engine: jobs and what stands around them."""

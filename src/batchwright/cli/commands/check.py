@@ -1,0 +1,123 @@
+"""`batchwright check`: the configuration, the database and the workers, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from batchwright.app import AsyncBatchwright
+from batchwright.cli.commands.serve import Processes, load_operations
+from batchwright.cli.flags import Config, DatabaseUrl, Json, run, settings_from
+from batchwright.cli.show import print_findings, print_json
+from batchwright.cli.stop import end
+from batchwright.db.check import Finding, Level, check_database, describe, explained
+from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseError, DatabaseUnavailable
+from batchwright.part import Part
+from batchwright.settings import Settings
+from batchwright.telemetry.logs import configure_logs
+
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SOURCES", help="Operations to load: modules, files or folders.", show_default=False),
+]
+
+
+def check(
+    sources: Sources = None,
+    processes: Processes = 1,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Check the configuration, the database and the workers, and say how to fix what is wrong."""
+    configure_logs("ERROR", "text")
+    try:
+        settings = settings_from(database_url, config)
+    except BatchwrightError as error:
+        _print([Finding("settings", Level.ERROR, str(error), "correct the setting and check again")], json)
+        raise typer.Exit(1) from error
+    findings = run(_check(settings, sources or [], processes))
+    _print(findings, json)
+    end(1 if any(finding.level is Level.ERROR for finding in findings) else 0, settings)
+
+
+def _print(findings: list[Finding], json: bool) -> None:
+    if json:
+        print_json(findings)
+    else:
+        print_findings(findings)
+
+
+async def _check(settings: Settings, sources: list[str], processes: int) -> list[Finding]:
+    findings = [Finding("settings", Level.OK, "read"), _check_operations(settings, sources)]
+    batchwright = AsyncBatchwright(settings=settings)
+    try:
+        findings += await _check_database(batchwright, processes)
+        return [*findings, *[finding for part in batchwright.parts for finding in await _check_part(part)]]
+    finally:
+        await batchwright.close()
+
+
+def _check_operations(settings: Settings, sources: list[str]) -> Finding:
+    try:
+        names = load_operations(settings, sources).names()
+    except BatchwrightError as error:
+        return Finding("operations", Level.ERROR, str(error), "correct the source and check again")
+    if names:
+        return Finding("operations", Level.OK, ", ".join(names))
+    remedy = "name modules, files or folders in `operations` of batchwright.toml, or to `batchwright up`"
+    return Finding("operations", Level.WARNING, "none here", remedy)
+
+
+async def _check_part(part: Part) -> Sequence[Finding]:
+    """A part that stumbles over its own check must not hide what the others found."""
+    try:
+        return await part.check()
+    except Exception as error:
+        text = f"its check failed: {type(error).__name__}: {error}"
+        return [Finding(part.name, Level.ERROR, text, "correct that part, or remove the package that brings it")]
+
+
+async def _check_database(batchwright: AsyncBatchwright, processes: int) -> list[Finding]:
+    """In the order in which one thing needs the other: reachable, sessions, the server, then the workers.
+
+    The client stays open where the database can be used, so that parts can look into it.
+    """
+    settings = batchwright.settings.database
+    where = "embedded PostgreSQL" if settings.url is None else describe(settings.url)
+    try:
+        await batchwright.open(migrated=False)
+    except (ConfigurationError, DatabaseError) as error:
+        reason = explained(error) if isinstance(error, DatabaseUnavailable) else error
+        return [Finding("database", Level.ERROR, f"{where}: {reason}")]
+    answer = f"an answer takes {batchwright.pool.answer_seconds * 1000:.1f} ms"
+    reached = Finding("database", Level.OK, f"{where}: reached, and it keeps sessions; {answer}")
+    found = await check_database(batchwright.pool, settings, processes=processes)
+    if any(finding.name == "schema" and finding.level is not Level.OK for finding in found):
+        await batchwright.close()
+        return [reached, *found]
+    return [reached, *found, *await _check_workers(batchwright)]
+
+
+async def _check_workers(batchwright: AsyncBatchwright) -> list[Finding]:
+    alive = [worker for worker in await batchwright.views.workers() if worker.is_alive]
+    known = sorted({name for worker in alive for name in worker.operations})
+    unknown = await batchwright.queue.unknown_types(known)
+    return [_judge_workers(len(alive)), _judge_due_types(unknown)]
+
+
+def _judge_workers(n: int) -> Finding:
+    if n:
+        return Finding("workers", Level.OK, f"{n} alive")
+    return Finding(
+        "workers", Level.WARNING, "none alive: jobs wait", "start one: batchwright up, or batchwright worker"
+    )
+
+
+def _judge_due_types(unknown: dict[str, int]) -> Finding:
+    if not unknown:
+        return Finding("due jobs", Level.OK, "every type is known to a live worker")
+    listed = ", ".join(f"{name} ({n})" for name, n in unknown.items())
+    return Finding("due jobs", Level.WARNING, f"no live worker knows {listed}", "start a worker with these operations")

@@ -1,0 +1,81 @@
+"""`batchwright queue …`: how much waits in each queue, and whether anything is taken from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, client, run
+from batchwright.cli.show import print_json, print_table, seconds, time_text
+from batchwright.engine.views import QueueView
+
+app = typer.Typer(no_args_is_help=True)
+
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="The queues' names.", show_default=False)]
+
+
+@app.command("list")
+def list_(tenant: OfTenant = None, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """List queues with what is due, scheduled for later and running."""
+
+    async def go() -> list[QueueView]:
+        async with client(database_url, config) as batchwright:
+            return await batchwright.views.queues(tenant=tenant)
+
+    queues = run(go())
+    if json:
+        print_json(queues)
+    elif queues:
+        _print(queues)
+    else:
+        typer.echo("no queues: each one exists from its first job on", err=True)
+
+
+@app.command()
+def pause(names: Names, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Start no more jobs of these queues; running jobs continue."""
+
+    async def go() -> None:
+        async with client(database_url, config) as batchwright:
+            for name in names:
+                await batchwright.named_queues.pause(name)
+
+    run(go())
+    if json:
+        print_json({"paused": names})
+    else:
+        typer.echo(f"paused: {', '.join(names)}")
+
+
+@app.command()
+def resume(names: Names, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
+    """Start jobs of these queues again."""
+
+    async def go() -> None:
+        async with client(database_url, config) as batchwright:
+            for name in names:
+                await batchwright.named_queues.resume(name)
+                batchwright.doorbell.ring([name])
+
+    run(go())
+    if json:
+        print_json({"resumed": names})
+    else:
+        typer.echo(f"resumed: {', '.join(names)}")
+
+
+def _print(queues: Sequence[QueueView]) -> None:
+    oldest = [one.oldest_due_seconds for one in queues]
+    print_table(
+        {
+            "queue": [Text(one.name) for one in queues],
+            "due": [Text(str(one.due)) for one in queues],
+            "scheduled": [Text(str(one.scheduled)) for one in queues],
+            "running": [Text(str(one.running)) for one in queues],
+            "oldest due": [Text("" if age is None else seconds(age)) for age in oldest],
+            "paused since": [Text(time_text(one.paused_at) or "", "yellow") for one in queues],
+        }
+    )

@@ -1,0 +1,129 @@
+"""What every part stands on: settings, the database, the queue and its catalog, the doorbell, the object store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import TypeVar
+
+from batchwright.access.keys import Keys
+from batchwright.db.database import Database, Pool
+from batchwright.db.doorbell import Doorbell
+from batchwright.db.embedded import default_root
+from batchwright.engine.bulk import Bulk
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.named_queues import NamedQueues
+from batchwright.engine.queue import Queue
+from batchwright.engine.schedules import Schedules
+from batchwright.engine.views import Views
+from batchwright.engine.workers import Workers
+from batchwright.errors import InvalidInput
+from batchwright.operations.registry import Registry
+from batchwright.part import Part
+from batchwright.plugins import load
+from batchwright.settings import Settings
+from batchwright.storage import Store, open_store
+from batchwright.storage.metrics import StorageCounts
+from batchwright.telemetry.metrics import Counts
+
+P = TypeVar("P", bound=Part)
+T = TypeVar("T")
+
+
+class Core:
+    """One object in a client, a worker process or an HTTP server; the parts of that process belong to it."""
+
+    def __init__(self, settings: Settings, operations: Registry, kinds: Iterable[type[Part]]) -> None:
+        self.settings = settings
+        self.operations = operations
+        self._pool: Pool | None = None
+        self.parts: list[Part] = []
+        for kind in kinds:  # one by one: a part may ask for those before it
+            self.parts.append(kind(self))
+
+    def part(self, kind: type[P]) -> P:
+        """The part of this kind."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        raise InvalidInput(f"there is no part {kind.name!r} here")
+
+    def use_pool(self, pool: Pool) -> None:
+        """Use a pool that somebody else opened, and closes."""
+        self._pool = pool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a database to ask."""
+        return self._pool is not None
+
+    @property
+    def pool(self) -> Pool:
+        return _require_open(self._pool)
+
+    @cached_property
+    def queue(self) -> Queue:
+        return Queue(Database(self.pool), self.settings.engine)
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        return Catalog(self.queue.database, self.operations)
+
+    @cached_property
+    def doorbell(self) -> Doorbell:
+        return Doorbell(self.pool)
+
+    @property
+    def views(self) -> Views:
+        return Views(self.queue)
+
+    @property
+    def named_queues(self) -> NamedQueues:
+        return NamedQueues(self.queue.database)
+
+    @property
+    def workers(self) -> Workers:
+        return Workers(self.queue.database)
+
+    @property
+    def bulk(self) -> Bulk:
+        return Bulk(self.queue, self.views)
+
+    @property
+    def schedules(self) -> Schedules:
+        return Schedules(self.queue, self.catalog)
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.queue.database)
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine keeps what is not in the database: files without a store, and work folders."""
+        return Path(self.settings.database.folder or default_root())
+
+    @cached_property
+    def store(self) -> Store:
+        return open_store(self.settings.storage, beside=self.folder)
+
+    def open_store(self, component: str, counts: Counts, *, patience_seconds: float = inf) -> Store:
+        """The same store for one that counts what it asks of it; some have less patience than the settings say."""
+        settings = self.settings.storage
+        settings = dataclasses.replace(settings, retry_seconds_max=min(settings.retry_seconds_max, patience_seconds))
+        return open_store(settings, beside=self.folder, counts=StorageCounts(counts), component=component)
+
+    def add_operations(self) -> None:
+        """Let the registry have the operations of the parts that are active here."""
+        for part in self.parts:
+            if part.is_active:
+                for place in part.operations:
+                    self.operations.add(load(place))
+
+
+def _require_open(opened: T | None) -> T:
+    if opened is None:
+        raise InvalidInput("this client is not open; use it in a `with` block, or call open()")
+    return opened

@@ -1,0 +1,66 @@
+"""`batchwright demo`: a real batch, a killed worker, and the proof that nothing was lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from batchwright.cli.flags import Json, run
+from batchwright.cli.show import console, print_json
+from batchwright.errors import InvalidInput
+from batchwright.telemetry.logs import configure_logs
+
+if TYPE_CHECKING:
+    from batchwright.demo.pipeline import Tally
+    from batchwright.demo.report import Report
+
+_REQUESTS = 3_000
+_CHILDREN = 200
+
+
+def demo(
+    requests: Annotated[
+        int | None,
+        typer.Option(min=300, max=50_000, help=f"Number of requests; by default {_REQUESTS:,}.", show_default=False),
+    ] = None,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Run a pipeline of jobs instead of a batch.")] = False,
+    children: Annotated[
+        int | None,
+        typer.Option(
+            min=20,
+            max=10_000,
+            help=f"Number of child jobs of the pipeline; by default {_CHILDREN}.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run a batch of requests to three models, kill one of its workers, and show that nothing is lost.
+
+    The model server is simulated: no model runs, and nothing is paid for. The exit code is 1 if the numbers do not add
+    up.
+
+    Database and files are the demo's own, in a temporary folder that is removed afterwards.
+    """
+    if children is not None and not pipeline:
+        raise InvalidInput("--children is for the pipeline; write --pipeline too, or --requests for a larger batch")
+    if requests is not None and pipeline:
+        raise InvalidInput("--requests is for the batch; leave --pipeline out, or write --children for more jobs")
+    configure_logs("ERROR", "text")
+    out = Console(quiet=True) if json else console()
+    ended = run(_run(requests, pipeline, children, out))
+    if json:
+        print_json(ended)
+    if not ended.is_right:
+        raise typer.Exit(1)
+
+
+async def _run(requests: int | None, pipeline: bool, children: int | None, out: Console) -> Report | Tally:
+    from batchwright.demo.batch import run_batch  # here, because its help needs neither
+    from batchwright.demo.pipeline import run_pipeline
+
+    if pipeline:
+        return await run_pipeline(children or _CHILDREN, out)
+    return await run_batch(requests or _REQUESTS, out)

@@ -1,0 +1,31 @@
+-- The books of `batchwright demo`: a table for the effects of its children, and what is read at the end.
+
+-- name: make_effects
+CREATE SCHEMA demo CREATE TABLE effect (number integer NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp())
+
+-- name: clock
+SELECT clock_timestamp()
+
+-- name: effects
+SELECT count(*), count(DISTINCT number) FROM demo.effect
+
+-- name: events
+SELECT count(*) FILTER (WHERE event = 'job.started'), count(*) FILTER (WHERE event = 'job.rescued')
+FROM batchwright.job_event
+WHERE job_id IN (SELECT id FROM :jobs AS job WHERE parent_job_id = %(id)s)
+
+-- name: rescued_at
+-- When the last of the dead worker's jobs was taken back.
+SELECT max(ts) FROM batchwright.job_event WHERE event = 'job.rescued'
+
+-- name: taken_over
+-- Seconds until the first answer that a later claim of one of these shards brought was registered.
+SELECT extract(epoch FROM min(segment.registered_at) - %(since)s)::float8
+FROM batchwright.batch_segment AS segment
+JOIN unnest(%(shards)s::integer[], %(claims)s::bigint[]) AS lost (shard, claim)
+    ON segment.shard = lost.shard AND segment.claim > lost.claim
+WHERE segment.batch_id = %(batch_id)s
+
+-- name: adopted
+-- Answers of a dead worker that were on the disk and not registered, and that its heirs kept.
+SELECT coalesce(sum((fields ->> 'answers')::integer), 0) FROM batchwright.job_event WHERE event = 'batch.answers_adopted'

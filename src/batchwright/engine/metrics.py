@@ -1,0 +1,311 @@
+"""What workers have counted, added up in the database; and how many jobs, workers and slots there are.
+
+Each worker writes its own row every few seconds. A row that nobody touches any more is folded into the row '' and
+marked; a worker that was only frozen finds the mark, and from then on writes what came since, in a new row.
+
+Gauges, which say what is true now, are added up over the workers that live: they stand in the row of the heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import orjson
+
+from batchwright.db.database import Database, Row, Session
+from batchwright.db.statements import statements
+from batchwright.engine.jobs import Claim
+from batchwright.engine.queue import Rescued
+from batchwright.errors import DatabaseError
+from batchwright.telemetry.metrics import VALUES_MAX, Counts, Flat, LabelLimits, Metric, difference, together
+
+log = logging.getLogger(__name__)
+
+SQL = statements(__package__, "metrics.sql")
+
+_WRITE_SECONDS = 5.0
+_TOUCH_SECONDS = 60.0
+_LAST_WRITE_SECONDS_MAX = 2.0
+_SILENT_SECONDS = 600.0
+_FOLDED_SECONDS = 86_400.0
+_FOLDS_MAX = 500
+_JOBS_MAX = 1_000_000
+_PUT_DOWN_MAX = 1_000
+_WORKER_SILENT_SECONDS = 60.0
+
+_QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
+_RUNS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
+
+WORKER_METRICS = (
+    Metric("jobs_claimed_total", "Jobs that workers took from a queue.", ("queue",)),
+    Metric(
+        "job_claim_latency_seconds",
+        "Time from the moment a job fell due until a worker took it; waiting for a paused queue or a key is in it.",
+        ("queue",),
+        "histogram",
+        _LATENCIES,
+    ),
+    Metric(
+        "job_run_seconds",
+        "Time that an operation ran, from its start until it returned, raised or was interrupted.",
+        ("job_type",),
+        "histogram",
+        _RUNS,
+    ),
+    Metric(
+        "jobs_settled_total",
+        "Jobs that workers gave back, by what became of them: succeed, fail, retry, snooze, release or wait.",
+        ("job_type", "outcome"),
+    ),
+    Metric(
+        "settle_seconds",
+        "Time of one commit that settles jobs, usually many at once.",
+        kind="histogram",
+        bounds=_QUICK,
+    ),
+    Metric("jobs_rescued_total", "Jobs taken back from a worker or process that died with them."),
+    Metric("jobs_poisoned_total", "Jobs parked as FAILED because every process that ran them died."),
+    Metric(
+        "writes_fenced_total",
+        "Results refused because a newer claim or a human has the job: work that was done in vain, never damage.",
+    ),
+    Metric("leases_lost_total", "Running jobs that a worker stopped because its lease was over."),
+    Metric(
+        "operations_interrupted_total",
+        "Operations stopped before their end: cancelled, lost, timeout, stop or self.",
+        ("reason",),
+    ),
+)
+
+
+class WorkerCounts(Counts):
+    """What one worker process has done; parts of Batchwright may bring metrics of their own.
+
+    What happens to every job is only put down at first, and counted a thousand at a time: that is several times
+    cheaper, and a job costs little else.
+    """
+
+    def __init__(self, more: Iterable[Metric] = (), label_limits: LabelLimits | None = None) -> None:
+        super().__init__((*WORKER_METRICS, *more), label_limits)
+        self.on_read(self._count)
+        self.ran: defaultdict[str, list[float]] = defaultdict(list)
+        """Seconds that operations ran, by type."""
+        self.ended: defaultdict[tuple[str, str], int] = defaultdict(int)
+        """Jobs that were settled, by type and outcome."""
+        self._waited: defaultdict[str, list[float]] = defaultdict(list)
+        self._put_down = 0
+
+    def note_claimed(self, claims: Sequence[Claim]) -> None:
+        """Jobs of one claim; those that were enqueued together fell due together, and are reckoned once."""
+        due, seconds, waited = None, 0.0, self._waited
+        for claim in claims:
+            if claim.run_after != due:
+                due = claim.run_after
+                seconds = (claim.claimed_at - due).total_seconds()
+            waited[claim.queue].append(seconds)
+        self._put_down += len(claims)
+        if self._put_down >= _PUT_DOWN_MAX:
+            self._count()
+
+    def _count(self) -> None:
+        for queue, waited in self._waited.items():
+            self.add("jobs_claimed_total", len(waited), (queue,))
+            self.observe_all("job_claim_latency_seconds", waited, (queue,))
+        for job_type, ran in self.ran.items():
+            self.observe_all("job_run_seconds", ran, (job_type,))
+        for labels, n in self.ended.items():
+            self.add("jobs_settled_total", n, labels)
+        self._waited.clear()
+        self.ran.clear()
+        self.ended.clear()
+        self._put_down = 0
+
+    def note_rescued(self, rescued: Iterable[Rescued]) -> None:
+        for one in rescued:
+            self.add("jobs_rescued_total", one.was_running)
+            self.add("jobs_poisoned_total", one.is_poison)
+
+    def summary(self) -> dict[str, int]:
+        names = ("claimed", "settled", "fenced", "leases_lost", "interrupted", "rescued", "poisoned")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def claimed(self) -> int:
+        return self.total("jobs_claimed_total")
+
+    @property
+    def settled(self) -> int:
+        return self.total("jobs_settled_total")
+
+    @property
+    def fenced(self) -> int:
+        return self.total("writes_fenced_total")
+
+    @property
+    def leases_lost(self) -> int:
+        return self.total("leases_lost_total")
+
+    @property
+    def interrupted(self) -> int:
+        return self.total("operations_interrupted_total")
+
+    @property
+    def rescued(self) -> int:
+        return self.total("jobs_rescued_total")
+
+    @property
+    def poisoned(self) -> int:
+        return self.total("jobs_poisoned_total")
+
+
+class CountsWriter:
+    """Keeps one worker's row. It never disturbs the worker: what cannot be written goes with the next write."""
+
+    def __init__(self, database: Database, worker: str, counts: Counts) -> None:
+        self._database = database
+        self._worker = worker
+        self._counts = counts
+        self._row = worker
+        self._rows = 1
+        self._is_written = False
+        self._base: Flat = {}
+        """What was folded in earlier rows of ours."""
+        self._sent: Flat = {}
+        """What this row holds if our last write has happened."""
+        self._answered: Flat = {}
+        self._touch_at = 0.0
+        self._gauges: Flat = {}
+        """What the row of the heartbeat holds; a row that is missing holds nothing."""
+        self._gauges_touch_at = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self.learn()
+        learn_at = time.monotonic() + _TOUCH_SECONDS
+        while True:
+            await asyncio.sleep(_WRITE_SECONDS * random.uniform(0.8, 1.2))
+            await self.write()
+            if self._counts.is_crowded and time.monotonic() >= learn_at:
+                await self.learn()
+                learn_at = time.monotonic() + _TOUCH_SECONDS
+
+    async def learn(self) -> None:
+        """Look which values of labels others have counted; where there is no room for all, all must name the same."""
+        try:
+            self._counts.know(await read_counts(self._database))
+        except DatabaseError as error:
+            log.debug("what others have counted cannot be read: %s", error)
+
+    async def write_last(self) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WRITE_SECONDS_MAX):
+                await self.write()
+        except TimeoutError:
+            log.debug("the last counts were not written in time")
+
+    async def write(self) -> None:
+        try:
+            await self._write(self._counts.flat("counter", "histogram"))
+            await self._write_gauges(self._counts.flat("gauge"))
+        except DatabaseError as error:
+            log.debug("the counts will be written later: %s", error)
+
+    async def _write(self, counted: Flat) -> None:
+        is_touch_due = self._is_written and time.monotonic() >= self._touch_at
+        if counted == self._answered and not is_touch_due:
+            return
+        if not await self._send(counted):
+            await self._begin_anew()
+            await self._send(counted)
+        self._answered = counted
+        self._touch_at = time.monotonic() + _TOUCH_SECONDS
+
+    async def _write_gauges(self, gauges: Flat) -> None:
+        """Written again now and then, for a row that was removed while we were frozen comes back without them."""
+        is_touch_due = bool(gauges) and time.monotonic() >= self._gauges_touch_at
+        if gauges != self._gauges or is_touch_due:
+            params = {"worker": self._worker, "gauges": orjson.dumps(gauges).decode()}
+            is_there = bool(await self._database.ask(SQL["write_gauges"], params))
+            self._gauges = gauges if is_there else {}
+            self._gauges_touch_at = time.monotonic() + _TOUCH_SECONDS
+
+    async def _send(self, counted: Flat) -> bool:
+        """Whether our row was still ours to write."""
+        before, self._sent = self._sent, difference(counted, self._base)
+        sql = SQL["update_counts" if self._is_written else "insert_counts"]
+        params = {"worker": self._row, "counts": orjson.dumps(self._sent).decode()}
+        is_ours = bool(await self._database.ask(sql, params))
+        if is_ours:
+            self._is_written = True
+        else:
+            self._sent = before
+        return is_ours
+
+    async def _begin_anew(self) -> None:
+        """Our row was folded: what it held is counted for good. This only reads, so it can be broken off anywhere.
+
+        When even the mark is gone we cannot know whether our last write was in time, and rather lose it than count
+        it twice.
+        """
+        found = await self._database.ask(SQL["folded_counts"], {"worker": self._row})
+        self._base = together(self._base, found[0][0] if found else self._sent)
+        self._sent = {}
+        self._is_written = False
+        self._rows += 1
+        self._row = f"{self._worker}#{self._rows}"
+
+
+async def fold(database: Database, *, session: Session | None = None) -> int:
+    """Add up the rows of workers that are gone; answers how many. Only under an upkeep lock: the sum has no other."""
+    params = {"silent_seconds": _SILENT_SECONDS, "limit": _FOLDS_MAX}
+    ((folded,),) = await database.ask(SQL["fold_counts"], params, session)
+    await database.ask(SQL["forget_folded"], {"kept_seconds": _FOLDED_SECONDS}, session)
+    return int(folded)
+
+
+class Depth(NamedTuple):
+    """How one queue stands."""
+
+    queue: str
+    is_paused: bool
+    due: int
+    scheduled: int
+    oldest_due_seconds: float
+
+
+class Standing(NamedTuple):
+    """How everything stands, read from indexes and bounded in its cost."""
+
+    depths: list[Depth]
+    taken: Sequence[Row]
+    """(queue, running | waiting, jobs)"""
+    failed: Sequence[Row]
+    """(job type, jobs) in the inbox"""
+    workers: int
+    slots: int
+    slots_used: int
+    gauges: Flat
+    """What the workers that live said of themselves, added up"""
+
+
+async def read_counts(database: Database) -> Flat:
+    """The sum over all workers, those that are gone among them; no number in it ever goes down."""
+    return dict(await database.ask(SQL["counted"], {}))
+
+
+async def read_standing(database: Database) -> Standing:
+    limits = {"queues_max": VALUES_MAX, "jobs_max": _JOBS_MAX}
+    depths = await database.ask(SQL["depths"], limits)
+    taken = await database.ask(SQL["taken"], limits)
+    failed = await database.ask(SQL["failed"], limits)
+    alive = {"silent_seconds": _WORKER_SILENT_SECONDS}
+    ((workers, slots, slots_used),) = await database.ask(SQL["slots"], alive)
+    gauges: Flat = dict(await database.ask(SQL["gauges"], alive))
+    return Standing([Depth(*row) for row in depths], taken, failed, workers, slots, slots_used, gauges)

@@ -1,0 +1,51 @@
+"""Jobs that belong to an object of a part, such as those of a batch: what the part may know of them and do to them.
+
+The job verbs refuse such jobs, and the verbs of the part take their place. Only the engine reads the table of jobs: a
+part calls what is here, or joins `:jobs` in a statement of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from uuid import UUID
+
+from batchwright.db.database import Session
+from batchwright.db.statements import shared_parts, statements
+from batchwright.engine.jobs import JobId
+from batchwright.engine.queue import Queue
+from batchwright.states import JobStatus
+
+SQL = statements(__package__, "owned.sql")
+JOBS_VIEW = shared_parts(__package__, "owned.sql")
+"""For `statements(…, parts=JOBS_VIEW)`: `:jobs` is like a view of jobs with id, parent_job_id, status and is_open."""
+
+
+class Held(NamedTuple):
+    """A claim of a job, in whose name a worker wants to write."""
+
+    id: UUID
+    claim: int
+    worker: str
+
+
+async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -> set[UUID]:
+    """The jobs whose claims are still held; until the transaction ends, nobody can take these away."""
+    params = {
+        "ids": [one.id for one in claims],
+        "claims": [one.claim for one in claims],
+        "workers": [one.worker for one in claims],
+    }
+    return {id for (id,) in await queue.database.ask(SQL["lock_held"], params, session)}
+
+
+async def children(queue: Queue, id: UUID, *statuses: JobStatus, session: Session) -> list[JobId]:
+    """The children of a job that have one of these statuses."""
+    params = {"id": id, "statuses": [status.value for status in statuses]}
+    return [JobId(child) for (child,) in await queue.database.ask(SQL["children"], params, session)]
+
+
+async def cancel_children(queue: Queue, id: UUID, *statuses: JobStatus, reason: str, session: Session) -> int:
+    """Cancel the children that have one of these statuses; answers how many that were."""
+    found = await children(queue, id, *statuses, session=session)
+    return await queue.cancel(found, reason=reason, owned=True, session=session) if found else 0

@@ -1,0 +1,12 @@
+-- What statements of several files share.
+
+-- part: deaths_max
+-- A job whose worker died so often runs alone; the index `job_suspect` knows the number too.
+2
+
+-- part: private_mark
+-- A queue whose name begins like this is served only by workers that name it.
+'~'
+
+-- part: paused_queues
+ARRAY(SELECT name FROM batchwright.queue WHERE paused_at IS NOT NULL)

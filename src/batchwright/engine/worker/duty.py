@@ -1,0 +1,129 @@
+"""What parts of Batchwright do in a worker process, and how the worker sees all of them as one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from batchwright.engine.metrics import WorkerCounts
+from batchwright.engine.queue import Queue
+from batchwright.engine.upkeep import Round
+from batchwright.engine.worker.lanes import Demand
+from batchwright.errors import InvalidInput
+from batchwright.plugins import load
+from batchwright.telemetry.metrics import LabelLimits, Metric
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duty:
+    """What one part does in one worker process."""
+
+    services: Sequence[object] = ()
+    """What its operations ask for by class: `ctx.service(Kind)`."""
+    demand: Demand | None = None
+    """Jobs that it takes by what it can do with them, beside the worker's slots."""
+    rounds: Sequence[Round] = ()
+    """What upkeep does for it."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Called when the worker ends, after its last job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a part does its duty: what a worker offers to it."""
+
+    counts: WorkerCounts
+    queue: Queue
+    queues: Sequence[str] | None
+    """The queues that the worker serves; None for all of them."""
+    worker: str = ""
+    """The id of the worker."""
+
+    def serves(self, queue: str) -> bool:
+        return self.queues is None or queue in self.queues
+
+
+class WorkerPart(Protocol):
+    """A part, as a worker sees it."""
+
+    @property
+    def metrics(self) -> Any: ...
+
+    def label_limits(self) -> LabelLimits: ...
+
+    def work(self, site: Site) -> Duty | None: ...
+
+
+class Duties:
+    """The duties of all parts in one worker process."""
+
+    def __init__(self, parts: Sequence[WorkerPart], site: Site, offers: Sequence[object]) -> None:
+        self._duties = [duty for part in parts if (duty := part.work(site)) is not None]
+        self._services = [*offers, *(service for duty in self._duties for service in duty.services)]
+        demands = [duty.demand for duty in self._duties if duty.demand is not None]
+        self.demand: Demand | None = _Demands(demands) if demands else None
+
+    @property
+    def rounds(self) -> list[Round]:
+        return [round for duty in self._duties for round in duty.rounds]
+
+    def service(self, kind: type[T]) -> T:
+        """What an operation asks for."""
+        for service in self._services:
+            if isinstance(service, kind):
+                return service
+        raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
+
+    async def close(self) -> None:
+        """The last one first; one that fails keeps nobody else from closing."""
+        async with contextlib.AsyncExitStack() as stack:
+            for duty in self._duties:
+                if duty.close is not None:
+                    stack.push_async_callback(duty.close)
+
+
+class _Demands:
+    """The demands of several parts as one; each queue belongs to the first part that serves it."""
+
+    def __init__(self, demands: Sequence[Demand]) -> None:
+        self._demands = demands
+
+    @property
+    def operations(self) -> Sequence[str]:
+        return [name for demand in self._demands for name in demand.operations]
+
+    def queues(self) -> list[str]:
+        return [queue for demand in self._demands for queue in demand.queues()]
+
+    def serves(self, queue: str) -> bool:
+        return any(demand.serves(queue) for demand in self._demands)
+
+    def wanted(self, queue: str, priority: int, running: int) -> int:
+        if self.broken is not None:
+            return 0
+        return next(self._serving(queue)).wanted(queue, priority, running)
+
+    def _serving(self, queue: str) -> Iterator[Demand]:
+        return (demand for demand in self._demands if demand.serves(queue))
+
+    @property
+    def broken(self) -> str | None:
+        return next((demand.broken for demand in self._demands if demand.broken is not None), None)
+
+    def listen(self, on_demand: Callable[[], None]) -> None:
+        for demand in self._demands:
+            demand.listen(on_demand)
+
+
+def metrics_of(parts: Sequence[WorkerPart]) -> list[Metric]:
+    """What all of them count."""
+    return [metric for part in parts for metric in load(part.metrics)]
+
+
+def label_limits_of(parts: Sequence[WorkerPart]) -> LabelLimits:
+    """The limits of all labels; different parts have different labels."""
+    return {label: limit for part in parts for label, limit in part.label_limits().items()}

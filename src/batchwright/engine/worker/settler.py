@@ -1,0 +1,108 @@
+"""Group commit: a settle is sent at once when none is under way; those that come meanwhile go together next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from uuid import UUID
+
+from batchwright.db.retry import retry_unavailable
+from batchwright.engine.outcomes import Settle
+from batchwright.engine.policy import NotStorable, describe
+from batchwright.engine.queue import Queue
+from batchwright.errors import DatabaseUnavailable
+from batchwright.telemetry.logs import about
+
+log = logging.getLogger(__name__)
+
+_BATCH_MAX = 500
+_NOT_STORABLE = {"error": "error_not_storable", "result": "result_not_storable"}
+
+
+class Settler:
+    """Collects plain settles, commits them in batches and tells the worker which were accepted."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        worker: str,
+        on_settled: Callable[[Settle, bool, bool], None],
+        on_commit: Callable[[float], None],
+    ) -> None:
+        self._queue = queue
+        self._worker = worker
+        self._on_settled = on_settled
+        """Called with the settle, whether it moved, and whether an unmoved one counts as fenced."""
+        self._on_commit = on_commit
+        """Called with the seconds that a commit took."""
+        self._context = contextvars.copy_context()
+        """Not the context of the job that happens to submit first: its name must not stand on the others' lines."""
+        self._pending: list[Settle] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def submit(self, settle: Settle) -> None:
+        self._pending.append(settle)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._drain(), context=self._context)
+
+    async def idle(self) -> None:
+        """Wait until nothing is pending."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _drain(self) -> None:
+        try:
+            while self._pending:
+                batch, self._pending = self._pending[:_BATCH_MAX], self._pending[_BATCH_MAX:]
+                await self._commit(batch)
+        finally:
+            self._task = None
+
+    async def send(self, commit: Callable[[], Awaitable[set[UUID]]], *, jobs: int = 1) -> tuple[set[UUID], bool]:
+        """Commit until the database has answered: the ids that moved, and whether an earlier try is in doubt.
+
+        After one whose answer was lost, no row means that it had happened.
+        """
+        is_doubtful = False
+
+        def doubt(error: DatabaseUnavailable) -> None:
+            nonlocal is_doubtful
+            is_doubtful = True
+            log.warning("settling %d jobs must be repeated: %s", jobs, error)
+
+        async def attempt() -> set[UUID]:
+            began = time.perf_counter()
+            moved = await commit()
+            self._on_commit(time.perf_counter() - began)
+            return moved
+
+        return await retry_unavailable(attempt, on_failure=doubt), is_doubtful
+
+    async def _commit(self, batch: Sequence[Settle]) -> None:
+        try:
+            moved, is_doubtful = await self.send(lambda: self._queue.settle(batch, self._worker), jobs=len(batch))
+        except Exception as error:  # PostgreSQL refused a value, or it does not even become JSON
+            return await self._split(batch, error)
+        return self._report(batch, moved, is_doubtful)
+
+    async def _split(self, batch: Sequence[Settle], error: Exception) -> None:
+        """The batch was refused for its data: find the guilty one, let the others pass."""
+        if len(batch) > 1:
+            half = len(batch) // 2
+            await self._commit(batch[:half])
+            return await self._commit(batch[half:])
+        (settle,) = batch
+        if settle.verb == "fail" and settle.values["error"]["code"] in _NOT_STORABLE.values():
+            text = "job %s cannot even fail: %s; its lease will run out"
+            log.error(text, settle.claim.id, error, extra=about(settle.claim))
+            return self._report(batch, set(), True)
+        what = "error" if settle.verb == "fail" else "result"
+        verdict = NotStorable(f"the {what} cannot be stored: {error}", code=_NOT_STORABLE[what])
+        return await self._commit([Settle("fail", settle.claim, {"error": describe(verdict, verdict)})])
+
+    def _report(self, batch: Sequence[Settle], moved: set[UUID], is_doubtful: bool) -> None:
+        for settle in batch:
+            self._on_settled(settle, settle.claim.id in moved, not is_doubtful)

@@ -1,0 +1,35 @@
+"""The rows of worker processes: who lives, what each serves, and who was silent for too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchwright.db.database import Database, Session
+from batchwright.db.statements import statements
+
+SQL = statements(__package__, "parts.sql", "workers.sql")
+
+
+class Workers:
+    """The worker processes of this database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def register(self, **columns: Any) -> None:
+        """Make a worker known; one that is known already is alive again."""
+        on_demand = {"on_demand_types": None, "on_demand_queues": None}
+        await self._database.ask(SQL["register"], {**on_demand, **columns})
+
+    async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> bool:
+        """Whether the worker still has a row; without one it must register again."""
+        params = {"id": worker, "running": running, "stopping": stopping, "broken": broken}
+        return bool(await self._database.ask(SQL["heartbeat"], params))
+
+    async def leave(self, worker: str) -> None:
+        """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""
+        await self._database.ask(SQL["leave"], {"id": worker})
+
+    async def remove_dead(self, silent_seconds: float, *, session: Session | None = None) -> int:
+        """Forget the workers that were silent for so long; answers how many."""
+        return len(await self._database.ask(SQL["remove_dead"], {"silent_seconds": silent_seconds}, session))

@@ -1,0 +1,1 @@
+"""Stored files: what users upload, and what batches write."""

@@ -1,0 +1,1 @@
+"""Signed deliveries to endpoints of users."""

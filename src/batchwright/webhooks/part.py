@@ -1,0 +1,58 @@
+"""Webhooks as a part: deliveries are jobs of a queue of their own, limited by what a process can deliver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from batchwright.part import Part
+
+if TYPE_CHECKING:
+    from batchwright.engine.worker.duty import Duty, Site
+
+QUEUE = "webhooks"
+DELIVER = "batch.webhook"
+DELIVERIES_MAX = 16
+"""Webhooks that one process delivers at the same time."""
+
+
+class WebhooksPart(Part):
+    """Tells endpoints of tenants what has ended."""
+
+    name = "webhooks"
+    tables = {"webhooks": "batchwright.webhooks.settings:Webhooks"}
+    operations = ("batchwright.webhooks.delivery:deliver_webhook",)
+
+    @property
+    def is_active(self) -> bool:
+        """Only batches have anything to tell, and they run where there is a gateway."""
+        return self.core.settings.has_gateways
+
+    def work(self, site: Site) -> Duty | None:
+        if not self.is_active:
+            return None
+        from batchwright.engine.worker.duty import Duty
+        from batchwright.webhooks.delivery import Webhooks
+
+        webhooks = Webhooks(self.settings)
+        demand = Deliveries() if site.serves(QUEUE) else None
+        return Duty(services=[webhooks], demand=demand, close=webhooks.close)
+
+
+class Deliveries:
+    """Deliveries take no slot of the worker: twenty long jobs of a user must not hold them up."""
+
+    operations = (DELIVER,)
+    broken = None
+
+    def queues(self) -> list[str]:
+        return [QUEUE]
+
+    def serves(self, queue: str) -> bool:
+        return queue == QUEUE
+
+    def wanted(self, queue: str, priority: int, running: int) -> int:
+        return max(0, DELIVERIES_MAX - running)
+
+    def listen(self, on_demand: Callable[[], None]) -> None:
+        """There is nothing to tell: a delivery that ends frees its place, and the worker sees that itself."""
