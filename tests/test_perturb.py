@@ -159,7 +159,7 @@ async def test_the_object_store_is_delayed(tmp_path, calls):
         yield b"some"
 
     store = Local(tmp_path)
-    await store.write("a/b", chunks(), create=False)
+    await store.write("a/b", chunks())
     assert await store.read("a/b", 0, 4, None) == b"some"
     assert [found.key for page in [page async for page in store.pages("", None)] for found in page] == ["a/b"]
     await store.delete(["a/b"])

@@ -244,7 +244,7 @@ def _in_hand(runtime: Runtime) -> list[Any]:
     slots = [limits.total, limits.bytes, *(sender.limit.slots for sender in senders)]
     schedules = [(sender.schedule.unsent, sender.schedule.in_flight, sender.schedule.retrying) for sender in senders]
     return [
-        *((one.name, one.in_use, one.waiting) for one in slots if one.in_use or one.waiting),
+        *((one.name, one.in_use, len(one._waiting)) for one in slots if one.in_use or one._waiting),
         *(counts for counts in schedules if any(counts)),
         *(work for sender in senders for work in sender.work.values()),
         *(what for what in (runtime.shards.held, dispatcher.broken) if what),

@@ -66,7 +66,7 @@ async def test_slots_are_given_in_order_of_arrival():
     for n, holder in enumerate(holders):
         await settle()
         assert log == list(range(n + 1))
-        assert (slots.in_use, slots.waiting) == (1, 3 - n)
+        assert (slots.in_use, len(slots._waiting)) == (1, 3 - n)
         await holder.end()
     assert (slots.in_use, slots.broken) == (0, None)
 
@@ -126,7 +126,7 @@ async def test_cancelling_at_any_moment_loses_no_slot():
             holder.leave.set()
             random.choice(holders).task.cancel()
         await asyncio.gather(*(holder.task for holder in holders), return_exceptions=True)
-        assert (slots.in_use, slots.waiting, slots.broken) == (0, 0, None)
+        assert (slots.in_use, len(slots._waiting), slots.broken) == (0, 0, None)
 
 
 async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on():
@@ -447,7 +447,7 @@ async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one()
     assert last.inside.is_set()
     await second.end()
     await last.end()
-    assert (limits.bytes.in_use, limits.bytes.waiting, limits.broken) == (0, 0, None)
+    assert (limits.bytes.in_use, len(limits.bytes._waiting), limits.broken) == (0, 0, None)
 
 
 async def test_models_that_wait_for_bytes_are_served_by_what_they_weigh():
@@ -475,12 +475,12 @@ async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others(
     await settle()
     second.task.cancel()
     await settle()
-    assert limits.bytes.waiting == 1
+    assert len(limits.bytes._waiting) == 1
     await first.end()
     await settle()
     assert third.inside.is_set()
     await third.end()
-    assert (limits.bytes.in_use, limits.bytes.waiting, limits.broken) == (0, 0, None)
+    assert (limits.bytes.in_use, len(limits.bytes._waiting), limits.broken) == (0, 0, None)
 
 
 async def test_what_a_model_did_not_get_does_not_count_for_its_share():

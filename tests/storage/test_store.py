@@ -3,10 +3,11 @@
 import asyncio
 import hashlib
 import os
+from pathlib import Path
 
 import pytest
 
-from batchwright.errors import Conflict, InvalidInput, NotFound, TooLarge
+from batchwright.errors import Conflict, InvalidInput, NotFound, StorageError, TooLarge
 from batchwright.storage import hashed
 from batchwright.storage.settings import MIB
 
@@ -116,6 +117,42 @@ async def test_an_object_over_the_limit_is_refused_and_leaves_nothing(store, tmp
     assert (await store.put("files/a", data, limit=size)).size == size
 
 
+async def test_a_put_that_is_refused_has_closed_what_it_read(store, tmp_path, monkeypatch):
+    opened, closed = [], []
+    upload = tmp_path / "upload"
+    upload.write_bytes(LARGE[:2_000])
+    really_open = Path.open
+
+    def watch(path, *args, **kwargs):
+        file = really_open(path, *args, **kwargs)
+        if path == upload:
+            opened.append(file)
+        return file
+
+    async def stream():
+        try:
+            async for chunk in chunks(LARGE[:2_000], size=500):
+                yield chunk
+        finally:
+            closed.append("stream")
+
+    monkeypatch.setattr(Path, "open", watch)
+    for source in (upload, stream):
+        with pytest.raises(TooLarge):
+            await store.put("files/a", source, limit=1_000)
+    assert [file.closed for file in opened] == [True]
+    assert closed == ["stream"]
+
+    async def refuse(key, chunks):
+        await anext(chunks)
+        raise StorageError("the disk is odd")
+
+    monkeypatch.setattr(store._backend, "write", refuse)
+    with pytest.raises(StorageError):
+        await store.put("files/a", stream)
+    assert closed == ["stream", "stream"]
+
+
 async def test_what_the_stream_raises_comes_out_and_leaves_nothing(store):
     class Gone(Exception):
         pass
@@ -150,28 +187,6 @@ async def test_a_cancelled_put_leaves_nothing(store):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await keys(store) == []
-
-
-@pytest.mark.parametrize("size", [10, 11 * MIB])
-async def test_put_if_absent_creates_once_and_knows_its_own(store, size):
-    data = LARGE[:size]
-    first = await store.put_if_absent("a", data)
-    again = await store.put_if_absent("a", lambda: chunks(data))
-    assert (again.key, again.size, again.sha256, again.etag) == (first.key, size, sha256(data), first.etag)
-    for other in (b"other", data[:-1] + bytes([data[-1] ^ 1])):
-        with pytest.raises(Conflict, match="another object a already"):
-            await store.put_if_absent("a", other)
-    assert await whole(store, "a") == data
-
-
-async def test_of_many_creators_one_wins(store):
-    answers = await asyncio.gather(
-        *(store.put_if_absent("a", str(n).encode()) for n in range(8)), return_exceptions=True
-    )
-    won = [stored for stored in answers if not isinstance(stored, BaseException)]
-    assert len(won) == 1
-    assert {type(answer) for answer in answers if answer not in won} == {Conflict}
-    assert won[0].sha256 == sha256(await whole(store, "a"))
 
 
 async def test_concurrent_puts_of_one_key_leave_one_whole_object(store):
@@ -230,7 +245,6 @@ async def test_a_key_that_could_leave_its_place_is_refused(folder, tmp_path, key
     (tmp_path / "a").write_bytes(b"not yours")
     calls = [
         lambda: folder.put(key, b"x"),
-        lambda: folder.put_if_absent(key, b"x"),
         lambda: folder.put_file(key, tmp_path / "a"),
         lambda: folder.head(key),
         lambda: folder.read(key, 0, 1),

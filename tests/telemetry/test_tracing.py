@@ -25,7 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from starlette.datastructures import Headers
 
-from batchwright.errors import Conflict, NotFound, StorageUnavailable
+from batchwright.errors import NotFound, StorageUnavailable
 from batchwright.storage import StorageSettings, Store
 from batchwright.storage.local import Local
 from batchwright.telemetry import tracing
@@ -666,7 +666,7 @@ async def test_what_the_store_does_is_seen(traced, store, tmp_path):
     file.write_bytes(b"f" * 300)
     with tracing.span("process-batch"):
         await store.put("a/put", b"p" * 2_500)
-        await store.put_if_absent("a/new", b"n" * 20)
+        await store.put("a/new", b"n" * 20)
         await store.put_file("a/file", file)
         await store.copy("a/put", "a/copy")
         assert len([part async for part in store.get("a/put")]) == 3
@@ -690,19 +690,6 @@ async def test_what_the_store_does_is_seen(traced, store, tmp_path):
     assert {span.status.code for span in traced.spans} == {0}
 
 
-async def test_putting_what_is_there_already_is_a_span_with_the_reading_inside(traced, store):
-    await store.put("a", b"1")
-    assert (await store.put_if_absent("a", b"1")).size == 1
-    with pytest.raises(Conflict):
-        await store.put_if_absent("a", b"2")
-    await asyncio.to_thread(tracing.stop)
-    _, first, same, second, other = sorted(traced.spans, key=lambda span: span.began)
-    assert [span.name for span in (first, same, second, other)] == ["storage.Store", "storage.Retrieve"] * 2
-    assert (same.parent, other.parent) == (first.id, second.id)
-    assert (first.status.code, second.status.code) == (0, ERROR)
-    assert first.attributes["storage.bytes"] == 1
-
-
 async def test_failures_of_the_store_are_errors_of_its_spans(traced, store, monkeypatch):
     async def fails(*_: object, **__: object) -> None:
         raise StorageUnavailable("the disk is away")
@@ -713,7 +700,6 @@ async def test_failures_of_the_store_are_errors_of_its_spans(traced, store, monk
         monkeypatch.setattr(store._backend, method, fails)
     calls = [
         store.put("a", b"1"),
-        store.put_if_absent("a", b"1"),
         store.put_file("a", Path(__file__)),
         store.copy("a", "b"),
         store.delete("a"),
@@ -725,7 +711,7 @@ async def test_failures_of_the_store_are_errors_of_its_spans(traced, store, monk
     await asyncio.to_thread(tracing.stop)
     first, *others = traced.spans
     assert (first.name, first.status.message) == ("storage.Retrieve", "there is no object missing")
-    assert [span.name.removeprefix("storage.") for span in others] == ["Store"] * 4 + ["Delete", "Retrieve"]
+    assert [span.name.removeprefix("storage.") for span in others] == ["Store"] * 3 + ["Delete", "Retrieve"]
     assert {(span.status.code, span.status.message) for span in others} == {
         (ERROR, "the disk is away (attempt 1 of 1)")
     }

@@ -50,10 +50,6 @@ class Slots:
         self._capacity = capacity
         self._admit()
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def take_now(self, weight: int = 1, owner: str = "") -> bool:
         """Without waiting, which costs less than a coroutine; False means that `take` would have to wait."""
         if self.in_use and self.in_use + weight > self._capacity:

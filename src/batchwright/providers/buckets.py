@@ -57,7 +57,7 @@ class Bucket:
     async def write(self, key: str, open: Callable[[], Chunks]) -> None:
         """Write the object, in place of any other."""
         with _explained():
-            await self._retry("put", lambda: self._backend.write(key, open(), create=False))
+            await self._retry("put", lambda: self._backend.write(key, open()))
 
     async def list(self, prefix: str) -> AsyncIterator[Found]:
         """Objects in a folder and below it, in the order of their keys."""

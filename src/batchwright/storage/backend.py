@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from batchwright.errors import Conflict
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the operating system says when there is no room."""
 
@@ -25,17 +23,13 @@ class Found:
     modified_at: datetime
 
 
-class Exists(Conflict):
-    """The key is taken, and the object was to be created; never leaves this package."""
-
-
 class Backend(Protocol):
-    """Every call either answers, or raises one of our errors; NotFound and Exists are answers."""
+    """Every call either answers, or raises one of our errors; NotFound is an answer."""
 
     part_bytes: int
     """How much one read asks for at most, and one write holds."""
 
-    async def write(self, key: str, chunks: AsyncIterator[bytes], *, create: bool) -> str | None:
+    async def write(self, key: str, chunks: AsyncIterator[bytes]) -> str | None:
         """All of it or nothing, durable on return; answers the etag. Errors of `chunks` come out as they are."""
 
     async def adopt(self, key: str, path: Path) -> str | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from batchwright.errors import Conflict, InvalidInput, NotFound, StorageError, StorageFull, StorageUnavailable
-from batchwright.storage.backend import FULL, Exists, Found
+from batchwright.storage.backend import FULL, Found
 from batchwright.storage.contents import gathered
 from batchwright.storage.settings import MIB
 
@@ -45,12 +45,12 @@ class Local:
         self._root = root.expanduser().resolve()
         self._drafts = self._root / DRAFTS
 
-    async def write(self, key: str, chunks: AsyncIterator[bytes], *, create: bool) -> str | None:
+    async def write(self, key: str, chunks: AsyncIterator[bytes]) -> str | None:
         draft = await self._call(key, _Draft, self._drafts)
         try:
             async for chunk in gathered(chunks, self.part_bytes):
                 await self._call(key, draft.write, chunk)
-            return await self._call(key, self._publish, draft, key, create)
+            return await self._call(key, self._publish, draft, key)
         finally:
             await asyncio.to_thread(draft.discard)
 
@@ -92,9 +92,9 @@ class Local:
         with self._explained(key):
             return await asyncio.to_thread(work, *args, **kwargs)
 
-    def _publish(self, draft: _Draft, key: str, create: bool) -> str | None:
+    def _publish(self, draft: _Draft, key: str) -> str | None:
         found = draft.finish()
-        self._place(draft.path, key, os.link if create else os.replace)
+        self._place(draft.path, key, os.replace)
         return _etag(found)
 
     def _place(self, draft: Path, key: str, move: Callable[[Path, Path], None]) -> None:
@@ -170,7 +170,7 @@ class Local:
         try:
             with self._path(source).open("rb") as file:
                 shutil.copyfileobj(file, draft.file, MIB)
-            self._publish(draft, target, create=False)
+            self._publish(draft, target)
         finally:
             draft.discard()
 
@@ -190,9 +190,7 @@ class Local:
             yield
         except FileNotFoundError as error:
             raise NotFound(f"there is no object {key}") from error
-        except FileExistsError as error:
-            raise Exists(f"there is an object {key} already") from error
-        except (IsADirectoryError, NotADirectoryError) as error:
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
             raise InvalidInput(f"{key} cannot be both an object and a folder of others") from error
         except OSError as error:
             raise self._storage_error(key, error) from error

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import obstore
@@ -17,7 +17,7 @@ from obstore import exceptions as refused
 from obstore.store import from_url
 
 from batchwright.errors import ConfigurationError, Conflict, NotFound, StorageError, StorageUnavailable
-from batchwright.storage.backend import Exists, Found
+from batchwright.storage.backend import Found
 from batchwright.storage.contents import gathered
 from batchwright.storage.settings import StorageSettings
 
@@ -54,16 +54,12 @@ class Remote:
             raise ConfigurationError(f"storage.url {redacted(url)} cannot be used: {_reason(error)}") from None
         return cls(store, part_bytes=settings.part_bytes, name=redacted(url))
 
-    async def write(self, key: str, chunks: AsyncIterator[bytes], *, create: bool) -> str | None:
+    async def write(self, key: str, chunks: AsyncIterator[bytes]) -> str | None:
         parts = gathered(chunks, self.part_bytes)
         first = await anext(parts, b"")
         if len(first) < self.part_bytes:
             with self._explained(key, writing=True):
-                mode: Literal["create", "overwrite"] = "create" if create else "overwrite"
-                return (await obstore.put_async(self._store, key, first, mode=mode, use_multipart=False))["e_tag"]
-        # No store creates in parts only if the key is free: two creators at one moment are not told apart here.
-        if create and await self.head(key) is not None:
-            raise Exists(f"there is an object {key} already")
+                return (await obstore.put_async(self._store, key, first, use_multipart=False))["e_tag"]
         return await self._upload(key, first, parts)
 
     async def adopt(self, key: str, path: Path) -> str | None:
@@ -155,8 +151,6 @@ class Remote:
             if writing or _NO_BUCKET in str(error):
                 raise self._missing(error) from None
             raise NotFound(f"there is no object {key}") from None
-        except refused.AlreadyExistsError:
-            raise Exists(f"there is an object {key} already") from None
         except (refused.PreconditionError, refused.NotModifiedError):
             raise Conflict(f"{key} was replaced while it was read: read it again from its beginning") from None
         except (refused.PermissionDeniedError, refused.UnauthenticatedError) as error:

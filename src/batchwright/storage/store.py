@@ -9,17 +9,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from batchwright.errors import ConfigurationError, Conflict, NotFound, StorageUnavailable
-from batchwright.storage.backend import Backend, Exists, Found
-from batchwright.storage.contents import Contents, Repeatable, Source
+from batchwright.errors import ConfigurationError, NotFound, StorageUnavailable
+from batchwright.storage.backend import Backend, Found
+from batchwright.storage.contents import Contents, Source
 from batchwright.storage.keys import checked, checked_prefix
 from batchwright.storage.local import Local
 from batchwright.storage.remote import SCHEMES, Remote, redacted
@@ -65,19 +64,7 @@ class Store:
         contents = Contents(source, limit)
         with _storing(key, contents):
             await contents.hold(self._backend.part_bytes)
-            return await self._write(key, contents, create=False)
-
-    async def put_if_absent(self, key: str, source: Repeatable, *, limit: int | None = None) -> Stored:
-        """Create the object, or answer the one that is there if it is the same; another one is a Conflict.
-
-        In a folder, and for objects of less than a part, exactly one of two creators wins.
-        """
-        contents = Contents(source, limit)
-        with _storing(checked(key), contents):
-            try:
-                return await self._write(key, contents, create=True)
-            except Exists:
-                return await self._same(key, contents)
+            return await self._write(key, contents)
 
     async def put_file(self, key: str, path: Path) -> Stored:
         """Write a finished file, which must never change again: a folder links it instead of copying it."""
@@ -87,7 +74,7 @@ class Store:
         with _storing(checked(key), contents):
             etag = await self._retry("put", lambda: self._backend.adopt(key, path))
             if etag is None:
-                return await self._write(key, contents, create=False)
+                return await self._write(key, contents)
             await contents.measure()
         return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
 
@@ -151,25 +138,13 @@ class Store:
         """Where this is, without secrets."""
         return str(self._backend)
 
-    async def _write(self, key: str, contents: Contents, *, create: bool) -> Stored:
-        etag = await self._retry(
-            "put",
-            lambda: self._backend.write(key, contents.chunks(), create=create),
-            may_repeat=lambda: contents.repeatable,
-        )
-        return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
+    async def _write(self, key: str, contents: Contents) -> Stored:
+        async def write() -> str | None:
+            async with aclosing(contents.chunks()) as chunks:
+                return await self._backend.write(key, chunks)
 
-    async def _same(self, key: str, contents: Contents) -> Stored:
-        """The object that is there, if its bytes are the ones that were to be put."""
-        await contents.measure()
-        found = await self.head(key)
-        if found is not None and found.size == contents.size:
-            digest = hashlib.sha256()
-            async for part in self.get(key):
-                digest.update(part)
-            if digest.hexdigest() == contents.sha256:
-                return Stored(key=key, size=found.size, sha256=contents.sha256, etag=found.etag)
-        raise Conflict(f"there is another object {key} already; choose a new key, or put() to replace it")
+        etag = await self._retry("put", write, may_repeat=lambda: contents.repeatable)
+        return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
 
     async def _part(self, key: str, start: int, end: int, etag: str | None) -> bytes:
         part = await self._retry("get", lambda: self._backend.read(key, start, end, etag))
@@ -178,7 +153,7 @@ class Store:
         return part
 
 
-@contextlib.contextmanager
+@contextmanager
 def _storing(key: str, contents: Contents) -> Iterator[None]:
     with span("storage.Store", attributes={"storage.key": key}) as storing:
         yield
