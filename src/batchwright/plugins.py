@@ -19,6 +19,7 @@ BUILT_IN = (
     "batchwright.builtin:EnginePart",
     "batchwright.files.part:FilesPart",
     "batchwright.webhooks.part:WebhooksPart",
+    "batchwright.providers.part:ProvidersPart",
     "batchwright.batches.part:BatchesPart",
 )
 """The parts that come with Batchwright, by name, so that nothing below them imports them."""

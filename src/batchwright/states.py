@@ -49,6 +49,17 @@ class JobStatus(StrEnum):
     CANCELLED = "CANCELLED"
 
 
+class TaskStatus(StrEnum):
+    """Where a task for a provider stands."""
+
+    PENDING = "PENDING"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    PARTIAL_COMPLETE = "PARTIAL_COMPLETE"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One arrow of a lifecycle."""
@@ -169,4 +180,30 @@ UPLOAD = Lifecycle(
     ),
 )
 
-LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH, UPLOAD)
+_TASK_PENDING, _TASK_RUNS, _TASK_DONE, _TASK_PARTIAL, _TASK_FAILED, _TASK_CANCELLED = TaskStatus
+
+TASK = Lifecycle(
+    name="task",
+    initial=_TASK_PENDING,
+    meanings={
+        _TASK_PENDING: "Waits until a worker has checked its inputs, brought them to the provider and submitted a job. "
+        "Creating it puts it here; its timeout takes it out if nothing else does.",
+        _TASK_RUNS: "A job of it is at a provider, and is asked for until it ends: see `provider_state`.",
+        _TASK_DONE: "Every job succeeded; the merged result file holds a result for every input.",
+        _TASK_PARTIAL: "Some results are there and some are not; the result file holds both, with the reasons.",
+        _TASK_FAILED: "Nothing succeeded: all jobs failed, none could be submitted, or its time was over.",
+        _TASK_CANCELLED: "Ended by a user. Results that were finished by then are in the result file.",
+    },
+    terminal=frozenset({_TASK_DONE, _TASK_PARTIAL, _TASK_FAILED, _TASK_CANCELLED}),
+    moves=(
+        Move("begin", _TASK_PENDING, _TASK_RUNS, "the first job was submitted; `provider_state` is written with it"),
+        Move("fail", _TASK_PENDING, _TASK_FAILED, "nothing could be submitted: `error` says why"),
+        Move("end_cancelled", _TASK_PENDING, _TASK_CANCELLED, "a user cancelled it before anything was submitted"),
+        Move("complete", _TASK_RUNS, _TASK_DONE, "all jobs ended, and all of them succeeded"),
+        Move("complete_in_part", _TASK_RUNS, _TASK_PARTIAL, "all jobs ended, and something is missing"),
+        Move("fail", _TASK_RUNS, _TASK_FAILED, "all jobs ended, and none succeeded; or the time was over"),
+        Move("end_cancelled", _TASK_RUNS, _TASK_CANCELLED, "a user cancelled it; what was finished was brought home"),
+    ),
+)
+
+LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH, UPLOAD, TASK)

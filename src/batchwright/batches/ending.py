@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable
+from datetime import datetime
 from typing import Any
 
 from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.plan.lines import Problem
 from batchwright.batches.store import Batch, Batches
 from batchwright.db.database import Session
-from batchwright.engine.catalog import Catalog
 from batchwright.states import BatchStatus
-from batchwright.webhooks.settings import WebhookSettings
+from batchwright.webhooks.announcer import Announcer
+from batchwright.webhooks.settings import EventType
 
+EVENTS: dict[BatchStatus, EventType] = {
+    BatchStatus.COMPLETED: "batch.completed",
+    BatchStatus.FAILED: "batch.failed",
+    BatchStatus.EXPIRED: "batch.expired",
+    BatchStatus.CANCELLED: "batch.cancelled",
+}
 LastMove = Callable[[Session], Awaitable[BatchStatus | None]]
 """Ends a batch in this transaction; None if somebody else moved it."""
 
@@ -24,23 +30,18 @@ class Endings:
     def __init__(
         self,
         batches: Batches,
-        catalog: Catalog,
         counts: BatchCounts,
-        webhooks: Mapping[str, Sequence[WebhookSettings]],
+        announcer: Announcer,
     ) -> None:
         self._batches = batches
-        self._catalog = catalog
         self._counts = counts
-        self._webhooks = webhooks
+        self._announcer = announcer
 
     async def write(self, id: str, tenant: str, move: LastMove, session: Session) -> BatchStatus | None:
         """Make the last move, and add the webhooks that announce it to the same commit."""
         status = await move(session)
-        if status is not None and (endpoints := self._webhooks.get(tenant)):
-            from batchwright.webhooks.delivery import EVENTS, deliveries  # here: it loads the HTTP client
-
-            jobs = deliveries(endpoints, tenant, id, EVENTS[status], datetime.now(UTC))
-            await self._batches.queue.enqueue(await self._catalog.prepare(jobs, session=session), session=session)
+        if status is not None:
+            await self._announcer.announce(tenant, id, EVENTS[status], session)
         return status
 
     async def write_now(self, id: str, tenant: str, move: LastMove, reason: str) -> None:

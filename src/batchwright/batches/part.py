@@ -105,7 +105,7 @@ class BatchesPart(Part):
     def make_endings(self, batches: Batches, counts: BatchCounts) -> Endings:
         from batchwright.batches.ending import Endings
 
-        return Endings(batches, self.core.catalog, counts, self.core.part(WebhooksPart).settings)
+        return Endings(batches, counts, self.core.part(WebhooksPart).announcer)
 
     def _rounds(self, site: Site) -> list[Round]:
         from batchwright.batches.metrics import BatchCounts

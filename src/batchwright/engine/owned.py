@@ -6,7 +6,8 @@ part calls what is here, or joins `:jobs` in a statement of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 from uuid import UUID
 
@@ -14,6 +15,7 @@ from batchwright.db.database import Session
 from batchwright.db.statements import shared_parts, statements
 from batchwright.engine.jobs import JobId
 from batchwright.engine.queue import Queue
+from batchwright.errors import Fenced
 from batchwright.states import JobStatus
 
 SQL = statements(__package__, "owned.sql")
@@ -49,3 +51,12 @@ async def cancel_children(queue: Queue, id: UUID, *statuses: JobStatus, reason: 
     """Cancel the children that have one of these statuses; answers how many that were."""
     found = await children(queue, id, *statuses, session=session)
     return await queue.cancel(found, reason=reason, owned=True, session=session) if found else 0
+
+
+@asynccontextmanager
+async def fenced(queue: Queue, held: Held) -> AsyncIterator[Session]:
+    """A transaction in the name of a claim; Fenced if another worker has the job by now."""
+    async with queue.database.transaction() as session:
+        if not await lock_held(queue, [held], session=session):
+            raise Fenced(f"job {held.id} was given to another worker")
+        yield session

@@ -163,6 +163,8 @@ class Abilities:
     can_cancel: bool
     can_find: bool
     """Whether a job can be found by its marker after a crash."""
+    has_marker: bool = True
+    """Whether a job carries our marker, so that what is found is surely ours."""
     deduplicates: bool = False
     """Whether the provider refuses a second job with the same marker."""
     keeps_partial_results: bool = True

@@ -9,7 +9,7 @@ Each provider's document has a fixed set of fields. Whatever else the caller mus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -63,21 +63,27 @@ def describe_completion(*, input_dataset_ids: Sequence[str], jobs: Sequence[Docu
     return {"task_type": "completion", "input_dataset_ids": list(input_dataset_ids), "jobs": list(jobs)}
 
 
-def add_job(state: Document, request: Request, job: Job | None, *, error: str | None = None) -> Document:
-    """The document with one more job: submitted, or refused with an error and without an external id."""
-    document = _new_job(state, request, job)
-    if error is not None:
-        document = fail_job(document, error)
-    added = {**state, "jobs": [*state["jobs"], document]}
-    if "gcs_map" in state and job is not None:
-        added["gcs_map"] = state["gcs_map"] | _sources(request, job)
-    return added
+def new_job(task_type: str, provider: str, request: Request, job: Job | None) -> Document:
+    """The document of a job that was submitted; one that could not be has no external id."""
+    is_transcription = task_type == "transcription"
+    fields = _TRANSCRIPTION_FIELDS.get(provider.upper(), _FLAT) if is_transcription else _COMPLETION_FIELDS
+    first = request.inputs[0] if request.inputs else None
+    values = {
+        "external_job_id": None if job is None else job.external_id,
+        "filename": first and first.filename,
+        "gcs_uri": first and first.uri,
+        "model": request.model,
+        "status": SUBMITTED,
+        "transient_failures": 0,
+    }
+    return {field: values.get(field) for field in fields}
 
 
-def replace_job(state: Document, index: int, document: Document) -> Document:
-    jobs = list(state["jobs"])
-    jobs[index] = document
-    return {**state, "jobs": jobs}
+def sources(inputs: Sequence[Input], job: Job) -> dict[str, str]:
+    """Where the inputs of a job came from; the inputs of a job with several are told apart by their ids."""
+    if len(inputs) == 1:
+        return {job.external_id: inputs[0].uri}
+    return {f"{job.external_id}/{input.id}": input.uri for input in inputs}
 
 
 def record_poll(document: Document, status: Status) -> Document:
@@ -148,42 +154,9 @@ def make_entry(input: Input, result: Result | None) -> Document:
     return _entry(input, result.value, result.error)
 
 
-def merge_results(state: Document, found: Mapping[int, Iterable[Document]] | None = None) -> Document:
-    """The result file of a transcription task: by model for GOOGLE, one flat list for everybody else.
-
-    `found` has the entries of jobs, by their index, whose results are too large for the document. An input that
-    failed is listed too, with its error.
-    """
-    results = [list((found or {}).get(index, job["result"] or ())) for index, job in enumerate(state["jobs"])]
-    if state["provider"] not in _MERGED_BY_MODEL:
-        return {"transcriptions": [entry for entries in results for entry in entries]}
-    merged: Document = {}
-    for job, entries in zip(state["jobs"], results, strict=True):
-        if entries:
-            merged.setdefault(job["model"], {"transcriptions": []})["transcriptions"] += entries
-    return merged
-
-
-def _new_job(state: Document, request: Request, job: Job | None) -> Document:
-    is_transcription = state["task_type"] == "transcription"
-    fields = _TRANSCRIPTION_FIELDS.get(state["provider"], _FLAT) if is_transcription else _COMPLETION_FIELDS
-    first = request.inputs[0] if request.inputs else None
-    values = {
-        "external_job_id": None if job is None else job.external_id,
-        "filename": first and first.filename,
-        "gcs_uri": first and first.uri,
-        "model": request.model,
-        "status": SUBMITTED,
-        "transient_failures": 0,
-    }
-    return {field: values.get(field) for field in fields}
-
-
-def _sources(request: Request, job: Job) -> dict[str, str]:
-    """Where the inputs of a job came from; the inputs of a job with several are told apart by their ids."""
-    if len(request.inputs) == 1:
-        return {job.external_id: request.inputs[0].uri}
-    return {f"{job.external_id}/{input.id}": input.uri for input in request.inputs}
+def is_merged_by_model(provider: str) -> bool:
+    """Whether the result file has a list of transcriptions for each model, and not one for all."""
+    return provider.upper() in _MERGED_BY_MODEL
 
 
 def _count_failure(document: Document, status: Status) -> Document:

@@ -62,7 +62,6 @@ class AdapterTools:
         *,
         open_stored: Callable[[str], Chunks] | None = None,
         place_of_stored: Callable[[str], str | None] = lambda _: None,
-        sign: Callable[[str, float], Awaitable[str]] = sign_uri,
         bucket: Callable[[str], Bucket] = open_bucket,
         environment: Mapping[str, str] | None = None,
         may_fetch_private: bool = False,
@@ -71,7 +70,7 @@ class AdapterTools:
         self.http = http
         self.environment = os.environ if environment is None else environment
         self.now = now
-        self.sign = sign
+        self.sign: Callable[[str, float], Awaitable[str]] = sign_uri
         """Make a URL from which anybody can read an object of a bucket for so many seconds."""
         self._open_stored = open_stored
         self._place_of_stored = place_of_stored

@@ -1,9 +1,9 @@
-"""Tell the world that a batch has ended: one signed event, delivered to each endpoint by a job of its own.
+"""Tell the world that a batch or a task has ended: one signed event, delivered to each endpoint by a job of its own.
 
-The ending of a batch enqueues its deliveries in its own commit, so no event is lost, and none tells of a batch that did
-not end. From there on a delivery is a job like any other: it survives its worker, is retried for about a day, and then
-waits in the inbox for a human to run it again. A worker may die between the answer and the commit, so an endpoint can
-be told twice; `webhook-id` is the same then.
+An ending enqueues its deliveries in its own commit, so no event is lost, and none tells of something that did not end.
+From there on a delivery is a job like any other: it survives its worker, is retried for about a day, and then waits in
+the inbox for a human to run it again. A worker may die between the answer and the commit, so an endpoint can be told
+twice; `webhook-id` is the same then.
 
     2xx                         delivered, whatever the body says
     410                         over at once: the endpoint wants no more
@@ -39,7 +39,6 @@ from batchwright.inference.answers import Answer
 from batchwright.inference.gateway import Gateway, Key, Request, network_thread
 from batchwright.inference.settings import SECRETS, GatewaySettings, InferenceSettings
 from batchwright.operations.decorator import operation
-from batchwright.states import BatchStatus
 from batchwright.webhooks.part import DELIVER, QUEUE
 from batchwright.webhooks.settings import (
     EVENT_TYPES,
@@ -50,12 +49,6 @@ from batchwright.webhooks.settings import (
     refuse_doubles,
 )
 
-EVENTS: dict[BatchStatus, EventType] = {
-    BatchStatus.COMPLETED: "batch.completed",
-    BatchStatus.FAILED: "batch.failed",
-    BatchStatus.EXPIRED: "batch.expired",
-    BatchStatus.CANCELLED: "batch.cancelled",
-}
 PATIENCE_SECONDS = 86_400.0
 _RETRY_AFTER_SECONDS_MIN = 5.0
 _LIMITS = InferenceSettings(response_bytes_max=64 * 1024)
@@ -65,19 +58,20 @@ _SECRETS_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """That a batch has ended; a batch ends once, so its id and the type decide the event's id."""
+    """That something has ended; it ends once, so its id and the type decide the event's id."""
 
     id: Annotated[str, Field(pattern=r"^evt_[0-9a-f]{32}$")]
     """It is signed beside the time and the body, with dots between them, so it must hold none."""
     type: EventType
     batch_id: str
+    """Of the batch or the task; the name is that of the first deliveries, which may still be on their way."""
     created_at: int
 
     @classmethod
-    def of(cls, batch_id: str, type: EventType, ended_at: datetime) -> Event:
-        assert type in EVENT_TYPES, f"{type!r} is no ending of a batch"
-        digest = hashlib.sha256(f"{batch_id} {type}".encode()).hexdigest()
-        return cls(id=f"evt_{digest[:32]}", type=type, batch_id=batch_id, created_at=int(ended_at.timestamp()))
+    def of(cls, object_id: str, type: EventType, ended_at: datetime) -> Event:
+        assert type in EVENT_TYPES, f"{type!r} is no ending"
+        digest = hashlib.sha256(f"{object_id} {type}".encode()).hexdigest()
+        return cls(id=f"evt_{digest[:32]}", type=type, batch_id=object_id, created_at=int(ended_at.timestamp()))
 
     def body(self) -> bytes:
         """The same bytes at every attempt."""
@@ -105,10 +99,10 @@ async def deliver_webhook(ctx: Context, endpoint: str, event: Event) -> dict[str
 
 
 def deliveries(
-    endpoints: Sequence[WebhookSettings], tenant: str, batch_id: str, event_type: EventType, now: datetime
+    endpoints: Sequence[WebhookSettings], tenant: str, object_id: str, event_type: EventType, now: datetime
 ) -> list[NewJob]:
-    """One for each endpoint that wants it; nothing here needs a secret, for any worker may end a batch."""
-    event = Event.of(batch_id, event_type, now)
+    """One for each endpoint that wants it; nothing here needs a secret, for any worker may end something."""
+    event = Event.of(object_id, event_type, now)
     return [
         NewJob(deliver_webhook, {"endpoint": endpoint.name, "event": event}, tenant=tenant)
         for endpoint in endpoints

@@ -9,6 +9,7 @@ from batchwright.part import Part
 
 if TYPE_CHECKING:
     from batchwright.engine.worker.duty import Duty, Site
+    from batchwright.webhooks.announcer import Announcer
 
 QUEUE = "webhooks"
 DELIVER = "batch.webhook"
@@ -25,8 +26,15 @@ class WebhooksPart(Part):
 
     @property
     def is_active(self) -> bool:
-        """Only batches have anything to tell, and they run where there is a gateway."""
-        return self.core.settings.has_gateways
+        """Batches have something to tell, and they run where there is a gateway; tasks run everywhere."""
+        return self.core.settings.has_gateways or bool(self.settings)
+
+    @property
+    def announcer(self) -> Announcer:
+        """For parts that have something to tell."""
+        from batchwright.webhooks.announcer import Announcer
+
+        return Announcer(self.core.queue, self.core.catalog, self.settings)
 
     def work(self, site: Site) -> Duty | None:
         if not self.is_active:

@@ -1,4 +1,4 @@
-"""Who is told when a batch ends; kept apart, so that reading settings loads no HTTP client."""
+"""Who is told when a batch or a task ends; kept apart, so that reading settings loads no HTTP client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from batchwright.errors import ConfigurationError
 from batchwright.inference.settings import SECRETS, shown_url
 from batchwright.settings import refuse_unknown_inside
 
-EventType = Literal["batch.completed", "batch.failed", "batch.expired", "batch.cancelled"]
+EventType = Literal[
+    "batch.completed",
+    "batch.failed",
+    "batch.expired",
+    "batch.cancelled",
+    "task.completed",
+    "task.partial_complete",
+    "task.failed",
+    "task.cancelled",
+]
 EVENT_TYPES: tuple[EventType, ...] = get_args(EventType)
 SECRET_PREFIX = "whsec_"  # noqa: S105 - the public prefix by which a secret is known, not a secret
 TIMEOUT_SECONDS_MAX = 60.0
@@ -25,7 +34,7 @@ _WAYS = ("secret_name", "secret_file", "secret_env")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSettings:
-    """One endpoint that is told when a batch of its tenant ends."""
+    """One endpoint that is told when a batch or a task of its tenant ends."""
 
     url: str = ""
     """Where the event is posted to: https://example.com/hooks."""
@@ -46,7 +55,7 @@ class WebhookSettings:
         _check_url(self.url)
         self._check_secret()
         if not self.events:
-            raise ConfigurationError(f"the webhook {self.name} has no events; leave `events` out to get all four")
+            raise ConfigurationError(f"the webhook {self.name} has no events; leave `events` out to get all of them")
         if not 0 < self.timeout_seconds <= TIMEOUT_SECONDS_MAX:
             raise ConfigurationError(
                 f"timeout_seconds of the webhook {self.name} is {self.timeout_seconds}; it goes from above 0 to "
@@ -110,7 +119,7 @@ Webhooks = Annotated[
     dict[str, tuple[WebhookSettings, ...]],
     pydantic.BeforeValidator(_refuse_unknown),
     pydantic.AfterValidator(refuse_doubles),
-    "Who is told when a batch ends: a list of endpoints for each tenant.",
+    "Who is told when a batch or a task ends: a list of endpoints for each tenant.",
 ]
 """The table `webhooks`."""
 

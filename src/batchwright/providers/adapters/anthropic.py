@@ -92,6 +92,7 @@ class AnthropicAdapter(KeyedAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        has_marker=False,
         inputs_max=1,
         requests_max=100_000,
         request_bytes_max=256 * MIB,

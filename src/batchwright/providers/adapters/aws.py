@@ -6,6 +6,7 @@ AWS refuses a second job of the same name, so the job of that name is ours if it
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -100,6 +101,9 @@ _FAILED = ErrorTable(by_text=_ERRORS.by_text, by_status={500: Kind.TRANSIENT})
 """A job that failed for a reason that is not about its file may work when it is sent again."""
 
 
+_NO_LIBRARY = "the provider aws needs aiobotocore: pip install 'batchwright[aws]'"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwsSettings:
     """An account of AWS, and a bucket of its own in the same region."""
@@ -163,6 +167,8 @@ class Aws(Adapter):
 
     def missing_credentials(self) -> str | None:
         """Only what the settings name is looked up here: the other places are botocore's."""
+        if importlib.util.find_spec("aiobotocore") is None:
+            return _NO_LIBRARY
         return next((missing for one in self._keys.values() if (missing := one.missing) is not None), None)
 
     def validate(self, request: Request) -> Sequence[Problem]:
@@ -407,4 +413,4 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ConfigurationError("the provider aws needs aiobotocore: pip install 'batchwright[aws]'") from None
+        raise ConfigurationError(_NO_LIBRARY) from None

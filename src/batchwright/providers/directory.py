@@ -1,0 +1,80 @@
+"""The providers of a configuration: each is made when it is first needed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cached_property
+
+from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.providers.contract import Adapter, TaskType
+from batchwright.providers.errand import Pace
+from batchwright.providers.registry import find_adapters, read_settings
+from batchwright.providers.settings import ProviderSettings, TaskSettings
+from batchwright.providers.tools import AdapterTools
+
+_NONE = ProviderSettings()
+
+
+class Directory:
+    """Every provider by the name that tasks use: those of the configuration, and the adapters under their own names."""
+
+    def __init__(
+        self, providers: Mapping[str, ProviderSettings], tasks: TaskSettings, tools: AdapterTools | None = None
+    ) -> None:
+        self._written = providers
+        self._tasks = tasks
+        self._tools = tools
+        self._made: dict[str, Adapter] = {}
+
+    @cached_property
+    def kinds(self) -> Mapping[str, type[Adapter]]:
+        return find_adapters(self._tasks.adapters)
+
+    @cached_property
+    def names(self) -> list[str]:
+        return sorted({*self.kinds, *self._written})
+
+    def is_known(self, name: str) -> bool:
+        return name in self._written or name in self.kinds
+
+    def settings(self, name: str) -> ProviderSettings:
+        return self._written.get(name, _NONE)
+
+    def kind(self, name: str) -> type[Adapter]:
+        """The adapter's class; a name that nobody knows is an error that says which there are."""
+        if not self.is_known(name):
+            near = difflib.get_close_matches(name, self.names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.names)}"
+            raise InvalidInput(f"there is no provider {name[:100]!r}; {hint}", param="provider")
+        kind = self.settings(name).kind or name
+        if kind not in self.kinds:
+            raise ConfigurationError(
+                f"providers.{name} has the kind {kind!r}, and there is no such adapter; there are "
+                f"{', '.join(self.kinds)}"
+            )
+        return self.kinds[kind]
+
+    def get(self, name: str) -> Adapter:
+        """The adapter of this provider, with its settings."""
+        if name not in self._made:
+            kind = self.kind(name)
+            assert self._tools is not None, "a directory without tools only knows names"
+            self._made[name] = kind(read_settings(kind, self.settings(name).adapter), self._tools)
+        return self._made[name]
+
+    def can_do(self, task_type: TaskType) -> list[str]:
+        """The providers that take tasks of this type."""
+        return [name for name in self.names if task_type in self.kind(name).abilities.task_types]
+
+    def pace(self, name: str) -> Pace:
+        written, abilities = self.settings(name), self.get(name).abilities
+        settle = written.settle_seconds if written.settle_seconds is not None else abilities.settle_seconds
+        return Pace(
+            poll_seconds=written.poll_interval_seconds or self._tasks.poll_interval_seconds, settle_seconds=settle
+        )
+
+    def timeout_hours(self, name: str) -> float:
+        """When to give up: as the provider's table says, or the longer of our default and the provider's own window."""
+        written = self.settings(name).task_timeout_hours
+        return written or max(self._tasks.task_timeout_hours, self.get(name).abilities.timeout_hours)

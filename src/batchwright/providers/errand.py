@@ -1,0 +1,318 @@
+"""One job at a provider, from the intent to the moment its results can be fetched; paid for once, whatever dies when.
+
+    planned ─ stage ─▶ staged ─ commit, one request, commit ─▶ submitted ─ poll … poll ─▶ Ready
+                          ▲            │
+                          │            └─ in doubt: find it ─▶ adopt it
+                          └──────────────────────┴─ surely not there
+
+An errand does what can be done now and says when to come back. It keeps nothing: the next one, perhaps in another
+process, reads the row and goes on. A call that fails only delays the next one, for it says nothing about the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from batchwright.db.database import Session
+from batchwright.engine.owned import Held, fenced
+from batchwright.errors import Fatal, OperationError, RateLimited, SchemaInvalid, Transient
+from batchwright.providers.contract import Adapter, Cancelled, InDoubt, Job, Phase, Request, Result, Status
+from batchwright.providers.jobs import JobEnding, RemoteJob, RemoteJobs
+
+log = logging.getLogger(__name__)
+
+ERROR_ANSWERS_MAX = 3
+"""The error answer in a row that fails a job."""
+CALL_SECONDS_FIRST = 5.0
+"""After the first call that failed; each further one doubles it."""
+CALL_SECONDS_MAX = 600.0
+_DOUBT_SECONDS = 5.0
+_SEND_SECONDS_MAX = 20.0
+"""From the commit that says `submitting` to the first byte: whoever was stopped for longer looks for the job first."""
+_ERROR_ANSWERS = "error_answers"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """There is nothing to be done for so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The job has ended at its provider: fetch its results, then end the errand."""
+
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """There is no job, or none any more, and there will be none: kind, code and message say why."""
+
+    error: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The errand was ended before."""
+
+
+Progress = Waits | Ready | Refused | Over
+
+
+class CredentialRefused(Exception):
+    """A provider refuses our credential: no work for it makes sense until a person acts."""
+
+    def __init__(self, provider: str, error: Fatal) -> None:
+        super().__init__(f"{provider}: {error}")
+        self.provider = provider
+        self.error = error
+
+
+class Owner(Protocol):
+    """Whom the job belongs to, and what is to be written together with it."""
+
+    def describe(self, row: RemoteJob, job: Job | None) -> Mapping[str, Any] | None:
+        """The document of a job that was just submitted; None where none is kept."""
+
+    def describe_poll(self, row: RemoteJob, status: Status) -> Mapping[str, Any] | None:
+        """The document after a look that has found it unfinished."""
+
+    async def referred(self, row: RemoteJob, session: Session) -> None:
+        """The job was submitted; in the same commit."""
+
+    def report(self, event: str, message: str, **fields: Any) -> None:
+        """Something that people want to read in the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often a provider is asked, and how."""
+
+    poll_seconds: float
+    settle_seconds: float
+    poll: Callable[[Adapter, Job], Awaitable[Status]] = field(default=lambda adapter, job: adapter.poll(job))
+
+
+class Errand:
+    """One job at a provider, while this process holds the claim for it."""
+
+    def __init__(
+        self, jobs: RemoteJobs, adapter: Adapter, row: RemoteJob, request: Request, owner: Owner, held: Held, pace: Pace
+    ) -> None:
+        self.adapter = adapter
+        self.request = request
+        self.row = row
+        self._held = held
+        self._jobs = jobs
+        self._owner = owner
+        self._pace = pace
+
+    async def advance(self, *, stop: bool = False) -> Progress:
+        """Do what comes next, as far as it can be done now; `stop` cancels what can be cancelled."""
+        try:
+            while True:
+                if (progress := await self._do_next(stop)) is not None:
+                    return progress
+        except OperationError as error:
+            return await self._put_off(error)
+
+    async def results(self, status: Status) -> AsyncIterator[Result]:
+        """Every result that can be had; safe to be repeated."""
+        job = self._require_job()
+        async for result in self.adapter.results(self.request, job, status):
+            yield result
+
+    async def put_off_results(self, error: OperationError) -> Progress:
+        """The results could not be fetched this time."""
+        if isinstance(error, InDoubt):
+            self.row = await self._jobs.disown(self.row, self._held)
+            return Waits(0.0)
+        return await self._put_off(error)
+
+    async def end(self, ending: JobEnding) -> None:
+        """The results are home, or there will be none."""
+        self.row = await self._jobs.end(self.row, ending, self._held)
+
+    async def clean_up(self) -> bool:
+        """Delete what staging has left at the provider; answers whether that is done."""
+        if self.row.cleaned_at is not None:
+            return True
+        try:
+            await self.adapter.clean_up(self.request, self.row.staged, self.row.job)
+        except OperationError as error:
+            log.warning("%s: what was staged at %s is not removed yet: %s", self.row.key, self.row.provider, error)
+            return False
+        await self._jobs.clean(self.row)
+        return True
+
+    # What comes next --------------------------------------------------------------------------------------------
+
+    async def _do_next(self, stop: bool) -> Progress | None:
+        row = self.row
+        if row.has_ended:
+            return Over()
+        if stop and row.phase in ("planned", "staged"):
+            return Refused(_error("fatal", "cancelled", "the task was cancelled before the job was submitted"))
+        if stop and row.phase == "submitted" and row.cancelled is None:
+            await self._cancel()
+            return None
+        if row.due_seconds > 0:
+            return Waits(row.due_seconds)
+        match row.phase:
+            case "planned":
+                await self._stage()
+            case "staged":
+                return await self._submit()
+            case "submitting":
+                return await self._resolve_doubt()
+            case _:
+                return await self._poll()
+        return None
+
+    async def _stage(self) -> None:
+        async for staged in self.adapter.stage(self.request, self.row.staged):
+            self.row = await self._jobs.save_staged(self.row, staged, self._held)
+        self.row = await self._jobs.end_staging(self.row, self._held)
+
+    async def _submit(self) -> Progress | None:
+        began = time.monotonic()
+        is_alone = not self.adapter.abilities.has_marker
+        row = await self._jobs.begin_submit(self.row, self._held, is_alone=is_alone)
+        if row is None:
+            return await self._come_back(_DOUBT_SECONDS)
+        self.row = row
+        if time.monotonic() - began > _SEND_SECONDS_MAX:
+            return await self._come_back(self._pace.settle_seconds)
+        try:
+            job = await self.adapter.submit(self.request, row.staged)
+        except InDoubt as error:
+            self._owner.report("provider.in_doubt", f"{row.provider} may have taken the job: {error}", key=row.key)
+            return await self._come_back(min(_DOUBT_SECONDS, self._pace.settle_seconds))
+        except OperationError:
+            self.row = await self._jobs.withdraw(row, self._held)
+            raise
+        await self._refer(job)
+        return None
+
+    async def _resolve_doubt(self) -> Progress | None:
+        """The row says that the job may be there. It is sent again only when it surely is not."""
+        row, abilities = self.row, self.adapter.abilities
+        assert row.submitting_at is not None
+        assert row.doubtful_seconds is not None
+        found = await self._find(row)
+        if found:
+            self._owner.report("provider.adopted", f"the job was found at {row.provider}", key=row.key)
+            await self._refer(found[0])
+            await self._cancel_doubles(found)
+            return None
+        if abilities.deduplicates:
+            return await self._submit()
+        if not abilities.can_find:
+            message = f"whether {row.provider} has taken the job cannot be found out; look there for {row.key}"
+            return Refused(_error("fatal", "in_doubt", message))
+        left = self._pace.settle_seconds - row.doubtful_seconds
+        if left > 0:
+            return await self._come_back(min(left, max(_DOUBT_SECONDS, self._pace.settle_seconds / 4)))
+        return await self._submit()
+
+    async def _find(self, row: RemoteJob) -> Sequence[Job]:
+        assert row.submitting_at is not None
+        found = await self.adapter.find(self.request, row.staged, row.submitting_at)
+        if not found:
+            return ()
+        foreign = {*row.strangers, *await self._jobs.known_elsewhere(row, found)}
+        return [job for job in found if job.external_id not in foreign]
+
+    async def _cancel_doubles(self, found: Sequence[Job]) -> None:
+        """Of several with our marker the oldest is kept; the others cost money for nothing."""
+        if not self.adapter.abilities.has_marker:
+            return
+        for job in found[1:]:
+            self._owner.report(
+                "provider.duplicate",
+                f"{self.row.provider} has the job twice; {job.external_id} is cancelled",
+                level="warning",
+                external_id=job.external_id,
+            )
+            with suppress(OperationError):
+                await self.adapter.cancel(job)
+
+    async def _refer(self, job: Job) -> None:
+        """Commit where the job is, together with what its owner has to say."""
+        document = self._owner.describe(self.row, job)
+        async with fenced(self._jobs.queue, self._held) as session:
+            row = await self._jobs.refer(self.row, job, document, self._pace.poll_seconds, session=session)
+            await self._owner.referred(row, session)
+        self.row = row
+        text = f"{row.provider} has taken the job"
+        self._owner.report("provider.submitted", text, external_id=job.external_id, key=row.key, model=row.model)
+
+    async def _poll(self) -> Progress | None:
+        job = self._require_job()
+        status = await self._pace.poll(self.adapter, job)
+        if status.phase is Phase.ENDED:
+            self.row = await self._jobs.note(self.row, self._held, seconds=0.0, status=status)
+            return Ready(status)
+        answers = int(self.row.extra.get(_ERROR_ANSWERS, 0)) + 1 if status.is_error else 0
+        noted = _with(status, {_ERROR_ANSWERS: answers} if answers or _ERROR_ANSWERS in self.row.extra else {})
+        seconds = max(self._pace.poll_seconds, status.next_poll_seconds or 0.0)
+        document = self._owner.describe_poll(self.row, status)
+        self.row = await self._jobs.note(self.row, self._held, seconds=seconds, status=noted, document=document)
+        if answers >= ERROR_ANSWERS_MAX:
+            return Refused(status.error or _error("fatal", "job_failed", f"the provider says {status.raw_status}"))
+        return Waits(seconds)
+
+    async def _cancel(self) -> None:
+        cancelled = await self.adapter.cancel(self._require_job())
+        self.row = await self._jobs.note_cancel(self.row, cancelled, self._held)
+        if cancelled is not Cancelled.UNSUPPORTED:
+            self.row = await self._jobs.note(self.row, self._held, seconds=0.0)
+
+    # What fails -------------------------------------------------------------------------------------------------
+
+    async def _put_off(self, error: OperationError) -> Progress:
+        row = self.row
+        if isinstance(error, Fatal) and error.scope == "credential":
+            raise CredentialRefused(row.provider, error) from error
+        if row.phase in ("planned", "staged") and isinstance(error, (Fatal, SchemaInvalid)):
+            return Refused(describe_error(error))
+        failures = row.failures + 1
+        seconds = min(CALL_SECONDS_MAX, CALL_SECONDS_FIRST * 2 ** min(failures - 1, 20))
+        if isinstance(error, RateLimited):
+            seconds = max(seconds, error.retry_after or 0.0)
+        elif not isinstance(error, Transient):
+            log.warning("%s: %s refused a call that says nothing about the job: %s", row.key, row.provider, error)
+        self._owner.report(
+            "provider.call_failed", f"{row.provider}: {error}", level="warning", error_kind=error.kind, code=error.code
+        )
+        self.row = await self._jobs.note(row, self._held, seconds=seconds, failures=failures)
+        return Waits(seconds)
+
+    async def _come_back(self, seconds: float) -> Waits:
+        self.row = await self._jobs.note(self.row, self._held, seconds=seconds, failures=self.row.failures)
+        return Waits(seconds)
+
+    def _require_job(self) -> Job:
+        job = self.row.job
+        assert job is not None, f"{self.row.key} has no reference"
+        return job
+
+
+def describe_error(error: OperationError) -> dict[str, Any]:
+    """An error as it is kept."""
+    return _error(error.kind, error.code or error.kind, str(error))
+
+
+def _error(kind: str, code: str, message: str) -> dict[str, Any]:
+    return {"kind": kind, "code": code, "message": message}
+
+
+def _with(status: Status, found: Mapping[str, Any]) -> Status:
+    return replace(status, found={**status.found, **found}) if found else status

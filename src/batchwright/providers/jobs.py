@@ -1,0 +1,265 @@
+"""The rows of jobs at providers, and of credentials that were refused.
+
+    planned ─ inputs are there ─▶ staged ─▶ submitting ─ one request ─▶ submitted ─ results are home ─▶ ended
+                                    ▲           │  ▲                        │
+                                    └─ refused ─┘  └────── another's ───────┘
+
+A row that says `submitting` may stand for a job that was made, or not: it is looked for before anything is sent again.
+Every write is fenced by the claim of the job of ours that runs it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, cast
+
+import orjson
+
+from batchwright.db.database import Row, Session
+from batchwright.db.statements import statements
+from batchwright.engine.jobs import new_id
+from batchwright.engine.owned import Held, fenced
+from batchwright.engine.queue import Queue
+from batchwright.errors import Fenced
+from batchwright.providers.contract import Cancelled, Counts, Job, Staged, Status, Usage
+
+SQL = statements(__package__, "jobs.sql")
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_TRY_SECONDS = 30.0
+_TRY_SECONDS_MAX = 900.0
+
+Step = Literal["planned", "staged", "submitting", "submitted", "ended"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteJob:
+    """A job at a provider, as its row stood when it was read."""
+
+    key: str
+    owner: str
+    number: int
+    provider: str
+    model: str | None
+    input_ids: list[str]
+    phase: Step
+    staged: Staged
+    external_id: str | None
+    extra: dict[str, Any]
+    strangers: list[str]
+    document: dict[str, Any] | None
+    raw_status: str | None
+    total: int | None
+    succeeded: int | None
+    failed: int | None
+    failures: int
+    """Calls in a row that failed: they only delay the next one."""
+    cancelled: str | None
+    error: dict[str, Any] | None
+    results_key: str | None
+    input_tokens: int | None
+    output_tokens: int | None
+    audio_seconds: float | None
+    cost: float | None
+    created_at: datetime
+    submitting_at: datetime | None
+    submitted_at: datetime | None
+    ended_at: datetime | None
+    cleaned_at: datetime | None
+    due_seconds: float
+    """Until something is to be done for it."""
+    doubtful_seconds: float | None
+    """Since it may have been sent."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.phase == "ended"
+
+    @property
+    def job(self) -> Job | None:
+        return None if self.external_id is None else Job(external_id=self.external_id, extra=self.extra)
+
+
+class NewRemoteJob(NamedTuple):
+    """A job that is to be made at a provider."""
+
+    number: int
+    provider: str
+    model: str | None
+    input_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnding:
+    """What is known of a remote job when it ends."""
+
+    document: Mapping[str, Any] | None = None
+    error: Mapping[str, Any] | None = None
+    raw_status: str | None = None
+    counts: Counts = field(default_factory=Counts)
+    results_key: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    cost: float | None = None
+
+
+class Hold(NamedTuple):
+    """A provider whose credential was refused: no work goes there until it works again."""
+
+    provider: str
+    code: str | None
+    message: str
+    since: datetime
+    tries: int
+    try_seconds: float
+    """Until it is tried again."""
+
+
+def new_key() -> str:
+    """A marker: 26 letters and digits after `bw-`, which grow with time, and which no provider refuses."""
+    number = (new_id().int >> 48 << 50) | secrets.randbits(50)
+    return "bw-" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+class RemoteJobs:
+    """Jobs at all providers."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self._database = queue.database
+
+    async def of(self, owner: str) -> list[RemoteJob]:
+        return [_job(row) for row in await self._database.ask(SQL["of_owner"], {"owner": owner})]
+
+    async def plan(self, owner: str, jobs: Sequence[NewRemoteJob], held: Held) -> list[RemoteJob]:
+        """Commit the intents; those that were committed before stay as they are."""
+        rows = [{**job._asdict(), "input_ids": list(job.input_ids), "key": new_key()} for job in jobs]
+        async with fenced(self.queue, held) as session:
+            await self._database.ask(SQL["add"], {"owner": owner, "jobs": _json(rows)}, session)
+        return await self.of(owner)
+
+    async def save_staged(self, job: RemoteJob, staged: Staged, held: Held) -> RemoteJob:
+        return await self._write("save_staged", job, held, staged=_json(staged))
+
+    async def end_staging(self, job: RemoteJob, held: Held) -> RemoteJob:
+        return await self._write("end_staging", job, held)
+
+    async def begin_submit(self, job: RemoteJob, held: Held, *, is_alone: bool) -> RemoteJob | None:
+        """From now on it may be at the provider. None if it must not be in doubt together with another one."""
+        async with fenced(self.queue, held) as session:
+            if is_alone:
+                await self._database.ask(SQL["lock_provider"], {"provider": job.provider}, session)
+            rows = await self._database.ask(SQL["begin_submit"], {"key": job.key, "is_alone": is_alone}, session)
+            return _job(rows[0]) if rows else None
+
+    async def withdraw(self, job: RemoteJob, held: Held) -> RemoteJob:
+        """The provider has not taken it, and that is sure."""
+        return await self._write("withdraw", job, held)
+
+    async def refer(
+        self, job: RemoteJob, found: Job, document: Mapping[str, Any] | None, seconds: float, *, session: Session
+    ) -> RemoteJob:
+        """It is at the provider, by this name; look at it in so many seconds. The caller has locked its claim."""
+        params = {"external_id": found.external_id, "extra": _json(found.extra), "document": _json(document)}
+        return _only(await self._ask("refer", job, session, **params, seconds=seconds))
+
+    async def disown(self, job: RemoteJob, held: Held) -> RemoteJob:
+        """What was adopted is another's."""
+        return await self._write("disown", job, held)
+
+    async def known_elsewhere(self, job: RemoteJob, found: Sequence[Job]) -> set[str]:
+        """Those that belong to other rows of ours."""
+        params = {"provider": job.provider, "key": job.key, "external_ids": [one.external_id for one in found]}
+        return {id for (id,) in await self._database.ask(SQL["others"], params)}
+
+    async def note(
+        self,
+        job: RemoteJob,
+        held: Held,
+        *,
+        seconds: float,
+        failures: int = 0,
+        status: Status | None = None,
+        document: Mapping[str, Any] | None = None,
+    ) -> RemoteJob:
+        """What a look has found, and when to look again."""
+        counts = status.counts if status is not None else Counts()
+        return await self._write(
+            "note",
+            job,
+            held,
+            seconds=seconds,
+            failures=failures,
+            document=_json(document),
+            raw_status=status.raw_status if status is not None else None,
+            extra=_json(dict(status.found)) if status is not None else None,
+            total=counts.total,
+            succeeded=counts.succeeded,
+            failed=counts.failed,
+        )
+
+    async def note_cancel(self, job: RemoteJob, cancelled: Cancelled, held: Held) -> RemoteJob:
+        return await self._write("note_cancel", job, held, cancelled=cancelled.value)
+
+    async def end(self, job: RemoteJob, ending: JobEnding, held: Held) -> RemoteJob:
+        return await self._write(
+            "end",
+            job,
+            held,
+            document=_json(ending.document),
+            error=_json(ending.error),
+            raw_status=ending.raw_status,
+            total=ending.counts.total,
+            succeeded=ending.counts.succeeded,
+            failed=ending.counts.failed,
+            results_key=ending.results_key,
+            input_tokens=ending.usage.input_tokens,
+            output_tokens=ending.usage.output_tokens,
+            audio_seconds=ending.usage.audio_seconds,
+            cost=ending.cost,
+        )
+
+    async def clean(self, job: RemoteJob) -> None:
+        """What was staged for it is gone."""
+        await self._ask("clean", job, None)
+
+    # Credentials ------------------------------------------------------------------------------------------------
+
+    async def hold(self, provider: str, code: str | None, message: str) -> None:
+        """Let all work for a provider wait, because its credential was refused."""
+        params = {"provider": provider, "code": code, "message": message, "seconds": _TRY_SECONDS}
+        await self._database.ask(SQL["hold"], params)
+
+    async def holds(self) -> dict[str, Hold]:
+        return {row[0]: Hold(*row) for row in await self._database.ask(SQL["holds"])}
+
+    async def may_try(self, provider: str) -> bool:
+        """Whether it is time to try a credential again, and we are the one to do it."""
+        params = {"provider": provider, "seconds": _TRY_SECONDS, "seconds_max": _TRY_SECONDS_MAX}
+        return bool(await self._database.ask(SQL["try_hold"], params))
+
+    async def release(self, provider: str) -> bool:
+        """The credential works; answers whether it was held."""
+        return bool(await self._database.ask(SQL["release_hold"], {"provider": provider}))
+
+    async def _write(self, statement: str, job: RemoteJob, held: Held, **params: Any) -> RemoteJob:
+        async with fenced(self.queue, held) as session:
+            return _only(await self._ask(statement, job, session, **params))
+
+    async def _ask(self, statement: str, job: RemoteJob, session: Session | None, **params: Any) -> list[Row]:
+        return await self._database.ask(SQL[statement], {"key": job.key, **params}, session)
+
+
+def _only(rows: Sequence[Row]) -> RemoteJob:
+    if not rows:
+        raise Fenced("the row of a job at a provider was moved by another worker")
+    return _job(rows[0])
+
+
+def _job(row: Row) -> RemoteJob:
+    return RemoteJob(**cast("dict[str, Any]", dict(zip(RemoteJob.__dataclass_fields__, row, strict=True))))
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else orjson.dumps(value).decode()

@@ -1,0 +1,113 @@
+-- Jobs at providers. Whoever writes here holds the claim of the job that runs them: the caller locks it first.
+
+-- part: columns
+key, owner, number, provider, model, input_ids, phase, staged, external_id, extra, strangers, document, raw_status, total,
+succeeded, failed, failures, cancelled, error, results_key, input_tokens, output_tokens, audio_seconds, cost, created_at,
+submitting_at, submitted_at, ended_at, cleaned_at,
+extract(epoch FROM next_at - :now)::float8,
+extract(epoch FROM :now - submitting_at)::float8
+
+-- name: add
+INSERT INTO batchwright.provider_job (key, owner, number, provider, model, input_ids, created_at, next_at)
+SELECT one.key, %(owner)s, one.number, one.provider, one.model, ARRAY(SELECT jsonb_array_elements_text(one.input_ids)),
+    :now, :now
+FROM jsonb_to_recordset(%(jobs)s::jsonb) AS one (key text, number integer, provider text, model text, input_ids jsonb)
+ON CONFLICT (owner, number) DO NOTHING
+RETURNING key
+
+-- name: of_owner
+SELECT :columns FROM batchwright.provider_job WHERE owner = %(owner)s ORDER BY number
+
+-- name: save_staged
+UPDATE batchwright.provider_job SET staged = %(staged)s::jsonb, failures = 0
+WHERE key = %(key)s AND phase = 'planned'
+RETURNING :columns
+
+-- name: end_staging
+UPDATE batchwright.provider_job SET phase = 'staged', failures = 0
+WHERE key = %(key)s AND phase = 'planned'
+RETURNING :columns
+
+-- Where a provider has no marker, only one submission at a time may be in doubt.
+-- name: begin_submit
+UPDATE batchwright.provider_job SET phase = 'submitting', submitting_at = :now
+WHERE key = %(key)s AND phase IN ('staged', 'submitting') AND (NOT %(is_alone)s OR NOT EXISTS (
+    SELECT FROM batchwright.provider_job AS other
+    WHERE other.provider = provider_job.provider AND other.phase = 'submitting' AND other.key <> %(key)s))
+RETURNING :columns
+
+-- name: lock_provider
+SELECT pg_advisory_xact_lock(hashtextextended('batchwright.provider:' || %(provider)s, 0))
+
+-- The provider has not taken it.
+-- name: withdraw
+UPDATE batchwright.provider_job SET phase = 'staged', submitting_at = NULL
+WHERE key = %(key)s AND phase = 'submitting'
+RETURNING :columns
+
+-- name: refer
+UPDATE batchwright.provider_job SET
+    phase = 'submitted', external_id = %(external_id)s, extra = %(extra)s::jsonb, document = %(document)s::jsonb,
+    submitted_at = :now, failures = 0, next_at = :now + make_interval(secs => %(seconds)s)
+WHERE key = %(key)s AND phase = 'submitting'
+RETURNING :columns
+
+-- The job that was adopted is another's.
+-- name: disown
+UPDATE batchwright.provider_job SET
+    phase = 'submitting', strangers = array_append(strangers, external_id), external_id = NULL, extra = '{}',
+    submitted_at = NULL
+WHERE key = %(key)s AND phase = 'submitted'
+RETURNING :columns
+
+-- name: others
+SELECT external_id FROM batchwright.provider_job
+WHERE provider = %(provider)s AND external_id = ANY(%(external_ids)s) AND key <> %(key)s
+
+-- name: note
+UPDATE batchwright.provider_job SET
+    next_at = :now + make_interval(secs => %(seconds)s), failures = %(failures)s,
+    raw_status = coalesce(%(raw_status)s, raw_status), document = coalesce(%(document)s::jsonb, document),
+    extra = extra || coalesce(%(extra)s::jsonb, '{}'),
+    total = coalesce(%(total)s, total), succeeded = coalesce(%(succeeded)s, succeeded),
+    failed = coalesce(%(failed)s, failed)
+WHERE key = %(key)s AND phase <> 'ended'
+RETURNING :columns
+
+-- name: note_cancel
+UPDATE batchwright.provider_job SET cancelled = %(cancelled)s WHERE key = %(key)s AND phase = 'submitted' RETURNING :columns
+
+-- name: end
+UPDATE batchwright.provider_job SET
+    phase = 'ended', ended_at = :now, document = %(document)s::jsonb, error = %(error)s::jsonb,
+    raw_status = coalesce(%(raw_status)s, raw_status), total = %(total)s, succeeded = %(succeeded)s,
+    failed = %(failed)s, results_key = %(results_key)s, input_tokens = %(input_tokens)s,
+    output_tokens = %(output_tokens)s, audio_seconds = %(audio_seconds)s, cost = %(cost)s
+WHERE key = %(key)s AND phase <> 'ended'
+RETURNING :columns
+
+-- name: clean
+UPDATE batchwright.provider_job SET cleaned_at = :now WHERE key = %(key)s AND phase = 'ended' RETURNING :columns
+
+-- Credentials that were refused --------------------------------------------------------------------------------------
+
+-- name: hold
+INSERT INTO batchwright.provider_hold (provider, code, message, since, next_try_at)
+VALUES (%(provider)s, %(code)s, %(message)s, :now, :now + make_interval(secs => %(seconds)s))
+ON CONFLICT (provider) DO UPDATE SET code = excluded.code, message = excluded.message
+RETURNING provider
+
+-- name: holds
+SELECT provider, code, message, since, tries, extract(epoch FROM next_try_at - :now)::float8
+FROM batchwright.provider_hold ORDER BY provider
+
+-- One process at a time gets to try; the next one waits longer.
+-- name: try_hold
+UPDATE batchwright.provider_hold SET
+    tries = tries + 1,
+    next_try_at = :now + make_interval(secs => least(%(seconds_max)s::float8, %(seconds)s::float8 * 2 ^ least(tries, 20)))
+WHERE provider = %(provider)s AND next_try_at <= :now
+RETURNING provider
+
+-- name: release_hold
+DELETE FROM batchwright.provider_hold WHERE provider = %(provider)s RETURNING provider

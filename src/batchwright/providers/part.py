@@ -1,0 +1,190 @@
+"""Tasks for outside providers as a part: speech and completions, sent once, asked for, and brought home."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from batchwright.files.part import FilesPart
+from batchwright.part import Command, Part, Served, Server
+from batchwright.webhooks.part import WebhooksPart
+
+if TYPE_CHECKING:
+    from batchwright.core import Core
+    from batchwright.db.check import Finding
+    from batchwright.engine.worker.duty import Duty, Site
+    from batchwright.files.store import Files
+    from batchwright.providers.directory import Directory
+    from batchwright.providers.jobs import RemoteJobs
+    from batchwright.providers.settings import ProviderSettings, TaskSettings
+    from batchwright.providers.submission import Submission
+    from batchwright.providers.tasks import Tasks
+
+PROCESS = "provider.task"
+_COMMANDS = "batchwright.providers.commands"
+
+
+class ProvidersPart(Part):
+    """Tasks of all tenants. Every worker runs them; the provider's table says where, and with which credentials."""
+
+    name = "providers"
+    tables = {
+        "tasks": "batchwright.providers.settings:TaskSettings",
+        "providers": "batchwright.providers.settings:Providers",
+    }
+    operations = ("batchwright.providers.operations:run_task",)
+    routers = ("batchwright.providers.http:router",)
+    commands = {
+        "task": Command(f"{_COMMANDS}:app", "Send work to outside providers, watch it, and fetch the results."),
+        "providers": Command(f"{_COMMANDS}:providers", "List providers, what they can do, and whether they are ready."),
+    }
+
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
+        self._directory: Directory | None = None
+
+    @property
+    def settings(self) -> TaskSettings:
+        from batchwright.providers.settings import TaskSettings
+
+        return self.core.settings.table("tasks", TaskSettings)
+
+    @property
+    def providers(self) -> Mapping[str, ProviderSettings]:
+        found: Mapping[str, ProviderSettings] = self.core.settings.table("providers", dict)
+        return found
+
+    @property
+    def tasks(self) -> Tasks:
+        from batchwright.providers.tasks import Tasks
+
+        return Tasks(self.core.queue)
+
+    @property
+    def jobs(self) -> RemoteJobs:
+        from batchwright.providers.jobs import RemoteJobs
+
+        return RemoteJobs(self.core.queue)
+
+    @property
+    def directory(self) -> Directory:
+        """The providers with one HTTP client for all of them; made once, and closed with the part."""
+        if self._directory is None:
+            self._directory = self._make_directory()
+        return self._directory
+
+    @property
+    def submission(self) -> Submission:
+        return self.submission_with(self.core.part(FilesPart).files)
+
+    def submission_with(self, files: Files) -> Submission:
+        from batchwright.providers.submission import Submission
+
+        return Submission(self.tasks, self.core.catalog, files, self.directory, self.settings)
+
+    def _make_directory(self) -> Directory:
+        from batchwright.inference.http import Http
+        from batchwright.providers.directory import Directory
+        from batchwright.providers.tools import AdapterTools
+
+        tools = AdapterTools(
+            Http(),
+            open_stored=self._read_stored,
+            place_of_stored=self._place_stored,
+            may_fetch_private=self.settings.fetch_private,
+        )
+        return Directory(self.providers, self.settings, tools)
+
+    async def _read_stored(self, file_id: str) -> AsyncIterator[bytes]:
+        """The bytes of a file of ours, also of one that its user has deleted meanwhile."""
+        from batchwright.errors import Fatal, NotFound, StorageError, Transient
+
+        files = self.core.part(FilesPart).files
+        try:
+            async for chunk in files.content(await files.get(file_id, tenant=None, also_gone=True)):
+                yield chunk
+        except NotFound as error:
+            raise Fatal(str(error), scope="item", code="input_not_found") from None
+        except StorageError as error:
+            raise Transient(str(error), code="storage_unavailable") from None
+
+    def _place_stored(self, file_id: str) -> str | None:
+        """Where a file of ours is, if that is a bucket which a provider can be given access to."""
+        from batchwright.files.store import object_key
+
+        url = self.core.settings.storage.url
+        if url is None or url.partition("://")[0] not in ("gs", "s3", "az"):
+            return None
+        return f"{url.rstrip('/')}/{object_key(file_id)}"
+
+    # In a worker ------------------------------------------------------------------------------------------------
+
+    def work(self, site: Site) -> Duty:
+        from batchwright.engine.worker.duty import Duty
+        from batchwright.providers.process import TaskRunner, TaskTools
+        from batchwright.providers.upkeep import TaskUpkeep
+
+        core = self.core
+        store = core.open_store("provider", site.counts)
+        announcer = core.part(WebhooksPart).announcer
+        tools = TaskTools(
+            announcer=announcer,
+            catalog=core.catalog,
+            directory=self.directory,
+            files=core.part(FilesPart).files_in(store),
+            jobs=self.jobs,
+            store=store,
+            tasks=self.tasks,
+        )
+        upkeep = TaskUpkeep(self.tasks, announcer, store, core.settings.retention)
+        return Duty(
+            services=[TaskRunner(tools)],
+            demand=TaskDemand(site, self.settings.jobs_at_once),
+            rounds=upkeep.rounds(),
+        )
+
+    # In the HTTP server -----------------------------------------------------------------------------------------
+
+    def serve(self, server: Server) -> Served:
+        from batchwright.providers.services import TaskServices
+
+        files = self.core.part(FilesPart).files_in(server.store)
+        services = TaskServices(
+            core=self.core,
+            directory=self.directory,
+            files=files,
+            jobs=self.jobs,
+            submission=self.submission_with(files),
+            tasks=self.tasks,
+        )
+        return Served(services=services)
+
+    async def check(self) -> Sequence[Finding]:
+        from batchwright.providers.check import check_providers
+
+        return await check_providers(self)
+
+
+class TaskDemand:
+    """Tasks take no slot of the worker: they mostly wait, and a slow provider holds up only its own."""
+
+    operations = (PROCESS,)
+    broken = None
+
+    def __init__(self, site: Site, at_once: int) -> None:
+        self._site = site
+        self._at_once = at_once
+
+    def queues(self) -> list[str]:
+        from batchwright.providers.tasks import QUEUE
+
+        return [QUEUE] if self._site.queues is None else [one for one in self._site.queues if self.serves(one)]
+
+    def serves(self, queue: str) -> bool:
+        return queue.startswith("tasks/") and self._site.serves(queue)
+
+    def wanted(self, queue: str, priority: int, running: int) -> int:
+        return max(0, self._at_once - running)
+
+    def listen(self, on_demand: Callable[[], None]) -> None:
+        """There is nothing to tell: a task that is put back frees its place, and the worker sees that itself."""

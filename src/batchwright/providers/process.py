@@ -1,0 +1,638 @@
+"""The story of a task, told by its job: plan, bring the inputs there, submit once, ask until it is done, bring it home.
+
+    PENDING ─ plan ─ stage ─ submit ─▶ IN_PROGRESS ─ Snooze … poll … ─▶ all jobs ended ─ merge ─▶ COMPLETED
+       │                                    │                                                     PARTIAL_COMPLETE
+       └ nothing can be submitted: FAILED   └ cancelled, or late: harvest what is there ─────────▶ FAILED, CANCELLED
+
+Each run looks at the rows and does what comes next for every job of the task, so that it does not matter where an
+earlier one died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from batchwright.db.database import Session, wrap_connection
+from batchwright.engine.catalog import Catalog
+from batchwright.engine.context import Context
+from batchwright.engine.outcomes import Done, Outcome, Snooze
+from batchwright.engine.owned import Held, fenced
+from batchwright.errors import (
+    ConfigurationError,
+    DatabaseError,
+    Fatal,
+    Fenced,
+    OperationError,
+    RetryLater,
+    StorageError,
+)
+from batchwright.files.store import Files, NewFile, new_file_id, object_key
+from batchwright.providers import state
+from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Result, Status, Usage
+from batchwright.providers.directory import Directory
+from batchwright.providers.errand import CredentialRefused, Errand, Over, Progress, Ready, Refused, Waits
+from batchwright.providers.jobs import Hold, JobEnding, NewRemoteJob, RemoteJob, RemoteJobs
+from batchwright.providers.lines import split_lines
+from batchwright.providers.prices import cost, find_price
+from batchwright.providers.tasks import Ending, Target, Task, Tasks
+from batchwright.states import TaskStatus
+from batchwright.storage import Store, Stored
+from batchwright.webhooks.announcer import Announcer
+
+log = logging.getLogger(__name__)
+
+RESULT = "task_output"
+"""The purpose of a task's result file."""
+FOLDER = "tasks"
+INLINE_BYTES_MAX = 16 * 1024
+"""Results of a job that are larger stand in the store only, and not in its document."""
+HARVEST_SECONDS = 600.0
+"""After its timeout a task waits so long for its jobs to stop, and then ends without them."""
+_AT_ONCE = 8
+_STORE_SECONDS = 10.0
+_CONFIGURATION_SECONDS = 60.0
+_SNOOZE_SECONDS_MIN = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTools:
+    """What a worker process keeps for its tasks."""
+
+    announcer: Announcer
+    catalog: Catalog
+    directory: Directory
+    files: Files
+    jobs: RemoteJobs
+    store: Store
+    tasks: Tasks
+
+
+class TaskRunner:
+    """Runs `provider.task`."""
+
+    def __init__(self, tools: TaskTools) -> None:
+        self.tools = tools
+
+    async def run(self, ctx: Context, task_id: str) -> Outcome:
+        try:
+            task = await self.tools.tasks.get(task_id, tenant=None)
+            if ctx.pipeline_id != task.job_id:
+                raise Fatal(f"{ctx.job_type} belongs to {task.id}, whose own job runs it; enqueue nothing for it")
+            if task.has_ended:
+                return Done()
+            return await Run(self.tools, ctx, task).advance()
+        except ConfigurationError as error:
+            return await self._wait_for_configuration(ctx, task, error)
+        except (DatabaseError, Fenced) as error:
+            raise RetryLater(str(error), 1.0) from error
+        except StorageError as error:
+            raise RetryLater(str(error), _STORE_SECONDS) from error
+
+    async def _wait_for_configuration(self, ctx: Context, task: Task, error: ConfigurationError) -> Outcome:
+        """Another worker may have it, or this one when it was started anew; until its time is over the task waits."""
+        run = Run(self.tools, ctx, task)
+        if task.seconds_left <= 0 and task.status is TaskStatus.PENDING:
+            return run.end_with_problems([Problem(message=str(error))])
+        await run.park(str(error))
+        raise RetryLater(str(error), _CONFIGURATION_SECONDS) from error
+
+
+class Run:
+    """One run of a task's job."""
+
+    def __init__(self, tools: TaskTools, ctx: Context, task: Task) -> None:
+        self._tools = tools
+        self._ctx = ctx
+        self._task = task
+        self._held = Held(ctx.job_id, ctx.claim, ctx.worker)
+        self._inputs = {input.id: input for input in task.inputs}
+        self._rows: list[RemoteJob] = []
+        self._held_back: dict[str, Hold] = {}
+
+    @property
+    def _must_stop(self) -> bool:
+        return self._task.cancel_requested_at is not None or self._task.seconds_left <= 0
+
+    async def advance(self) -> Outcome:
+        """Do what comes next for every job of the task."""
+        self._rows = await self._tools.jobs.of(self._task.id)
+        if not self._rows:
+            problems = await self._plan()
+            if problems:
+                return self.end_with_problems(problems)
+        self._held_back = await self._try_credentials()
+        open_rows = [row for row in self._rows if not row.has_ended]
+        waits = await _gather(_AT_ONCE, (self._take_on(row) for row in open_rows))
+        self._rows = await self._tools.jobs.of(self._task.id)
+        self._report_progress()
+        if all(row.has_ended for row in self._rows):
+            return await self._finish()
+        return await self._come_back(waits)
+
+    # Plan -------------------------------------------------------------------------------------------------------
+
+    async def _plan(self) -> Sequence[Problem]:
+        """Commit the intents, if the inputs are good; what is wrong with them otherwise, and nothing was paid."""
+        if self._must_stop:
+            message = "it was cancelled before anything was submitted"
+            if self._task.cancel_requested_at is None:
+                message = "its time was over before anything could be submitted"
+            return [Problem(message=message)]
+        planned = list(plan_jobs(self._task, self._tools.directory))
+        for target in self._task.targets:
+            adapter = self._tools.directory.get(target.provider)
+            try:
+                found = await adapter.inspect(self._request("bw-" + "0" * 26, target, list(self._inputs.values())))
+            except OperationError as error:
+                if isinstance(error, Fatal) and error.scope == "credential":
+                    continue  # seen again when it matters, and waited for there
+                if not isinstance(error, Fatal):
+                    raise
+                found = [Problem(message=str(error))]
+            if found:
+                return found
+        self._rows = await self._tools.jobs.plan(self._task.id, planned, self._held)
+        self._ctx.emit("task.planned", f"{len(planned)} jobs for {len(self._task.targets)} targets", jobs=len(planned))
+        return ()
+
+    def _request(self, key: str, target: Target, inputs: Sequence[Input]) -> Request:
+        return Request(
+            key=key,
+            task_type=self._task.task_type,  # type: ignore[arg-type]  # checked when the task was made
+            model=target.model,
+            inputs=inputs,
+            options=self._task.options,
+        )
+
+    # Credentials ------------------------------------------------------------------------------------------------
+
+    async def _try_credentials(self) -> dict[str, Hold]:
+        """The providers that refuse our credential; one that is due is tried, by one process at a time."""
+        holds = await self._tools.jobs.holds()
+        providers = {row.provider for row in self._rows if not row.has_ended} & set(holds)
+        for provider in providers:
+            if holds[provider].try_seconds <= 0 and await self._tools.jobs.may_try(provider):
+                try:
+                    await self._tools.directory.get(provider).check()
+                except OperationError as error:
+                    log.warning("the credential of %s is still refused: %s", provider, error)
+                else:
+                    await self._tools.jobs.release(provider)
+                    await self._tools.tasks.wake_parked(provider)
+                    self._ctx.emit("provider.released", f"{provider} accepts its credential again")
+                    del holds[provider]
+        return {provider: holds[provider] for provider in providers & set(holds)}
+
+    async def _hold(self, refused: CredentialRefused) -> None:
+        await self._tools.jobs.hold(refused.provider, refused.error.code, str(refused.error))
+        self._held_back = await self._tools.jobs.holds()
+        text = f"{refused.provider} refuses its credential: {refused.error}; work for it waits"
+        self._ctx.emit("provider.held", text, level="error", error_kind="fatal", provider=refused.provider)
+
+    # The jobs of the task ---------------------------------------------------------------------------------------
+
+    async def _take_on(self, row: RemoteJob) -> float:
+        """Do what can be done for one job now; answers when to come back for it."""
+        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
+            return max(hold.try_seconds, 1.0)
+        errand = self._errand(row)
+        try:
+            progress = await errand.advance(stop=self._must_stop)
+            if isinstance(progress, Ready):
+                progress = await self._bring_home(errand, progress.status)
+        except CredentialRefused as refused:
+            await self._hold(refused)
+            return 1.0
+        return await self._settle(errand, progress)
+
+    def _is_lost(self, row: RemoteJob) -> bool:
+        """Of a provider that refuses our credential: whether to wait no longer. What was paid for is waited for."""
+        return self._must_stop and row.phase in ("planned", "staged")
+
+    async def _settle(self, errand: Errand, progress: Progress) -> float:
+        match progress:
+            case Waits(seconds):
+                if self._task.seconds_left <= -HARVEST_SECONDS or self._may_not_wait(errand.row):
+                    message = f"its job at {errand.row.provider} had not ended when the time of the task was over"
+                    await self._fail_job(errand, {"kind": "fatal", "code": "timeout", "message": message})
+                    return 0.0
+                return seconds
+            case Refused(error):
+                await self._fail_job(errand, error)
+            case Over() | Ready():
+                pass
+        return 0.0
+
+    def _may_not_wait(self, row: RemoteJob) -> bool:
+        """Its time is over, and it cannot be stopped: what it has done by now is all."""
+        return self._task.seconds_left <= 0 and row.cancelled == "unsupported"
+
+    def _errand(self, row: RemoteJob) -> Errand:
+        adapter = self._tools.directory.get(row.provider)
+        inputs = [self._inputs[id] for id in row.input_ids]
+        request = self._request(row.key, Target(row.provider, row.model), inputs)
+        pace = self._tools.directory.pace(row.provider)
+        return Errand(self._tools.jobs, adapter, row, request, self, self._held, pace)
+
+    async def _bring_home(self, errand: Errand, status: Status) -> Progress:
+        """Write all results into the store, count them, and end the job by what was counted."""
+        row = errand.row
+        key = f"{FOLDER}/{self._task.id}/{row.number}-{self._ctx.claim}.jsonl"
+        harvest = Harvest(self._task, errand, status)
+        try:
+            await self._tools.store.put(key, harvest.lines)
+        except OperationError as error:
+            return await errand.put_off_results(error)
+        outcome = state.count_outcome(total=harvest.total, succeeded=harvest.succeeded)
+        entries = harvest.small_entries()
+        ended = state.record_end(
+            row.document or {}, status, outcome, entries=entries, output_uri=_output_uri(errand.row, key)
+        )
+        if outcome is state.TaskEnding.FAILED and harvest.first_error is not None and not status.error:
+            ended["error"] = harvest.first_error
+        price = find_price(
+            self._tools.directory.settings(row.provider).prices,
+            self._tools.directory.kind(row.provider).name,
+            row.model,
+        )
+        spent = cost(price, harvest.usage)
+        await errand.end(
+            JobEnding(
+                document=ended,
+                error=status.error,
+                raw_status=status.raw_status,
+                counts=Counts(
+                    total=harvest.total, succeeded=harvest.succeeded, failed=harvest.total - harvest.succeeded
+                ),
+                results_key=key,
+                usage=harvest.usage,
+                cost=spent,
+            )
+        )
+        self._ctx.emit(
+            "provider.ended",
+            f"{row.provider}: {harvest.succeeded} of {harvest.total} results",
+            model=row.model,
+            prompt_tokens=harvest.usage.input_tokens,
+            completion_tokens=harvest.usage.output_tokens,
+            cost=spent,
+            provider=row.provider,
+            audio_seconds=harvest.usage.audio_seconds,
+            external_id=row.external_id,
+        )
+        await errand.clean_up()
+        return Over()
+
+    async def _fail_job(self, errand: Errand, error: Mapping[str, Any]) -> None:
+        row = errand.row
+        document = state.fail_job(
+            row.document or state.new_job(self._task.task_type, row.provider, errand.request, row.job),
+            str(error.get("message")),
+        )
+        total = len(row.input_ids)
+        counts = Counts(total=total, succeeded=0, failed=total)
+        await errand.end(JobEnding(document=document, error=error, counts=counts))
+        self._ctx.emit(
+            "provider.failed", f"{row.provider}: {error.get('message')}", level="error", provider=row.provider
+        )
+        await errand.clean_up()
+
+    # What errands tell us ---------------------------------------------------------------------------------------
+
+    def describe(self, row: RemoteJob, job: Job | None) -> Mapping[str, Any]:
+        request = self._request(row.key, Target(row.provider, row.model), [self._inputs[id] for id in row.input_ids])
+        return state.new_job(self._task.task_type, row.provider, request, job)
+
+    def describe_poll(self, row: RemoteJob, status: Status) -> Mapping[str, Any]:
+        return state.record_poll(row.document or {}, status)
+
+    async def referred(self, row: RemoteJob, session: Session) -> None:
+        """The first job that is submitted brings the task to IN_PROGRESS, in the same commit."""
+        if self._task.status is TaskStatus.PENDING:
+            begun = await self._tools.tasks.begin(self._task.id, self._state([row]), session=session)
+            if begun is None:
+                log.debug("task %s was begun before", self._task.id)
+
+    def report(self, event: str, message: str, **fields: Any) -> None:
+        self._ctx.emit(event, message, **fields)
+
+    def _state(self, rows: Iterable[RemoteJob]) -> dict[str, Any]:
+        """The task's provider_state, from the documents of its jobs."""
+        task = self._task
+        jobs = [dict(row.document) for row in rows if row.document is not None]
+        if task.task_type == "completion":
+            return state.describe_completion(input_dataset_ids=task.file_ids, jobs=jobs)
+        described = state.describe_transcription(
+            self._tools.directory.kind(task.targets[0].provider).name,
+            dataset_ids=task.file_ids,
+            invalid_urls=task.invalid_urls,
+            jobs=jobs,
+        )
+        if "gcs_map" in described:
+            for row in rows:
+                if row.job is not None:
+                    inputs = [self._inputs[id] for id in row.input_ids]
+                    described["gcs_map"] |= state.sources(inputs, row.job)
+        return described
+
+    # Between rounds ---------------------------------------------------------------------------------------------
+
+    async def park(self, waits_for: str) -> None:
+        """Say what the task cannot go on without."""
+        async with fenced(self._tools.tasks.queue, self._held) as session:
+            await self._tools.tasks.save(
+                self._task.id, provider_state=None, waits_for=waits_for, cancel_note=None, session=session
+            )
+
+    async def _come_back(self, waits: Sequence[float]) -> Outcome:
+        rows = self._rows
+        held = [hold for hold in self._held_back.values() if any(row.provider == hold.provider for row in rows)]
+        waits_for = f"the credential of {held[0].provider}: {held[0].message}" if held else None
+        note = next((f"{row.provider} cannot cancel a job" for row in rows if row.cancelled == "unsupported"), None)
+        provider_state = self._state(rows) if any(row.document is not None for row in rows) else None
+        async with fenced(self._tools.tasks.queue, self._held) as session:
+            await self._tools.tasks.save(
+                self._task.id,
+                provider_state=provider_state,
+                waits_for=waits_for,
+                cancel_note=note and f"{note}: it goes on, and its results are fetched when it ends",
+                session=session,
+            )
+        seconds = max(_SNOOZE_SECONDS_MIN, min(waits, default=1.0))
+        if self._task.seconds_left > 0:
+            seconds = min(seconds, self._task.seconds_left + 0.1)
+        return Snooze(seconds, waits_for or "the provider is at work", progress=self._progress())
+
+    def _report_progress(self) -> None:
+        if (progress := self._progress()) is not None:
+            self._ctx.progress(*progress)
+
+    def _progress(self) -> tuple[int, int] | None:
+        totals = [row.total if row.total is not None else len(row.input_ids) for row in self._rows]
+        done = [(row.succeeded or 0) + (row.failed or 0) for row in self._rows]
+        return (sum(done), sum(totals)) if totals else None
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    async def _finish(self) -> Outcome:
+        task, rows = self._task, self._rows
+        provider_state = self._state(rows)
+        outcome = state.end_task(provider_state)
+        if outcome is state.TaskEnding.COMPLETED and task.invalid_urls:
+            outcome = state.TaskEnding.PARTIAL_COMPLETE
+        stored = await self._write_result(provider_state)
+        ending = Ending(
+            provider_state=provider_state,
+            error=_task_error(rows) if outcome is state.TaskEnding.FAILED else None,
+            succeeded=sum(row.succeeded or 0 for row in rows),
+            failed=sum(row.failed or 0 for row in rows) + len(task.invalid_urls),
+            input_tokens=_sum(row.input_tokens for row in rows),
+            output_tokens=_sum(row.output_tokens for row in rows),
+            audio_seconds=_sum(row.audio_seconds for row in rows),
+            cost=_total_cost(rows),
+            result_file_id=stored.id if stored is not None else None,
+        )
+        return self._end(self._verb(outcome), ending, stored)
+
+    def _verb(self, outcome: state.TaskEnding) -> str:
+        if self._task.cancel_requested_at is not None and outcome is not state.TaskEnding.COMPLETED:
+            return "end_cancelled"
+        if self._task.status is TaskStatus.PENDING:
+            return "fail"
+        return {
+            state.TaskEnding.COMPLETED: "complete",
+            state.TaskEnding.PARTIAL_COMPLETE: "complete_in_part",
+            state.TaskEnding.FAILED: "fail",
+        }[outcome]
+
+    async def _write_result(self, provider_state: Mapping[str, Any]) -> NewFile | None:
+        """The merged result file; none if there is no result to write."""
+        task = self._task
+        if all(row.results_key is None for row in self._rows):
+            return None
+        id = new_file_id()
+        merge = Merge(self._tools.store, task, self._rows, str(provider_state.get("provider") or ""))
+        stored: Stored = await self._tools.store.put(object_key(id), merge.chunks)
+        suffix = "jsonl" if task.task_type == "completion" else "json"
+        return NewFile(
+            id=id,
+            tenant=task.tenant,
+            purpose=RESULT,
+            filename=f"{task.id}_result.{suffix}",
+            stored=stored,
+            expires_seconds=task.result_expires_seconds,
+        )
+
+    def end_with_problems(self, problems: Sequence[Problem]) -> Outcome:
+        """Nothing can be submitted, and nothing was paid."""
+        first = problems[0]
+        error = {
+            "kind": "schema_invalid",
+            "code": "invalid_inputs",
+            "message": first.message,
+            "problems": [_problem_document(problem, self._inputs) for problem in problems],
+        }
+        verb = "end_cancelled" if self._task.cancel_requested_at is not None else "fail"
+        failed = len(self._task.inputs) + len(self._task.invalid_urls)
+        return self._end(verb, Ending(error=error, failed=failed), None)
+
+    def _end(self, verb: str, ending: Ending, file: NewFile | None) -> Outcome:
+        """One commit: the task's last move, its result file, its webhooks, and the success of its job."""
+        task, tools = self._task, self._tools
+
+        async def write(connection: Any) -> None:
+            session = await wrap_connection(connection)
+            status = await getattr(tools.tasks, verb)(task.id, ending, session=session)
+            if status is None:
+                raise RetryLater("the task was moved while it ended", 0)
+            if file is not None:
+                await tools.files.add(file, session=session)
+            await tools.announcer.announce(task.tenant, task.id, EVENTS[status], session)
+
+        def tidy(settled: str | None) -> None:
+            if settled == "succeed":
+                self._ctx.logger.info("task %s ended: %s", task.id, verb)
+
+        self._ctx.when_settled(tidy)
+        return Done({"task_id": task.id, "succeeded": ending.succeeded, "failed": ending.failed}, write=write)
+
+
+EVENTS: dict[TaskStatus, Any] = {
+    TaskStatus.COMPLETED: "task.completed",
+    TaskStatus.PARTIAL_COMPLETE: "task.partial_complete",
+    TaskStatus.FAILED: "task.failed",
+    TaskStatus.CANCELLED: "task.cancelled",
+}
+
+
+class Harvest:
+    """The results of one job on their way into the store; afterwards it knows how many there were."""
+
+    def __init__(self, task: Task, errand: Errand, status: Status) -> None:
+        self._task = task
+        self._errand = errand
+        self._status = status
+        self._inputs = {input.id: input for input in task.inputs}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.total = 0
+        self.succeeded = 0
+        self.first_error: str | None = None
+        self.usage = Usage()
+        self._entries: list[dict[str, Any]] = []
+        self._entries_bytes = 0
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """One pass over the results, a line each."""
+        self._reset()
+        async for result in self._errand.results(self._status):
+            self.total += 1
+            if result.error is None:
+                self.succeeded += 1
+            elif self.first_error is None:
+                self.first_error = str(result.error.get("message"))
+            self.usage = _add(self.usage, result.usage)
+            entry = self._entry(result)
+            line = orjson.dumps(entry) + b"\n"
+            self._entries_bytes += len(line)
+            if self._entries_bytes <= INLINE_BYTES_MAX:
+                self._entries.append(entry)
+            yield line
+
+    def small_entries(self) -> list[dict[str, Any]]:
+        """The results, if they are few enough to stand in the document of their job."""
+        return self._entries if self._entries_bytes <= INLINE_BYTES_MAX else []
+
+    def _entry(self, result: Result) -> dict[str, Any]:
+        if self._task.task_type == "completion":
+            return output_line(result, self._errand.request.model)
+        return state.make_entry(self._inputs[result.key], result)
+
+
+def output_line(result: Result, model: str | None) -> dict[str, Any]:
+    """A line of a completion's result file: OpenAI's output line, with the model that gave it."""
+    if result.value is not None:
+        return {**result.value, "model": model}
+    error = dict(result.error or {})
+    response = error.pop("response", None)
+    return {
+        "id": f"batch_req_{result.key}",
+        "custom_id": result.key,
+        "response": response,
+        "error": {"code": error.get("code"), "message": error.get("message"), "kind": error.get("kind")},
+        "model": model,
+    }
+
+
+class Merge:
+    """The result file of a task, made of the results of its jobs, a piece at a time."""
+
+    def __init__(self, store: Store, task: Task, rows: Sequence[RemoteJob], provider: str) -> None:
+        self._store = store
+        self._task = task
+        self._rows = [row for row in rows if row.results_key is not None]
+        self._provider = provider
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        if self._task.task_type == "completion":
+            for row in self._rows:
+                async for chunk in self._store.get(row.results_key or ""):
+                    yield chunk
+            return
+        if not state.is_merged_by_model(self._provider):
+            yield b'{"transcriptions":['
+            async for chunk in self._entries(self._rows):
+                yield chunk
+            yield b"]}\n"
+            return
+        by_model: dict[str, list[RemoteJob]] = {}
+        for row in self._rows:
+            by_model.setdefault(row.model or "", []).append(row)
+        before = b"{"
+        for model, rows in by_model.items():
+            yield before + orjson.dumps(model) + b':{"transcriptions":['
+            async for chunk in self._entries(rows):
+                yield chunk
+            yield b"]}"
+            before = b","
+        yield b"}\n" if by_model else b"{}\n"
+
+    async def _entries(self, rows: Sequence[RemoteJob]) -> AsyncIterator[bytes]:
+        is_first = True
+        for row in rows:
+            async for line in split_lines(self._store.get(row.results_key or "")):
+                if line is not None:
+                    yield line if is_first else b"," + line
+                    is_first = False
+
+
+def plan_jobs(task: Task, directory: Directory) -> Iterable[NewRemoteJob]:
+    """One job for each target, or several where a provider takes fewer inputs at a time."""
+    number = 0
+    ids = [input.id for input in task.inputs]
+    for target in task.targets:
+        most = directory.get(target.provider).abilities.inputs_max or len(ids)
+        for start in range(0, len(ids), most):
+            yield NewRemoteJob(number, target.provider, target.model, ids[start : start + most])
+            number += 1
+
+
+async def _gather(at_once: int, calls: Iterable[Any]) -> list[float]:
+    """All of them, some at a time; the first error comes out when all have ended."""
+    room = asyncio.Semaphore(at_once)
+
+    async def run(call: Any) -> float:
+        async with room:
+            waited: float = await call
+            return waited
+
+    found = await asyncio.gather(*(run(call) for call in calls), return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if not isinstance(one, BaseException)]
+
+
+def _output_uri(row: RemoteJob, key: str) -> str:
+    """Where the results of a completion are: at the provider if that says so, else in our store."""
+    return str(row.extra.get("output_uri") or f"store:{key}")
+
+
+def _task_error(rows: Sequence[RemoteJob]) -> dict[str, Any]:
+    found = next((row.error for row in rows if row.error), None)
+    message = next((row.document["error"] for row in rows if row.document and row.document.get("error")), None)
+    return dict(found or {"kind": "fatal", "code": "no_result", "message": message or "no job has a result"})
+
+
+def _problem_document(problem: Problem, inputs: Mapping[str, Input]) -> dict[str, Any]:
+    input = inputs.get(problem.input_id or "")
+    return {"message": problem.message, "param": problem.param, "input": input and input.filename}
+
+
+def _add(one: Usage, other: Usage) -> Usage:
+    return Usage(
+        input_tokens=_sum((one.input_tokens, other.input_tokens)),
+        output_tokens=_sum((one.output_tokens, other.output_tokens)),
+        audio_seconds=_sum((one.audio_seconds, other.audio_seconds)),
+    )
+
+
+def _sum(values: Iterable[Any]) -> Any:
+    """Of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _total_cost(rows: Sequence[RemoteJob]) -> float | None:
+    """None if a job that did something has no known cost, because a part is no cost."""
+    paid = [row for row in rows if row.succeeded]
+    if not paid or any(row.cost is None for row in paid):
+        return None
+    return sum(row.cost or 0.0 for row in paid)

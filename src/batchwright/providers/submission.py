@@ -1,0 +1,263 @@
+"""What a user wants becomes a task, or an error that says what is wrong; nothing is created until all is well."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, get_args
+from urllib.parse import unquote, urlsplit
+
+import orjson
+
+from batchwright.db.retry import retry_unavailable
+from batchwright.engine.catalog import Catalog
+from batchwright.errors import Fatal, InvalidInput, NotFound
+from batchwright.files.store import Files
+from batchwright.providers.buckets import SCHEMES, split_uri
+from batchwright.providers.contract import Adapter, Input, Problem, Request, TaskType
+from batchwright.providers.directory import Directory
+from batchwright.providers.settings import TaskSettings
+from batchwright.providers.tasks import NewTask, Target, Task, Tasks
+
+TASK_TYPES: tuple[TaskType, ...] = get_args(TaskType)
+TIMEOUT_HOURS_MAX = 30 * 24.0
+MODELS_MAX = 32
+URL_CHARACTERS_MAX = 2_000
+_TRIES_MAX = 4
+_PROBE = "bw-" + "0" * 26
+_FILE = "file-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedInput:
+    """An input as a user names it: a URL, or a file that is stored here."""
+
+    url: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> WantedInput:
+        """A file by its id, or a URL."""
+        return cls(file_id=text) if text.startswith(_FILE) else cls(url=text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedTask:
+    """A task as a user describes it."""
+
+    tenant: str
+    task_type: str
+    inputs: Sequence[WantedInput]
+    provider: str | None = None
+    models: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] | None = None
+    priority: int = 5
+    timeout_hours: float | None = None
+    result_expires_seconds: int | None = None
+    idempotency_key: str | None = None
+    traceparent: str | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """Of what was asked for: the same key with another wish is a conflict."""
+        said = {
+            name: getattr(self, name)
+            for name in self.__dataclass_fields__
+            if name not in ("idempotency_key", "traceparent")
+        }
+        return hashlib.sha256(orjson.dumps(said, default=str, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+class Submission:
+    """Checks what is wanted, and makes tasks of it."""
+
+    def __init__(
+        self, tasks: Tasks, catalog: Catalog, files: Files, directory: Directory, settings: TaskSettings
+    ) -> None:
+        self._tasks = tasks
+        self._catalog = catalog
+        self._files = files
+        self._directory = directory
+        self._settings = settings
+
+    async def create(self, wanted: WantedTask, *, must_be_served: bool = False) -> tuple[Task, bool]:
+        """The task with its job, and whether it is new; InvalidInput says what is wrong, and then there is none."""
+        from batchwright.providers.operations import task_job  # here, because its schema takes a while to be built
+
+        new = await self._prepare(wanted)
+        if (repeated := await self._tasks.find_repeated(new)) is not None:
+            return repeated, False
+        (job,) = await self._catalog.prepare([task_job(new, must_be_served=must_be_served)])
+        return await retry_unavailable(lambda: self._tasks.create(new, job), tries_max=_TRIES_MAX)
+
+    async def _prepare(self, wanted: WantedTask) -> NewTask:
+        task_type = _check_type(wanted.task_type)
+        targets = self._find_targets(wanted, task_type)
+        adapters = [self._require(target, task_type) for target in targets]
+        targets = [_with_default_model(target, adapter) for target, adapter in zip(targets, adapters, strict=True)]
+        inputs, invalid = await self._find_inputs(wanted, task_type)
+        for target, adapter in zip(targets, adapters, strict=True):
+            inputs, refused = self._check(wanted, task_type, target, adapter, inputs)
+            invalid += refused
+        if not inputs:
+            raise InvalidInput(f"none of the inputs can be used: {'; '.join(invalid[:5])}", param="inputs")
+        hours = wanted.timeout_hours or max(self._directory.timeout_hours(target.provider) for target in targets)
+        if not 0 < hours <= TIMEOUT_HOURS_MAX:
+            raise InvalidInput(
+                f"timeout_hours is {hours:g}; it goes from above 0 to {TIMEOUT_HOURS_MAX:g}", param="timeout_hours"
+            )
+        return NewTask(
+            tenant=wanted.tenant,
+            task_type=task_type,
+            provider=wanted.provider,
+            targets=targets,
+            inputs=inputs,
+            invalid_urls=[one.partition(": ")[0] for one in invalid],
+            options=wanted.options,
+            metadata=wanted.metadata,
+            priority=wanted.priority,
+            timeout_seconds=hours * 3600,
+            result_expires_seconds=wanted.result_expires_seconds,
+            idempotency_key=wanted.idempotency_key,
+            idempotency_digest=wanted.digest if wanted.idempotency_key is not None else None,
+            traceparent=wanted.traceparent,
+        )
+
+    # Providers --------------------------------------------------------------------------------------------------
+
+    def _find_targets(self, wanted: WantedTask, task_type: TaskType) -> list[Target]:
+        """Which provider is to use which model."""
+        if len(wanted.models) > MODELS_MAX:
+            raise InvalidInput(f"a task has at most {MODELS_MAX} models, not {len(wanted.models)}", param="models")
+        if wanted.provider is not None:
+            return [Target(wanted.provider, model) for model in wanted.models] or [Target(wanted.provider, None)]
+        if not wanted.models:
+            known = ", ".join(self._directory.can_do(task_type))
+            raise InvalidInput(f"name a provider for this task; there are {known}", param="provider")
+        return [self._split(model) for model in wanted.models]
+
+    def _split(self, model: str) -> Target:
+        """`openai/gpt-5-mini` names both."""
+        provider, _, name = model.partition("/")
+        if not name or not self._directory.is_known(provider):
+            raise InvalidInput(
+                f"which provider has the model {model[:100]!r}? Name it by `provider`, or write provider/model, such "
+                "as openai/gpt-5-mini",
+                param="models",
+            )
+        return Target(provider, name)
+
+    def _require(self, target: Target, task_type: TaskType) -> Adapter:
+        """The adapter, if it takes such tasks and has its credentials."""
+        kind = self._directory.kind(target.provider)
+        if task_type not in kind.abilities.task_types:
+            able = ", ".join(self._directory.can_do(task_type))
+            raise InvalidInput(
+                f"the provider {target.provider!r} has no tasks of the type {task_type}; there are {able}",
+                param="provider",
+            )
+        if task_type == "completion" and target.model is None:
+            raise InvalidInput("name the models of a completion: models = [...]", param="models")
+        adapter = self._directory.get(target.provider)
+        if self._settings.check_credentials and (missing := adapter.missing_credentials()) is not None:
+            raise InvalidInput(f"the provider {target.provider!r} cannot be used: {missing}", param="provider")
+        return adapter
+
+    def _check(
+        self, wanted: WantedTask, task_type: TaskType, target: Target, adapter: Adapter, inputs: list[Input]
+    ) -> tuple[list[Input], list[str]]:
+        """The inputs that this provider takes, and why not the others; what is about the whole task is an error."""
+        most = adapter.abilities.inputs_max or len(inputs) or 1
+        problems: list[Problem] = []
+        for start in range(0, len(inputs), most):
+            request = Request(
+                key=_PROBE,
+                task_type=task_type,
+                model=target.model,
+                inputs=inputs[start : start + most],
+                options=wanted.options,
+            )
+            problems += adapter.validate(request)
+        bad = {problem.input_id: problem.message for problem in problems if problem.input_id is not None}
+        for problem in problems:
+            if problem.input_id is None or task_type == "completion":
+                raise InvalidInput(f"{target.provider}: {problem.message}", param=problem.param or "inputs")
+        refused = [f"{shown(input)}: {bad[input.id]}" for input in inputs if input.id in bad]
+        return [input for input in inputs if input.id not in bad], refused
+
+    # Inputs -----------------------------------------------------------------------------------------------------
+
+    async def _find_inputs(self, wanted: WantedTask, task_type: TaskType) -> tuple[list[Input], list[str]]:
+        if not wanted.inputs:
+            raise InvalidInput("there is no input; name URLs, or ids of stored files", param="inputs")
+        most = 1 if task_type == "completion" else self._settings.inputs_max
+        if len(wanted.inputs) > most:
+            what = "a completion has one input, the file of its requests" if most == 1 else f"the limit is {most}"
+            raise InvalidInput(f"there are {len(wanted.inputs)} inputs; {what}", param="inputs")
+        inputs, invalid = list[Input](), list[str]()
+        for number, one in enumerate(wanted.inputs, 1):
+            id = f"in-{number}"
+            if one.file_id is not None:
+                inputs.append(await self._stored(id, one, wanted.tenant))
+            elif (problem := _why_no_url(one.url or "")) is not None:
+                invalid.append(f"{(one.url or '')[:URL_CHARACTERS_MAX]}: {problem}")
+            else:
+                assert one.url is not None
+                inputs.append(Input(id=id, uri=one.url, filename=one.filename or _name_of(one.url)))
+        return inputs, invalid
+
+    async def _stored(self, id: str, one: WantedInput, tenant: str) -> Input:
+        try:
+            file = await self._files.get(one.file_id or "", tenant=tenant)
+        except NotFound:
+            raise InvalidInput(f"there is no file {(one.file_id or '')[:100]!r}", param="inputs") from None
+        return Input(id=id, uri=f"file:{file.id}", filename=one.filename or file.filename, bytes=file.bytes)
+
+
+def shown(input: Input) -> str:
+    """An input by the name that its user gave it, without what may be a secret in a signed URL."""
+    return input.uri.removeprefix("file:")
+
+
+def _with_default_model(target: Target, adapter: Adapter) -> Target:
+    """Some providers have a model for those who name none."""
+    return Target(target.provider, target.model or getattr(adapter.settings, "model", None))
+
+
+def _check_type(task_type: str) -> TaskType:
+    if task_type not in TASK_TYPES:
+        raise InvalidInput(
+            f"there is no task type {task_type[:100]!r}; there are {', '.join(TASK_TYPES)}", param="task_type"
+        )
+    return task_type
+
+
+def _why_no_url(url: str) -> str | None:
+    """Why nothing can be read from there; None if something may."""
+    if len(url) > URL_CHARACTERS_MAX:
+        return f"it is longer than {URL_CHARACTERS_MAX} characters"
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return "it holds characters that no URL has"
+    scheme = url.partition(":")[0]
+    if scheme in SCHEMES:
+        try:
+            split_uri(url)
+        except Fatal:
+            return "it does not name an object of a bucket"
+        return None
+    if scheme != "https":
+        return f"it must begin with https://, {', '.join(f'{one}://' for one in sorted(SCHEMES))}, or be a file's id"
+    try:
+        parts = urlsplit(url)
+        is_url = bool(parts.hostname) and "@" not in parts.netloc and (parts.port or 1) > 0
+    except ValueError:
+        is_url = False
+    return None if is_url else "it names no host, or a user and password"
+
+
+def _name_of(url: str) -> str:
+    return PurePosixPath(unquote(urlsplit(url).path)).name[:200] or "input"

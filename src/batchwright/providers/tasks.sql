@@ -1,0 +1,147 @@
+-- Tasks: every move is a compare-and-set; a wish to cancel is a column that the worker of the task reads.
+
+-- part: columns
+id, tenant, status::text, task_type, provider, targets, inputs, invalid_urls, options, metadata, job_id, queue, priority,
+traceparent, provider_state, error, succeeded, failed, input_tokens, output_tokens, audio_seconds, cost, result_file_id,
+result_expires_seconds, cancel_note,
+CASE WHEN ended_at IS NULL AND waiting_at > :now - make_interval(secs => 900) THEN waiting_message END,
+created_at, in_progress_at, cancel_requested_at, deadline_at, ended_at,
+extract(epoch FROM deadline_at - :now)::float8
+
+-- What is known of a task that ends.
+-- part: ending
+provider_state = coalesce(%(provider_state)s::jsonb, provider_state),
+error = %(error)s::jsonb,
+succeeded = %(succeeded)s,
+failed = %(failed)s,
+input_tokens = %(input_tokens)s,
+output_tokens = %(output_tokens)s,
+audio_seconds = %(audio_seconds)s,
+cost = %(cost)s,
+result_file_id = %(result_file_id)s,
+ended_at = :now
+
+-- name: insert
+INSERT INTO batchwright.task (
+    id, tenant, task_type, provider, targets, inputs, invalid_urls, options, metadata, job_id, queue, priority,
+    traceparent, idempotency_key, idempotency_digest, result_expires_seconds, created_at, deadline_at)
+VALUES (
+    %(id)s, %(tenant)s, %(task_type)s, %(provider)s, %(targets)s::jsonb, %(inputs)s::jsonb, %(invalid_urls)s::text[],
+    %(options)s::jsonb, %(metadata)s::jsonb, %(job_id)s, %(queue)s, %(priority)s, %(traceparent)s, %(idempotency_key)s,
+    %(idempotency_digest)s, %(result_expires_seconds)s, :now, :now + make_interval(secs => %(timeout_seconds)s))
+ON CONFLICT DO NOTHING
+RETURNING :columns
+
+-- name: use_files
+INSERT INTO batchwright.file_use (file_id, owner)
+SELECT unnest(%(file_ids)s::text[]), %(id)s
+ON CONFLICT DO NOTHING
+RETURNING file_id
+
+-- name: release_files
+DELETE FROM batchwright.file_use WHERE owner = %(id)s RETURNING file_id
+
+-- The task that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- name: known
+SELECT idempotency_digest, :columns
+FROM batchwright.task
+WHERE id = %(id)s OR (tenant = %(tenant)s AND idempotency_key = %(idempotency_key)s)
+ORDER BY id <> %(id)s
+LIMIT 1
+
+-- name: get
+SELECT :columns FROM batchwright.task WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
+
+-- By tenant and id, said in a way that only the index of both can follow.
+-- name: list
+SELECT :columns
+FROM batchwright.task
+WHERE (tenant, id) < (%(tenant)s, coalesce(%(after)s, 'u')) AND tenant >= %(tenant)s
+    AND (%(statuses)s::text[] IS NULL OR status::text = ANY(%(statuses)s))
+ORDER BY tenant DESC, id DESC
+LIMIT %(limit)s
+
+-- name: list_everywhere
+SELECT :columns
+FROM batchwright.task
+WHERE id < coalesce(%(after)s, 'u') COLLATE "C" AND (%(statuses)s::text[] IS NULL OR status::text = ANY(%(statuses)s))
+ORDER BY id DESC
+LIMIT %(limit)s
+
+-- name: request_cancel
+UPDATE batchwright.task SET cancel_requested_at = coalesce(cancel_requested_at, :now)
+WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant) AND ended_at IS NULL
+RETURNING :columns
+
+-- name: begin
+UPDATE batchwright.task SET status = 'IN_PROGRESS', provider_state = %(provider_state)s::jsonb, in_progress_at = :now
+WHERE id = %(id)s AND status = 'PENDING'
+RETURNING :columns
+
+-- What a round has found; a task that nothing keeps waiting says nothing.
+-- name: save
+UPDATE batchwright.task SET
+    provider_state = coalesce(%(provider_state)s::jsonb, provider_state),
+    cancel_note = coalesce(%(cancel_note)s, cancel_note),
+    waiting_message = %(waiting_message)s,
+    waiting_at = CASE WHEN %(waiting_message)s::text IS NOT NULL THEN :now END
+WHERE id = %(id)s AND ended_at IS NULL
+RETURNING id
+
+-- name: complete
+UPDATE batchwright.task SET status = 'COMPLETED', :ending
+WHERE id = %(id)s AND status = 'IN_PROGRESS'
+RETURNING status::text
+
+-- name: complete_in_part
+UPDATE batchwright.task SET status = 'PARTIAL_COMPLETE', :ending
+WHERE id = %(id)s AND status = 'IN_PROGRESS'
+RETURNING status::text
+
+-- name: fail
+UPDATE batchwright.task SET status = 'FAILED', :ending
+WHERE id = %(id)s AND status IN ('PENDING', 'IN_PROGRESS')
+RETURNING status::text
+
+-- name: end_cancelled
+UPDATE batchwright.task SET status = 'CANCELLED', :ending
+WHERE id = %(id)s AND status IN ('PENDING', 'IN_PROGRESS')
+RETURNING status::text
+
+-- Open tasks whose job has ended without ending them, or that are late by more than their worker may be.
+-- name: abandoned
+SELECT task.id, task.tenant, task.job_id, job.status
+FROM batchwright.task
+LEFT JOIN :jobs AS job ON job.id = task.job_id
+WHERE task.ended_at IS NULL AND (
+    job.id IS NULL OR NOT job.is_open
+    OR (task.status = 'PENDING' AND job.status = 'QUEUED' AND task.deadline_at < :now - make_interval(mins => 10)))
+ORDER BY task.deadline_at, task.id
+LIMIT %(limit)s
+
+-- Those that wait for the credential of a provider.
+-- name: parked
+SELECT job_id FROM batchwright.task
+WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND targets @> %(target)s::jsonb
+
+-- name: old
+SELECT id, job_id FROM batchwright.task
+WHERE ended_at < :now - make_interval(secs => %(keep_seconds)s::float8)
+ORDER BY ended_at, id
+LIMIT %(limit)s
+
+-- name: remove
+WITH jobs AS (DELETE FROM batchwright.provider_job WHERE owner = %(id)s)
+DELETE FROM batchwright.task WHERE id = %(id)s AND ended_at IS NOT NULL RETURNING id
+
+-- name: keys
+SELECT tenant, idempotency_key, id, created_at < :now - make_interval(secs => %(keep_seconds)s::float8)
+FROM batchwright.task
+WHERE idempotency_key IS NOT NULL AND (tenant, idempotency_key) > (%(after)s::text, %(after_id)s::text)
+ORDER BY tenant, idempotency_key
+LIMIT %(limit)s
+
+-- name: clear_keys
+UPDATE batchwright.task SET idempotency_key = NULL, idempotency_digest = NULL
+WHERE id = ANY(%(ids)s) AND idempotency_key IS NOT NULL
+RETURNING id
