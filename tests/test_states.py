@@ -13,7 +13,9 @@ from batchwright.engine.queue import SQL, Queue
 from batchwright.errors import DatabaseError
 from batchwright.files.uploads import SQL as UPLOADS_SQL
 from batchwright.files.uploads import Uploads
-from batchwright.states import BATCH, JOB, LIFECYCLES, UPLOAD, BatchStatus, JobStatus, UploadStatus
+from batchwright.providers.tasks import SQL as TASKS_SQL
+from batchwright.providers.tasks import Tasks
+from batchwright.states import BATCH, JOB, LIFECYCLES, TASK, UPLOAD, BatchStatus, JobStatus, TaskStatus, UploadStatus
 from tests.engine.steps import claim_one, dead, hand_over, release, retry
 from tests.support import fail, put_one, raw, snooze, succeed, take_one
 
@@ -47,7 +49,12 @@ EVENTS = {
     "recover": "job.recovered",
     "rerun": "job.rerun",
 }
-STORES = {"job": (SQL, Queue), "batch": (BATCHES_SQL, Batches), "upload": (UPLOADS_SQL, Uploads)}
+STORES = {
+    "job": (SQL, Queue),
+    "batch": (BATCHES_SQL, Batches),
+    "upload": (UPLOADS_SQL, Uploads),
+    "task": (TASKS_SQL, Tasks),
+}
 """The statements that move each kind of object, and the class that runs them."""
 VERBS = [(lifecycle.name, verb) for lifecycle in LIFECYCLES for verb in lifecycle.verbs()]
 SETTLED = {("job", verb) for verb in ("succeed", "fail", "retry", "snooze", "release")}
@@ -59,12 +66,15 @@ PARAMETERS = {
     "input_sha256": "",
     "limit": 10,
     "models": ["m"],
+    "failed": 0,
     "part_ids": [],
+    "provider_state": "{}",
     "resends_max": 1,
+    "succeeded": 0,
     "tenant": "default",
     "total": 1,
 }
-"""For the statements of batches and uploads; what is not here is null."""
+"""For the statements of batches, uploads and tasks; what is not here is null."""
 
 
 async def move(queue, id, target):
@@ -400,3 +410,74 @@ async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_an_upload_t
         await apply(queue, UPLOADS_SQL[verb], id)
         target = move_of(UPLOAD, verb, source)
         assert await raw(queue, "SELECT status::text FROM batchwright.upload WHERE id = %(id)s", id=id) == [(target,)]
+
+
+async def put_task(queue):
+    id = f"task_{uuid.uuid4().hex}"
+    await raw(
+        queue,
+        "INSERT INTO batchwright.task (id, tenant, task_type, targets, inputs, job_id, queue, priority, created_at, "
+        "deadline_at) VALUES (%(id)s, 'default', 'completion', '[]', '[]', gen_random_uuid(), 'tasks/openai', 5, "
+        "now(), now() + interval '1 day') RETURNING id",
+        id=id,
+    )
+    return id
+
+
+async def move_task(queue, id, target):
+    ended = "now()" if target in TASK.terminal else "NULL"
+    sql = (
+        f"UPDATE batchwright.task SET status = '{target}', provider_state = '{{}}', ended_at = {ended} "
+        "WHERE id = %(id)s RETURNING status::text"
+    )
+    return await raw(queue, sql, id=id)
+
+
+async def bring_task(queue, id, target):
+    """By legal moves only."""
+    if target is not TaskStatus.PENDING:
+        await move_task(queue, id, TaskStatus.IN_PROGRESS)
+    if target in TASK.terminal:
+        await move_task(queue, id, target)
+
+
+async def test_the_database_allows_exactly_the_moves_of_a_task_that_are_listed(queue):
+    for source, target in itertools.permutations(TaskStatus, 2):
+        id = await put_task(queue)
+        await bring_task(queue, id, source)
+        if TASK.allows(source, target):
+            assert await move_task(queue, id, target) == [(target.value,)]
+        else:
+            with pytest.raises(DatabaseError, match=f"illegal move of task {id}: {source} to {target}"):
+                await move_task(queue, id, target)
+
+
+def test_the_moves_of_a_task_are_those_of_the_source_and_a_cancellation():
+    targets = {}
+    for one in TASK.moves:
+        targets.setdefault(one.source.value, set()).add(one.target.value)
+    assert targets == {
+        "PENDING": {"IN_PROGRESS", "FAILED", "CANCELLED"},
+        "IN_PROGRESS": {"COMPLETED", "PARTIAL_COMPLETE", "FAILED", "CANCELLED"},
+    }
+
+
+@pytest.mark.parametrize("verb", TASK.verbs())
+async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_task_that_are_listed(queue, verb):
+    for source in TaskStatus:
+        id = await put_task(queue)
+        await bring_task(queue, id, source)
+        await apply(queue, TASKS_SQL[verb], id)
+        target = move_of(TASK, verb, source)
+        assert await raw(queue, "SELECT status::text FROM batchwright.task WHERE id = %(id)s", id=id) == [(target,)]
+
+
+async def test_a_task_in_progress_has_a_state_and_an_ended_one_a_time(queue):
+    id = await put_task(queue)
+    for change, constraint in {
+        "status = 'IN_PROGRESS'": "progress_means_a_state",
+        "ended_at = now()": "ended_means_a_last_status",
+        "status = 'FAILED'": "ended_means_a_last_status",
+    }.items():
+        with pytest.raises(DatabaseError, match=constraint):
+            await raw(queue, f"UPDATE batchwright.task SET {change} WHERE id = %(id)s", id=id)

@@ -29,6 +29,7 @@ from batchwright.files.store import object_key
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from batchwright.storage import Store
+from batchwright.webhooks.announcer import Announcer
 from batchwright.webhooks.settings import WebhookSettings
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
@@ -44,7 +45,11 @@ LATE = "UPDATE batchwright.batch SET expires_at = now() - interval '1 second'"
 def watchdog_of(stage):
     batches = stage.batchwright.part(BatchesPart).batches
     counts = BatchCounts(WorkerCounts(BATCH_METRICS))
-    return Watchdog(batches, Endings(batches, stage.batchwright.catalog, counts, {"default": (HOOK,)}), 30.0)
+    return Watchdog(
+        batches,
+        Endings(batches, counts, Announcer(batches.queue, stage.batchwright.catalog, {"default": (HOOK,)})),
+        30.0,
+    )
 
 
 async def look(stage):

@@ -31,8 +31,6 @@ async def merge(store, task_type, provider, *jobs):
 async def test_results_are_one_flat_list(store, provider):
     jobs = [(None, [{"n": 1}, {"n": 2}]), (None, None), (None, [{"n": 3}])]
     whole = await merge(store, "transcription", provider, *jobs)
-        store, "transcription", provider, (None, [{"n": 1}, {"n": 2}]), (None, None), (None, [{"n": 3}])
-    )
     assert orjson.loads(whole) == {"transcriptions": [{"n": 1}, {"n": 2}, {"n": 3}]}
 
 
