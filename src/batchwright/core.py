@@ -18,7 +18,7 @@ from batchwright.engine.catalog import Catalog
 from batchwright.engine.named_queues import NamedQueues
 from batchwright.engine.queue import Queue
 from batchwright.engine.schedules import Schedules
-from batchwright.engine.views import Views
+from batchwright.engine.views import InboxGroup, Views
 from batchwright.engine.workers import Workers
 from batchwright.errors import InvalidInput
 from batchwright.operations.registry import Registry
@@ -99,6 +99,14 @@ class Core:
     @property
     def keys(self) -> Keys:
         return Keys(self.queue.database)
+
+    async def inbox(
+        self, *, tenant: str | None = None, job_type: str | None = None, limit: int = 100
+    ) -> list[InboxGroup]:
+        """What waits for a person: of the parts first, then failed jobs, the largest group first."""
+        of_parts = [group for part in self.parts for group in await part.inbox(tenant)]
+        wanted = [group for group in of_parts if job_type in (None, group.job_type)]
+        return [*wanted, *await self.views.inbox(tenant=tenant, job_type=job_type, limit=limit)][:limit]
 
     @property
     def folder(self) -> Path:

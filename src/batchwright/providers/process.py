@@ -224,6 +224,8 @@ class Run:
                     return 0.0
                 return seconds
             case Refused(error):
+                if error.get("code") == "cancelled" and self._task.cancel_requested_at is None:
+                    error = {"kind": "fatal", "code": "timeout", "message": "the task could not be submitted in time"}
                 await self._fail_job(errand, error)
             case Over() | Ready():
                 pass

@@ -20,6 +20,7 @@ from batchwright.db.statements import statements
 from batchwright.engine import owned
 from batchwright.engine.jobs import JobId, new_id
 from batchwright.engine.queue import Queue
+from batchwright.engine.views import InboxGroup
 from batchwright.errors import Conflict, NotFound
 from batchwright.providers.contract import Input
 from batchwright.states import TASK, TaskStatus
@@ -250,6 +251,23 @@ class Tasks:
         params = {"target": _json([{"provider": provider}])}
         found = [id for (id,) in await self._database.ask(SQL["parked"], params)]
         return await self.queue.wake(found) if found else 0
+
+    async def parked(self, tenant: str | None) -> Sequence[InboxGroup]:
+        """Tasks that wait for a credential, by provider: somebody must do something about it."""
+        rows = await self._database.ask(SQL["count_parked"], {"tenant": tenant})
+        return [
+            InboxGroup(
+                job_type=PROCESS,
+                code=code or "credential_refused",
+                kind="fatal",
+                count=n,
+                first_at=since,
+                last_at=last_at or since,
+                samples=latest,
+                message=f"{provider} refuses its credential, and {n} tasks wait for it: {message}",
+            )
+            for provider, code, message, since, n, last_at, latest in rows
+        ]
 
     # The last move: answers where it led, or None if somebody else moved the task ----------------------------------
 
