@@ -299,6 +299,11 @@ class Tasks:
         """Open tasks whose job ended without them, or that no worker came to before their time was over."""
         return [Abandoned(*row) for row in await self._database.ask(SQL["abandoned"], {"limit": limit}, session)]
 
+    async def wake_cancelled(self, *, session: Session | None = None) -> int:
+        """A wish to cancel that came while a run was about to put the task off must not wait for the next look."""
+        found = [id for (id,) in await self._database.ask(SQL["just_cancelled"], {}, session)]
+        return await self.queue.wake(found, session=session) if found else 0
+
     async def remove_old(self, keep_seconds: float, limit: int) -> Sequence[str]:
         """Remove ended tasks with their jobs' rows; the jobs of the engine are left to retention. Answers their ids."""
         removed = []

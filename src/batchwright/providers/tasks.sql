@@ -124,6 +124,11 @@ LIMIT %(limit)s
 SELECT job_id FROM batchwright.task
 WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND targets @> %(target)s::jsonb
 
+-- Just cancelled, while their job may have been about to be put off.
+-- name: just_cancelled
+SELECT job_id FROM batchwright.task
+WHERE ended_at IS NULL AND cancel_requested_at > :now - make_interval(secs => 30)
+
 -- name: count_parked
 SELECT hold.provider, hold.code, hold.message, hold.since, parked.n, parked.last_at, parked.latest
 FROM batchwright.provider_hold AS hold
