@@ -10,9 +10,8 @@ from batchwright import AsyncBatchwright
 from batchwright.access.gate import require_key
 from batchwright.access.settings import ApiSettings
 from batchwright.errors import ConfigurationError
-from batchwright.settings import make_settings
 from tests.api.conftest import OPERATIONS, Api, fails
-from tests.support import DATABASE
+from tests.support import DATABASE, make_settings
 
 
 async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Api) -> None:
