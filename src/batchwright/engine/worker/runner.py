@@ -60,6 +60,8 @@ class Runner:
     ) -> None:
         self.held: dict[ClaimKey, Running] = {}
         self.per_queue: Counter[str] = Counter()
+        self.over_per_queue: Counter[str] = Counter()
+        """Those of them that only wait for their settle."""
         self.per_parent: Counter[UUID] = Counter()
         """Children in our hands, by their parent."""
         self.parents_left: bool = False
@@ -142,6 +144,7 @@ class Runner:
                 if self._outbox.has(running.claim):
                     await retry_unavailable(self._outbox.flush)
                 self._settler.submit(settle)
+                self._leave_slot(running)
         except BaseException:
             self._forget(self._find_running(running.claim))
             log.exception("job %s could not be settled; its lease will run out", running.claim.id)
@@ -295,6 +298,13 @@ class Runner:
                     log.warning(text, running.claim.id, extra=about(running.claim))
                 self.interrupt(running, "lost" if status is None else "cancelled")
 
+    def _leave_slot(self, running: Running) -> None:
+        """The operation is over: while its settle is on the way, another job may run."""
+        if self._find_running(running.claim) is running:
+            running.is_over = True
+            self.over_per_queue[running.claim.queue] += 1
+            self._on_slot_free()
+
     # Afterwards -------------------------------------------------------------------------------------------------
 
     def _end_settled(self, settle: Settle, moved: bool, is_fenced: bool) -> None:
@@ -333,6 +343,8 @@ class Runner:
             claim = running.claim
             del self.held[claim.id, claim.claim]
             self.per_queue[claim.queue] -= 1
+            if running.is_over:
+                self.over_per_queue[claim.queue] -= 1
             if claim.parent_job_id is not None:
                 self._leave_parent(claim.parent_job_id)
             if running.timer is not None:
