@@ -153,7 +153,8 @@ FROM (
 
 -- name: claim
 -- Find due jobs in three ways, pick as many as there are slots and quotas, take their keys from jobs that have ended,
--- and start them.
+-- and start them. A job is found once: whoever locks it keeps its place on disk until the update. One that somebody
+-- changed between the look and the lock has moved; the update passes over it, and the next scan finds it.
 WITH lane AS MATERIALIZED (
     SELECT * FROM unnest(
         %(queues)s::text[], %(priorities)s::smallint[], %(quotas)s::integer[],
@@ -202,7 +203,7 @@ events AS (
     SELECT id, :now, 'job.started', 'RUNNING', claims, attempts, %(worker)s FROM claimed
 )
 SELECT claimed.id, claims, job_type, queue, tenant, priority, payload::text, attempts, max_attempts, exclusive_key,
-       pipeline_id, parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current, progress_total,
+       nullif(pipeline_id, claimed.id), parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current, progress_total,
        run_after, coalesce(dead_claim = claims - 1, false), clock.now
 FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
 

@@ -37,6 +37,7 @@ class Running:
     settling: bool = False
     is_over: bool = False
     """Its settle is on the way, together with others; nothing runs for it any more."""
+    is_forgotten: bool = False
     settled_by: Verb | None = None
     """The verb that was committed for it."""
 

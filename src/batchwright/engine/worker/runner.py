@@ -173,6 +173,8 @@ class Runner:
 
     async def _perform(self, running: Running) -> Any:
         operation, claim = running.operation, running.claim
+        if operation.kind == "async" and not operation.takes_context:
+            return await operation.function(**operation.arguments(claim.payload))
         context = running.context = Context(claim, self._outbox, worker=self._worker, services=self._services)
         context.stopping = self._is_stopping
         if claim.waits:
@@ -180,8 +182,6 @@ class Runner:
         arguments = operation.arguments(claim.payload)
         if operation.takes_context:
             arguments = {"ctx": context, **arguments}
-        if operation.kind == "async":
-            return await operation.function(**arguments)
         return await self._executor.call(running, context, arguments)
 
     async def _conclude(self, running: Running, outcome: Outcome) -> Settle | None:
@@ -300,7 +300,7 @@ class Runner:
 
     def _leave_slot(self, running: Running) -> None:
         """The operation is over: while its settle is on the way, another job may run."""
-        if self._find_running(running.claim) is running:
+        if not running.is_forgotten:
             running.is_over = True
             self.over_per_queue[running.claim.queue] += 1
             self._on_slot_free()
@@ -342,6 +342,7 @@ class Runner:
         if running is not None:
             claim = running.claim
             del self.held[claim.id, claim.claim]
+            running.is_forgotten = True
             self.per_queue[claim.queue] -= 1
             if running.is_over:
                 self.over_per_queue[claim.queue] -= 1
