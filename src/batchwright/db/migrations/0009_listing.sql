@@ -1,6 +1,12 @@
--- Lists walk a table of their own. A job enters it once; an index on the jobs themselves was written by every move.
+-- A move of a job writes less: lists walk a table of their own, and the next version of a row finds room beside it.
 -- serves: 0.1.0
 
+-- Every job is written at least three times: when it comes, when it starts and when it ends. Pages that begin half full
+-- have room for the versions that follow, and none is split or added for them: in the end there are fewer pages.
+ALTER TABLE batchwright.job SET (fillfactor = 50);
+ALTER INDEX batchwright.job_pkey SET (fillfactor = 50);
+
+-- A job enters the listing once; an index on the jobs themselves was written by every move.
 CREATE TABLE batchwright.listing (
     tenant     text NOT NULL,
     created_at timestamptz NOT NULL,
