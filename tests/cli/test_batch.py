@@ -16,14 +16,14 @@ import orjson
 import pytest
 from rich.console import Console
 
-from batchwright.batches.commands.show import Seen, exit_code, money, size
+from batchwright.batches.commands.show import Seen, exit_code
 from batchwright.batches.commands.watch import Lines, Meter, View
 from batchwright.batches.local import SenderLoad
 from batchwright.batches.output.finalize import Finalizer
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.seal import KeySource, Seal
 from batchwright.batches.store import Batch, Pace
-from batchwright.cli.show import print_facts
+from batchwright.cli.show import money, print_facts, size
 from batchwright.errors import StorageUnavailable
 from batchwright.settings import load_settings
 from batchwright.simulator import Profile, SimulatorSettings

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.batches.commands.targets import open_target, refuse_same
+from batchwright.cli.targets import open_target, refuse_same
 from batchwright.errors import InvalidInput
 
 WRITE = """
 import sys
 from pathlib import Path
-from batchwright.batches.commands.targets import open_target
+from batchwright.cli.targets import open_target
 with open_target("--output", Path("out.jsonl")).replace() as stream:
     stream.write(b"half")
     stream.flush()
@@ -29,7 +29,7 @@ with open_target("--output", Path("out.jsonl")).replace() as stream:
 READ_ONLY = """
 import os, subprocess
 from pathlib import Path
-from batchwright.batches.commands.targets import open_target
+from batchwright.cli.targets import open_target
 subprocess.run(["mount", "-t", "tmpfs", "none", "."], check=True)
 os.chdir(os.getcwd())
 found = open_target("--output", Path("out.jsonl"))

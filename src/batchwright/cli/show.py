@@ -30,6 +30,7 @@ BAR_COLUMNS = 46
 _BAR_ORDER = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.RUNNING)
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 _UNFOLDED = 1000
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def console() -> Console:
@@ -90,6 +91,21 @@ def as_dict(thing: Any) -> dict[str, Any]:
 
 def compact(value: Any) -> str:
     return orjson.dumps(value, default=str).decode()
+
+
+def number(n: float) -> str:
+    return f"{n:,.0f}"
+
+
+def money(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
+
+
+def size(n: float) -> str:
+    unit = 0
+    while n >= 1000 and unit < len(_UNITS) - 1:
+        n, unit = n / 1000, unit + 1
+    return f"{n:,.1f} {_UNITS[unit]}" if unit else f"{n:,.0f} {_UNITS[0]}"
 
 
 def seconds(n: float) -> str:
