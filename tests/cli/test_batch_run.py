@@ -529,7 +529,7 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["in.jsonl", "-o", "data/new.sock"], "--output data/new.sock is a socket"),
         (["in.jsonl", "-o", "x" * 250, "--errors", "e"], "--output "),
         (["in.jsonl", "--errors", "x" * 300], "--errors "),
-        (["-"], "standard input cannot be read twice; write the requests to a file"),
+        (["-"], "standard input cannot be read twice; write it to a file"),
         (["in.jsonl", "--window", "soon"], "Invalid value: 'soon'."),
         (["in.jsonl", "--again", "--retry-failed"], "--again asks every line again"),
         (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),

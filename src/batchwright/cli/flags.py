@@ -91,7 +91,7 @@ def parse_pairs(flag: str, given: Sequence[str], example: str) -> dict[str, str]
     pairs = {}
     for text in given:
         name, sign, value = text.partition("=")
-        if not sign or not name:
+        if not sign:
             raise InvalidInput(f"{flag} {text!r} is not NAME=VALUE, such as {example}", param=flag.lstrip("-"))
         pairs[name] = value
     return pairs

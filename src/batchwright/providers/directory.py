@@ -63,6 +63,13 @@ class Directory:
             self._made[name] = kind(read_settings(kind, self.settings(name).adapter), self._tools)
         return self._made[name]
 
+    def why_not(self, name: str) -> str | None:
+        """What is missing before this provider can be used, in words: a credential, or settings; None if nothing is."""
+        try:
+            return self.get(name).missing_credentials()
+        except ConfigurationError as error:
+            return f"write [providers.{name}]: {error}" if name not in self._written else str(error)
+
     def can_do(self, task_type: TaskType) -> list[str]:
         """The providers that take tasks of this type."""
         return [name for name in self.names if task_type in self.kind(name).abilities.task_types]
@@ -77,4 +84,4 @@ class Directory:
     def timeout_hours(self, name: str) -> float:
         """When to give up: as the provider's table says, or the longer of our default and the provider's own window."""
         written = self.settings(name).task_timeout_hours
-        return written or max(self._tasks.task_timeout_hours, self.get(name).abilities.timeout_hours)
+        return written or max(self._tasks.task_timeout_hours, self.kind(name).abilities.timeout_hours)

@@ -35,8 +35,10 @@ class ProvidersPart(Part):
     operations = ("batchwright.providers.operations:run_task",)
     routers = ("batchwright.providers.http:router",)
     commands = {
-        "task": Command(f"{_COMMANDS}:app", "Send work to outside providers, watch it, and fetch the results."),
-        "providers": Command(f"{_COMMANDS}:providers", "List providers, what they can do, and whether they are ready."),
+        "task": Command(f"{_COMMANDS}.task:app", "Send work to outside providers, watch it, and fetch the results."),
+        "providers": Command(
+            f"{_COMMANDS}.providers:providers", "List providers, what they can do, and whether they are ready."
+        ),
     }
 
     def __init__(self, core: Core) -> None:
