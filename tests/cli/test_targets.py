@@ -182,7 +182,7 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next_and_one_in_use_is_
 
 def test_a_draft_that_was_taken_for_abandoned_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and its lock another process may look at it."""
-    from batchwright.batches.commands import targets
+    from batchwright.cli import targets
 
     flock, removed = targets.fcntl.flock, []
 
