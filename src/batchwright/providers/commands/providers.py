@@ -107,9 +107,11 @@ def _can(can: Abilities) -> str:
 
 def _limits(can: Abilities) -> str:
     parts = [
-        can.inputs_max and "completion" not in can.task_types and f"{number(can.inputs_max)} inputs",
+        can.inputs_max
+        and "completion" not in can.task_types
+        and f"{number(can.inputs_max)} input{'s' * (can.inputs_max > 1)}",
         can.input_bytes_max and f"{size(can.input_bytes_max)} each",
-        can.requests_max and f"{number(can.requests_max)} requests",
+        can.requests_max and f"requests: {number(can.requests_max)}",
         can.request_bytes_max and size(can.request_bytes_max),
     ]
     return ", ".join(part for part in parts if part)

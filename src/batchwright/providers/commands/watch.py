@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from batchwright.cli.show import console, money, number, print_json, seconds
+from batchwright.cli.show import console, make_table, money, number, print_json, seconds
 from batchwright.errors import DatabaseUnavailable
 from batchwright.providers.commands.show import (
     Seen,
@@ -58,35 +58,37 @@ class View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._head()
         if self.seen.jobs:
-            yield self._jobs()
+            yield self._jobs(options.max_width)
         if (more := len(self.seen.jobs) - _JOBS_SHOWN) > 0:
             yield Text(f"  … and {number(more)} more", "bright_black")
         for line in self.errors():
             yield Text(f"  {line}", "red")
         for line in self.troubles():
             yield Text(f"  {line}", "yellow")
-        if self.task.has_ended:
-            yield Text(f"  {self.ending()}")
+        for line in self.ending():
+            yield Text(f"  {line}")
 
     def _head(self) -> Text:
         head = Text(no_wrap=True, overflow="ellipsis")
         head.append(self.task.id, "bold").append("  ").append_text(status_text(self.task))
         return head.append(f" · {seconds(self.elapsed_seconds())}")
 
-    def _jobs(self) -> Table:
+    def _jobs(self, width: int) -> Table:
         """Open jobs first: those that have ended need no eye."""
-        table = Table.grid(padding=(0, 2))
-        for no_wrap in (True, True, True, True, True, True):
-            table.add_column(no_wrap=no_wrap, overflow="ellipsis")
-        for job in sorted(self.seen.jobs, key=lambda job: job.has_ended)[:_JOBS_SHOWN]:
-            table.add_row(
-                Text(f"  {name_of(job)}"),
-                phase_text(job),
-                Text(job.raw_status or ""),
-                Text(progress(job)).append(f" {number(job.failed)} failed" if job.failed else "", "red"),
-                Text("" if job.cost is None else money(job.cost)),
-                Text(look_text(job, self.task), "bright_black"),
-            )
+        jobs = sorted(self.seen.jobs, key=lambda job: job.has_ended)[:_JOBS_SHOWN]
+        table, _ = make_table(
+            {
+                "name": [Text(f"  {name_of(job)}") for job in jobs],
+                "phase": [phase_text(job) for job in jobs],
+                "says": [Text(job.raw_status or "") for job in jobs],
+                "done": [_done_text(job) for job in jobs],
+                "cost": [Text("" if job.cost is None else money(job.cost)) for job in jobs],
+                "look": [Text(look_text(job, self.task), "bright_black") for job in jobs],
+            },
+            width,
+            elastic=("name", "says", "look"),
+            has_header=False,
+        )
         return table
 
     def errors(self) -> list[str]:
@@ -102,14 +104,13 @@ class View:
         found = (self.trouble, self.task.cancel_note, *self.seen.waiting)
         return list(dict.fromkeys(one for one in found if one))
 
-    def ending(self) -> str:
+    def ending(self) -> list[str]:
         """What has come of it, and how to get it."""
-        parts = [results_text(self.task)]
-        if self.task.cost is not None:
-            parts.append(f"cost {money(self.task.cost)}")
-        if self.task.result_file_id is not None:
-            parts.append(f"batchwright task result {self.task.id}")
-        return " · ".join(parts)
+        if not self.task.has_ended:
+            return []
+        cost = "" if self.task.cost is None else f" · cost {money(self.task.cost)}"
+        lines = [f"{results_text(self.task)}{cost}"]
+        return [*lines, f"batchwright task result {self.task.id}"] if self.task.result_file_id is not None else lines
 
 
 OnLook = Callable[[View], object]
@@ -119,6 +120,10 @@ def look_text(job: RemoteJob, task: Task) -> str:
     when = next_look(job, task)
     tries = f" after {number(job.failures)} failed calls" if job.failures and when else ""
     return f"looks {when}{tries}" if when else ""
+
+
+def _done_text(job: RemoteJob) -> Text:
+    return Text(progress(job)).append(f" {number(job.failed)} failed" if job.failed else "", "red")
 
 
 async def watch(part: ProvidersPart, id: str, *, json: bool = False) -> Task:
@@ -171,8 +176,8 @@ class Lines:
             if line not in self._troubles:
                 _say(view, line)
         self._troubles = troubles
-        if view.task.has_ended:
-            _say(view, view.ending())
+        for line in view.ending():
+            _say(view, line)
 
     def _say_new(self, view: View, what: str, text: str) -> None:
         if self._said.get(what) != text:
