@@ -106,12 +106,11 @@ def _can(can: Abilities) -> str:
 
 
 def _limits(can: Abilities) -> str:
+    inputs = None if "completion" in can.task_types else can.inputs_max
     parts = [
-        can.inputs_max
-        and "completion" not in can.task_types
-        and f"{number(can.inputs_max)} input{'s' * (can.inputs_max > 1)}",
+        inputs and f"{number(inputs)} input{'s' if inputs > 1 else ''}",
         can.input_bytes_max and f"{size(can.input_bytes_max)} each",
-        can.requests_max and f"requests: {number(can.requests_max)}",
+        can.requests_max and f"{number(can.requests_max)} requests",
         can.request_bytes_max and size(can.request_bytes_max),
     ]
     return ", ".join(part for part in parts if part)
