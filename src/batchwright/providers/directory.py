@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from batchwright.errors import ConfigurationError, InvalidInput
-from batchwright.providers.contract import Adapter, TaskType
+from batchwright.providers.contract import Abilities, Adapter, TaskType
 from batchwright.providers.errand import Pace
 from batchwright.providers.registry import find_adapters, read_settings
 from batchwright.providers.settings import ProviderSettings, TaskSettings
@@ -63,12 +63,19 @@ class Directory:
             self._made[name] = kind(read_settings(kind, self.settings(name).adapter), self._tools)
         return self._made[name]
 
-    def why_not(self, name: str) -> str | None:
-        """What is missing before this provider can be used, in words: a credential, or settings; None if nothing is."""
+    def missing(self, name: str) -> str | None:
+        """What a provider cannot be used without, in words: a setting, or a credential; None if all is there."""
         try:
             return self.get(name).missing_credentials()
         except ConfigurationError as error:
-            return f"write [providers.{name}]: {error}" if name not in self._written else str(error)
+            return str(error)
+
+    def abilities(self, name: str) -> Abilities:
+        """As its settings narrow them, if it has those that it needs."""
+        try:
+            return self.get(name).abilities
+        except ConfigurationError:
+            return self.kind(name).abilities
 
     def can_do(self, task_type: TaskType) -> list[str]:
         """The providers that take tasks of this type."""
@@ -84,4 +91,4 @@ class Directory:
     def timeout_hours(self, name: str) -> float:
         """When to give up: as the provider's table says, or the longer of our default and the provider's own window."""
         written = self.settings(name).task_timeout_hours
-        return written or max(self._tasks.task_timeout_hours, self.kind(name).abilities.timeout_hours)
+        return written or max(self._tasks.task_timeout_hours, self.abilities(name).timeout_hours)

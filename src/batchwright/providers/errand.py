@@ -159,7 +159,7 @@ class Errand:
         if row.has_ended:
             return Over()
         if stop and row.phase in ("planned", "staged"):
-            return Refused(_error("fatal", "cancelled", "the task was cancelled before the job was submitted"))
+            return Refused(_error("fatal", "cancelled", "it was cancelled before it was submitted"))
         if stop and row.phase == "submitted" and row.cancelled is None:
             await self._cancel()
             return None

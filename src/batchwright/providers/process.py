@@ -54,6 +54,8 @@ INLINE_BYTES_MAX = 16 * 1024
 """Results of a job that are larger stand in the store only, and not in its document."""
 HARVEST_SECONDS = 600.0
 """After its timeout a task waits so long for its jobs to stop, and then ends without them."""
+CREDENTIAL_SECONDS = 7 * 86_400.0
+"""So long after its timeout a task still waits for the credential by which its results can be fetched."""
 _AT_ONCE = 8
 _STORE_SECONDS = 10.0
 _CONFIGURATION_SECONDS = 60.0
@@ -199,9 +201,11 @@ class Run:
 
     async def _take_on(self, row: RemoteJob) -> float:
         """Do what can be done for one job now; answers when to come back for it."""
-        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
-            return max(hold.try_seconds, 1.0)
         errand = self._errand(row)
+        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
+            if self._task.seconds_left > -CREDENTIAL_SECONDS:
+                return max(hold.try_seconds, 1.0)
+            return await self._settle(errand, Waits(hold.try_seconds))
         try:
             progress = await errand.advance(stop=self._must_stop)
             if isinstance(progress, Ready):
@@ -224,6 +228,8 @@ class Run:
                     return 0.0
                 return seconds
             case Refused(error):
+                if error.get("code") == "cancelled" and self._task.cancel_requested_at is None:
+                    error = {"kind": "fatal", "code": "timeout", "message": "the task could not be submitted in time"}
                 await self._fail_job(errand, error)
             case Over() | Ready():
                 pass
@@ -381,7 +387,10 @@ class Run:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> Outcome:
-        task, rows = self._task, self._rows
+        task = self._task = await self._tools.tasks.get(self._task.id, tenant=None)  # begun or cancelled meanwhile
+        if task.has_ended:
+            return Done()
+        rows = self._rows
         provider_state = self._state(rows)
         outcome = state.end_task(provider_state)
         if outcome is state.TaskEnding.COMPLETED and task.invalid_urls:

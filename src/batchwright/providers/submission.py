@@ -14,7 +14,7 @@ import orjson
 from batchwright.db.retry import retry_unavailable
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.metadata import check_metadata
-from batchwright.errors import Fatal, InvalidInput, NotFound
+from batchwright.errors import ConfigurationError, Fatal, InvalidInput, NotFound
 from batchwright.files.store import Files
 from batchwright.providers.buckets import SCHEMES, split_uri
 from batchwright.providers.contract import Adapter, Input, Problem, Request, TaskType
@@ -172,7 +172,10 @@ class Submission:
             )
         if task_type == "completion" and target.model is None:
             raise InvalidInput("name the models of a completion: models = [...]", param="models")
-        adapter = self._directory.get(target.provider)
+        try:
+            adapter = self._directory.get(target.provider)
+        except ConfigurationError as error:
+            raise InvalidInput(f"the provider {target.provider!r} cannot be used: {error}", param="provider") from error
         if self._settings.check_credentials and (missing := adapter.missing_credentials()) is not None:
             raise InvalidInput(f"the provider {target.provider!r} cannot be used: {missing}", param="provider")
         return adapter

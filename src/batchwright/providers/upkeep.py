@@ -37,6 +37,7 @@ class TaskUpkeep:
 
     async def look(self, session: Session) -> bool:
         """End tasks whose job is gone, and those that no worker came to in time."""
+        await self._tasks.wake_cancelled(session=session)
         page = await self._tasks.abandoned(_PAGE, session=session)
         for task in page:
             try:

@@ -47,9 +47,9 @@ def providers(json: Json = False, database_url: DatabaseUrl = None, config: Conf
                 Row(
                     name=name,
                     title=directory.kind(name).title,
-                    abilities=directory.kind(name).abilities,
+                    abilities=directory.abilities(name),
                     timeout_hours=directory.timeout_hours(name),
-                    missing=directory.why_not(name),
+                    missing=directory.missing(name),
                     hold=holds.get(name),
                 )
                 for name in directory.names
