@@ -171,7 +171,7 @@ class Submission:
                 param="provider",
             )
         if task_type == "completion" and target.model is None:
-            raise InvalidInput("name the models of a completion: models = [...]", param="models")
+            raise InvalidInput("name the models of a completion, at least one", param="models")
         try:
             adapter = self._directory.get(target.provider)
         except ConfigurationError as error:

@@ -277,10 +277,7 @@ def test_the_key_of_the_server_is_read_from_the_environment(
         arguments = command(locked, "--api-key-env", KEY)
         code, out, err = inside(*arguments)
         assert (code, out) == (1, "")
-        assert (
-            err
-            == f"error: the gateway's key is the environment variable {KEY}, which does not hold a key in one line\n"
-        )
+        assert err == f"error: the gateway's key is the environment variable {KEY}, which is not set\n"
         assert cli.rows("SELECT FROM batchwright.file") == []
         monkeypatch.setenv(KEY, "secret")
         assert inside(*arguments)[0] == 0

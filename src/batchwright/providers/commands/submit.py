@@ -132,11 +132,13 @@ def submit(
         kind = task_type or await _guess_type(part, found[0], tenant)
         wanted = WantedTask(task_type=kind, inputs=[one.wanted for one in found], **values)
         new = await part.submission.check(wanted)
+        names = {one.wanted.file_id: str(one.path) for one in found if one.path is not None}
+        left_out = [names.get(url, url) for url in new.invalid_urls]
         if dry_run:
-            _print_check(new, json)
+            _print_check(new, left_out, json)
             return 0
         task = await part.tasks.find_repeated(new) or await _create(part, wanted, found)
-        return await _report(part, task, wait, json)
+        return await _report(part, task, left_out, wait, json)
 
     on_part(ProvidersPart, go, lambda code: code, database_url, config)
 
@@ -201,29 +203,29 @@ async def _create(part: ProvidersPart, wanted: WantedTask, found: list[Given]) -
     return task
 
 
-async def _report(part: ProvidersPart, task: Task, wait: bool, json: bool) -> int:
+async def _report(part: ProvidersPart, task: Task, left_out: Sequence[str], wait: bool, json: bool) -> int:
     """Print the id at once, so that an interrupted wait is not a lost task."""
     if not json:
         typer.echo(task.id)
-        for url in task.invalid_urls:
-            typer.echo(f"left out, because it cannot be used: {url}", err=True)
+        for name in left_out:
+            typer.echo(f"left out, because it cannot be used: {name}", err=True)
         if not task.has_ended:
             await warn_if_no_worker(part.core, task.job_id, "tasks")
     elif not wait:
-        print_json({"id": task.id, "status": task.status, "invalid_urls": task.invalid_urls})
+        print_json({"id": task.id, "status": task.status, "invalid_urls": left_out})
     return exit_code(await watch(part, task.id, json=json)) if wait else 0
 
 
-def _print_check(new: NewTask, json: bool) -> None:
+def _print_check(new: NewTask, left_out: Sequence[str], json: bool) -> None:
     if json:
         targets = [target._asdict() for target in new.targets]
         kept = {"task_type": new.task_type, "targets": targets, "inputs": [one.filename for one in new.inputs]}
-        print_json({"dry_run": True, **kept, "invalid_urls": new.invalid_urls, "timeout_seconds": new.timeout_seconds})
+        print_json({"dry_run": True, **kept, "invalid_urls": left_out, "timeout_seconds": new.timeout_seconds})
         return
     typer.echo(f"would create a {new.task_type} for {targets_text(new.targets)}")
     typer.echo(f"  inputs    {inputs_text(new.inputs)}")
-    for url in new.invalid_urls:
-        typer.echo(f"  left out  {url}")
+    for name in left_out:
+        typer.echo(f"  left out  {name}")
     typer.echo(f"  gives up  after {seconds(new.timeout_seconds)}")
 
 

@@ -76,19 +76,19 @@ class View:
     def _jobs(self, width: int) -> Table:
         """Open jobs first: those that have ended need no eye."""
         jobs = sorted(self.seen.jobs, key=lambda job: job.has_ended)[:_JOBS_SHOWN]
-        table, _ = make_table(
-            {
-                "name": [Text(f"  {name_of(job)}") for job in jobs],
-                "phase": [phase_text(job) for job in jobs],
-                "says": [Text(job.raw_status or "") for job in jobs],
-                "done": [_done_text(job) for job in jobs],
-                "cost": [Text("" if job.cost is None else money(job.cost)) for job in jobs],
-                "look": [Text(look_text(job, self.task), "bright_black") for job in jobs],
-            },
-            width,
-            elastic=("name", "says", "look"),
-            has_header=False,
-        )
+        columns = {
+            "name": [Text(f"  {name_of(job)}") for job in jobs],
+            "phase": [phase_text(job) for job in jobs],
+            "says": [Text(job.raw_status or "") for job in jobs],
+            "done": [_done_text(job) for job in jobs],
+            "cost": [Text("" if job.cost is None else money(job.cost)) for job in jobs],
+            "look": [Text(look_text(job, self.task), "bright_black") for job in jobs],
+        }
+        # Who it is and how far it is matter more than what it says and when it is looked at next.
+        for elastic in (("look",), ("look", "says"), ("look", "says", "name")):
+            table, needed = make_table(columns, width, elastic=elastic, has_header=False)
+            if needed <= width:
+                break
         return table
 
     def errors(self) -> list[str]:
