@@ -67,7 +67,7 @@ def draw(seen: Seen, width: int) -> list[str]:
 def test_every_job_has_one_line_with_its_phase_and_its_numbers(width: int) -> None:
     jobs = [
         job(total=1_000, succeeded=998, failed=2, cost=0.0123),
-        job(1, provider="vertex", model="gemini-2.5-flash-lite-preview-09", raw_status="JOB_STATE_RUNNING"),
+        job(1, provider="vertex", model="gemini-2.5-flash-lite", raw_status="JOB_STATE_RUNNING"),
         job(2, provider="anthropic", model="claude-haiku-4-5", phase="planned", raw_status=None, due_seconds=-1.0),
     ]
     head, first, second, third = draw(Seen(task=task(), jobs=jobs), width)
@@ -77,7 +77,7 @@ def test_every_job_has_one_line_with_its_phase_and_its_numbers(width: int) -> No
     assert "submitted" in second
     assert second.startswith("  vertex/")
     assert "planned" in third
-    assert third.endswith("looks now")
+    assert third.endswith("looks now") == (width == 120), "there is no room for it in a narrow terminal"
     assert max(map(len, (head, first, second, third))) <= width
 
 

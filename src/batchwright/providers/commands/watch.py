@@ -84,11 +84,10 @@ class View:
             "cost": [Text("" if job.cost is None else money(job.cost)) for job in jobs],
             "look": [Text(look_text(job, self.task), "bright_black") for job in jobs],
         }
-        # Who it is and how far it is matter more than what it says and when it is looked at next.
-        for elastic in (("look",), ("look", "says"), ("look", "says", "name")):
-            table, needed = make_table(columns, width, elastic=elastic, has_header=False)
-            if needed <= width:
-                break
+        table, needed = make_table(columns, width, elastic=("says",), has_header=False)
+        if needed > width:  # what is left out is in `task show`
+            del columns["look"]
+            table, _ = make_table(columns, width, elastic=("name", "says"), has_header=False)
         return table
 
     def errors(self) -> list[str]:
