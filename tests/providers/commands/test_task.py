@@ -53,6 +53,7 @@ def test_a_task_with_a_bad_input_ends_in_part_and_says_so(shell: Shell) -> None:
     shown = shell("task", "show", id)
     assert "3: one.wav, two__fail_400__.wav, three.wav" in shown
     assert '{"language":"en-IN"}' in shown
+    assert "✗ two__fail_400__.wav: " in shown
     shell("task", "watch", id, code=4)
     (listed,) = shell.json("task", "list", "--status", "partial_complete")
     assert (listed["id"], listed["succeeded"], listed["failed"]) == (id, 2, 1)

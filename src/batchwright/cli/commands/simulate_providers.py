@@ -118,7 +118,7 @@ def _lines(server: Server, targets: tuple[Target, Target] | None) -> list[tuple[
         lines.append(("settings", f"{targets[0]}"))
         lines.append(("work", f". {targets[1]} && batchwright up"))
     lines += [
-        ("try", "batchwright task submit https://example.com/call.wav --provider azure --wait"),
+        ("try", "batchwright task submit FILE --provider sarvam --wait"),
         ("counts", f"curl {server.url}/simulator/stats"),
         ("stop", "Ctrl-C says what was asked"),
     ]

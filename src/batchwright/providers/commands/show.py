@@ -38,6 +38,7 @@ COLOURS = {
 }
 PHASES = {"planned": "bright_black", "staged": "bright_black", "submitting": "yellow", "submitted": "cyan"}
 _NAMES_SHOWN = 5
+_FAILURES_SHOWN = 20
 _JOB_FIELDS = (
     "number", "provider", "model", "phase", "key", "external_id", "raw_status", "total", "succeeded", "failed",
     "failures", "cancelled", "error", "input_tokens", "output_tokens", "audio_seconds", "cost", "created_at",
@@ -133,9 +134,19 @@ def print_jobs(seen: Seen) -> None:
         },
         elastic=("model", "says", "its id there"),
     )
-    for job in jobs:
-        if job.error is not None:
-            console().print(Text.assemble(("✗ ", "red"), f"{name_of(job)}: {error_text(job.error)}"), soft_wrap=True)
+    failures = [f"{name_of(job)}: {error_text(job.error)}" for job in jobs if job.error is not None]
+    failures += list_failures(seen.task)
+    for text in failures[:_FAILURES_SHOWN]:
+        console().print(Text.assemble(("✗ ", "red"), text), soft_wrap=True)
+    if len(failures) > _FAILURES_SHOWN:
+        console().print(f"  … and {number(len(failures) - _FAILURES_SHOWN)} more", soft_wrap=True)
+
+
+def list_failures(task: Task) -> list[str]:
+    """Inputs that failed, by their names; large results are only in the result file."""
+    jobs = (task.provider_state or {}).get("jobs") or []
+    entries = [entry for job in jobs for entry in job.get("result") or () if isinstance(entry, Mapping)]
+    return [f"{entry.get('filename')}: {error_text(entry['error'])}" for entry in entries if entry.get("error")]
 
 
 def _what(seen: Seen) -> list[tuple[str, Any]]:
