@@ -329,9 +329,11 @@ def usage_of(body: Mapping[str, Any]) -> Usage:
     usage = body.get("usage")
     if not isinstance(usage, Mapping):
         return Usage()
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
     return Usage(
         input_tokens=count(usage.get("prompt_tokens", usage.get("input_tokens"))),
         output_tokens=count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        cached_tokens=count(details.get("cached_tokens")) if isinstance(details, Mapping) else None,
     )
 
 

@@ -138,7 +138,12 @@ class Usage:
     """What a result has cost, as far as the provider says."""
 
     input_tokens: int | None = None
+    """All of the prompt, also those that a cache was used for."""
     output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, read from the provider's cache."""
+    cache_written_tokens: int | None = None
+    """Of the prompt, put into the provider's cache."""
     audio_seconds: float | None = None
 
 

@@ -39,7 +39,7 @@ from batchwright.providers.directory import Directory
 from batchwright.providers.errand import CredentialRefused, Errand, Over, Progress, Ready, Refused, Waits
 from batchwright.providers.jobs import Hold, JobEnding, NewRemoteJob, RemoteJob, RemoteJobs
 from batchwright.providers.lines import split_lines
-from batchwright.providers.prices import cost, find_price
+from batchwright.providers.prices import ANY, Bill, Price, find_price
 from batchwright.providers.tasks import Ending, Target, Task, Tasks
 from batchwright.states import TaskStatus
 from batchwright.storage import Store, Stored
@@ -59,6 +59,7 @@ CREDENTIAL_SECONDS = 7 * 86_400.0
 _AT_ONCE = 8
 _STORE_SECONDS = 10.0
 _CONFIGURATION_SECONDS = 60.0
+_NAMES_MAX = 5
 _SNOOZE_SECONDS_MIN = 0.05
 
 
@@ -250,7 +251,7 @@ class Run:
         """Write all results into the store, count them, and end the job by what was counted."""
         row = errand.row
         key = f"{FOLDER}/{self._task.id}/{row.number}-{self._ctx.claim}.jsonl"
-        harvest = Harvest(self._task, errand, status)
+        harvest = Harvest(self._task, errand, status, self._price(row))
         try:
             await self._tools.store.put(key, harvest.lines)
         except OperationError as error:
@@ -262,12 +263,6 @@ class Run:
         )
         if outcome is state.TaskEnding.FAILED and harvest.first_error is not None and not status.error:
             ended["error"] = harvest.first_error
-        price = find_price(
-            self._tools.directory.settings(row.provider).prices,
-            self._tools.directory.kind(row.provider).name,
-            row.model,
-        )
-        spent = cost(price, harvest.usage)
         await errand.end(
             JobEnding(
                 document=ended,
@@ -278,7 +273,7 @@ class Run:
                 ),
                 results_key=key,
                 usage=harvest.usage,
-                cost=spent,
+                cost=harvest.bill.cost,
             )
         )
         self._ctx.emit(
@@ -287,13 +282,19 @@ class Run:
             model=row.model,
             prompt_tokens=harvest.usage.input_tokens,
             completion_tokens=harvest.usage.output_tokens,
-            cost=spent,
+            cost=harvest.bill.cost,
+            price=harvest.bill.source,
             provider=row.provider,
+            cached_tokens=harvest.usage.cached_tokens,
             audio_seconds=harvest.usage.audio_seconds,
             external_id=row.external_id,
         )
         await errand.clean_up()
         return Over()
+
+    def _price(self, row: RemoteJob) -> Price | None:
+        directory = self._tools.directory
+        return find_price(directory.settings(row.provider).prices, directory.kind(row.provider).name, row.model)
 
     async def _fail_job(self, errand: Errand, error: Mapping[str, Any]) -> None:
         row = errand.row
@@ -396,6 +397,7 @@ class Run:
         if outcome is state.TaskEnding.COMPLETED and task.invalid_urls:
             outcome = state.TaskEnding.PARTIAL_COMPLETE
         stored = await self._write_result(provider_state)
+        self._report_unknown_costs()
         ending = Ending(
             provider_state=provider_state,
             error=_task_error(rows) if outcome is state.TaskEnding.FAILED else None,
@@ -408,6 +410,19 @@ class Run:
             result_file_id=stored.id if stored is not None else None,
         )
         return self._end(self._verb(outcome), ending, stored)
+
+    def _report_unknown_costs(self) -> None:
+        """One warning, whatever the number of jobs: a part is no cost, so the task has none."""
+        unknown = [row for row in self._rows if row.succeeded and row.cost is None]
+        if not unknown:
+            return
+        names = dict.fromkeys(f"{row.provider}/{row.model}" if row.model else row.provider for row in unknown)
+        shown = ", ".join(list(names)[:_NAMES_MAX]) + (" …" if len(names) > _NAMES_MAX else "")
+        first = unknown[0]
+        remedy = f'write it as [providers.{first.provider}.prices."{first.model or ANY}"]'
+        if self._price(first) is not None:
+            remedy = "the provider does not say how much it was"
+        self._ctx.emit("task.cost_unknown", f"the cost is unknown of {shown}; {remedy}", level="warning")
 
     def _verb(self, outcome: state.TaskEnding) -> str:
         if self._task.cancel_requested_at is not None and outcome is not state.TaskEnding.COMPLETED:
@@ -483,9 +498,10 @@ EVENTS: dict[TaskStatus, Any] = {
 class Harvest:
     """The results of one job on their way into the store; afterwards it knows how many there were."""
 
-    def __init__(self, task: Task, errand: Errand, status: Status) -> None:
+    def __init__(self, task: Task, errand: Errand, status: Status, price: Price | None) -> None:
         self._task = task
         self._errand = errand
+        self._price = price
         self._status = status
         self._inputs = {input.id: input for input in task.inputs}
         self._reset()
@@ -495,6 +511,7 @@ class Harvest:
         self.succeeded = 0
         self.first_error: str | None = None
         self.usage = Usage()
+        self.bill = Bill(self._price)
         self._entries: list[dict[str, Any]] = []
         self._entries_bytes = 0
 
@@ -508,6 +525,7 @@ class Harvest:
             elif self.first_error is None:
                 self.first_error = str(result.error.get("message"))
             self.usage = _add(self.usage, result.usage)
+            self.bill.add(result)
             entry = self._entry(result)
             line = orjson.dumps(entry) + b"\n"
             self._entries_bytes += len(line)
@@ -629,6 +647,8 @@ def _add(one: Usage, other: Usage) -> Usage:
     return Usage(
         input_tokens=_sum((one.input_tokens, other.input_tokens)),
         output_tokens=_sum((one.output_tokens, other.output_tokens)),
+        cached_tokens=_sum((one.cached_tokens, other.cached_tokens)),
+        cache_written_tokens=_sum((one.cache_written_tokens, other.cache_written_tokens)),
         audio_seconds=_sum((one.audio_seconds, other.audio_seconds)),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -28,6 +28,7 @@ from batchwright.providers.contract import (
     Result,
     Staged,
     Status,
+    Usage,
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, reading
 from batchwright.providers.lines import split_lines
@@ -245,13 +246,28 @@ def _result(key: str, said: Mapping[str, Any], endpoint: str, created: int) -> R
         case "succeeded":
             message = said["message"]
             body = message if endpoint == NATIVE else translate.to_chat(message, created)
-            return completions.succeeded(key, body, id=str(message.get("id") or ""))
+            result = completions.succeeded(key, body, id=str(message.get("id") or ""))
+            return replace(result, usage=_usage(message.get("usage") or {}))
         case "errored":
             return Result(key=key, error=describe(ERRORS, said["error"]))
         case "canceled" | "expired" as fate:
             return Result(key=key, error=_UNFINISHED[fate])
         case other:
             raise Malformed(f"its type is {other!r}")
+
+
+def _usage(said: Mapping[str, Any]) -> Usage:
+    """Anthropic counts the tokens of its cache apart from those of the prompt."""
+    asked, read, written, answered = (
+        completions.count(said.get(name))
+        for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens")
+    )
+    return Usage(
+        input_tokens=None if asked is None else asked + (read or 0) + (written or 0),
+        output_tokens=answered,
+        cached_tokens=read,
+        cache_written_tokens=written,
+    )
 
 
 def _counts(batch: Mapping[str, Any]) -> dict[str, int]:
