@@ -170,6 +170,8 @@ class Abilities:
     """Whether a job can be found by its marker after a crash."""
     has_marker: bool = True
     """Whether a job carries our marker, so that what is found is surely ours."""
+    can_survey: bool = False
+    """Whether a list of the provider says of many jobs what polls would say."""
     deduplicates: bool = False
     """Whether the provider refuses a second job with the same marker."""
     keeps_partial_results: bool = True
@@ -243,6 +245,14 @@ class Adapter(ABC):
     @abstractmethod
     async def poll(self, job: Job) -> Status:
         """Look once; no waiting, no side effects. An error that it raises says nothing about the job."""
+
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        """What the provider's lists say of these jobs, by external id, the same as `poll` would say.
+
+        Those that the lists do not have, or not all that is to be known of, are left out and polled by themselves.
+        Only asked for where the abilities say `can_survey`.
+        """
+        return {}
 
     @abstractmethod
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:

@@ -12,6 +12,7 @@ process, reads the row and goes on. A call that fails only delays the next one, 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +99,17 @@ class Pace:
     poll_seconds: float
     settle_seconds: float
     poll: Callable[[Adapter, Job], Awaitable[Status]] = field(default=lambda adapter, job: adapter.poll(job))
+    offset_seconds: float | None = None
+    """Polls are moved to moments that all jobs of the provider share, which lie so long after whole intervals."""
+
+    def until_poll(self, hint: float | None = None) -> float:
+        """Seconds until a job is polled again; not before the provider's own hint is over."""
+        wanted = max(self.poll_seconds, hint or 0.0)
+        if self.offset_seconds is None:
+            return wanted
+        now = time.time() - self.offset_seconds
+        earliest = now + max(wanted - self.poll_seconds / 2, hint or 0.0)
+        return math.ceil(earliest / self.poll_seconds) * self.poll_seconds - now
 
 
 class Errand:
@@ -248,7 +260,7 @@ class Errand:
         """Commit where the job is, together with what its owner has to say."""
         document = self._owner.describe(self.row, job)
         async with fenced(self._jobs.queue, self._held) as session:
-            row = await self._jobs.refer(self.row, job, document, self._pace.poll_seconds, session=session)
+            row = await self._jobs.refer(self.row, job, document, self._pace.until_poll(), session=session)
             await self._owner.referred(row, session)
         self.row = row
         text = f"{row.provider} has taken the job"
@@ -262,7 +274,7 @@ class Errand:
             return Ready(status)
         answers = int(self.row.extra.get(_ERROR_ANSWERS, 0)) + 1 if status.is_error else 0
         noted = _with(status, {_ERROR_ANSWERS: answers} if answers or _ERROR_ANSWERS in self.row.extra else {})
-        seconds = max(self._pace.poll_seconds, status.next_poll_seconds or 0.0)
+        seconds = self._pace.until_poll(status.next_poll_seconds)
         document = self._owner.describe_poll(self.row, status)
         self.row = await self._jobs.note(self.row, self._held, seconds=seconds, status=noted, document=document)
         if answers >= ERROR_ANSWERS_MAX:

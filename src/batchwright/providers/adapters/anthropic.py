@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,6 +32,7 @@ from batchwright.providers.contract import (
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, reading
 from batchwright.providers.lines import split_lines
+from batchwright.providers.polls import look_up
 from batchwright.providers.service import KeyedAdapter
 from batchwright.providers.settings import ServiceSettings
 from batchwright.providers.translate import anthropic as translate
@@ -93,6 +94,7 @@ class AnthropicAdapter(KeyedAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         has_marker=False,
         inputs_max=1,
         requests_max=100_000,
@@ -158,6 +160,9 @@ class AnthropicAdapter(KeyedAdapter):
         with reading():
             return _status(self.checked(response))
 
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(jobs, self._batches(0.0), lambda one: one["id"], lambda _, one: _status(one))
+
     async def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         if job.extra.get("is_unproved") and await self._first_key(job.external_id) not in (request.key, None):
             raise InDoubt("the batch that was adopted is another's: find the right one", code="foreign_job")
@@ -178,7 +183,7 @@ class AnthropicAdapter(KeyedAdapter):
         await self.ask("GET", "/v1/models", query={"limit": 1})
         return f"Anthropic at {self.settings.base_url} accepts the key"
 
-    async def _batches(self, earliest: float) -> AsyncIterator[Mapping[str, Any]]:
+    async def _batches(self, earliest: float) -> AsyncGenerator[Mapping[str, Any], None]:
         query: dict[str, str | int] = {"limit": _PAGE}
         for _ in range(_PAGES_MAX):
             page = await self.ask("GET", _BATCHES, query=query)
