@@ -257,7 +257,9 @@ class Aws(Adapter):
                     )
                 except _Refused as refused:
                     raise refused.error() from None
-                for summary in page.get("TranscriptionJobSummaries") or []:
+                if not isinstance(page.get("TranscriptionJobSummaries"), list):
+                    raise Transient("AWS answered without the list that was asked for", code="not_json")
+                for summary in page["TranscriptionJobSummaries"]:
                     yield summary
                 if not page.get("NextToken"):
                     return
