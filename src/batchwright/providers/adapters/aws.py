@@ -113,6 +113,7 @@ class AwsSettings:
     """An account of AWS, and a bucket of its own in the same region."""
 
     region: str
+    """Such as `eu-central-1`."""
     bucket: str
     """`s3://bucket/folder` for copies of inputs and for results; a lifecycle rule of the bucket removes old results."""
     base_url: str | None = None
@@ -120,7 +121,9 @@ class AwsSettings:
     access_key_id_env: str | None = None
     """With the next one; unset, botocore looks in its usual places: environment, profile, role of the machine."""
     secret_access_key_env: str | None = None
+    """The secret access key is in this environment variable."""
     profile: str | None = None
+    """A profile in the files of AWS's own tools."""
     language: str = AUTO
     """If the task does not name one."""
     data_access_role_arn: str | None = None

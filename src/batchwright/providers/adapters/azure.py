@@ -98,9 +98,13 @@ class AzureSettings:
     region: str | None = None
     """Such as `westeurope`; or the whole base_url."""
     base_url: str | None = None
+    """Where the Speech resource is, such as `https://westeurope.api.cognitive.microsoft.com/speechtotext`."""
     api_key_env: str | None = "AZURE_SPEECH_KEY"
+    """The key is in this environment variable."""
     api_key_file: Path | None = None
+    """The key is in this file."""
     api_version: str = "2024-11-15"
+    """Sent with every request."""
     language: str = "en-US"
     """If the task does not name one."""
     time_to_live_hours: int = 48

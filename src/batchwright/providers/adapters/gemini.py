@@ -45,6 +45,7 @@ class GeminiSettings(ServiceSettings):
     base_url: str = "https://generativelanguage.googleapis.com"
     api_key_env: str | None = "GEMINI_API_KEY"
     version: str = "v1beta"
+    """The version of the API, in its paths."""
 
 
 class GeminiAdapter(KeyedAdapter):

@@ -97,13 +97,17 @@ class GoogleSettings:
     """A project of Google Cloud with the Speech-to-Text API, and a bucket of its own."""
 
     project: str
+    """The id of the project."""
     bucket: str
     """`gs://bucket/folder` for copies of inputs and for results; a lifecycle rule of the bucket removes old results."""
     location: str = "us-central1"
+    """Where audio is processed; models differ between locations."""
     base_url: str | None = None
     """Unset, the service of the location."""
     access_token_env: str | None = None
+    """An access token is in this environment variable; it lives for an hour."""
     access_token_file: Path | None = None
+    """An access token is in this file, which something else keeps fresh."""
     service_account_file: Path | None = None
     """Unset, like the two above, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
     language: str = "en-US"

@@ -58,13 +58,17 @@ class VertexSettings:
     """A project, a region and a bucket, which is reached with the credentials of Google's environment variables."""
 
     project: str = ""
+    """The id of the project."""
     location: str = "us-central1"
+    """Where requests are run, or `global`."""
     bucket: str = ""
     """`gs://bucket` or `gs://bucket/folder`: where requests are put and results are written."""
     base_url: str = ""
     """Unset, Google's address for the location."""
     access_token_env: str | None = None
+    """An access token is in this environment variable; it lives for an hour."""
     access_token_file: Path | None = None
+    """An access token is in this file, which something else keeps fresh."""
     service_account_file: Path | None = None
     """Of these three at most one; unset, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
 

@@ -78,10 +78,13 @@ class OpenAISettings(ServiceSettings):
     base_url: str = "https://api.openai.com/v1"
     api_key_env: str | None = "OPENAI_API_KEY"
     organization: str | None = None
+    """Sent as `openai-organization`."""
     project: str | None = None
+    """Sent as `openai-project`."""
     has_metadata: bool = True
     """Whether batches carry metadata; without, a batch is found by its input file alone."""
     completion_window: str = "24h"
+    """If the task does not name one."""
     requests_max: int | None = None
     """Requests of one batch; unset, as many as the provider documents."""
     request_bytes_max: int | None = None
