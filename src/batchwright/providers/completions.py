@@ -385,6 +385,12 @@ def lost(status_code: int) -> Status:
     )
 
 
+def if_whole(status: Status) -> Status | None:
+    """A status from a list; None if it has ended and does not say where its results are, for lists may be shorter."""
+    is_short = status.phase is Phase.ENDED and not status.found and status.error is None
+    return None if is_short else status
+
+
 def input_of(request: Request) -> Input:
     return request.inputs[0]
 

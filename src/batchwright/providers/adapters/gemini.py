@@ -113,7 +113,9 @@ class GeminiAdapter(KeyedAdapter):
             return _status(self.checked(response))
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        return await look_up(jobs, self._operations(0.0), lambda one: one["name"], lambda _, one: _status(one))
+        return await look_up(
+            jobs, self._operations(0.0), lambda one: one["name"], lambda _, one: completions.if_whole(_status(one))
+        )
 
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         found = self._lines(request, status.found or job.extra)

@@ -140,7 +140,9 @@ class MistralAdapter(KeyedAdapter):
             return _status(self.checked(response))
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        return await look_up(jobs, self._jobs(None), lambda one: one["id"], lambda _, one: _status(one))
+        return await look_up(
+            jobs, self._jobs(None), lambda one: one["id"], lambda _, one: completions.if_whole(_status(one))
+        )
 
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return completions.compare(self.tools, request, status, self._files(status.found or job.extra))

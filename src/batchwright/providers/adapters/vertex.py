@@ -174,7 +174,9 @@ class VertexAdapter(HttpAdapter):
             return _status(self.checked(response))
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        return await look_up(jobs, self._list({}), lambda one: one["name"], lambda _, one: _status(one))
+        return await look_up(
+            jobs, self._list({}), lambda one: one["name"], lambda _, one: completions.if_whole(_status(one))
+        )
 
     async def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         known = await _Known.of(self.tools, request)

@@ -177,7 +177,9 @@ class OpenAIAdapter(KeyedAdapter):
             return self._status(self.checked(response))
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        return await look_up(jobs, self._batches(0.0), lambda one: one["id"], lambda _, one: self._status(one))
+        return await look_up(
+            jobs, self._batches(0.0), lambda one: one["id"], lambda _, one: completions.if_whole(self._status(one))
+        )
 
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return completions.compare(self.tools, request, status, self._files(status.found or job.extra))
