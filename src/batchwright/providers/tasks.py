@@ -28,6 +28,7 @@ SQL = statements(__package__, "tasks.sql", parts=owned.JOBS_VIEW)
 PROCESS = "provider.task"
 QUEUE = "tasks/"
 """Tasks wait in one queue per provider, so that a slow one delays nobody else's."""
+_CANCELLED_SECONDS = 60.0
 _RACES_MAX = 10
 
 
@@ -249,6 +250,11 @@ class Tasks:
         """Let tasks go on that wait for the credential of this provider; answers how many those are."""
         params = {"target": _json([{"provider": provider}])}
         found = [id for (id,) in await self._database.ask(SQL["parked"], params)]
+        return await self.queue.wake(found) if found else 0
+
+    async def wake_cancelled(self) -> int:
+        """Let tasks go on that were cancelled in the last minute; answers how many were asleep."""
+        found = [id for (id,) in await self._database.ask(SQL["cancelled_lately"], {"seconds": _CANCELLED_SECONDS})]
         return await self.queue.wake(found) if found else 0
 
     # The last move: answers where it led, or None if somebody else moved the task ----------------------------------

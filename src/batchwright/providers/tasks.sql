@@ -119,6 +119,10 @@ WHERE task.ended_at IS NULL AND (
 ORDER BY task.deadline_at, task.id
 LIMIT %(limit)s
 
+-- name: cancelled_lately
+SELECT job_id FROM batchwright.task
+WHERE ended_at IS NULL AND cancel_requested_at > :now - make_interval(secs => %(seconds)s)
+
 -- Those that wait for the credential of a provider.
 -- name: parked
 SELECT job_id FROM batchwright.task
