@@ -24,7 +24,7 @@ lint: .venv/ready
 # The statements on one more version; commands, examples and chaos have had theirs on two.
 test-postgres16: .venv/ready
 	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 3 --dist loadgroup \
-		--ignore tests/chaos --ignore tests/cli --ignore tests/examples
+		--ignore tests/batches/commands --ignore tests/chaos --ignore tests/cli --ignore tests/demo --ignore tests/examples
 
 # The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready

@@ -48,7 +48,7 @@ FAILURES = "BATCHWRIGHT_TEST_PERTURB_FAILURES"
 """A file that gets the command which repeats a test that has failed."""
 _ALARM_SECONDS = 10.0
 _RANDOM = "BATCHWRIGHT_TEST_PERTURB_RANDOM"
-_STORE_CALLS = ("adopt", "copy", "delete", "head", "read", "sweep", "write")
+_STORE_CALLS = ("adopt", "delete", "head", "read", "sweep", "write")
 _TIMEOUT_SECONDS = 600
 
 

@@ -19,12 +19,12 @@ from batchwright.engine.retention import SQL, Removed, Retention, RetentionSetti
 from batchwright.engine.upkeep import Upkeep, lock_round, make_event_partitions
 from batchwright.engine.worker.processes import Processes
 from batchwright.errors import ConfigurationError
-from batchwright.settings import load_settings, make_settings
+from batchwright.settings import load_settings
 from tests.conftest import database
 from tests.engine import planning
 from tests.engine.planning import indexes, nodes, scanned, touched, whole_table_scans
 from tests.engine.steps import another, blocked, claim_one, end, hand_over, snapshot, status
-from tests.support import BASIC, event_names, fail, put, put_one, raw, snooze, succeed, take, take_one
+from tests.support import BASIC, event_names, fail, make_settings, put, put_one, raw, snooze, succeed, take, take_one
 
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 HOUR, DAY = 3600.0, 86_400.0

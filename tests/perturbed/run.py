@@ -18,7 +18,18 @@ from collections.abc import Sequence
 
 from tests import perturb
 
-PATHS = ("tests/api", "tests/batches", "tests/conformance", "tests/engine", "tests/operations", "tests/perturbed")
+PATHS = (
+    "tests/access",
+    "tests/api",
+    "tests/batches",
+    "--ignore=tests/batches/commands",  # as tests/cli: most of them start processes, which stay as they are
+    "tests/conformance",
+    "tests/engine",
+    "tests/files",
+    "tests/operations",
+    "tests/perturbed",
+    "tests/webhooks",
+)
 
 
 def run_round(seed: int, until: float, arguments: Sequence[str]) -> tuple[int, list[str]]:

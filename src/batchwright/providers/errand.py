@@ -317,7 +317,7 @@ def _error(kind: str, code: str, message: str) -> dict[str, Any]:
     return {"kind": kind, "code": code, "message": message}
 
 
-_STOPPED = _error("fatal", "cancelled", "the task was cancelled, or its time was over, before the job was submitted")
+_STOPPED = _error("fatal", "cancelled", "it was cancelled before it was submitted")
 
 
 def _with(status: Status, found: Mapping[str, Any]) -> Status:

@@ -12,6 +12,7 @@ from batchwright.webhooks.part import WebhooksPart
 if TYPE_CHECKING:
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.files.store import Files
     from batchwright.providers.directory import Directory
@@ -159,6 +160,10 @@ class ProvidersPart(Part):
             tasks=self.tasks,
         )
         return Served(services=services)
+
+    async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
+        """Tasks that wait for a credential which their provider refuses."""
+        return await self.tasks.parked(tenant)
 
     async def check(self) -> Sequence[Finding]:
         from batchwright.providers.check import check_providers

@@ -60,6 +60,8 @@ HARVEST_SECONDS = 600.0
 """After its timeout a task waits so long for its jobs to stop, and then ends without them."""
 ROUND_SECONDS = 30.0
 """A round begins nothing new after so long: a task may have a thousand jobs, and its user may cancel it."""
+CREDENTIAL_SECONDS = 7 * 86_400.0
+"""So long after its timeout a task still waits for the credential by which its results can be fetched."""
 _AT_ONCE = 8
 _STORE_SECONDS = 10.0
 _CONFIGURATION_SECONDS = 60.0
@@ -202,9 +204,11 @@ class Run:
         """Do what can be done for one job now; answers when to come back for it."""
         if self._ctx.stopping or time.monotonic() > self._ends_at:
             return max(0.0, row.due_seconds)
-        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
-            return max(hold.try_seconds, 1.0)
         errand = self._errand(row)
+        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
+            if self._task.seconds_left > -CREDENTIAL_SECONDS:
+                return max(hold.try_seconds, 1.0)
+            return await self._settle(errand, Waits(hold.try_seconds))
         try:
             progress = await errand.advance(stop=self._must_stop)
             if isinstance(progress, Ready):
@@ -227,6 +231,8 @@ class Run:
                     return 0.0
                 return seconds
             case Refused(error):
+                if error.get("code") == "cancelled" and self._task.cancel_requested_at is None:
+                    error = {"kind": "fatal", "code": "timeout", "message": "the task could not be submitted in time"}
                 await self._fail_job(errand, error)
             case Over() | Ready():
                 pass
@@ -234,7 +240,8 @@ class Run:
 
     def _may_not_wait(self, errand: Errand) -> bool:
         """Whether a job whose time is over has had its time to stop, or cannot be stopped and is still at work."""
-        if (errand.row.stopping_seconds or 0.0) >= HARVEST_SECONDS:
+        has_had_time = (errand.row.stopping_seconds or 0.0) >= HARVEST_SECONDS
+        if has_had_time or self._task.seconds_left <= -CREDENTIAL_SECONDS:
             return True
         return errand.is_at_work and errand.row.cancelled == "unsupported"
 
@@ -386,7 +393,10 @@ class Run:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> Outcome:
-        task, rows = self._task, self._rows
+        task = self._task = await self._tools.tasks.get(self._task.id, tenant=None)  # begun or cancelled meanwhile
+        if task.has_ended:
+            return Done()
+        rows = self._rows
         provider_state = self._state(rows)
         outcome = state.end_task(provider_state)
         if outcome is state.TaskEnding.COMPLETED and task.invalid_urls:

@@ -62,11 +62,8 @@ class TaskUpkeep:
             await asyncio.gather(self._cleaning, return_exceptions=True)
 
     async def look(self, session: Session) -> bool:
-        """End tasks whose job is gone, and those that no worker came to in time; wake those that were just cancelled.
-
-        A task that runs while it is cancelled may go back to sleep without having seen it.
-        """
-        await self._tasks.wake_cancelled()
+        """End tasks whose job is gone, and those that no worker came to in time."""
+        await self._tasks.wake_cancelled(session=session)
         page = await self._tasks.abandoned(_PAGE, session=session)
         for task in page:
             try:

@@ -195,9 +195,7 @@ class ProviderView(Answer):
     requests_max: int | None
     request_bytes_max: int | None
     timeout_hours: float
-    missing: str | None = Field(
-        description="Which setting or credential is not there, as this process sees it; null if all are."
-    )
+    missing: str | None = Field(description="Which setting or credential this process lacks for it; null if none.")
     held: str | None = Field(description="Why work for it waits: what it said when it refused the credential.")
 
     @classmethod

@@ -90,10 +90,6 @@ class Remote:
                 for key in some:
                     await self._delete(key)
 
-    async def copy(self, source: str, target: str) -> None:
-        with self._explained(source):
-            await obstore.copy_async(self._store, source, target)
-
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sequence[Found]]:
         with self._explained(prefix):
             async for page in obstore.list(self._store, prefix or None, offset=after, chunk_size=PAGE):

@@ -6,7 +6,7 @@ import pytest
 
 from batchwright.batches.plan.lines import MIXED, BadLine, GoodLine, LineCheck, split
 from batchwright.errors import InvalidInput
-from tests.batches.reference import REQUIRED
+from tests.batches.plan.reference import REQUIRED
 
 CHAT = "/v1/chat/completions"
 

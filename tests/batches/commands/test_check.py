@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batchwright.batches.commands.check import estimate_text
+from tests.batches.commands.cases import write
 from tests.batches.stage import jsonl, request
-from tests.cli.batches import write
 from tests.cli.conftest import Inside
 
 SHARED = "You are a careful translator, and you never leave out a word. " * 40

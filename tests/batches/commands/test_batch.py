@@ -28,8 +28,8 @@ from batchwright.errors import StorageUnavailable
 from batchwright.settings import load_settings
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
+from tests.batches.commands.cases import GOOD, MIXED, ended, ids, on_stage, read, waiting, write
 from tests.batches.stage import Stage, given_up, request, staged
-from tests.cli.batches import GOOD, MIXED, ended, ids, on_stage, read, waiting, write
 from tests.cli.conftest import Cli, Inside
 
 VERBS = [

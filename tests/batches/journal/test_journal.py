@@ -768,7 +768,7 @@ def test_a_journal_that_lost_registered_bytes_says_so(path):
 WRITER = """
 import sys
 from pathlib import Path
-from tests.batches.test_journal import Journal, Syncer, add
+from tests.batches.journal.test_journal import Journal, Syncer, add
 journal = Journal(Path(sys.argv[1]), Syncer())
 for offset in range(1_000_000):
     add(journal, offset, text="x" * (offset % 3000))
@@ -777,7 +777,7 @@ for offset in range(1_000_000):
 
 
 def test_a_killed_process_loses_no_line_that_it_had_appended(path):
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=root, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     for line in writer.stdout:

@@ -21,7 +21,7 @@ from batchwright.files.http import FORM_BYTES_MAX
 from batchwright.files.uploads import PART_BYTES_MAX, Uploads
 from batchwright.storage import Store
 from tests.api.conftest import Api, fails, serving
-from tests.api.test_files import form, objects
+from tests.files.test_http import form, objects
 
 LIMIT = 100_000
 WANTED = {"filename": "in.jsonl", "purpose": "batch", "mime_type": "application/jsonl"}
@@ -282,7 +282,7 @@ PARTLY = {"a part without a row"}
 
 
 async def doomed(briefs: list[dict[str, Any]]) -> list[int]:
-    command = [sys.executable, "-m", "tests.api.doomed", json.dumps(briefs)]
+    command = [sys.executable, "-m", "tests.files.doomed", json.dumps(briefs)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         said, _ = await asyncio.wait_for(process.communicate(), 100)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchwright.batches.plan.plan import InputLimits, Rules, read, write
 from batchwright.batches.plan.planfile import Entry, pack_entries, plan_path, read_entries, safe_name, write_file
 from batchwright.errors import ConfigurationError
-from tests.batches.reference import REQUIRED, problems
+from tests.batches.plan.reference import REQUIRED, problems
 
 CHAT = "/v1/chat/completions"
 

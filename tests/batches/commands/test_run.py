@@ -20,8 +20,8 @@ import pytest
 
 from batchwright.batches.local import LocalRun
 from batchwright.simulator import Remote, running_process
+from tests.batches.commands.cases import MIXED, ids, read, write
 from tests.batches.stage import request
-from tests.cli.batches import MIXED, ids, read, write
 from tests.cli.conftest import SECONDS_MAX, Cli, Inside, Running
 from tests.examples.test_docs import example, shell
 from tests.telemetry.test_tracing import Collector, collector, environment, traced

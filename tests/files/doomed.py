@@ -1,4 +1,4 @@
-"""Servers that kill themselves while they answer one request: `python -m tests.api.doomed BRIEFS`.
+"""Servers that kill themselves while they answer one request: `python -m tests.files.doomed BRIEFS`.
 
 The briefs are a JSON list. Each has `url` and `folder` of the database and the files, `path` and `request` of a POST,
 and `at` and `when` as in tests.batches.doomed. Each gets a process of its own, forked to pay for the imports once.
