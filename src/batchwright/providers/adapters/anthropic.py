@@ -173,6 +173,8 @@ class AnthropicAdapter(KeyedAdapter):
                 yield result
 
     async def cancel(self, job: Job) -> Cancelled:
+        if job.extra.get("is_unproved"):
+            return Cancelled.UNSUPPORTED  # it may be somebody else's
         response = await self.service.ask("POST", f"{_path(job)}/cancel")
         if response.status in (400, 404, 409) and (await self.poll(job)).phase is Phase.ENDED:
             return Cancelled.ENDED_ALREADY
