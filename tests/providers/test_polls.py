@@ -43,7 +43,7 @@ async def poll_all(polls, world, jobs):
 
 async def test_many_polls_are_one_list_call(world):
     jobs = await make_jobs(world, MANY)
-    polls = Polls(10.0)
+    polls = Polls(10.0, now=lambda: 0.0)
     asked(world)
     statuses = await poll_all(polls, world, jobs)
     assert {status.phase for status in statuses} == {Phase.QUEUED}
@@ -71,7 +71,7 @@ async def test_a_provider_without_lists_is_polled_one_by_one(tmp_path):
         world = World(CASES["sarvam"], server, http, tmp_path)
         jobs = await make_jobs(world, 6)
         server.seen.clear()
-        await poll_all(Polls(10.0), world, jobs)
+        await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs)
         assert Counter(one.route for one in server.requests(port="api")) == {"sarvam.get": 6}
 
 
@@ -79,7 +79,7 @@ async def test_a_job_that_is_not_in_the_list_is_polled_by_itself(world):
     world.server.put_faults("lag:seconds=50")
     jobs = await make_jobs(world, 6)
     asked(world)
-    statuses = await poll_all(Polls(10.0), world, jobs)
+    statuses = await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs)
     assert {status.phase for status in statuses} == {Phase.QUEUED}
     assert asked(world) == {"get": 6, "list": 1}
 
@@ -104,7 +104,7 @@ class Slow:
 
 async def busy(world, jobs):
     """Polls that have just been used by many."""
-    polls = Polls(10.0)
+    polls = Polls(10.0, now=lambda: 0.0)
     for job in jobs[:SINGLE_MAX]:
         await polls.poll(world.adapter, job)
     return polls
@@ -165,10 +165,10 @@ async def test_a_list_that_fails_is_left_alone_for_a_while(world, caplog):
 async def test_a_list_that_we_may_not_read_is_no_refused_credential(world):
     jobs = await make_jobs(world, 5)
     world.server.put_faults("auth:route=openai.list")
-    statuses = await poll_all(Polls(10.0), world, jobs)
+    statuses = await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs)
     assert {status.phase for status in statuses} == {Phase.QUEUED}
     world.server.put_faults("auth")
-    assert all(isinstance(one, Fatal) for one in await poll_all(Polls(10.0), world, jobs))
+    assert all(isinstance(one, Fatal) for one in await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs))
 
 
 async def test_a_rate_limit_of_the_list_holds_for_all_who_asked(world):
@@ -184,7 +184,7 @@ async def test_a_rate_limit_of_the_list_holds_for_all_who_asked(world):
 async def test_a_single_poll_that_fails_is_the_errand_of_its_job_alone(world):
     jobs = await make_jobs(world, 4)
     world.server.put_faults("503:route=openai.get:times=1")
-    found = await poll_all(Polls(10.0), world, jobs)
+    found = await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs)
     assert Counter(type(one) for one in found)[Transient] == 1
 
 
