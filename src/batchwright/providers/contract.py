@@ -183,7 +183,6 @@ class Abilities:
     """Requests in the file of one completion job."""
     request_bytes_max: int | None = None
     """Bytes of that file."""
-    poll_seconds_min: float = 60.0
     timeout_hours: float = 26.0
     """When the caller gives up, cancels and harvests."""
     settle_seconds: float = 120.0

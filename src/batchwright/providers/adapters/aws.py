@@ -155,7 +155,6 @@ class Aws(Adapter):
         deduplicates=True,
         inputs_max=1,
         input_bytes_max=2_000_000_000,
-        poll_seconds_min=60.0,
         timeout_hours=24.0,
         settle_seconds=0.0,
         results_kept_hours=None,

@@ -137,7 +137,6 @@ class Azure(ObjectAdapter):
         can_survey=True,
         inputs_max=1000,
         input_bytes_max=1_000_000_000,
-        poll_seconds_min=120.0,
         timeout_hours=48.0,
         settle_seconds=60.0,
         results_kept_hours=48.0,

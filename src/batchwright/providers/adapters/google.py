@@ -154,7 +154,6 @@ class Google(ObjectAdapter):
         can_survey=True,
         keeps_partial_results=False,
         inputs_max=15,
-        poll_seconds_min=60.0,
         timeout_hours=30.0,
         settle_seconds=60.0,
         duplicates="The job writes to a folder that has our key in its name, and is looked up by it.",
