@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-failover chaos-queue clean demo \
-	docs lint lock test test-external test-models test-perturbed test-postgres16
+	docs lint lock prices test test-external test-models test-perturbed test-postgres16
 
 demo: .venv/ready
 	@$(BIN)/batchwright demo
@@ -66,6 +66,10 @@ bench-queue: .venv-bench/ready
 
 docs: .venv/ready
 	$(BIN)/python docs/generate.py
+
+# The list of batch prices, from the newest litellm that the package index has.
+prices: .venv/ready
+	$(BIN)/python tools/prices.py $(ARGS)
 
 lock: .venv/ready
 	$(BIN)/pip install --quiet pip-tools

@@ -139,11 +139,12 @@ class ProvidersPart(Part):
             store=store,
             tasks=self.tasks,
         )
-        upkeep = TaskUpkeep(self.tasks, announcer, store, core.settings.retention)
+        upkeep = TaskUpkeep(self.tasks, self.jobs, self.directory, announcer, store, core.settings.retention)
         return Duty(
             services=[TaskRunner(tools)],
             demand=TaskDemand(site, self.settings.jobs_at_once),
             rounds=upkeep.rounds(),
+            close=upkeep.close,
         )
 
     # In the HTTP server -----------------------------------------------------------------------------------------

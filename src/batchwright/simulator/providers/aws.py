@@ -13,8 +13,8 @@ from batchwright.simulator.providers.speech import Audio
 from batchwright.simulator.providers.wire import JSON, XML, Answer, Call, Refused, answer, dump
 from batchwright.simulator.providers.world import Handler, Protocol
 
-_CREDENTIAL = re.compile("Credential=([^/]+)/")
 _KEY = re.compile("<Key>([^<]*)</Key>")
+_CREDENTIAL = re.compile("Credential=([^/]+)/")
 _NAME = re.compile("[0-9a-zA-Z._-]{1,200}")
 _TARGETS = {
     "Transcribe.StartTranscriptionJob": "create",
@@ -49,13 +49,12 @@ class S3(Gcs):
         return _access_key(call) or "anonymous"
 
     def do_delete_many(self, call: Call, bucket: str) -> Answer:
-        """Keys that are not there count as deleted."""
-        keys = [unescape(key) for key in _KEY.findall(call.text)]
-        for key in keys:
-            self.world.blobs.pop((bucket, key), None)
-        deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
-        text = f'<?xml version="1.0" encoding="UTF-8"?><DeleteResult>{deleted}</DeleteResult>'
-        return Answer(200, text.encode(), XML)
+        """Those that are missing count as deleted."""
+        names = [unescape(name) for name in _KEY.findall(call.text)]
+        for name in names:
+            self.world.blobs.pop((bucket, name), None)
+        deleted = "".join(f"<Deleted><Key>{escape(name)}</Key></Deleted>" for name in names)
+        return Answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode(), XML)
 
 
 class Aws(Protocol):
