@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,6 +12,7 @@ from batchwright.errors import Conflict, InvalidInput, NotFound
 from batchwright.files.store import INPUT_KEPT_SECONDS, File, Files, NewFile, new_file_id, object_key, persist
 
 _FILENAME_CHARACTERS_MAX = 512
+_PIECE_BYTES = 1 << 20
 
 
 def require_readable(file: Path) -> Path:
@@ -28,6 +30,14 @@ def hash_file(file: Path) -> str:
     """The SHA-256, in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+async def read_file(file: Path) -> AsyncIterator[bytes]:
+    """Its bytes, a piece at a time."""
+    opened = await asyncio.to_thread(file.open, "rb")
+    with opened:
+        while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
+            yield piece
 
 
 async def store_file(

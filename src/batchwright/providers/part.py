@@ -10,6 +10,8 @@ from batchwright.part import Command, Part, Served, Server
 from batchwright.webhooks.part import WebhooksPart
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batchwright.core import Core
     from batchwright.db.check import Finding
     from batchwright.engine.views import InboxGroup
@@ -45,6 +47,8 @@ class ProvidersPart(Part):
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         self._directory: Directory | None = None
+        self.unstored: dict[str, Path] = {}
+        """Files of this machine that are going to be stored, by their ids: until then they are read where they are."""
 
     @property
     def settings(self) -> TaskSettings:
@@ -102,6 +106,12 @@ class ProvidersPart(Part):
         """The bytes of a file of ours, also of one that its user has deleted meanwhile."""
         from batchwright.errors import Fatal, NotFound, StorageError, Transient
 
+        if (path := self.unstored.get(file_id)) is not None:
+            from batchwright.files.local import read_file
+
+            async for chunk in read_file(path):
+                yield chunk
+            return
         files = self.core.part(FilesPart).files
         try:
             async for chunk in files.content(await files.get(file_id, tenant=None, also_gone=True)):

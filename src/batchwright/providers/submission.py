@@ -14,7 +14,7 @@ import orjson
 from batchwright.db.retry import retry_unavailable
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.metadata import check_metadata
-from batchwright.errors import ConfigurationError, Fatal, InvalidInput, NotFound
+from batchwright.errors import ConfigurationError, Fatal, InvalidInput, NotFound, OperationError
 from batchwright.files.store import Files
 from batchwright.providers.buckets import SCHEMES, split_uri
 from batchwright.providers.contract import Adapter, Input, Problem, Request, TaskType
@@ -102,6 +102,24 @@ class Submission:
     async def check(self, wanted: WantedTask) -> NewTask:
         """The task as it would be, or InvalidInput; nothing is created, and files that are to be stored may wait."""
         return await self._prepare(wanted, is_stored=False)
+
+    async def inspect(self, new: NewTask) -> Sequence[Problem]:
+        """What is wrong with the contents of the inputs of a task to be; they are read, and nobody is asked."""
+        for target in new.targets:
+            request = Request(
+                key=_PROBE,
+                task_type=_check_type(new.task_type),
+                model=target.model,
+                inputs=new.inputs,
+                options=new.options,
+            )
+            try:
+                problems = await self._directory.get(target.provider).inspect(request)
+            except OperationError as error:
+                problems = [Problem(message=str(error))]
+            if problems:
+                return problems
+        return ()
 
     async def _prepare(self, wanted: WantedTask, *, is_stored: bool) -> NewTask:
         task_type = _check_type(wanted.task_type)

@@ -156,6 +156,15 @@ def test_a_dry_run_stores_and_creates_nothing(shell: Shell) -> None:
     nothing_was_made(shell)
 
 
+def test_lines_that_a_provider_cannot_take_are_named_before_the_file_is_stored(shell: Shell) -> None:
+    name = shell.write("bad.jsonl", b'{"custom_id": "a"}\nnonsense\n')
+    for flags in ([], ["--dry-run"]):
+        said = shell.refused("task", "submit", name, "--model", "openai/m", *flags)
+        assert "line 1" in said
+        assert "line 2" in said
+    nothing_was_made(shell)
+
+
 def test_inputs_that_cannot_be_used_are_left_out_by_their_names(shell: Shell) -> None:
     shell.write("notes.txt")
     code, _, err = shell.run("task", "submit", URL, "ftp://example.com/x.wav", "notes.txt", "--provider", "azure")

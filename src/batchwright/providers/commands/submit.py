@@ -21,7 +21,7 @@ from batchwright.cli.flags import (
     parse_pairs,
     warn_if_no_worker,
 )
-from batchwright.cli.show import print_json, seconds
+from batchwright.cli.show import number, print_json, seconds
 from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.errors import InvalidInput
 from batchwright.files.local import hash_file, require_readable, store_file
@@ -37,6 +37,7 @@ from batchwright.telemetry import tracing
 _TENANT_CHARACTERS_MAX = 100
 _KEY_CHARACTERS_MAX = 255
 _FILE_BYTES_MAX = 5 * 1024**3
+_PROBLEMS_SHOWN = 5
 _PURPOSE = "user_data"
 _STORED = "file-"
 _COMPLETION, _TRANSCRIPTION = "completion", "transcription"
@@ -134,6 +135,7 @@ def submit(
         new = await part.submission.check(wanted)
         names = {one.wanted.file_id: str(one.path) for one in found if one.path is not None}
         left_out = [names.get(url, url) for url in new.invalid_urls]
+        await _inspect(part, new, found, dry_run)
         if dry_run:
             _print_check(new, left_out, json)
             return 0
@@ -173,6 +175,16 @@ def _find(text: str) -> Given:
     return Given(
         wanted=WantedInput(file_id=new_file_id(), filename=path.name, bytes=size, sha256=hash_file(path)), path=path
     )
+
+
+async def _inspect(part: ProvidersPart, new: NewTask, found: Sequence[Given], is_wanted: bool) -> None:
+    """Read files of this machine before they are stored; others, which the worker reads too, only if that is wanted."""
+    part.unstored.update({one.wanted.file_id or "": one.path for one in found if one.path is not None})
+    problems = await part.submission.inspect(new) if is_wanted or part.unstored else ()
+    part.unstored.clear()
+    if problems:
+        more = f"; and {number(len(problems) - _PROBLEMS_SHOWN)} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise InvalidInput("; ".join(problem.message for problem in problems[:_PROBLEMS_SHOWN]) + more)
 
 
 async def _guess_type(part: ProvidersPart, first: Given, tenant: str) -> str:
