@@ -1,4 +1,4 @@
-"""Tables on terminals of any width."""
+"""Tables on terminals of any width, and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from batchwright.cli.show import make_table
+from batchwright.cli.show import make_table, money, size
 
 COLUMNS = {
     "id": [Text("0123456789"), Text("9876543210")],
@@ -52,3 +52,18 @@ def test_what_must_not_be_cut_makes_a_table_wider_than_asked() -> None:
 def test_a_table_may_have_no_header() -> None:
     lines, _ = draw(120, has_header=False)
     assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1_500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e15, "3,000.0 TB")]
+)
+def test_sizes_are_short(n: float, text: str) -> None:
+    assert size(n) == text
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(0, "0.0000"), (0.00001, "<0.0001"), (0.00012, "0.0001"), (0.5, "0.5000"), (1.005, "1.00"), (12_345, "12,345.00")],
+)
+def test_money_has_four_digits_below_one(amount: float, text: str) -> None:
+    assert money(amount) == text

@@ -31,6 +31,7 @@ _BAR_ORDER = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobSta
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 _UNFOLDED = 1000
 _GAP = 2
+_MONEY_MIN = 0.0001
 _ELASTIC_MIN = 8
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
@@ -127,6 +128,9 @@ def number(n: float) -> str:
 
 
 def money(amount: float) -> str:
+    """What is very little is not nothing."""
+    if 0 < amount < _MONEY_MIN:
+        return f"<{_MONEY_MIN}"
     return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
 
 
