@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 
@@ -36,7 +36,7 @@ from batchwright.errors import (
 )
 from batchwright.files.store import Files, NewFile, new_file_id, object_key
 from batchwright.providers import state
-from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Result, Status, Usage
+from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Result, Status, TaskType, Usage
 from batchwright.providers.directory import Directory
 from batchwright.providers.errand import CredentialRefused, Errand, Over, Progress, Ready, Refused, Waits
 from batchwright.providers.jobs import Hold, JobEnding, NewRemoteJob, RemoteJob, RemoteJobs
@@ -156,6 +156,8 @@ class Run:
             if self._task.cancel_requested_at is None:
                 message = "its time was over before anything could be submitted"
             return [Problem(message=message)]
+        if self._task.task_type not in get_args(TaskType):
+            return [Problem(message=f"nothing here does tasks of the type {self._task.task_type!r}", param="task_type")]
         planned = list(plan_jobs(self._task, self._tools.directory))
         for target in self._task.targets:
             adapter = self._tools.directory.get(target.provider)
