@@ -613,8 +613,9 @@ def test_depths_are_read_from_indexes_alone(crowd, name, index):
     assert {name for name in indexes(found) if name.startswith("job_")} == index
 
 
-def test_counting_ten_thousand_jobs_touches_a_few_pages_of_the_index(crowd):
-    assert touched(plan(crowd, "depths", source=SQL, run=True, **LIMITS)) < 500
+def test_counting_ten_thousand_jobs_touches_a_few_pages(crowd):
+    """Of the index, and of the table where it is not known yet that everybody sees its rows; its pages are half full."""
+    assert touched(plan(crowd, "depths", source=SQL, run=True, **LIMITS)) < 800
 
 
 def test_the_limit_bounds_what_is_counted(crowd):

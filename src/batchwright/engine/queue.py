@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 
@@ -269,8 +270,10 @@ class Queue:
             suspect=suspect,
         )
         jobs = [Claim(*row) for row in rows if row[0] is not None]
+        jobs.sort(key=attrgetter("id.int"))  # in the order of their birth, not in that of their places on disk
         for job in jobs:
             job.payload = orjson.loads(job.payload)  # the driver's loader for JSON takes twice as long
+            job.pipeline_id = job.pipeline_id or job.id  # most are a pipeline of their own, and do not say it twice
         return Claimed(rows[0][-1], jobs)
 
     async def suspects(

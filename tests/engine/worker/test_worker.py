@@ -142,6 +142,30 @@ async def test_a_process_never_runs_more_jobs_than_its_concurrency(pool, queue):
     assert gauge.most == 3
 
 
+async def test_a_job_that_only_waits_for_its_settle_leaves_its_slot_to_one_more(pool, queue):
+    database, begun = Faulty(pool), []
+
+    @operation("counted")
+    async def counted(n: int) -> None:
+        begun.append(n)
+
+    arrived, go = database.hold("succeed")
+    jobs = [NewJob("counted", {"n": n}) for n in range(4)]
+    async with working(pool, counted, queue=Queue(Database(database)), concurrency=1) as worker:
+        ids = await put(queue, *jobs, operations=worker._operations)
+        await arrived.wait()
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        while worker._slots_used():
+            await asyncio.sleep(0.01)
+        assert worker._slots_free() == 0, "no more settles than that may be on the way"
+        assert begun == [0, 1]
+        go.set()
+        assert {(await finished(queue, id)).status for id in ids} == {SUCCEEDED}
+    assert begun == [0, 1, 2, 3]
+    assert +worker._runner.over_per_queue == {}
+
+
 async def test_a_queue_never_runs_more_jobs_than_its_limit(pool, queue):
     gauges = {"gpu": Gauge(), "free": Gauge()}
 

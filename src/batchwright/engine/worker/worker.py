@@ -363,13 +363,19 @@ class Worker:
         return None if self._demand is None else self._demand.broken
 
     def _slots_free(self) -> int:
-        return 0 if self.broken is not None else self.settings.concurrency - self._slots_used()
+        """A job leaves its slot when its operation is over, but no more settles than slots may be on the way."""
+        if self.broken is not None:
+            return 0
+        over = self._count_own(self._runner.over_per_queue)
+        return self.settings.concurrency - self._slots_used() - max(0, over - self.settings.concurrency)
 
     def _slots_used(self) -> int:
-        """Jobs that were claimed on demand take no slot. The lease thread asks too, while jobs start and end."""
-        if self._demand is None:
-            return len(self._runner.held)
-        return sum(n for queue, n in list(self._runner.per_queue.items()) if not self._demand.serves(queue))
+        """Jobs that run. The lease thread asks too, while jobs start and end."""
+        return self._count_own(self._runner.per_queue) - self._count_own(self._runner.over_per_queue)
+
+    def _count_own(self, per_queue: Mapping[str, int]) -> int:
+        """Jobs that were claimed on demand take no slot."""
+        return sum(n for queue, n in list(per_queue.items()) if self._demand is None or not self._demand.serves(queue))
 
     async def _claim(self, slots: int) -> int:
         """One round of the worker's own slots."""
