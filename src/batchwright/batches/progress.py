@@ -54,7 +54,7 @@ def forecast(batch: Batch, pace: Pace | None) -> Forecast:
         return Forecast(None, None)
     if pace is None or not pace.rate:
         return Forecast(None, None)
-    lines = max(0, batch.total - batch.done)
+    lines = max(0, batch.total - batch.done - pace.ahead)
     eta = pace.now + min(_LONGEST, timedelta(seconds=lines / pace.rate))
     seconds_left = (batch.expires_at - pace.now).total_seconds()
     if needs_more(1.0, lines=lines, rate=pace.rate, seconds_left=seconds_left):

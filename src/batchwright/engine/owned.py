@@ -41,15 +41,19 @@ async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -
     return {id for (id,) in await queue.database.ask(SQL["lock_held"], params, session)}
 
 
-async def children(queue: Queue, id: UUID, *statuses: JobStatus, session: Session) -> list[JobId]:
-    """The children of a job that have one of these statuses."""
-    params = {"id": id, "statuses": [status.value for status in statuses]}
+async def children(
+    queue: Queue, id: UUID, *statuses: JobStatus, job_type: str | None = None, session: Session
+) -> list[JobId]:
+    """The children of a job that have one of these statuses, and this type."""
+    params = {"id": id, "statuses": [status.value for status in statuses], "job_type": job_type}
     return [JobId(child) for (child,) in await queue.database.ask(SQL["children"], params, session)]
 
 
-async def cancel_children(queue: Queue, id: UUID, *statuses: JobStatus, reason: str, session: Session) -> int:
-    """Cancel the children that have one of these statuses; answers how many that were."""
-    found = await children(queue, id, *statuses, session=session)
+async def cancel_children(
+    queue: Queue, id: UUID, *statuses: JobStatus, job_type: str | None = None, reason: str, session: Session
+) -> int:
+    """Cancel the children that have one of these statuses, and this type; answers how many that were."""
+    found = await children(queue, id, *statuses, job_type=job_type, session=session)
     return await queue.cancel(found, reason=reason, owned=True, session=session) if found else 0
 
 

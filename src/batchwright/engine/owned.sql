@@ -5,7 +5,8 @@
 (SELECT id, parent_job_id, status::text AS status, finished_at IS NULL AS is_open FROM batchwright.job)
 
 -- name: children
-SELECT id FROM batchwright.job WHERE parent_job_id = %(id)s AND status::text = ANY(%(statuses)s)
+SELECT id FROM batchwright.job
+WHERE parent_job_id = %(id)s AND status::text = ANY(%(statuses)s) AND job_type = coalesce(%(job_type)s, job_type)
 
 -- name: lock_held
 SELECT job.id

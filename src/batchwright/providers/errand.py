@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -114,16 +114,16 @@ class Errand:
         self._owner = owner
         self._pace = pace
 
-    async def advance(self, *, stop: bool = False) -> Progress:
+    async def advance(self, *, stop: bool = False, may_submit: bool = True) -> Progress:
         """Do what comes next, as far as it can be done now; `stop` cancels what can be cancelled."""
         try:
             while True:
-                if (progress := await self._do_next(stop)) is not None:
+                if (progress := await self._do_next(stop, may_submit)) is not None:
                     return progress
         except OperationError as error:
             return await self._put_off(error)
 
-    async def results(self, status: Status) -> AsyncIterator[Result]:
+    async def results(self, status: Status) -> AsyncGenerator[Result, None]:
         """Every result that can be had; safe to be repeated."""
         job = self._require_job()
         async for result in self.adapter.results(self.request, job, status):
@@ -154,7 +154,7 @@ class Errand:
 
     # What comes next --------------------------------------------------------------------------------------------
 
-    async def _do_next(self, stop: bool) -> Progress | None:
+    async def _do_next(self, stop: bool, may_submit: bool) -> Progress | None:
         row = self.row
         if row.has_ended:
             return Over()
@@ -166,12 +166,14 @@ class Errand:
         if row.due_seconds > 0:
             return Waits(row.due_seconds)
         match row.phase:
+            case "planned" | "staged" if not may_submit:
+                return Waits(self._pace.poll_seconds)
             case "planned":
                 await self._stage()
             case "staged":
                 return await self._submit()
             case "submitting":
-                return await self._resolve_doubt()
+                return await self._resolve_doubt(may_submit=may_submit and not stop)
             case _:
                 return await self._poll()
         return None
@@ -201,7 +203,7 @@ class Errand:
         await self._refer(job)
         return None
 
-    async def _resolve_doubt(self) -> Progress | None:
+    async def _resolve_doubt(self, *, may_submit: bool) -> Progress | None:
         """The row says that the job may be there. It is sent again only when it surely is not."""
         row, abilities = self.row, self.adapter.abilities
         assert row.submitting_at is not None
@@ -220,6 +222,9 @@ class Errand:
         left = self._pace.settle_seconds - row.doubtful_seconds
         if left > 0:
             return await self._come_back(min(left, max(_DOUBT_SECONDS, self._pace.settle_seconds / 4)))
+        if not may_submit:
+            self.row = await self._jobs.withdraw(row, self._held)
+            return None
         return await self._submit()
 
     async def _find(self, row: RemoteJob) -> Sequence[Job]:

@@ -11,8 +11,10 @@ from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.plan.shards import Shard
 from batchwright.batches.progress import RecentPace
 from batchwright.batches.seal import Seal
+from batchwright.batches.send.desk import Desk
 from batchwright.batches.send.dispatch import Dispatcher
-from batchwright.batches.send.shard import ShardRun
+from batchwright.batches.send.provider import ProviderShardRun
+from batchwright.batches.send.shard import ShardClaim, ShardRun
 from batchwright.batches.store import SHARD, Control
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import DISK
@@ -40,12 +42,14 @@ class ShardRunner:
         checkpoints: Checkpoints,
         unregistered: UnregisteredAnswers,
         seal: Seal,
+        desk: Desk,
     ) -> None:
         self.tools = tools
         self.dispatcher = dispatcher
         self.checkpoints = checkpoints
         self.unregistered = unregistered
         self.seal = seal
+        self.desk = desk
         self._sending: set[ShardRun] = set()
         self._paces: dict[str, RecentPace] = {}
         self._noted_at = float("-inf")
@@ -58,7 +62,8 @@ class ShardRunner:
 
     async def run(self, ctx: Context, shard: Shard) -> Outcome:
         """One claim of a shard. Its span lasts until the outcome is committed."""
-        run = ShardRun(self, ctx, shard)
+        kind: type[ShardClaim] = ShardRun if shard.provider is None else ProviderShardRun
+        run = kind(self, ctx, shard)
         span = tracing.span("process-shard", parent=ctx.traceparent, attributes=run.attributes, current=False)
         span.__enter__()
         ctx.when_settled(lambda _: span.__exit__(None, None, None))
