@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchwright.app import AsyncBatchwright
-from batchwright.batches.store import Batch
+from batchwright.batches.part import BatchesPart
+from batchwright.batches.store import Batch, Batches
 from batchwright.providers.jobs import RemoteJob
 from batchwright.providers.part import ProvidersPart
 from batchwright.simulator import running
@@ -31,6 +32,10 @@ MODELS = {
 class ProviderStage(Stage):
     providers: Server
     key_file: Path
+
+    @property
+    def batches(self) -> Batches:
+        return self.batchwright.part(BatchesPart).batches
 
     def pass_time(self, seconds: float | None = None) -> None:
         """At the providers; by default as much as their jobs need."""
@@ -75,12 +80,12 @@ async def provider_stage(
     *,
     models: dict[str, dict[str, Any]] | None = None,
     tables: dict[str, dict[str, Any]] | None = None,
-    faults: Sequence[str] = (),
+    simulator: dict[str, Any] | None = None,
     **parts: Any,
 ) -> AsyncIterator[ProviderStage]:
     key_file = folder / "key"
     key_file.write_text(SECRET)
-    async with running(None) as server, running_providers(faults=faults) as providers:
+    async with running(None) as server, running_providers(**(simulator or {})) as providers:
         own = {"small": {"url": server.url, "initial_backoff": 0.05, "max_backoff": 0.5}}
         written = {
             name: {"base_url": providers.urls[name], "api_key_file": str(key_file), "settle_seconds": 0.5}
