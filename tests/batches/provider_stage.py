@@ -62,8 +62,11 @@ class ProviderStage(Stage):
         return rows
 
     async def finished(self, id: str, count: int = 1) -> Batch:
-        """Let the providers do their work, and wait for the end."""
-        await self.submitted(id, count)
+        """Wait until the providers have had so many jobs, let them do their work, and wait for the end."""
+        async with asyncio.timeout(30.0):
+            while len(self.remote()) < count:
+                self.look()
+                await asyncio.sleep(0.02)
         self.pass_time()
         return await self.ended(id)
 

@@ -79,7 +79,7 @@ async def test_failed_lines_are_retried_in_a_new_job(stage):
     stage.work()
     first = await stage.finished(await stage.submit([request(f"r{n}", model="gpt") for n in range(4)]))
     assert (first.completed, first.failed) == (2, 2)
-    again = await stage.finished(await stage.repeat(first))
+    again = await stage.finished(await stage.repeat(first), 2)
     output, errors = await stage.results(again)
     assert ([line["custom_id"] for line in output], errors) == (["r1", "r3"], [])
     assert [len(job.items) for job in stage.remote()] == [4, 2]
@@ -92,7 +92,7 @@ async def test_a_job_that_expired_keeps_its_part_and_the_rest_is_sent_once_more(
     await stage.submitted(id)
     stage.pass_time(86_400 * 2)
     await stage.until(id, lambda batch: batch.completed == 2)
-    batch = await stage.finished(id)
+    batch = await stage.finished(id, 2)
     output, errors = await stage.results(batch)
     assert ([line["custom_id"] for line in output], errors) == ([f"r{n}" for n in range(4)], [])
     assert [len(job.items) for job in stage.remote()] == [4, 2]
@@ -105,9 +105,7 @@ async def test_lines_that_expire_again_say_so(stage):
     await stage.submitted(id)
     stage.pass_time(86_400 * 2)
     await stage.until(id, lambda batch: batch.completed == 2)
-    await stage.submitted(id)
-    stage.pass_time(86_400 * 2)
-    batch = await stage.ended(id)
+    batch = await stage.finished(id, 2)
     output, errors = await stage.results(batch)
     assert (batch.status, batch.completed, batch.expired) == (BatchStatus.COMPLETED, 3, 1)
     assert [line["error"]["code"] for line in errors] == ["batch_expired"]
@@ -123,7 +121,7 @@ async def test_results_that_are_odd_give_every_line_its_answer_once(stage, fault
     stage.pass_time()
     if fault.endswith("times=1"):
         await stage.until(id, lambda batch: batch.completed == 3)
-        batch = await stage.finished(id)
+        batch = await stage.finished(id, 2)
     else:
         batch = await stage.ended(id)
     output, errors = await stage.results(batch)
@@ -135,13 +133,12 @@ async def test_a_provider_that_takes_no_more_is_asked_again_later(stage, monkeyp
     stage.providers.put_faults("failed:code=token_limit_exceeded:times=3")
     stage.work()
     id = await stage.submit([request(f"r{n}", model="gpt") for n in range(3)])
-    for count in (1, 2, 3, 4):
+    for count in (1, 2, 3):
         async with asyncio.timeout(30):
             while len(stage.remote()) < count:
                 await asyncio.sleep(0.02)
-        await stage.submitted(id)
         stage.pass_time()
-    batch = await stage.ended(id)
+    batch = await stage.finished(id, 4)
     assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3)
 
 
@@ -226,7 +223,7 @@ async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there
         await stage.until(id, lambda batch: batch.completed == 1)
         assert [job.provider for job in stage.remote()] == ["openai"]
         await stage.batches.resume(id, tenant="default")
-        batch = await stage.finished(id)
+        batch = await stage.finished(id, 2)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 2)
 
 

@@ -32,7 +32,15 @@ from batchwright.batches.plan import plan, planner
 from batchwright.batches.plan.lines import Problem
 from batchwright.batches.plan.shards import Shard, last_journal_number, shards_of
 from batchwright.batches.send.desk import Desk
-from batchwright.batches.store import AWAY_SECONDS, QUEUE, SHARD_QUEUE, Batch, Ending, require_own_job
+from batchwright.batches.store import (
+    AWAY_SECONDS,
+    PROVIDER_QUEUE,
+    QUEUE,
+    SHARD_QUEUE,
+    Batch,
+    Ending,
+    require_own_job,
+)
 from batchwright.batches.tally import LineStatus
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import reason_to_wait
@@ -66,6 +74,11 @@ class EndingVerb(Protocol):
 def shard_queue(queue: str, model: str) -> str:
     """Shards of ordinary batches wait in one queue per model, those of a private queue in queues below it."""
     return f"{SHARD_QUEUE}{model}" if queue == QUEUE else f"{queue}/{SHARD_QUEUE}{model}"
+
+
+def provider_queue(queue: str, provider: str) -> str:
+    """The same for shards at outside providers, which wait in one queue per provider."""
+    return f"{PROVIDER_QUEUE}{provider}" if queue == QUEUE else f"{queue}/{PROVIDER_QUEUE}{provider}"
 
 
 class Processor:
@@ -277,11 +290,15 @@ class Run:
         for one in shards:
             is_first = one.model not in firsts
             firsts.add(one.model)
+            if one.provider is None:
+                operation, queue = send_shard, shard_queue(batch.queue, one.model)
+            else:
+                operation, queue = send_provider_shard, provider_queue(batch.queue, one.provider)
             children.append(
                 NewJob(
-                    send_shard if one.provider is None else send_provider_shard,
+                    operation,
                     one,
-                    queue=shard_queue(batch.queue, one.model),
+                    queue=queue,
                     priority=batch.priority if is_first else min(9, batch.priority + 1),
                     owner=batch.id,
                     traceparent=tracing.current_traceparent() or batch.traceparent,

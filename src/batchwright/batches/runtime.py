@@ -13,7 +13,7 @@ from batchwright.batches.journal.checkpoint import Checkpoints
 from batchwright.batches.journal.segments import Segments
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.metrics import BatchCounts, load_of
-from batchwright.batches.process import Processor, shard_queue
+from batchwright.batches.process import Processor, provider_queue, shard_queue
 from batchwright.batches.send.desk import Desk
 from batchwright.batches.send.disk import Disk
 from batchwright.batches.send.dispatch import Dispatcher
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SHARDS_MAX = 256
 """Shards that one process holds at the same time; each costs little more than an open file."""
 PROVIDER_SHARDS_MAX = 64
-"""Shards of one model that one process looks after at the same time while they are at a provider."""
+"""Shards at one provider that one process looks after at the same time."""
 COORDINATORS_MAX = 16
 """Batches that one process plans or finishes at the same time."""
 
@@ -71,12 +71,13 @@ class Runtime:
         self.desk = _make_desk(part, site, tools)
         self.shards = ShardRunner(tools, self.dispatcher, checkpoints, unregistered, part.seal, self.desk)
         endings = part.make_endings(tools.batches, tools.counts)
-        self._models = None if gateways.models is None else gateways.models | set(self.desk.plans)
-        processor = Processor(tools, endings, unregistered, models=self._models, desk=self.desk)
+        models = None if gateways.models is None else gateways.models | set(self.desk.plans)
+        processor = Processor(tools, endings, unregistered, models=models, desk=self.desk)
         tools.counts.watch(lambda: load_of(self.dispatcher, shards=self.shards.held, shards_max=SHARDS_MAX))
         self.services: tuple[object, ...] = (self.shards, processor, self.dispatcher)
         served = [queue for queue in (QUEUE, *(site.queues or ())) if site.serves(queue)]
         self._prefixes = tuple(shard_queue(queue, "") for queue in served)
+        self._provider_queues = {provider_queue(queue, one) for queue in served for one in self.desk.providers}
         self._limits = {queue: COORDINATORS_MAX for queue in served if queue == QUEUE or queue.startswith(PRIVATE)}
 
     # What the worker may claim: it asks for each queue ----------------------------------------------------------
@@ -84,25 +85,25 @@ class Runtime:
     operations = (SHARD, PROVIDER_SHARD, PROCESS)
 
     def queues(self) -> list[str]:
-        models = self._models
+        models = self.dispatcher.gateways.models
         shards = [prefix + model for prefix in self._prefixes for model in sorted([""] if models is None else models)]
-        return [*self._limits, *shards]
+        return [*self._limits, *shards, *sorted(self._provider_queues)]
 
     def serves(self, queue: str) -> bool:
         """Whether this queue is for us: its jobs take no slot of the worker, they are limited by what we can do."""
-        return queue in self._limits or queue.startswith(self._prefixes)
+        return queue in self._limits or queue in self._provider_queues or queue.startswith(self._prefixes)
 
     def wanted(self, queue: str, priority: int, running: int) -> int:
         if self.broken is not None:
             return 0
         if (limit := self._limits.get(queue)) is not None:
             return max(0, limit - running)
-        model = next(queue.removeprefix(one) for one in self._prefixes if queue.startswith(one))
-        if model in self.desk.plans:
+        if queue in self._provider_queues:
             return max(0, PROVIDER_SHARDS_MAX - running)
         room = SHARDS_MAX - self.shards.held
         if room <= 0:
             return 0
+        model = next(queue.removeprefix(one) for one in self._prefixes if queue.startswith(one))
         return self.dispatcher.wanted(model, priority, room)
 
     def listen(self, on_demand: Callable[[], None]) -> None:

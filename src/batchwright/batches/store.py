@@ -34,6 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 QUEUE = "batches"
 SHARD_QUEUE = "shard/"
+PROVIDER_QUEUE = "provider/"
 PROCESS = "batch.process"
 SHARD = "batch.shard"
 PROVIDER_SHARD = "batch.provider_shard"

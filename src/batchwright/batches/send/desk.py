@@ -58,6 +58,10 @@ class Desk:
         """Where the requests of these models go; ConfigurationError if a provider is none that can answer them."""
         return {model: self._plan(model, settings) for model, settings in self.models.items()}
 
+    @property
+    def providers(self) -> set[str]:
+        return {plan.provider for plan in self.plans.values()}
+
     def _plan(self, model: str, settings: GatewaySettings) -> ProviderPlan:
         assert settings.provider is not None
         try:

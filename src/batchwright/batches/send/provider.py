@@ -228,7 +228,7 @@ class ProviderShardRun(ShardClaim):
 
     @asynccontextmanager
     async def _open_ledger(self) -> AsyncIterator[Ledger]:
-        """Its lines and their answers; what was added is registered at the end. An error leaves that to the next claim."""
+        """Its lines and their answers; what was added is registered at the end, after an error by the next claim."""
         batch = self._batch
         with self._tools.workspace.use(batch.id):
             descriptor = await self._open_input(batch)
