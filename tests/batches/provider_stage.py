@@ -14,7 +14,7 @@ from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, Batches
 from batchwright.providers.jobs import RemoteJob
 from batchwright.providers.part import ProvidersPart
-from batchwright.simulator import running
+from batchwright.simulator import SimulatorSettings, running
 from batchwright.simulator.providers import Server
 from batchwright.simulator.providers import running as running_providers
 from tests.batches.stage import Stage, stage_settings
@@ -84,12 +84,14 @@ async def provider_stage(
     models: dict[str, dict[str, Any]] | None = None,
     tables: dict[str, dict[str, Any]] | None = None,
     simulator: dict[str, Any] | None = None,
+    own: dict[str, Any] | None = None,
+    own_simulator: SimulatorSettings | None = None,
     **parts: Any,
 ) -> AsyncIterator[ProviderStage]:
     key_file = folder / "key"
     key_file.write_text(SECRET)
-    async with running(None) as server, running_providers(**(simulator or {})) as providers:
-        own = {"small": {"url": server.url, "initial_backoff": 0.05, "max_backoff": 0.5}}
+    async with running(own_simulator) as server, running_providers(**(simulator or {})) as providers:
+        small = {"url": server.url, "initial_backoff": 0.05, "max_backoff": 0.5, **(own or {})}
         written = {
             name: {"base_url": providers.urls[name], "api_key_file": str(key_file), "settle_seconds": 0.5}
             for name in PROVIDERS
@@ -100,7 +102,7 @@ async def provider_stage(
             database_url,
             folder,
             server.url,
-            model_gateways=own | (MODELS if models is None else models),
+            model_gateways={"small": small} | (MODELS if models is None else models),
             providers=written,
             tasks={"poll_interval_seconds": 0.1},
             **parts,

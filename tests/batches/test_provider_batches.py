@@ -2,14 +2,18 @@
 
 import asyncio
 import signal
+from contextlib import asynccontextmanager
 
 import pytest
 
+from batchwright.batches import progress
+from batchwright.batches.plan import shards
 from batchwright.batches.progress import forecast
-from batchwright.batches.send import provider
+from batchwright.batches.send import provider, runner
 from batchwright.errors import ConfigurationError
 from batchwright.inference.settings import GatewaySettings, refuse_both
 from batchwright.providers import jobs
+from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from tests.batches.provider_stage import MODELS, SECRET, provider_stage
 from tests.batches.stage import jsonl, request
@@ -415,3 +419,89 @@ async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(da
         output, errors = await stage.results(batch)
         assert (batch.status, batch.completed, batch.cancelled) == (BatchStatus.CANCELLED, 2, 2)
         assert sorted(line["custom_id"] for line in output + errors) == ["r0", "r1", "r2", "r3"]
+
+
+# Overflow -------------------------------------------------------------------------------------------------------------
+
+SLOW = SimulatorSettings(any_model=Profile(decode_rate=4.0, output_sigma=0.0, max_running=1000))
+PRICES = {"*": {"input": 1.0, "output": 2.0}}
+FEW = {"concurrency": 2, "model_concurrency_start": 2, "model_concurrency_max": 2}
+
+
+@asynccontextmanager
+async def overflow_stage(database_url, folder, monkeypatch, *, cost_max=1.0, provider="openai", prices=PRICES):
+    """Own servers that are too slow for the batch, in shards of ten requests, and nobody waits before seeing that."""
+    monkeypatch.setattr(progress, "_RECENT_SECONDS", 0.3)
+    monkeypatch.setattr(runner, "RELIEVE_SECONDS", 0.3)
+    monkeypatch.setattr(shards.cut, "__kwdefaults__", {**shards.cut.__kwdefaults__, "requests_max": 10})
+    overflow = {"overflow_provider": provider, "overflow_cost_max": cost_max, "provider_model": "there"}
+    tables = {provider: {"prices": prices}}
+    quick = {"speed": 1.0, "queue_seconds": 0.0, "run_seconds": 0.5, "cancel_seconds": 0.0}
+    options = {"simulator": quick, "tables": tables, "own_simulator": SLOW, "own": overflow, "models": {}}
+    options["inference"] = FEW
+    async with provider_stage(database_url, folder, **options) as stage:
+        yield stage
+
+
+async def events(stage, name):
+    sql = "SELECT message, cost::float8 FROM batchwright.job_event WHERE event = %(name)s ORDER BY id"
+    return await stage.batchwright.pool.rows(sql, {"name": name})
+
+
+async def test_shards_of_a_late_batch_that_nobody_has_begun_go_to_the_provider(database_url, tmp_path, monkeypatch):
+    async with overflow_stage(database_url, tmp_path, monkeypatch) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}", model="small") for n in range(120)], completion_window="60s")
+        batch = await stage.ended(id)
+        output, errors = await stage.results(batch)
+        assert batch.status is BatchStatus.COMPLETED
+        assert ([line["custom_id"] for line in output], errors) == ([f"r{n}" for n in range(120)], [])
+        sent = sum(len(job.items) for job in stage.remote())
+        assert 0 < sent < 120
+        assert stage.simulator.stats()["received"] == 120 - sent
+        told = await events(stage, "batch.overflowed")
+        assert len(told) == len(stage.remote())
+        assert all(cost > 0 for _, cost in told)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"cost_max": 1e-9}, "all of it would cost more than 1e-09"),
+        ({"prices": {}}, "what there costs at openai is not known"),
+        ({"provider": "anthropic"}, "anthropic cannot take this"),
+    ],
+)
+async def test_shards_stay_where_the_provider_is_too_dear_or_unable(
+    database_url, tmp_path, monkeypatch, options, reason
+):
+    async with overflow_stage(database_url, tmp_path, monkeypatch, **options) as stage:
+        stage.work()
+        lines = [request(f"r{n}", model="small", logprobs=True) for n in range(60)]
+        id = await stage.submit(lines, completion_window="60s")
+        async with asyncio.timeout(30):
+            while not (told := await events(stage, "batch.overflow_refused")):
+                await asyncio.sleep(0.05)
+        assert reason in told[0][0]
+        assert stage.remote() == []
+        await stage.batches.cancel(id, tenant="default")
+        await stage.ended(id)
+
+
+async def test_all_that_goes_over_costs_no_more_than_its_limit(database_url, tmp_path, monkeypatch):
+    async with overflow_stage(database_url, tmp_path, monkeypatch, cost_max=0.001) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}", model="small") for n in range(120)], completion_window="60s")
+        async with asyncio.timeout(30):
+            while not await events(stage, "batch.overflow_refused"):
+                await asyncio.sleep(0.05)
+        ((spent,),) = await raw(stage.batchwright.queue, "SELECT overflow_cost FROM batchwright.batch")
+        assert 0 < spent <= 0.001
+        assert spent == pytest.approx(sum(cost for _, cost in await events(stage, "batch.overflowed")))
+        await stage.batches.cancel(id, tenant="default")
+        assert (await stage.ended(id)).status is BatchStatus.CANCELLED
+
+
+def test_an_overflow_needs_a_limit():
+    with pytest.raises(ConfigurationError, match="overflow_provider and overflow_cost_max belong together"):
+        GatewaySettings(url="http://h:1", overflow_provider="openai")

@@ -34,11 +34,11 @@ from batchwright.batches.plan.shards import Shard, last_journal_number, shards_o
 from batchwright.batches.send.desk import Desk
 from batchwright.batches.store import (
     AWAY_SECONDS,
-    PROVIDER_QUEUE,
     QUEUE,
     SHARD_QUEUE,
     Batch,
     Ending,
+    provider_queue,
     require_own_job,
 )
 from batchwright.batches.tally import LineStatus
@@ -74,11 +74,6 @@ class EndingVerb(Protocol):
 def shard_queue(queue: str, model: str) -> str:
     """Shards of ordinary batches wait in one queue per model, those of a private queue in queues below it."""
     return f"{SHARD_QUEUE}{model}" if queue == QUEUE else f"{queue}/{SHARD_QUEUE}{model}"
-
-
-def provider_queue(queue: str, provider: str) -> str:
-    """The same for shards at outside providers, which wait in one queue per provider."""
-    return f"{PROVIDER_QUEUE}{provider}" if queue == QUEUE else f"{queue}/{PROVIDER_QUEUE}{provider}"
 
 
 class Processor:

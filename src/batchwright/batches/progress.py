@@ -68,6 +68,8 @@ class RecentPace:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
+        self.rate = 0.0
+        """Answers in a second, when somebody last looked."""
 
     def needs_express(self, control: Control) -> bool:
         """Note how far the batch is now; False until it was watched for a while."""
@@ -78,6 +80,6 @@ class RecentPace:
         since, before = self._seen[0]
         if now - since < _RECENT_SECONDS:
             return False
-        rate = (control.done - before) / (now - since)
+        self.rate = (control.done - before) / (now - since)
         lines = control.total - control.done
-        return needs_more(EXPRESS_SHARE, lines=lines, rate=rate, seconds_left=control.seconds_left)
+        return needs_more(EXPRESS_SHARE, lines=lines, rate=self.rate, seconds_left=control.seconds_left)

@@ -13,12 +13,12 @@ from batchwright.batches.journal.checkpoint import Checkpoints
 from batchwright.batches.journal.segments import Segments
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.metrics import BatchCounts, load_of
-from batchwright.batches.process import Processor, provider_queue, shard_queue
+from batchwright.batches.process import Processor, shard_queue
 from batchwright.batches.send.desk import Desk
 from batchwright.batches.send.disk import Disk
 from batchwright.batches.send.dispatch import Dispatcher
 from batchwright.batches.send.runner import ShardRunner
-from batchwright.batches.store import PROCESS, PROVIDER_SHARD, QUEUE, SHARD, Batches
+from batchwright.batches.store import PROCESS, PROVIDER_SHARD, QUEUE, SHARD, Batches, provider_queue
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import Waits
 from batchwright.engine.queue import Queue
@@ -131,8 +131,8 @@ def _make_tools(part: BatchesPart, site: Site) -> Toolbox:
 
 
 def _make_desk(part: BatchesPart, site: Site, tools: Toolbox) -> Desk:
-    models = {model: one for model, one in part.core.settings.model_gateways.items() if one.provider is not None}
     directory = part.core.part(ProvidersPart).directory
+    models = part.core.settings.model_gateways
     return Desk(directory=directory, jobs=RemoteJobs(site.queue), models=models, store=tools.files.store)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from uuid import UUID
 
 import orjson
 
+from batchwright.batches.plan.shards import Shard
 from batchwright.batches.tally import Tally
 from batchwright.db.database import Row, Session
 from batchwright.db.retry import retry_deadlocks
@@ -100,6 +101,8 @@ class Batch:
     error_summary: Any
     resends: int
     """How often lines without an answer were sent again."""
+    overflow_cost: float = 0.0
+    """What the shards may cost that went to a provider because the batch would be late."""
     stop_reason: str | None
     stop_at: datetime | None
     stop_error: dict[str, Any] | None
@@ -219,6 +222,15 @@ class Stalled(NamedTuple):
     expires_at: datetime
 
 
+class OpenShard(NamedTuple):
+    """A shard that has not ended."""
+
+    job_id: UUID
+    shard: Shard
+    is_untouched: bool
+    """No worker has ever had it."""
+
+
 class Segment(NamedTuple):
     """A registered range of a journal."""
 
@@ -320,6 +332,11 @@ def window_seconds(window: str) -> int:
             param="completion_window",
         )
     return seconds
+
+
+def provider_queue(queue: str, provider: str) -> str:
+    """Shards at outside providers wait in one queue per provider, those of a private queue in queues below it."""
+    return f"{PROVIDER_QUEUE}{provider}" if queue == QUEUE else f"{queue}/{PROVIDER_QUEUE}{provider}"
 
 
 class Batches:
@@ -616,6 +633,29 @@ class Batches:
                 break
             after = found[-1].id
         return found
+
+    # Shards that go elsewhere -----------------------------------------------------------------------------------
+
+    async def open_shards(self, job_id: UUID) -> Sequence[OpenShard]:
+        """In the order of their numbers."""
+        children = await owned.open_children(self.queue, job_id)
+        return [OpenShard(one.id, Shard(**one.payload), one.is_untouched) for one in children]
+
+    @retry_deadlocks
+    async def redirect(self, batch: Batch, one: OpenShard, shard: Shard, cost: float, *, cost_max: float) -> bool:
+        """Give a shard that nobody has begun to its provider; False if that costs too much, or it was begun."""
+        assert shard.provider is not None
+        to = provider_queue(batch.queue, shard.provider)
+        params = {"id": batch.id, "cost": cost, "cost_max": cost_max}
+        async with self.queue.database.transaction() as session:
+            if not await self.queue.database.ask(SQL["spend_on_overflow"], params, session):
+                return False
+            is_moved = await owned.redirect(
+                self.queue, one.job_id, job_type=PROVIDER_SHARD, to=to, payload=asdict(shard), session=session
+            )
+            if not is_moved:
+                await self.queue.database.ask(SQL["spend_on_overflow"], {**params, "cost": -cost}, session)
+            return is_moved
 
     # Upkeep -----------------------------------------------------------------------------------------------------
 

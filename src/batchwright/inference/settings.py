@@ -83,10 +83,15 @@ class GatewaySettings:
     """Instead of to a server, batches of this model go through the batch API of this outside provider: `openai`,
     `anthropic`, `gemini`, or any other that does completions; only for the gateway of one model."""
     provider_model: str | None = None
-    """What the provider calls the model, if it is not its name here."""
+    """What the provider, or the overflow provider, calls the model, if it is not its name here."""
     provider_tokens_max: int | None = None
     """Tokens of prompts, by a rule of thumb, in one job at the provider; for accounts that may have fewer of them
     waiting there than a job may hold."""
+    overflow_provider: str | None = None
+    """A provider that takes over what no worker has begun of a batch that would be late on this server."""
+    overflow_cost_max: float | None = None
+    """What that may cost for one batch, in the money of the provider's prices; by an estimate, which counts the most
+    tokens that the requests allow."""
 
     def __post_init__(self) -> None:
         lowered = tuple(sorted({name.lower() for name in self.passthrough_headers}))
@@ -123,10 +128,16 @@ class GatewaySettings:
 
     def _check(self) -> None:
         for name in ("provider_model", "provider_tokens_max"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and self.overflow_provider is None:
                 raise ConfigurationError(
                     f'the gateway {self.url} has {name} but no provider; write provider = "openai"'
                 )
+        if (self.overflow_provider is None) != (self.overflow_cost_max is None):
+            raise ConfigurationError("overflow_provider and overflow_cost_max belong together; write both")
+        if self.overflow_cost_max is not None and not 0 < self.overflow_cost_max < inf:
+            raise ConfigurationError(
+                f"overflow_cost_max is {self.overflow_cost_max}; it is the most that a batch may cost, above 0"
+            )
         named = [name for name in ("api_key_name", "api_key_file", "api_key_env") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ConfigurationError(f"the gateway {self.url} has {' and '.join(named)}; keep one of them")
@@ -196,10 +207,10 @@ class InferenceSettings:
 
 def refuse_both(gateway: GatewaySettings, model_gateways: Mapping[str, GatewaySettings]) -> None:
     """All models go to one gateway, or each to its own: never both."""
-    if gateway.provider is not None:
+    if (provider := gateway.provider or gateway.overflow_provider) is not None:
         raise ConfigurationError(
-            f"global_inference_gateway has the provider {gateway.provider!r}; a provider is named for each model: "
-            f'[model_gateways."gpt-5-mini"] with provider = "{gateway.provider}"'
+            f"global_inference_gateway has the provider {provider!r}; a provider is named for each model: "
+            f'[model_gateways."gpt-5-mini"] with provider = "{provider}"'
         )
     if gateway.is_set and model_gateways:
         raise ConfigurationError(

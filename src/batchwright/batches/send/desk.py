@@ -50,35 +50,43 @@ class Desk:
     directory: Directory
     jobs: RemoteJobs
     models: Mapping[str, GatewaySettings]
-    """Those that go to a provider."""
     store: Store
 
     @cached_property
     def plans(self) -> Mapping[str, ProviderPlan]:
-        """Where the requests of these models go; ConfigurationError if a provider is none that can answer them."""
-        return {model: self._plan(model, settings) for model, settings in self.models.items()}
+        """Models that go to a provider; ConfigurationError if that is none that can answer them."""
+        return {model: self._plan(model, one.provider, one) for model, one in self.models.items() if one.provider}
+
+    @cached_property
+    def overflows(self) -> Mapping[str, ProviderPlan]:
+        """Models that go to servers of our own, and to a provider when their batch would be late."""
+        found = {model: one for model, one in self.models.items() if one.overflow_provider}
+        return {model: self._plan(model, one.overflow_provider or "", one) for model, one in found.items()}
+
+    def cost_max(self, model: str) -> float:
+        """What all shards of a batch may cost that go there because it would be late."""
+        return self.models[model].overflow_cost_max or 0.0
 
     @property
     def providers(self) -> set[str]:
-        return {plan.provider for plan in self.plans.values()}
+        return {plan.provider for plan in (*self.plans.values(), *self.overflows.values())}
 
-    def _plan(self, model: str, settings: GatewaySettings) -> ProviderPlan:
-        assert settings.provider is not None
+    def _plan(self, model: str, provider: str, settings: GatewaySettings) -> ProviderPlan:
         try:
-            abilities = self.directory.get(settings.provider).abilities
+            abilities = self.directory.get(provider).abilities
         except InvalidInput as error:
             raise ConfigurationError(f'model_gateways."{model}": {error}') from error
         if "completion" not in abilities.task_types:
             able = ", ".join(self.directory.can_do("completion"))
             raise ConfigurationError(
-                f'model_gateways."{model}" has the provider {settings.provider!r}, which answers no such requests; '
+                f'model_gateways."{model}" has the provider {provider!r}, which answers no such requests; '
                 f"there are {able}"
             )
         bytes_max = int((abilities.request_bytes_max or _UNLIMITED) * _BYTES_SHARE)
         if settings.provider_tokens_max is not None:
             bytes_max = max(1, min(bytes_max, settings.provider_tokens_max * TOKEN_BYTES))
         return ProviderPlan(
-            provider=settings.provider,
+            provider=provider,
             model=settings.provider_model or model,
             requests_max=abilities.requests_max or _UNLIMITED,
             bytes_max=bytes_max,

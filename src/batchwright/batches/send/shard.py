@@ -318,7 +318,7 @@ class ShardRun(ShardClaim):
         sender.schedule.change(
             control.id,
             priority=control.priority,
-            at_risk=self._runner.needs_express(control),
+            at_risk=self._runner.needs_express(control, self._ctx),
             in_flight_max=control.limits.get("max_in_flight"),
         )
         sender.wake.set()
