@@ -132,6 +132,22 @@ async def test_results_that_are_odd_give_every_line_its_answer_once(stage, fault
     assert ([line["custom_id"] for line in output], errors) == ([f"r{n}" for n in range(4)], [])
 
 
+async def test_a_line_without_any_result_is_not_sent_for_ever(stage):
+    """Its requests cannot be read any more, so that nobody can say which results are missing."""
+    stage.providers.put_faults("empty")
+    stage.work()
+    id = await stage.submit([request("a", model="gpt")])
+    await stage.submitted(id)
+    keys = [found.key async for found in stage.batchwright.store.list(f"batches/{id}/provider")]
+    await stage.batchwright.store.delete(*keys)
+    stage.pass_time()
+    await stage.finished(id, 2)
+    batch = await stage.ended(id)
+    _, errors = await stage.results(batch)
+    assert [line["error"]["code"] for line in errors] == ["missing_result"]
+    assert len(stage.remote()) == 2
+
+
 async def test_a_provider_that_takes_no_more_is_asked_again_later(stage, monkeypatch):
     monkeypatch.setattr(provider, "REFUSED_SECONDS", 0.1)
     stage.providers.put_faults("failed:code=token_limit_exceeded:times=3")

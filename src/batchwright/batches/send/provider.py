@@ -59,6 +59,7 @@ _PASSING = ("rate_limited", "transient")
 _FULL = "rate_limited"
 _UNDONE = ("batch_cancelled", "batch_expired", "missing_result")
 """Codes of requests that a provider has not come to."""
+_MISSING = {"code": "missing_result", "message": "The provider has no result for this request."}
 _CODE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -132,11 +133,8 @@ class ProviderShardRun(ShardClaim):
 
     async def _run_errand(self, rows: Sequence[RemoteJob], control: Control, must_stop: bool) -> Outcome:
         row = rows[-1]
-        is_lost = must_stop and row.phase in (
-            "planned",
-            "staged",
-        )  # nothing was paid for, so there is nothing to wait for
-        if not is_lost and (hold := await self._desk.find_hold(row.provider)) is not None:
+        is_paid = row.phase in ("submitting", "submitted")
+        if (is_paid or not must_stop) and (hold := await self._desk.find_hold(row.provider)) is not None:
             return await self._wait_for_credential(hold)
         errand = self._desk.errand(row, self.shard, self._batch.endpoint, self, self._held)
         try:
@@ -187,6 +185,7 @@ class ProviderShardRun(ShardClaim):
                             self._tools.counts.answered(self.shard.model, answer)
                         if ledger.account.journal.untaken >= UPLOAD_BYTES:
                             await self._checkpoints.flush(ledger.account)
+                harvest.close()
             except OperationError as error:
                 return await errand.put_off_results(error)
         self._is_complete = not ledger.pending
@@ -326,6 +325,12 @@ class Harvest:
         answer = _answer(result, self._seconds)
         self._ledger.keep(offset, answer)
         return answer
+
+    def close(self) -> None:
+        """After the last result. A line that is sent no more has an answer, or it would be sent for ever."""
+        if not self._must_stop and not self._may_repeat:
+            for entry in self._ledger.pending:
+                self._ledger.keep(entry.offset, _failure(_MISSING))
 
     def _leaves(self, error: Mapping[str, Any]) -> bool:
         """Whether a line stays without an answer: it is sent again, or the batch's own end says why it has none."""
