@@ -13,6 +13,7 @@ from batchwright.batches.send import provider, runner
 from batchwright.errors import ConfigurationError
 from batchwright.inference.settings import GatewaySettings, refuse_both
 from batchwright.providers import jobs
+from batchwright.providers.part import ProvidersPart
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from tests.batches.provider_stage import MODELS, SECRET, provider_stage
@@ -40,6 +41,10 @@ async def test_one_batch_goes_to_own_servers_and_to_three_providers(stage):
     assert all(line["id"].startswith("batch_req_") and line["error"] is None for line in output)
     assert sorted(job.provider for job in stage.remote()) == ["anthropic", "gemini", "openai"]
     assert set(batch.usage_by_model) == set(models)
+    assert [row.phase for row in await stage.rows(id)] == ["ended"] * 3
+    async with stage.batchwright.queue.database.transaction() as session:
+        await stage.batchwright.part(ProvidersPart).jobs.forget(id, session=session)
+    assert await stage.rows(id) == []
     assert all(usage["input"] > 0 and usage["output"] > 0 for usage in batch.usage_by_model.values())
 
 
@@ -250,7 +255,7 @@ async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there
 async def test_a_refused_credential_is_waited_for(stage, monkeypatch):
     monkeypatch.setattr(jobs, "_TRY_SECONDS", 0.2)
     monkeypatch.setattr(provider, "_HELD_SECONDS_MAX", 0.2)
-    stage.key_file.write_text("a wrong key")
+    stage.key_file.write_text("wrong-key")
     stage.work()
     id = await stage.submit([request("a", model="gpt"), request("b", model="small")])
     batch = await stage.until(id, lambda batch: batch.waits and batch.completed == 1)
@@ -500,6 +505,23 @@ async def test_shards_stay_where_the_provider_is_too_dear_or_unable(
                 await asyncio.sleep(0.05)
         assert reason in told[0][0]
         assert stage.remote() == []
+        await stage.batches.cancel(id, tenant="default")
+        await stage.ended(id)
+
+
+@pytest.mark.parametrize(("is_there", "reason"), [(False, "cannot be read"), (True, "openai refuses its credential")])
+async def test_shards_stay_where_the_credential_is_no_good(database_url, tmp_path, monkeypatch, is_there, reason):
+    async with overflow_stage(database_url, tmp_path, monkeypatch) as stage:
+        stage.key_file.unlink()
+        if is_there:
+            stage.key_file.write_text("wrong-key")
+            await stage.batchwright.part(ProvidersPart).jobs.hold("openai", "invalid_api_key", "401")
+        stage.work()
+        id = await stage.submit([request(f"r{n}", model="small") for n in range(60)], completion_window="60s")
+        async with asyncio.timeout(30):
+            while not (told := await events(stage, "batch.overflow_refused")):
+                await asyncio.sleep(0.05)
+        assert reason in told[0][0]
         await stage.batches.cancel(id, tenant="default")
         await stage.ended(id)
 

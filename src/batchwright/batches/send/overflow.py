@@ -77,6 +77,10 @@ class Overflow:
     async def _weigh(self, batch: Batch, shard: Shard, left: float) -> float | str:
         """What a shard may cost at its provider, with its requests written; or why it must not go."""
         plan, input = self._desk.overflows[shard.model], self._tools.workspace.input(batch.id)
+        if (missing := self._desk.directory.get(plan.provider).missing_credentials()) is not None:
+            return missing
+        if await self._desk.find_hold(plan.provider) is not None:
+            return f"{plan.provider} refuses its credential"
         with self._tools.workspace.use(batch.id) as folder:
             path = plan_path(folder, safe_name(shard.model))
             entries = await asyncio.to_thread(read_entries, path, shard.start, shard.count)
