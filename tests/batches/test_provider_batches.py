@@ -11,6 +11,7 @@ from batchwright.batches.plan import shards
 from batchwright.batches.progress import forecast
 from batchwright.batches.send import provider, runner
 from batchwright.errors import ConfigurationError
+from batchwright.inference import gateway
 from batchwright.inference.settings import GatewaySettings, refuse_both
 from batchwright.providers import jobs
 from batchwright.providers.part import ProvidersPart
@@ -255,12 +256,13 @@ async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there
 async def test_a_refused_credential_is_waited_for(stage, monkeypatch):
     monkeypatch.setattr(jobs, "_TRY_SECONDS", 0.2)
     monkeypatch.setattr(provider, "_HELD_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(gateway, "KEY_SECONDS", 0.0)
     stage.key_file.write_text("wrong-key")
     stage.work()
     id = await stage.submit([request("a", model="gpt"), request("b", model="small")])
     batch = await stage.until(id, lambda batch: batch.waits and batch.completed == 1)
     assert batch.waiting_reason == "credential"
-    assert batch.waits_for.startswith("a provider refuses its credential: openai: ")
+    assert batch.waits_for.startswith("a provider refuses its credential: openai: 401")
     assert stage.remote() == []
     stage.key_file.write_text(SECRET)
     batch = await stage.finished(id)
