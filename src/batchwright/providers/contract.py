@@ -93,6 +93,8 @@ class Problem:
     message: str
     input_id: str | None = None
     param: str | None = None
+    line: int | None = None
+    """Of a completion's file, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -128,18 +128,18 @@ class Errand:
         self.is_at_work = False
         """The provider has just said that it is at work on the job."""
 
-    async def advance(self, *, stop: bool = False) -> Progress:
+    async def advance(self, *, stop: bool = False, may_submit: bool = True) -> Progress:
         """Do what comes next, as far as it can be done now; `stop` cancels what can be cancelled."""
         try:
             if stop and self.row.stopping_seconds is None and not self.row.has_ended:
                 self.row = await self._jobs.begin_stop(self.row, self._held)
             while True:
-                if (progress := await self._do_next(stop)) is not None:
+                if (progress := await self._do_next(stop, may_submit)) is not None:
                     return progress
         except OperationError as error:
             return await self._put_off(error)
 
-    async def results(self, status: Status) -> AsyncIterator[Result]:
+    async def results(self, status: Status) -> AsyncGenerator[Result, None]:
         """Every result that can be had; safe to be repeated."""
         job = self._require_job()
         async for result in self.adapter.results(self.request, job, status):
@@ -170,7 +170,7 @@ class Errand:
 
     # What comes next --------------------------------------------------------------------------------------------
 
-    async def _do_next(self, stop: bool) -> Progress | None:
+    async def _do_next(self, stop: bool, may_submit: bool) -> Progress | None:
         row = self.row
         if row.has_ended:
             return Over()
@@ -182,12 +182,14 @@ class Errand:
         if row.due_seconds > 0:
             return Waits(row.due_seconds)
         match row.phase:
+            case "planned" | "staged" if not may_submit:
+                return Waits(self._pace.poll_seconds)
             case "planned":
                 await self._stage()
             case "staged":
                 return await self._submit()
             case "submitting":
-                return await self._resolve_doubt(stop)
+                return await self._resolve_doubt(stop=stop, may_submit=may_submit)
             case _:
                 return await self._poll()
         return None
@@ -218,7 +220,7 @@ class Errand:
         await self._refer(job)
         return None
 
-    async def _resolve_doubt(self, stop: bool) -> Progress | None:
+    async def _resolve_doubt(self, *, stop: bool, may_submit: bool) -> Progress | None:
         """The row says that the job may be there. It is sent again only when it surely is not, and still wanted."""
         if self.row.doubtful_seconds is None:
             self.row = await self._jobs.begin_doubt(self.row, self._held)
@@ -236,7 +238,12 @@ class Errand:
         left = self._pace.settle_seconds - row.doubtful_seconds
         if left > 0 and (stop or not abilities.deduplicates):
             return await self._come_back(min(left, max(_DOUBT_SECONDS, self._pace.settle_seconds / 4)))
-        return Refused(_STOPPED) if stop else await self._submit()
+        if stop:
+            return Refused(_STOPPED)
+        if not may_submit:
+            self.row = await self._jobs.withdraw(row, self._held)
+            return None
+        return await self._submit()
 
     async def _find(self, row: RemoteJob) -> Sequence[Job]:
         assert row.submitting_at is not None

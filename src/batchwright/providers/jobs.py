@@ -108,6 +108,14 @@ class JobEnding:
     cost: float | None = None
 
 
+class AtWork(NamedTuple):
+    """How far jobs are that are at their providers, as they said last."""
+
+    done: int
+    rate: float
+    """Results in a second since they were submitted."""
+
+
 class Hold(NamedTuple):
     """A provider whose credential was refused: no work goes there until it works again."""
 
@@ -232,6 +240,15 @@ class RemoteJobs:
             cost=ending.cost,
             seconds=_CLEAN_SECONDS,
         )
+
+    async def at_work(self, prefixes: Sequence[str]) -> dict[str, AtWork]:
+        """How far the jobs of these owners are whose results are not home yet; by the owner's first part."""
+        params = {"prefixes": list(prefixes)}
+        return {row[0]: AtWork(*row[1:]) for row in await self._database.ask(SQL["at_work"], params)}
+
+    async def forget(self, prefix: str, *, session: Session) -> None:
+        """Remove the rows of owners that are gone, by their first part."""
+        await self._database.ask(SQL["forget"], {"prefix": prefix}, session)
 
     async def clean(self, job: RemoteJob) -> None:
         """What was staged for it is gone."""

@@ -130,6 +130,22 @@ UPDATE batchwright.provider_job SET
 WHERE owner = %(owner)s AND phase <> 'ended'
 RETURNING key
 
+-- Owners such as `batch_1/3` are named by what stands before the slash.
+-- name: at_work
+SELECT one.prefix, sum(coalesce(job.succeeded, 0) + coalesce(job.failed, 0))::bigint,
+    sum((coalesce(job.succeeded, 0) + coalesce(job.failed, 0))
+        / greatest(1, extract(epoch FROM :now - job.submitted_at)))::float8
+FROM unnest(%(prefixes)s::text[]) AS one (prefix)
+JOIN batchwright.provider_job AS job
+    ON job.owner >= one.prefix || '/' COLLATE "C" AND job.owner < one.prefix || '0' COLLATE "C"
+WHERE job.phase = 'submitted'
+GROUP BY one.prefix
+
+-- name: forget
+DELETE FROM batchwright.provider_job
+WHERE owner >= %(prefix)s || '/' COLLATE "C" AND owner < %(prefix)s || '0' COLLATE "C"
+RETURNING key
+
 -- Credentials that were refused --------------------------------------------------------------------------------------
 
 -- name: hold

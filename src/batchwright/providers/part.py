@@ -102,11 +102,12 @@ class ProvidersPart(Part):
         )
         return Directory(self.providers, self.settings, tools)
 
-    async def _read_stored(self, file_id: str) -> AsyncIterator[bytes]:
-        """The bytes of a file of ours, also of one that its user has deleted meanwhile."""
+    async def _read_stored(self, name: str) -> AsyncIterator[bytes]:
+        """The bytes of a file of ours, also of one that its user has deleted meanwhile; a name with a slash, which no
+        file has, is that of an object which a part has put into the store."""
         from batchwright.errors import Fatal, NotFound, StorageError, Transient
 
-        if (path := self.unstored.get(file_id)) is not None:
+        if (path := self.unstored.get(name)) is not None:
             from batchwright.files.local import read_file
 
             async for chunk in read_file(path):
@@ -114,21 +115,22 @@ class ProvidersPart(Part):
             return
         files = self.core.part(FilesPart).files
         try:
-            async for chunk in files.content(await files.get(file_id, tenant=None, also_gone=True)):
+            key = name if "/" in name else (await files.get(name, tenant=None, also_gone=True)).key
+            async for chunk in files.store.get(key):
                 yield chunk
         except NotFound as error:
             raise Fatal(str(error), scope="item", code="input_not_found") from None
         except StorageError as error:
             raise Transient(str(error), code="storage_unavailable") from None
 
-    def _place_stored(self, file_id: str) -> str | None:
-        """Where a file of ours is, if that is a bucket which a provider can be given access to."""
+    def _place_stored(self, name: str) -> str | None:
+        """Where a file or an object of ours is, if that is a bucket which a provider can be given access to."""
         from batchwright.files.store import object_key
 
         url = self.core.settings.storage.url
         if url is None or url.partition("://")[0] not in ("gs", "s3", "az"):
             return None
-        return f"{url.rstrip('/')}/{object_key(file_id)}"
+        return f"{url.rstrip('/')}/{name if '/' in name else object_key(name)}"
 
     # In a worker ------------------------------------------------------------------------------------------------
 

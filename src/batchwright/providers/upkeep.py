@@ -11,6 +11,7 @@ from batchwright.engine.jobs import JobId
 from batchwright.engine.retention import RetentionSettings
 from batchwright.engine.upkeep import Round
 from batchwright.errors import BatchwrightError, Conflict, NotFound, StorageError
+from batchwright.providers.contract import Request
 from batchwright.providers.directory import Directory
 from batchwright.providers.jobs import RemoteJob, RemoteJobs
 from batchwright.providers.process import EVENTS, FOLDER, make_request
@@ -110,13 +111,19 @@ class TaskUpkeep:
     async def _clean(self, page: Sequence[RemoteJob]) -> None:
         for row in page:
             try:
-                request = make_request(await self._tasks.get(row.owner, tenant=None), row.key, row.model, row.input_ids)
+                request = await self._request(row)
                 await self._directory.get(row.provider).clean_up(request, row.staged, row.job)
                 await self._jobs.clean(row)
             except BatchwrightError as error:
                 log.warning("%s: what was staged at %s is not removed yet: %s", row.key, row.provider, error)
             except Exception:  # of an adapter that is wrong; the others are cleaned all the same
                 log.exception("%s: what was staged at %s is not removed", row.key, row.provider)
+
+    async def _request(self, row: RemoteJob) -> Request:
+        """What was asked of the provider; a job that belongs to no task is of a batch, and its key says enough."""
+        if row.owner.startswith("task_"):
+            return make_request(await self._tasks.get(row.owner, tenant=None), row.key, row.model, row.input_ids)
+        return Request(key=row.key, task_type="completion", model=row.model, inputs=())
 
     async def remove_old(self, session: Session) -> bool:
         """Remove tasks that nobody can ask for any more, and the results of their jobs; the result file stays."""
