@@ -1,4 +1,4 @@
-"""Runs the tests of workers, batches and the API in the perturbed mode, with one seed after the other.
+"""Runs the tests of workers, batches, tasks and the API in the perturbed mode, with one seed after the other.
 
 python -m tests.perturbed.run [--minutes 30] [--seed N] [pytest's arguments]
 
@@ -28,6 +28,9 @@ PATHS = (
     "tests/files",
     "tests/operations",
     "tests/perturbed",
+    "tests/providers/test_crashes.py",
+    "tests/providers/test_tasks.py",
+    "tests/providers/test_tasks_ends.py",
     "tests/webhooks",
 )
 

@@ -133,6 +133,17 @@ async def test_a_task_that_no_worker_came_to_does_not_stay_pending_for_ever(stag
     assert (task.status, task.error["code"]) == (TaskStatus.FAILED, "abandoned")
 
 
+async def test_a_task_of_a_type_that_nothing_does_fails_and_says_so(stage):
+    """Such as one that a newer version has made."""
+    id = await stage.transcribe("sarvam", "one.wav")
+    sql = "UPDATE batchwright.task SET task_type = 'translation' WHERE id = %(id)s RETURNING id"
+    await stage.batchwright.pool.rows(sql, {"id": id})
+    stage.work()
+    task = await stage.until(id, lambda task: task.has_ended)
+    assert task.status is TaskStatus.FAILED
+    assert task.error["message"] == "nothing here does tasks of the type 'translation'"
+
+
 # Credentials ------------------------------------------------------------------------------------------------------
 
 

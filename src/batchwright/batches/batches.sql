@@ -4,7 +4,7 @@
 id, tenant, status::text, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds,
 metadata, limits, traceparent, retry_of, retry_codes, family, models, total, input_sha256, errors, completed, failed,
 expired, cancelled, input_tokens, cached_tokens, output_tokens, reasoning_tokens, usage_by_model, error_summary,
-resends, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
+resends, overflow_cost, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
 expires_at, paused_at, taken_up_at, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at,
 cancelled_at, waiting_reason, waiting_message,
 coalesce(waiting_at > :now - make_interval(mins => 2), false)
@@ -186,6 +186,12 @@ UPDATE batchwright.batch
 SET stop_reason = %(reason)s, stop_at = :now, stop_error = %(error)s::jsonb
 WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
 RETURNING job_id
+
+-- Shards that go to a provider because the batch would be late: all of them together may cost so much.
+-- name: spend_on_overflow
+UPDATE batchwright.batch SET overflow_cost = overflow_cost + %(cost)s
+WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL AND overflow_cost + %(cost)s <= %(cost_max)s
+RETURNING overflow_cost
 
 -- name: pause
 UPDATE batchwright.batch SET paused_at = coalesce(paused_at, :now) WHERE id = %(id)s RETURNING :columns

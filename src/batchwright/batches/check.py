@@ -40,6 +40,8 @@ async def check_gateways(part: BatchesPart) -> Finding:
             text = f"headers are passed through, but batches that have them cannot be created: {error}"
             remedy = "set batches.header_key_file, or passthrough_headers = []"
             return Finding("gateways", Level.ERROR, text, remedy)
+    if not endpoints:
+        return Finding("gateways", Level.OK, "every model goes to an outside provider")
     reached = await asyncio.gather(*(_is_reached(endpoint) for endpoint in endpoints))
     if away := [endpoint for endpoint, is_there in zip(endpoints, reached, strict=True) if not is_there]:
         text = f"{', '.join(away)} cannot be reached from here"

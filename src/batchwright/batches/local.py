@@ -104,12 +104,6 @@ def refuse_too_large(file: Path, settings: Settings) -> None:
         raise InvalidInput(f"{file} has {size} bytes, and batches.file_bytes_max is {most}; split it, or raise that")
 
 
-def hash_file(file: Path) -> str:
-    """The SHA-256, in hexadecimal digits."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 # Settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +134,7 @@ def add_headers(settings: Settings, headers: Mapping[str, str]) -> Settings:
 
     def with_headers(gateway: GatewaySettings) -> GatewaySettings:
         pairs = header_pairs({**dict(gateway.headers), **headers})
-        return replace(gateway, headers=pairs, passthrough_headers=()) if gateway.is_set else gateway
+        return replace(gateway, headers=pairs, passthrough_headers=()) if gateway.url else gateway
 
     return replace(
         settings,
@@ -152,7 +146,8 @@ def add_headers(settings: Settings, headers: Mapping[str, str]) -> Settings:
 def name_server(settings: Settings) -> str:
     if settings.global_inference_gateway.is_set:
         return settings.global_inference_gateway.endpoint
-    return " ".join(f"{model}={one.endpoint}" for model, one in sorted(settings.model_gateways.items()))
+    servers = settings.model_gateways.items()
+    return " ".join(f"{model}={one.provider or one.endpoint}" for model, one in sorted(servers))
 
 
 def private_settings(settings: Settings, queue: str, max_in_flight: int | None = None) -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchwright.batches.plan.shards import Shard
-from batchwright.batches.store import PROCESS, QUEUE, SHARD, SHARD_QUEUE, NewBatch
+from batchwright.batches.store import PROCESS, PROVIDER_QUEUE, PROVIDER_SHARD, QUEUE, SHARD, SHARD_QUEUE, NewBatch
 from batchwright.engine.context import Context
 from batchwright.engine.jobs import NewJob
 from batchwright.operations.decorator import operation
@@ -22,6 +22,14 @@ async def process_batch(ctx: Context, batch_id: str) -> Any:
 @operation(SHARD, queue=SHARD_QUEUE, max_attempts=5, backoff_seconds=1.0, backoff_seconds_max=60.0)
 async def send_shard(ctx: Context, shard: Shard) -> Any:
     """Send the requests of one slice of a batch's plan."""
+    from batchwright.batches.send.runner import ShardRunner
+
+    return await ctx.service(ShardRunner).run(ctx, shard)
+
+
+@operation(PROVIDER_SHARD, queue=PROVIDER_QUEUE, max_attempts=10, backoff_seconds=1.0, backoff_seconds_max=60.0)
+async def send_provider_shard(ctx: Context, shard: Shard) -> Any:
+    """Have the requests of one slice of a batch's plan answered by an outside provider, in one job there."""
     from batchwright.batches.send.runner import ShardRunner
 
     return await ctx.service(ShardRunner).run(ctx, shard)

@@ -31,7 +31,11 @@ class BatchesPart(Part):
     name = "batches"
     tables = {"batches": "batchwright.batches.settings:BatchSettings"}
     metrics = "batchwright.batches.metrics:BATCH_METRICS"
-    operations = ("batchwright.batches.operations:process_batch", "batchwright.batches.operations:send_shard")
+    operations = (
+        "batchwright.batches.operations:process_batch",
+        "batchwright.batches.operations:send_shard",
+        "batchwright.batches.operations:send_provider_shard",
+    )
     routers = ("batchwright.batches.http:router", "batchwright.batches.http_models:router")
     commands = {
         "batch": Command("batchwright.batches.commands.batch:app", "Run, watch and control batches of requests."),
@@ -114,7 +118,8 @@ class BatchesPart(Part):
 
         core = self.core
         endings = self.make_endings(self.batches, BatchCounts(site.counts))
-        watchdog = Watchdog(self.batches, endings, self.settings.cancel_grace_seconds)
+        settings = self.settings
+        watchdog = Watchdog(self.batches, endings, settings.cancel_grace_seconds, settings.provider_grace_seconds)
         store = core.open_store(COMPONENT, site.counts)
         garbage = Collector(core.queue, store, self.workspace, self.settings, core.settings.retention)
         return [*watchdog.rounds(), *garbage.rounds()]

@@ -25,13 +25,22 @@ from batchwright.batches.journal.checkpoint import Owner
 from batchwright.batches.journal.envelopes import error_code_of
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.journal.workspace import InputDamaged
-from batchwright.batches.operations import send_shard
+from batchwright.batches.operations import send_provider_shard, send_shard
 from batchwright.batches.output.assemble import Assembly
 from batchwright.batches.output.finalize import Finalizer, Result
 from batchwright.batches.plan import plan, planner
 from batchwright.batches.plan.lines import Problem
-from batchwright.batches.plan.shards import Shard, last_journal_number
-from batchwright.batches.store import AWAY_SECONDS, QUEUE, SHARD_QUEUE, Batch, Ending, require_own_job
+from batchwright.batches.plan.shards import Shard, last_journal_number, shards_of
+from batchwright.batches.send.desk import Desk
+from batchwright.batches.store import (
+    AWAY_SECONDS,
+    QUEUE,
+    SHARD_QUEUE,
+    Batch,
+    Ending,
+    provider_queue,
+    require_own_job,
+)
 from batchwright.batches.tally import LineStatus
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import reason_to_wait
@@ -71,13 +80,20 @@ class Processor:
     """Runs `batch.process`."""
 
     def __init__(
-        self, tools: Toolbox, endings: Endings, unregistered: UnregisteredAnswers, *, models: frozenset[str] | None
+        self,
+        tools: Toolbox,
+        endings: Endings,
+        unregistered: UnregisteredAnswers,
+        *,
+        models: frozenset[str] | None,
+        desk: Desk,
     ) -> None:
         self.tools = tools
+        self.desk = desk
         self.endings = endings
         self.finalizer = Finalizer(tools.batches, tools.files, tools.workspace, unregistered)
         self.models = models
-        """Those that have a gateway here; None if any has."""
+        """Those that have a gateway or a provider here; None if any has."""
 
     async def run(self, ctx: Context, batch_id: str) -> Outcome:
         try:
@@ -109,6 +125,7 @@ class Run:
         self._batch = batch
         """The batch as it is after our last move."""
         self._models = processor.models
+        self._desk = processor.desk
         self._endings = processor.endings
         self._finalizer = processor.finalizer
         self._batches = processor.tools.batches
@@ -182,7 +199,10 @@ class Run:
             except InputDamaged as error:
                 return self._refuse(Problem(code="input_damaged", line=None, message=str(error), param="file_id"))
             models = await self._find_models()
-            rules = plan.Rules(endpoint=batch.endpoint, limits=self._limits, models=models, only=only)
+            providers = self._desk.plans
+            rules = plan.Rules(
+                endpoint=batch.endpoint, limits=self._limits, models=models, only=only, providers=providers
+            )
             return await self._plan(file, input, rules, folder)
 
     async def _plan(self, file: File, input: Path, rules: plan.Rules, folder: Path) -> Outcome:
@@ -190,6 +210,8 @@ class Run:
         planned = await planner.make(input, rules, folder, size=file.bytes)
         if planned.problems is not None:
             return self._end(self._batches.fail, Ending(errors=planned.problems))
+        if (problems := await self._prepare_for_providers(input, folder)).total:
+            return self._end(self._batches.fail, Ending(errors=problems.as_json()))
         await self._workspace.keep_plan(id, self._files.store)
         total, models = planned.total, planned.models
         begun = await self._batches.begin(id, total=total, models=models, input_sha256=file.sha256)
@@ -200,6 +222,14 @@ class Run:
         text = f"{total} requests for {len(models)} models"
         self._ctx.emit("batch.planned", text, requests=total, models=len(models))
         return await self._hand_over()
+
+    async def _prepare_for_providers(self, input: Path, folder: Path) -> plan.Problems:
+        """What outside providers could not take of the requests that are for them; nothing is paid for yet."""
+        problems = plan.Problems(self._limits.problems_kept)
+        shards = await asyncio.to_thread(lambda: list(shards_of(self._batch.id, folder)))
+        for problem in await self._desk.prepare(self._batch, shards, input, folder):
+            problems.add(problem)
+        return problems
 
     async def _find_models(self) -> frozenset[str] | None:
         """Those with a gateway here or at another worker, which then takes their shards; None if some takes any.
@@ -255,11 +285,15 @@ class Run:
         for one in shards:
             is_first = one.model not in firsts
             firsts.add(one.model)
+            if one.provider is None:
+                operation, queue = send_shard, shard_queue(batch.queue, one.model)
+            else:
+                operation, queue = send_provider_shard, provider_queue(batch.queue, one.provider)
             children.append(
                 NewJob(
-                    send_shard,
+                    operation,
                     one,
-                    queue=shard_queue(batch.queue, one.model),
+                    queue=queue,
                     priority=batch.priority if is_first else min(9, batch.priority + 1),
                     owner=batch.id,
                     traceparent=tracing.current_traceparent() or batch.traceparent,

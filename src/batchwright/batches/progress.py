@@ -54,7 +54,7 @@ def forecast(batch: Batch, pace: Pace | None) -> Forecast:
         return Forecast(None, None)
     if pace is None or not pace.rate:
         return Forecast(None, None)
-    lines = max(0, batch.total - batch.done)
+    lines = max(0, batch.total - batch.done - pace.ahead)
     eta = pace.now + min(_LONGEST, timedelta(seconds=lines / pace.rate))
     seconds_left = (batch.expires_at - pace.now).total_seconds()
     if needs_more(1.0, lines=lines, rate=pace.rate, seconds_left=seconds_left):
@@ -68,6 +68,8 @@ class RecentPace:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
+        self.rate = 0.0
+        """Answers in a second, when somebody last looked."""
 
     def needs_express(self, control: Control) -> bool:
         """Note how far the batch is now; False until it was watched for a while."""
@@ -78,6 +80,6 @@ class RecentPace:
         since, before = self._seen[0]
         if now - since < _RECENT_SECONDS:
             return False
-        rate = (control.done - before) / (now - since)
+        self.rate = (control.done - before) / (now - since)
         lines = control.total - control.done
-        return needs_more(EXPRESS_SHARE, lines=lines, rate=rate, seconds_left=control.seconds_left)
+        return needs_more(EXPRESS_SHARE, lines=lines, rate=self.rate, seconds_left=control.seconds_left)

@@ -14,10 +14,11 @@ from batchwright.batches.journal.segments import Segments
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.metrics import BatchCounts, load_of
 from batchwright.batches.process import Processor, shard_queue
+from batchwright.batches.send.desk import Desk
 from batchwright.batches.send.disk import Disk
 from batchwright.batches.send.dispatch import Dispatcher
 from batchwright.batches.send.runner import ShardRunner
-from batchwright.batches.store import PROCESS, QUEUE, SHARD, Batches
+from batchwright.batches.store import PROCESS, PROVIDER_SHARD, QUEUE, SHARD, Batches, provider_queue
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import Waits
 from batchwright.engine.queue import Queue
@@ -27,12 +28,16 @@ from batchwright.files.part import FilesPart
 from batchwright.inference.budgets import Budget, Rate
 from batchwright.inference.gateway import Gateway, Gateways
 from batchwright.inference.limits import Limits
+from batchwright.providers.jobs import RemoteJobs
+from batchwright.providers.part import ProvidersPart
 
 if TYPE_CHECKING:
     from batchwright.batches.part import BatchesPart
 
 SHARDS_MAX = 256
 """Shards that one process holds at the same time; each costs little more than an open file."""
+PROVIDER_SHARDS_MAX = 64
+"""Shards at one provider that one process looks after at the same time."""
 COORDINATORS_MAX = 16
 """Batches that one process plans or finishes at the same time."""
 
@@ -63,33 +68,38 @@ class Runtime:
         )
         segments = Segments(tools.workspace, tools.files.store)
         unregistered = UnregisteredAnswers(tools.batches, segments, checkpoints)
-        self.shards = ShardRunner(tools, self.dispatcher, checkpoints, unregistered, part.seal)
+        self.desk = _make_desk(part, site, tools)
+        self.shards = ShardRunner(tools, self.dispatcher, checkpoints, unregistered, part.seal, self.desk)
         endings = part.make_endings(tools.batches, tools.counts)
-        processor = Processor(tools, endings, unregistered, models=gateways.models)
+        models = None if gateways.models is None else gateways.models | set(self.desk.plans)
+        processor = Processor(tools, endings, unregistered, models=models, desk=self.desk)
         tools.counts.watch(lambda: load_of(self.dispatcher, shards=self.shards.held, shards_max=SHARDS_MAX))
         self.services: tuple[object, ...] = (self.shards, processor, self.dispatcher)
         served = [queue for queue in (QUEUE, *(site.queues or ())) if site.serves(queue)]
         self._prefixes = tuple(shard_queue(queue, "") for queue in served)
+        self._provider_queues = {provider_queue(queue, one) for queue in served for one in self.desk.providers}
         self._limits = {queue: COORDINATORS_MAX for queue in served if queue == QUEUE or queue.startswith(PRIVATE)}
 
     # What the worker may claim: it asks for each queue ----------------------------------------------------------
 
-    operations = (SHARD, PROCESS)
+    operations = (SHARD, PROVIDER_SHARD, PROCESS)
 
     def queues(self) -> list[str]:
         models = self.dispatcher.gateways.models
         shards = [prefix + model for prefix in self._prefixes for model in sorted([""] if models is None else models)]
-        return [*self._limits, *shards]
+        return [*self._limits, *shards, *sorted(self._provider_queues)]
 
     def serves(self, queue: str) -> bool:
         """Whether this queue is for us: its jobs take no slot of the worker, they are limited by what we can do."""
-        return queue in self._limits or queue.startswith(self._prefixes)
+        return queue in self._limits or queue in self._provider_queues or queue.startswith(self._prefixes)
 
     def wanted(self, queue: str, priority: int, running: int) -> int:
         if self.broken is not None:
             return 0
         if (limit := self._limits.get(queue)) is not None:
             return max(0, limit - running)
+        if queue in self._provider_queues:
+            return max(0, PROVIDER_SHARDS_MAX - running)
         room = SHARDS_MAX - self.shards.held
         if room <= 0:
             return 0
@@ -118,6 +128,12 @@ def _make_tools(part: BatchesPart, site: Site) -> Toolbox:
         waits=Waits(batches),
         workspace=part.workspace,
     )
+
+
+def _make_desk(part: BatchesPart, site: Site, tools: Toolbox) -> Desk:
+    directory = part.core.part(ProvidersPart).directory
+    models = part.core.settings.model_gateways
+    return Desk(directory=directory, jobs=RemoteJobs(site.queue), models=models, store=tools.files.store)
 
 
 def _budgets(queue: Queue, gateways: Gateways) -> dict[Gateway, Budget]:

@@ -35,6 +35,9 @@ class BatchSettings:
     sent, because its answer could not be kept."""
     cancel_grace_seconds: float = 30.0
     """How long requests in flight may go on when their batch is cancelled."""
+    provider_grace_seconds: float = 600.0
+    """How long a batch that is cancelled, or whose window is over, waits for outside providers to cancel its jobs:
+    what they have done by then is paid for, and is fetched."""
     checkpoint_seconds: float = 1.0
     """How often answers are registered, so that another worker can build on them."""
     shared_checkpoint_seconds: float = 5.0
@@ -72,7 +75,13 @@ class BatchSettings:
         for name in ("checkpoint_seconds", "shared_checkpoint_seconds"):
             if not 0 < getattr(self, name) <= 60:
                 raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it goes from above 0 to 60")
-        for name in ("work_dir_reserve", "cancel_grace_seconds", "segments_kept_hours", "failed_segments_kept_days"):
+        for name in (
+            "work_dir_reserve",
+            "cancel_grace_seconds",
+            "provider_grace_seconds",
+            "segments_kept_hours",
+            "failed_segments_kept_days",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must not be negative")
 

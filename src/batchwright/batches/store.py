@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from uuid import UUID
 
 import orjson
 
+from batchwright.batches.plan.shards import Shard
 from batchwright.batches.tally import Tally
 from batchwright.db.database import Row, Session
 from batchwright.db.retry import retry_deadlocks
@@ -25,6 +26,7 @@ from batchwright.engine.jobs import JobId, new_id
 from batchwright.engine.queue import Queue
 from batchwright.engine.worker.lanes import PRIVATE
 from batchwright.errors import Conflict, Fatal, InvalidInput, NotFound
+from batchwright.providers.jobs import AtWork, RemoteJobs
 from batchwright.states import BATCH, BatchStatus, JobStatus
 
 SQL = statements(__package__, "batches.sql", parts=owned.JOBS_VIEW)
@@ -33,12 +35,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 QUEUE = "batches"
 SHARD_QUEUE = "shard/"
+PROVIDER_QUEUE = "provider/"
 PROCESS = "batch.process"
 SHARD = "batch.shard"
+PROVIDER_SHARD = "batch.provider_shard"
 WINDOW_SECONDS = (60, 30 * 24 * 3600)
 AWAY_SECONDS = 10.0
 """How long a job of a batch leaves a store alone that is away."""
 _WAITS = {
+    "credential": "a provider refuses its credential",
     "disk": "no room on the disk",
     "key": "no key for the headers of its creator",
     "store": "the store is unavailable",
@@ -50,6 +55,7 @@ PATIENCE_SECONDS = 3600.0
 """A batch that needs nothing but its files written waits at least so long for the store, also after its window."""
 RESENDS_MAX = 3
 """So often are lines sent again that have no answer when the files are to be written."""
+_IDLE = AtWork(0, 0.0)
 _RATE_SECONDS = 60.0
 _SERVED_SECONDS = 300.0
 """A worker that was seen within this time counts as serving its models: it may only be restarting."""
@@ -95,6 +101,8 @@ class Batch:
     error_summary: Any
     resends: int
     """How often lines without an answer were sent again."""
+    overflow_cost: float = 0.0
+    """What the shards may cost that went to a provider because the batch would be late."""
     stop_reason: str | None
     stop_at: datetime | None
     stop_error: dict[str, Any] | None
@@ -115,7 +123,7 @@ class Batch:
     cancelling_at: datetime | None
     cancelled_at: datetime | None
     waiting_reason: str | None
-    """What kept it waiting when a worker last looked: `store`, `disk` or `key`."""
+    """What kept it waiting when a worker last looked: `store`, `disk`, `key` or `credential`."""
     waiting_message: str | None
     waits: bool
     """Whether that was in the last minutes."""
@@ -175,6 +183,8 @@ class Pace(NamedTuple):
 
     rate: float | None
     now: datetime
+    ahead: int = 0
+    """Answers that are ready at a provider, as it says, and will be fetched when its job has ended."""
 
 
 class Control(NamedTuple):
@@ -210,6 +220,15 @@ class Stalled(NamedTuple):
     job_id: UUID
     tenant: str
     expires_at: datetime
+
+
+class OpenShard(NamedTuple):
+    """A shard that has not ended."""
+
+    job_id: UUID
+    shard: Shard
+    is_untouched: bool
+    """No worker has ever had it."""
 
 
 class Segment(NamedTuple):
@@ -315,6 +334,11 @@ def window_seconds(window: str) -> int:
     return seconds
 
 
+def provider_queue(queue: str, provider: str) -> str:
+    """Shards at outside providers wait in one queue per provider, those of a private queue in queues below it."""
+    return f"{PROVIDER_QUEUE}{provider}" if queue == QUEUE else f"{queue}/{PROVIDER_QUEUE}{provider}"
+
+
 class Batches:
     """The batches of all tenants."""
 
@@ -398,10 +422,12 @@ class Batches:
         if not ids:
             return {}
         params = {"ids": list(ids), "seconds": _RATE_SECONDS, "segments": _RATE_SEGMENTS}
-        return {
-            id: Pace(lines / max(seconds, 1.0) if lines else None, now)
-            for id, lines, seconds, now in await self.queue.database.ask(SQL["paces"], params)
-        }
+        there = await RemoteJobs(self.queue).at_work(ids)
+        found = {}
+        for id, lines, seconds, now in await self.queue.database.ask(SQL["paces"], params):
+            at_work = there.get(id, _IDLE)
+            found[id] = Pace(lines / max(seconds, 1.0) + at_work.rate or None, now, at_work.done)
+        return found
 
     @retry_deadlocks
     async def cancel(self, id: str, *, tenant: str | None) -> Batch:
@@ -413,7 +439,7 @@ class Batches:
             if batch.has_ended:
                 raise Conflict(f"Cannot cancel a batch with status '{batch.status.value}'.")
             reason = "the batch was cancelled"
-            await owned.cancel_children(self.queue, batch.job_id, JobStatus.QUEUED, reason=reason, session=session)
+            await self._stop_shards(batch.job_id, reason, session)
             (row,) = await self.queue.database.ask(SQL["cancel"], {"id": id}, session)
             await self.queue.wake([batch.job_id], session=session)
             return _batch(row)
@@ -531,14 +557,23 @@ class Batches:
 
     @retry_deadlocks
     async def stop(self, id: str, reason: str, error: Mapping[str, Any] | None = None) -> bool:
-        """Order the batch to end; shards that no worker has are cancelled. False if it was stopping already."""
+        """Order the batch to end; shards that no worker has are cancelled, or cancel their jobs at their provider.
+        False if it was stopping already."""
         async with self.queue.database.transaction() as session:
             params = {"id": id, "reason": reason, "error": _json(error)}
             for (job_id,) in await self.queue.database.ask(SQL["stop"], params, session):
                 why = f"the batch stops: {reason}"
-                await owned.cancel_children(self.queue, job_id, JobStatus.QUEUED, reason=why, session=session)
+                await self._stop_shards(job_id, why, session)
                 return True
         return False
+
+    async def _stop_shards(self, job_id: UUID, reason: str, session: Session) -> None:
+        """Cancel the shards that no worker has; those at a provider are woken, to cancel their jobs there."""
+        await owned.cancel_children(
+            self.queue, job_id, JobStatus.QUEUED, job_type=SHARD, reason=reason, session=session
+        )
+        there = await owned.children(self.queue, job_id, JobStatus.QUEUED, job_type=PROVIDER_SHARD, session=session)
+        await self.queue.wake(there, session=session)
 
     async def controls(self, ids: Sequence[str]) -> dict[str, Control]:
         return {row[0]: Control(*row) for row in await self.queue.database.ask(SQL["controls"], {"ids": list(ids)})}
@@ -599,6 +634,29 @@ class Batches:
             after = found[-1].id
         return found
 
+    # Shards that go elsewhere -----------------------------------------------------------------------------------
+
+    async def open_shards(self, job_id: UUID) -> Sequence[OpenShard]:
+        """In the order of their numbers."""
+        children = await owned.open_children(self.queue, job_id)
+        return [OpenShard(one.id, Shard(**one.payload), one.is_untouched) for one in children]
+
+    @retry_deadlocks
+    async def redirect(self, batch: Batch, one: OpenShard, shard: Shard, cost: float, *, cost_max: float) -> bool:
+        """Give a shard that nobody has begun to its provider; False if that costs too much, or it was begun."""
+        assert shard.provider is not None
+        to = provider_queue(batch.queue, shard.provider)
+        params = {"id": batch.id, "cost": cost, "cost_max": cost_max}
+        async with self.queue.database.transaction() as session:
+            if not await self.queue.database.ask(SQL["spend_on_overflow"], params, session):
+                return False
+            is_moved = await owned.redirect(
+                self.queue, one.job_id, job_type=PROVIDER_SHARD, to=to, payload=asdict(shard), session=session
+            )
+            if not is_moved:
+                await self.queue.database.ask(SQL["spend_on_overflow"], {**params, "cost": -cost}, session)
+            return is_moved
+
     # Upkeep -----------------------------------------------------------------------------------------------------
 
     async def stalled(
@@ -612,14 +670,18 @@ class Batches:
     async def cancel_queued_shards(self, job_id: UUID, reason: str) -> int:
         """Cancel the shards that no worker has; some may have come back since the batch was told to stop."""
         async with self.queue.database.transaction() as session:
-            return await owned.cancel_children(self.queue, job_id, JobStatus.QUEUED, reason=reason, session=session)
+            return await owned.cancel_children(
+                self.queue, job_id, JobStatus.QUEUED, job_type=SHARD, reason=reason, session=session
+            )
 
     @retry_deadlocks
-    async def cancel_open_shards(self, job_id: UUID, reason: str) -> int:
+    async def cancel_open_shards(self, job_id: UUID, reason: str, *, also_at_providers: bool = True) -> int:
         """Cancel the shards that are still open; what their workers write from now on is not registered."""
+        statuses = (JobStatus.QUEUED, JobStatus.RUNNING)
+        job_type = None if also_at_providers else SHARD
         async with self.queue.database.transaction() as session:
             return await owned.cancel_children(
-                self.queue, job_id, JobStatus.QUEUED, JobStatus.RUNNING, reason=reason, session=session
+                self.queue, job_id, *statuses, job_type=job_type, reason=reason, session=session
             )
 
     # ------------------------------------------------------------------------------------------------------------

@@ -13,12 +13,8 @@ from batchwright.batches.plan.lines import ENDPOINTS
 from batchwright.batches.progress import DeadlineRisk, Forecast
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batch
-from batchwright.batches.submission import (
-    IN_FLIGHT_MAX,
-    METADATA_KEY_CHARACTERS_MAX,
-    METADATA_PAIRS_MAX,
-    METADATA_VALUE_CHARACTERS_MAX,
-)
+from batchwright.batches.submission import IN_FLIGHT_MAX
+from batchwright.engine.metadata import METADATA_KEY_CHARACTERS_MAX, METADATA_PAIRS_MAX, METADATA_VALUE_CHARACTERS_MAX
 from batchwright.inference.prices import cost
 from batchwright.states import BatchStatus
 
@@ -184,7 +180,7 @@ class ErrorGroup(Answer):
 class BatchWait(Answer):
     """Something that a batch cannot go on without."""
 
-    reason: Literal["disk", "key", "store"]
+    reason: Literal["credential", "disk", "key", "store"]
     message: str
 
 
@@ -224,9 +220,9 @@ class BatchView(Answer):
     cost: float | None = Field(description="By the setting `batches.prices`; null if a model has no price.")
     prefix_saved_tokens: int = Field(description="Tokens of prompts that the server's prefix cache saved.")
     waiting_on: list[BatchWait] = Field(
-        description="What it cannot go on without now: the object store, room on a worker's disk, or the key for the "
-        "headers of its creator. It waits until its window is over, and for an hour at least if only its files are to "
-        "be written."
+        description="What it cannot go on without now: the object store, room on a worker's disk, the key for the "
+        "headers of its creator, or a credential that an outside provider refuses. It waits until its window is over, "
+        "and for an hour at least if only its files are to be written."
     )
     paused_at: int | None
     retry_of: str | None = Field(description="The batch whose failed lines this one asks again.")

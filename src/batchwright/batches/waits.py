@@ -11,6 +11,7 @@ from batchwright.storage.backend import FULL
 
 log = logging.getLogger(__name__)
 
+CREDENTIAL = "credential"
 DISK = "disk"
 KEY = "key"
 STORE = "store"

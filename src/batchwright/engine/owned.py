@@ -6,10 +6,12 @@ part calls what is here, or joins `:jobs` in a statement of its own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
+
+import orjson
 
 from batchwright.db.database import Session
 from batchwright.db.statements import shared_parts, statements
@@ -21,6 +23,15 @@ from batchwright.states import JobStatus
 SQL = statements(__package__, "owned.sql")
 JOBS_VIEW = shared_parts(__package__, "owned.sql")
 """For `statements(…, parts=JOBS_VIEW)`: `:jobs` is like a view of jobs with id, parent_job_id, status and is_open."""
+
+
+class OpenChild(NamedTuple):
+    """A child that has not ended."""
+
+    id: UUID
+    payload: Any
+    is_untouched: bool
+    """No worker has ever had it."""
 
 
 class Held(NamedTuple):
@@ -41,16 +52,33 @@ async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -
     return {id for (id,) in await queue.database.ask(SQL["lock_held"], params, session)}
 
 
-async def children(queue: Queue, id: UUID, *statuses: JobStatus, session: Session) -> list[JobId]:
-    """The children of a job that have one of these statuses."""
-    params = {"id": id, "statuses": [status.value for status in statuses]}
+async def children(
+    queue: Queue, id: UUID, *statuses: JobStatus, job_type: str | None = None, session: Session
+) -> list[JobId]:
+    """The children of a job that have one of these statuses, and this type."""
+    params = {"id": id, "statuses": [status.value for status in statuses], "job_type": job_type}
     return [JobId(child) for (child,) in await queue.database.ask(SQL["children"], params, session)]
 
 
-async def cancel_children(queue: Queue, id: UUID, *statuses: JobStatus, reason: str, session: Session) -> int:
-    """Cancel the children that have one of these statuses; answers how many that were."""
-    found = await children(queue, id, *statuses, session=session)
+async def cancel_children(
+    queue: Queue, id: UUID, *statuses: JobStatus, job_type: str | None = None, reason: str, session: Session
+) -> int:
+    """Cancel the children that have one of these statuses, and this type; answers how many that were."""
+    found = await children(queue, id, *statuses, job_type=job_type, session=session)
     return await queue.cancel(found, reason=reason, owned=True, session=session) if found else 0
+
+
+async def open_children(queue: Queue, id: UUID) -> list[OpenChild]:
+    """The children of a job that have not ended, in the order of their list."""
+    return [OpenChild(*row) for row in await queue.database.ask(SQL["open_children"], {"id": id})]
+
+
+async def redirect(
+    queue: Queue, id: UUID, *, job_type: str, to: str, payload: Mapping[str, Any], session: Session
+) -> bool:
+    """Let another operation run a job, from another queue; False if a worker has had it, or it was moved before."""
+    params = {"id": id, "job_type": job_type, "queue": to, "payload": orjson.dumps(payload).decode()}
+    return bool(await queue.database.ask(SQL["redirect"], params, session))
 
 
 @asynccontextmanager

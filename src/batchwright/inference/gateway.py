@@ -95,6 +95,8 @@ class Key:
             raise ConfigurationError(
                 f"{self._what} is {self.origin}, which cannot be read: {type(error).__name__}"
             ) from None
+        if not text and self._file is None:
+            raise ConfigurationError(f"{self._what} is {self.origin}, which is not set")
         is_word = " " not in text or not self._is_word
         if not text or not text.isascii() or not text.isprintable() or not is_word or len(text) > _KEY_BYTES_MAX:
             raise ConfigurationError(f"{self._what} is {self.origin}, which does not hold a key in one line")
@@ -216,7 +218,10 @@ class Gateway:
 
 
 class Gateways:
-    """The gateway of each model: one for all of them, or one each. Equal settings share one client."""
+    """The gateway of each model: one for all of them, or one each. Equal settings share one client.
+
+    Models that go to an outside provider have none.
+    """
 
     def __init__(
         self,
@@ -230,13 +235,14 @@ class Gateways:
         refuse_both(gateway, model_gateways)
         if not gateway.is_set and not model_gateways:
             raise ConfigurationError(NO_GATEWAY)
-        wanted = {gateway, *model_gateways.values()} - {GatewaySettings()}
+        servers = {model: one for model, one in model_gateways.items() if one.provider is None}
+        wanted = {gateway, *servers.values()} - {GatewaySettings()}
         thread = network_thread()
         self._made = {
             one: Gateway(one, limits, environment=environment, runtime=thread, secrets=secrets) for one in wanted
         }
         self._of_all = self._made.get(gateway)
-        self._of_model = {model: self._made[settings] for model, settings in model_gateways.items()}
+        self._of_model = {model: self._made[settings] for model, settings in servers.items()}
 
     def __repr__(self) -> str:
         return f"Gateways({self._of_all or self._of_model!r})"

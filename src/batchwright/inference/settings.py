@@ -79,11 +79,26 @@ class GatewaySettings:
     """The PEM certificate by which we show who we are; needs tls_client_key_file."""
     tls_client_key_file: Path | None = None
     """The private key of that certificate, as PKCS#8 PEM."""
+    provider: str | None = None
+    """Instead of to a server, batches of this model go through the batch API of this outside provider: `openai`,
+    `anthropic`, `gemini`, or any other that does completions; only for the gateway of one model."""
+    provider_model: str | None = None
+    """What the provider, or the overflow provider, calls the model, if it is not its name here."""
+    provider_tokens_max: int | None = None
+    """Tokens of prompts, by a rule of thumb, in one job at the provider; for accounts that may have fewer of them
+    waiting there than a job may hold."""
+    overflow_provider: str | None = None
+    """A provider that takes over what no worker has begun of a batch that would be late on this server."""
+    overflow_cost_max: float | None = None
+    """What that may cost for one batch, in the money of the provider's prices; by an estimate, which counts the most
+    tokens that the requests allow."""
 
     def __post_init__(self) -> None:
         lowered = tuple(sorted({name.lower() for name in self.passthrough_headers}))
         object.__setattr__(self, "passthrough_headers", lowered)
-        if self.is_set:
+        if self.provider is not None:
+            self._check_provider(self.provider)
+        elif self.is_set:
             _check_url(self.url)
             self._check()
         elif any(getattr(self, one.name) != one.default for one in fields(self)):
@@ -91,14 +106,38 @@ class GatewaySettings:
 
     @property
     def is_set(self) -> bool:
-        return self.url != ""
+        return self.url != "" or self.provider is not None
 
     @property
     def endpoint(self) -> str:
         """The url that a line's own url is appended to."""
         return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
+    def _check_provider(self, provider: str) -> None:
+        known = ("provider", "provider_model", "provider_tokens_max")
+        others = [one.name for one in fields(self) if one.name not in known and getattr(self, one.name) != one.default]
+        if others:
+            raise ConfigurationError(
+                f"a gateway has the provider {provider!r} and {' and '.join(others)}, which are for servers of your "
+                f"own; keep the provider, or those. Its key and its address stand in [providers.{provider}]"
+            )
+        if self.provider_tokens_max is not None and self.provider_tokens_max < 1:
+            raise ConfigurationError(
+                f"provider_tokens_max is {self.provider_tokens_max}; it must be at least 1; for no limit leave it out"
+            )
+
     def _check(self) -> None:
+        for name in ("provider_model", "provider_tokens_max"):
+            if getattr(self, name) is not None and self.overflow_provider is None:
+                raise ConfigurationError(
+                    f'the gateway {self.url} has {name} but no provider; write provider = "openai"'
+                )
+        if (self.overflow_provider is None) != (self.overflow_cost_max is None):
+            raise ConfigurationError("overflow_provider and overflow_cost_max belong together; write both")
+        if self.overflow_cost_max is not None and not 0 < self.overflow_cost_max < inf:
+            raise ConfigurationError(
+                f"overflow_cost_max is {self.overflow_cost_max}; it is the most that a batch may cost, above 0"
+            )
         named = [name for name in ("api_key_name", "api_key_file", "api_key_env") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ConfigurationError(f"the gateway {self.url} has {' and '.join(named)}; keep one of them")
@@ -168,6 +207,11 @@ class InferenceSettings:
 
 def refuse_both(gateway: GatewaySettings, model_gateways: Mapping[str, GatewaySettings]) -> None:
     """All models go to one gateway, or each to its own: never both."""
+    if (provider := gateway.provider or gateway.overflow_provider) is not None:
+        raise ConfigurationError(
+            f"global_inference_gateway has the provider {provider!r}; a provider is named for each model: "
+            f'[model_gateways."gpt-5-mini"] with provider = "{provider}"'
+        )
     if gateway.is_set and model_gateways:
         raise ConfigurationError(
             "both global_inference_gateway and model_gateways are set; keep the first to send every model to one "
@@ -175,7 +219,9 @@ def refuse_both(gateway: GatewaySettings, model_gateways: Mapping[str, GatewaySe
         )
     for model, settings in model_gateways.items():
         if not settings.is_set:
-            raise ConfigurationError(f'model_gateways."{model}" has no url; entries inherit nothing from each other')
+            raise ConfigurationError(
+                f'model_gateways."{model}" has no url and no provider; entries inherit nothing from each other'
+            )
 
 
 def shown_url(url: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -138,26 +138,27 @@ class _Checker:
         self._size = 0
         self._seen: dict[str, int] = {}
 
-    def add(self, message: str, param: str | None = None) -> None:
-        self.problems.append(Problem(message=message, input_id=self._input.id, param=param))
+    def add(self, message: str, param: str | None = None, line: int | None = None) -> None:
+        self.problems.append(Problem(message=message, input_id=self._input.id, param=param, line=line))
 
     def look_at(self, number: int, raw: bytes | None) -> None:
         self._measure(number, raw or b"")
         try:
             line = parse_line(number, raw)
         except BadLine as error:
-            self.add(str(error), error.param)
+            self.add(str(error), error.param, number)
             return
         first = self._seen.setdefault(line.custom_id, number)
         if first != number:
-            self.add(f"line {number}: the custom_id is that of line {first}", "custom_id")
+            self.add(f"line {number}: the custom_id is that of line {first}", "custom_id", number)
         if line.url and line.url != self._endpoint:
-            self.add(f"line {number}: its url is {line.url[:100]!r}, but the batch is for {self._endpoint}", "url")
+            message = f"line {number}: its url is {line.url[:100]!r}, but the batch is for {self._endpoint}"
+            self.add(message, "url", number)
         model = line.body.get("model")
         self._model = self._model or model
         if model != self._model:
-            self.add(f"line {number}: its model is another than before; a batch has one", "body.model")
-        self.problems += self._check(line)
+            self.add(f"line {number}: its model is another than before; a batch has one", "body.model", number)
+        self.problems += [replace(problem, line=number) for problem in self._check(line)]
 
     def _measure(self, number: int, raw: bytes) -> None:
         requests, size = self._abilities.requests_max, self._abilities.request_bytes_max
@@ -329,9 +330,11 @@ def usage_of(body: Mapping[str, Any]) -> Usage:
     usage = body.get("usage")
     if not isinstance(usage, Mapping):
         return Usage()
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
     return Usage(
         input_tokens=count(usage.get("prompt_tokens", usage.get("input_tokens"))),
         output_tokens=count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        cached_tokens=count(details.get("cached_tokens")) if isinstance(details, Mapping) else None,
     )
 
 
@@ -381,6 +384,12 @@ def lost(status_code: int) -> Status:
         is_error=True,
         error=_error(Kind.FATAL, "remote_job_lost", "the provider does not know the job"),
     )
+
+
+def if_whole(status: Status) -> Status | None:
+    """A status from a list; None if it has ended and does not say where its results are, for lists may be shorter."""
+    is_short = status.phase is Phase.ENDED and not status.found and status.error is None
+    return None if is_short else status
 
 
 def input_of(request: Request) -> Input:

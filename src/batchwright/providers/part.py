@@ -10,6 +10,8 @@ from batchwright.part import Command, Part, Served, Server
 from batchwright.webhooks.part import WebhooksPart
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batchwright.core import Core
     from batchwright.db.check import Finding
     from batchwright.engine.views import InboxGroup
@@ -36,13 +38,17 @@ class ProvidersPart(Part):
     operations = ("batchwright.providers.operations:run_task",)
     routers = ("batchwright.providers.http:router",)
     commands = {
-        "task": Command(f"{_COMMANDS}:app", "Send work to outside providers, watch it, and fetch the results."),
-        "providers": Command(f"{_COMMANDS}:providers", "List providers, what they can do, and whether they are ready."),
+        "task": Command(f"{_COMMANDS}.task:app", "Send work to outside providers, watch it, and fetch the results."),
+        "providers": Command(
+            f"{_COMMANDS}.providers:providers", "List providers, what they can do, and whether they are ready."
+        ),
     }
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         self._directory: Directory | None = None
+        self.unstored: dict[str, Path] = {}
+        """Files of this machine that are going to be stored, by their ids: until then they are read where they are."""
 
     @property
     def settings(self) -> TaskSettings:
@@ -96,27 +102,35 @@ class ProvidersPart(Part):
         )
         return Directory(self.providers, self.settings, tools)
 
-    async def _read_stored(self, file_id: str) -> AsyncIterator[bytes]:
-        """The bytes of a file of ours, also of one that its user has deleted meanwhile."""
+    async def _read_stored(self, name: str) -> AsyncIterator[bytes]:
+        """The bytes of a file of ours, also of one that its user has deleted meanwhile; a name with a slash, which no
+        file has, is that of an object which a part has put into the store."""
         from batchwright.errors import Fatal, NotFound, StorageError, Transient
 
+        if (path := self.unstored.get(name)) is not None:
+            from batchwright.files.local import read_file
+
+            async for chunk in read_file(path):
+                yield chunk
+            return
         files = self.core.part(FilesPart).files
         try:
-            async for chunk in files.content(await files.get(file_id, tenant=None, also_gone=True)):
+            key = name if "/" in name else (await files.get(name, tenant=None, also_gone=True)).key
+            async for chunk in files.store.get(key):
                 yield chunk
         except NotFound as error:
             raise Fatal(str(error), scope="item", code="input_not_found") from None
         except StorageError as error:
             raise Transient(str(error), code="storage_unavailable") from None
 
-    def _place_stored(self, file_id: str) -> str | None:
-        """Where a file of ours is, if that is a bucket which a provider can be given access to."""
+    def _place_stored(self, name: str) -> str | None:
+        """Where a file or an object of ours is, if that is a bucket which a provider can be given access to."""
         from batchwright.files.store import object_key
 
         url = self.core.settings.storage.url
         if url is None or url.partition("://")[0] not in ("gs", "s3", "az"):
             return None
-        return f"{url.rstrip('/')}/{object_key(file_id)}"
+        return f"{url.rstrip('/')}/{name if '/' in name else object_key(name)}"
 
     # In a worker ------------------------------------------------------------------------------------------------
 
@@ -137,11 +151,12 @@ class ProvidersPart(Part):
             store=store,
             tasks=self.tasks,
         )
-        upkeep = TaskUpkeep(self.tasks, announcer, store, core.settings.retention)
+        upkeep = TaskUpkeep(self.tasks, self.jobs, self.directory, announcer, store, core.settings.retention)
         return Duty(
             services=[TaskRunner(tools)],
             demand=TaskDemand(site, self.settings.jobs_at_once),
             rounds=upkeep.rounds(),
+            close=upkeep.close,
         )
 
     # In the HTTP server -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from batchwright.batches.commands.show import Seen, exit_code, money, size
+from batchwright.batches.commands.show import Seen, exit_code
 from batchwright.batches.commands.watch import Lines, Meter, View
 from batchwright.batches.local import SenderLoad
 from batchwright.batches.output.finalize import Finalizer
@@ -430,20 +430,6 @@ def test_the_meter_counts_what_came_in_of_late(folder: Path, database_url: str) 
     rates = meter.rates()
     assert rates is not None
     assert rates.requests < 10
-
-
-@pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1_500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e15, "3,000.0 TB")]
-)
-def test_sizes_are_short(n: float, text: str) -> None:
-    assert size(n) == text
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"), [(0.00012, "0.0001"), (0.5, "0.5000"), (1.005, "1.00"), (12_345, "12,345.00")]
-)
-def test_money_has_four_digits_below_one(amount: float, text: str) -> None:
-    assert money(amount) == text
 
 
 def test_facts_are_whole_on_a_narrow_terminal(

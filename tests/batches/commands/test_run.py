@@ -277,10 +277,7 @@ def test_the_key_of_the_server_is_read_from_the_environment(
         arguments = command(locked, "--api-key-env", KEY)
         code, out, err = inside(*arguments)
         assert (code, out) == (1, "")
-        assert (
-            err
-            == f"error: the gateway's key is the environment variable {KEY}, which does not hold a key in one line\n"
-        )
+        assert err == f"error: the gateway's key is the environment variable {KEY}, which is not set\n"
         assert cli.rows("SELECT FROM batchwright.file") == []
         monkeypatch.setenv(KEY, "secret")
         assert inside(*arguments)[0] == 0
@@ -529,7 +526,7 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["in.jsonl", "-o", "data/new.sock"], "--output data/new.sock is a socket"),
         (["in.jsonl", "-o", "x" * 250, "--errors", "e"], "--output "),
         (["in.jsonl", "--errors", "x" * 300], "--errors "),
-        (["-"], "standard input cannot be read twice; write the requests to a file"),
+        (["-"], "standard input cannot be read twice; write it to a file"),
         (["in.jsonl", "--window", "soon"], "Invalid value: 'soon'."),
         (["in.jsonl", "--again", "--retry-failed"], "--again asks every line again"),
         (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,6 +32,7 @@ from batchwright.batches.plan.planfile import (
     sync_folder,
     write_file,
 )
+from batchwright.batches.plan.shards import ProviderPlan
 from batchwright.errors import ConfigurationError
 
 TOKEN_BYTES = 4  # a rule of thumb for English; estimates only
@@ -75,6 +76,8 @@ class Rules:
     models: frozenset[str] | None = None
     only: frozenset[bytes] | None = None
     """Plan only the lines with these digests of their custom_ids; all of them are checked."""
+    providers: Mapping[str, ProviderPlan] = field(default_factory=dict)
+    """Models whose requests go to an outside provider."""
 
 
 class Problems:
@@ -183,7 +186,7 @@ def read(file: Path, rules: Rules) -> Draft:
     return draft
 
 
-def write(draft: Draft, folder: Path) -> dict[str, ModelPlan]:
+def write(draft: Draft, folder: Path, providers: Mapping[str, ProviderPlan] | None = None) -> dict[str, ModelPlan]:
     """Order each model's requests and write the plan; returns it by model. The model map comes last."""
     assert draft.problems.total == 0, "a file with problems has no plan"
     (folder / PLANS).mkdir(parents=True, exist_ok=True)
@@ -193,7 +196,10 @@ def write(draft: Draft, folder: Path) -> dict[str, ModelPlan]:
         write_file(plan_path(folder, safe_name(model)), pack_entries(plans[model].entries))
     write_file(folder / REJECTED, pack_entries(draft.rejected))
     sync_folder(folder / PLANS)
-    write_file(folder / MODEL_MAP, orjson.dumps(model_map(draft, plans), option=orjson.OPT_INDENT_2))
+    document = model_map(draft, plans)
+    if there := {model: asdict(one) for model, one in (providers or {}).items() if model in plans}:
+        document["providers"] = there
+    write_file(folder / MODEL_MAP, orjson.dumps(document, option=orjson.OPT_INDENT_2))
     sync_folder(folder)
     return plans
 

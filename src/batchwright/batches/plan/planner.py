@@ -45,7 +45,7 @@ def _make(input: Path, rules: Rules, folder: Path) -> Planned:
     draft = plan.read(input, rules)
     if draft.problems.total:
         return Planned(problems=draft.problems.as_json())
-    plans = plan.write(draft, folder)
+    plans = plan.write(draft, folder, rules.providers)
     return Planned(total=draft.total, models=tuple(sorted(plans)))
 
 

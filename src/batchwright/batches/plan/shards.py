@@ -17,6 +17,17 @@ _CLAIMS_OF_SHARDS = 1_000_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProviderPlan:
+    """Where the requests of a model go that an outside provider answers, and how many a job there may hold."""
+
+    provider: str
+    model: str
+    """As the provider calls it."""
+    requests_max: int
+    bytes_max: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRange:
     """Entries `start` to `start + count` of a plan; `bytes` is the length of their lines."""
 
@@ -36,6 +47,10 @@ class Shard:
     count: int
     round: int = 0
     """How often the batch was sent before because lines had no answer at its end."""
+    provider: str | None = None
+    """The outside provider that answers its requests; unset, a server of our own does."""
+    provider_model: str | None = None
+    """What the provider calls the model."""
 
     def journal_number(self, claim: int) -> int:
         """Each claim of each round writes a journal of its own."""
@@ -49,11 +64,21 @@ def last_journal_number(claim: int) -> int:
 
 def shards_of(batch_id: str, folder: Path) -> Iterator[Shard]:
     """The shards of a planned batch; the same plan gives the same shards."""
-    names = orjson.loads((folder / MODEL_MAP).read_bytes())["model_to_safe"]
+    found = orjson.loads((folder / MODEL_MAP).read_bytes())
     number = 0
-    for model, safe in sorted(names.items()):
-        for shard in cut(read_entries(plan_path(folder, safe))):
-            yield Shard(batch_id=batch_id, model=model, number=number, start=shard.start, count=shard.count)
+    for model, safe in sorted(found["model_to_safe"].items()):
+        there = ProviderPlan(**found["providers"][model]) if model in found.get("providers", ()) else None
+        limits = {} if there is None else {"requests_max": there.requests_max, "bytes_max": there.bytes_max}
+        for shard in cut(read_entries(plan_path(folder, safe)), **limits):
+            yield Shard(
+                batch_id=batch_id,
+                model=model,
+                number=number,
+                start=shard.start,
+                count=shard.count,
+                provider=None if there is None else there.provider,
+                provider_model=None if there is None else there.model,
+            )
             number += 1
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from batchwright.batches.journal.checkpoint import Checkpoints
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.plan.shards import Shard
 from batchwright.batches.progress import RecentPace
 from batchwright.batches.seal import Seal
+from batchwright.batches.send.desk import Desk
 from batchwright.batches.send.dispatch import Dispatcher
-from batchwright.batches.send.shard import ShardRun
+from batchwright.batches.send.overflow import Overflow
+from batchwright.batches.send.provider import ProviderShardRun
+from batchwright.batches.send.shard import ShardClaim, ShardRun
 from batchwright.batches.store import SHARD, Control
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import DISK
 from batchwright.engine.context import Context
 from batchwright.engine.outcomes import Outcome
-from batchwright.errors import DatabaseError
+from batchwright.errors import BatchwrightError, DatabaseError
 from batchwright.inference.budgets import live_workers
 from batchwright.telemetry import tracing
 
@@ -27,6 +33,8 @@ log = logging.getLogger(__name__)
 CONTROL_SECONDS = 0.5
 NOTE_SECONDS = 30.0
 """How often a batch whose disk is full is noted to wait."""
+RELIEVE_SECONDS = 10.0
+"""How often a batch that would be late is looked at for shards that a provider could do."""
 _COUNT_WORKERS_SECONDS = 5.0
 
 
@@ -40,17 +48,21 @@ class ShardRunner:
         checkpoints: Checkpoints,
         unregistered: UnregisteredAnswers,
         seal: Seal,
+        desk: Desk,
     ) -> None:
         self.tools = tools
         self.dispatcher = dispatcher
         self.checkpoints = checkpoints
         self.unregistered = unregistered
         self.seal = seal
+        self.desk = desk
         self._sending: set[ShardRun] = set()
         self._paces: dict[str, RecentPace] = {}
         self._noted_at = float("-inf")
         self._helpers: list[asyncio.Task[None]] = []
-        self._errands: set[asyncio.Task[bool]] = set()
+        self._errands: set[asyncio.Task[object]] = set()
+        self._overflow = Overflow(tools, desk)
+        self._relieve_at: dict[str, float] = {}
 
     @property
     def held(self) -> int:
@@ -58,7 +70,8 @@ class ShardRunner:
 
     async def run(self, ctx: Context, shard: Shard) -> Outcome:
         """One claim of a shard. Its span lasts until the outcome is committed."""
-        run = ShardRun(self, ctx, shard)
+        kind: type[ShardClaim] = ShardRun if shard.provider is None else ProviderShardRun
+        run = kind(self, ctx, shard)
         span = tracing.span("process-shard", parent=ctx.traceparent, attributes=run.attributes, current=False)
         span.__enter__()
         ctx.when_settled(lambda _: span.__exit__(None, None, None))
@@ -90,20 +103,37 @@ class ShardRunner:
     def remove(self, run: ShardRun) -> None:
         self._sending.discard(run)
 
-    def needs_express(self, control: Control) -> bool:
-        return self._paces.setdefault(control.id, RecentPace()).needs_express(control)
+    def needs_express(self, control: Control, ctx: Context) -> bool:
+        """Whether a batch would be late at its pace; some of it may go to a provider then, which nobody waits for."""
+        pace = self._paces.setdefault(control.id, RecentPace())
+        is_late = pace.needs_express(control)
+        if is_late and self.desk.overflows and time.monotonic() >= self._relieve_at.get(control.id, 0.0):
+            self._relieve_at[control.id] = math.inf
+            self._do_aside(self._relieve(control, pace.rate, ctx))
+        return is_late
+
+    async def _relieve(self, control: Control, rate: float, ctx: Context) -> None:
+        try:
+            await self._overflow.relieve(control, rate, ctx)
+        except (BatchwrightError, OSError) as error:
+            log.warning("batch %s would be late, and cannot be relieved now: %s", control.id, error)
+        finally:
+            self._relieve_at[control.id] = time.monotonic() + RELIEVE_SECONDS
 
     def end_window(self, batch_id: str) -> None:
         """Tell a batch that its window is over; nobody waits for this."""
-        errand = asyncio.create_task(self.tools.batches.stop(batch_id, "deadline"))
+        self._do_aside(self.tools.batches.stop(batch_id, "deadline"))
+
+    def _do_aside(self, doing: Coroutine[Any, Any, object]) -> None:
+        errand = asyncio.create_task(doing)
         self._errands.add(errand)
         errand.add_done_callback(self._finish_errand)
 
-    def _finish_errand(self, errand: asyncio.Task[bool]) -> None:
+    def _finish_errand(self, errand: asyncio.Task[object]) -> None:
         self._errands.discard(errand)
         self.dispatcher.on_demand()  # shards that nobody had are cancelled: the batch may be due
         if not errand.cancelled() and (error := errand.exception()) is not None:
-            log.warning("a batch could not be told that its window is over; upkeep will: %s", error)
+            log.warning("what was to be done for a batch failed; upkeep will see to it: %s", error)
 
     # While shards are sent --------------------------------------------------------------------------------------
 
@@ -131,6 +161,7 @@ class ShardRunner:
                 run.follow(controls.get(run.shard.batch_id))
         still = {run.shard.batch_id for run in self._sending}
         self._paces = {id: pace for id, pace in self._paces.items() if id in still}
+        self._relieve_at = {id: due for id, due in self._relieve_at.items() if id in still}
         await self._note_full_disk(still)
 
     async def _note_full_disk(self, batch_ids: set[str]) -> None:

@@ -52,8 +52,8 @@ _HANDED_BACK = {End.BROKEN: "system_error", End.FULL: "system_error", End.LEAVE:
 _LAST_WORDS_SECONDS = 1.5
 
 
-class ShardRun:
-    """One claim of a shard."""
+class ShardClaim:
+    """What every claim of a shard has, whoever answers its requests: its journal, its lines, and what errors mean."""
 
     def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
         self.shard = shard
@@ -62,9 +62,6 @@ class ShardRun:
         self._tools = runner.tools
         self._dispatcher = runner.dispatcher
         self._checkpoints = runner.checkpoints
-        self._account: Account
-        """Its journal; this and the work are there as soon as it sends."""
-        self._work: Work
 
     @property
     def attributes(self) -> tracing.Attributes:
@@ -72,20 +69,14 @@ class ShardRun:
         return {"batch.id": self.shard.batch_id, "tenant.id": self._ctx.tenant, "batch.shard": self.shard.number}
 
     async def begin(self, traceparent: str | None) -> Outcome:
+        """All of it; what goes wrong becomes what is to be done about it."""
         ctx, shard, tools = self._ctx, self.shard, self._tools
         try:
             control = (await tools.batches.controls([shard.batch_id])).get(shard.batch_id)
-            if control is None or control.status != BatchStatus.IN_PROGRESS or control.stop_reason:
+            if control is None:
                 return Done()
             require_own_job(ctx, control.id, control.job_id)
-            if control.is_paused:
-                return Snooze(_pause_seconds(control), End.PAUSE.value)
-            if not self._dispatcher.serves(shard.model):
-                return Snooze(NO_ROOM_SECONDS, f"this worker has no gateway for {shard.model}")
-            if (trouble := await self._find_shortage()) is not None:
-                return await self._wait(DISK, trouble)
-            with tools.workspace.use(shard.batch_id):
-                return await self._run(control, traceparent)
+            return await self.advance(control, traceparent)
         except asyncio.CancelledError:
             if ctx.stopping:
                 self._give_back("none")
@@ -100,6 +91,12 @@ class ShardRun:
                 return await self._wait(reason, str(error))
             raise await self._judge(error) from error
 
+    async def advance(self, control: Control, traceparent: str | None) -> Outcome:
+        """Do what comes next; the batch is as `control` says."""
+        raise NotImplementedError
+
+    # Before -----------------------------------------------------------------------------------------------------
+
     async def _find_shortage(self) -> str | None:
         """Why nothing can be begun in the work folder now."""
         disk, workspace = self._dispatcher.disk, self._tools.workspace
@@ -110,11 +107,54 @@ class ShardRun:
             return None
         return f"the work folder {workspace.root} is full; raise batches.work_dir_limit, or wait for its batches"
 
+    async def _open_input(self, batch: Batch) -> int:
+        files = self._tools.files
+        file = await files.get(batch.input_file_id, tenant=None, also_gone=True)
+        path = await self._tools.workspace.fetch_input(batch.id, files.store, file.key, file.bytes)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    async def _read_entries(self) -> list[Entry]:
+        shard = self.shard
+        folder = await self._tools.workspace.fetch_plan(shard.batch_id, self._tools.files.store)
+        plan = plan_path(folder, safe_name(shard.model))
+        return await asyncio.to_thread(read_entries, plan, shard.start, shard.count)
+
+    def _owner(self, traceparent: str | None) -> Owner:
+        return Owner(
+            batch_id=self.shard.batch_id,
+            shard=self.shard.number,
+            model=self.shard.model,
+            journal_number=self.shard.journal_number(self._ctx.claim),
+            job_id=self._ctx.job_id,
+            job_claim=self._ctx.claim,
+            worker=self._ctx.worker,
+            traceparent=traceparent,
+        )
+
+    async def _recover(self, account: Account, entries: list[Entry]) -> set[int]:
+        """The offsets that have their answer from an earlier claim."""
+        offsets = {entry.offset for entry in entries}
+        unregistered = self._runner.unregistered
+        answered, copied = await unregistered.recover_for_shard(account.owner, account.journal, offsets)
+        if self._ctx.after_death:
+            self._tools.counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if answered else "re_enqueued")
+        if copied:
+            text = f"{copied} answers were kept that nobody had registered"
+            self._ctx.emit("batch.answers_adopted", text, answers=copied)
+        return answered
+
+    # What goes wrong --------------------------------------------------------------------------------------------
+
     async def _wait(self, reason: str, message: str) -> Outcome:
         """Nothing that was answered is lost, so it costs time and no attempt, until the window is over."""
         await self._tools.waits.note(self.shard.batch_id, reason, message)
         self._give_back("db_transient" if reason == STORE else "system_error")
         return Snooze(AWAY_SECONDS if reason == STORE else NO_ROOM_SECONDS, message)
+
+    async def _wait_for_room(self) -> Outcome | None:
+        """If there is none."""
+        trouble = await self._find_shortage()
+        return None if trouble is None else await self._wait(DISK, trouble)
 
     def _give_back(self, reason: str) -> None:
         """Count and trace that a shard is put back, once it is: it may have been taken away or ended meanwhile."""
@@ -146,6 +186,29 @@ class ShardRun:
             self._give_back("system_error")
         return error
 
+
+class ShardRun(ShardClaim):
+    """One claim of a shard whose requests go to servers of our own."""
+
+    def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
+        super().__init__(runner, ctx, shard)
+        self._account: Account
+        """Its journal; this and the work are there as soon as it sends."""
+        self._work: Work
+
+    async def advance(self, control: Control, traceparent: str | None) -> Outcome:
+        shard = self.shard
+        if control.status != BatchStatus.IN_PROGRESS or control.stop_reason:
+            return Done()
+        if control.is_paused:
+            return Snooze(pause_seconds(control), End.PAUSE.value)
+        if not self._dispatcher.serves(shard.model):
+            return Snooze(NO_ROOM_SECONDS, f"this worker has no gateway for {shard.model}")
+        if (waiting := await self._wait_for_room()) is not None:
+            return waiting
+        with self._tools.workspace.use(shard.batch_id):
+            return await self._run(control, traceparent)
+
     # Before -----------------------------------------------------------------------------------------------------
 
     async def _run(self, control: Control, traceparent: str | None) -> Outcome:
@@ -159,7 +222,7 @@ class ShardRun:
             entries = await self._read_entries()
             account = self._account = await self._checkpoints.open(self._owner(traceparent))
             try:
-                answered = await self._recover(entries)
+                answered = await self._recover(account, entries)
                 self._tools.waits.end(batch.id)
                 self._work = Work(
                     total=len(entries),
@@ -183,18 +246,6 @@ class ShardRun:
             os.close(descriptor)
         return await self._conclude()
 
-    def _owner(self, traceparent: str | None) -> Owner:
-        return Owner(
-            batch_id=self.shard.batch_id,
-            shard=self.shard.number,
-            model=self.shard.model,
-            journal_number=self.shard.journal_number(self._ctx.claim),
-            job_id=self._ctx.job_id,
-            job_claim=self._ctx.claim,
-            worker=self._ctx.worker,
-            traceparent=traceparent,
-        )
-
     async def _open_headers(self, batch: Batch) -> dict[str, str]:
         """Those of the batch's creator that the model's gateway wants; nothing is sent without them."""
         if not (wanted := self._dispatcher.passes_through(self.shard.model)):
@@ -204,30 +255,6 @@ class ShardRun:
             return {}
         headers = await asyncio.to_thread(self._runner.seal.open, sealed, batch.family)
         return {name: value for name, value in headers.items() if name in wanted}
-
-    async def _open_input(self, batch: Batch) -> int:
-        files = self._tools.files
-        file = await files.get(batch.input_file_id, tenant=None, also_gone=True)
-        path = await self._tools.workspace.fetch_input(batch.id, files.store, file.key, file.bytes)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    async def _read_entries(self) -> list[Entry]:
-        shard = self.shard
-        folder = await self._tools.workspace.fetch_plan(shard.batch_id, self._tools.files.store)
-        plan = plan_path(folder, safe_name(shard.model))
-        return await asyncio.to_thread(read_entries, plan, shard.start, shard.count)
-
-    async def _recover(self, entries: list[Entry]) -> set[int]:
-        """The offsets that have their answer from an earlier claim."""
-        account, offsets = self._account, {entry.offset for entry in entries}
-        unregistered = self._runner.unregistered
-        answered, copied = await unregistered.recover_for_shard(account.owner, account.journal, offsets)
-        if self._ctx.after_death:
-            self._tools.counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if answered else "re_enqueued")
-        if copied:
-            text = f"{copied} answers were kept that nobody had registered"
-            self._ctx.emit("batch.answers_adopted", text, answers=copied)
-        return answered
 
     # While it runs ----------------------------------------------------------------------------------------------
 
@@ -291,7 +318,7 @@ class ShardRun:
         sender.schedule.change(
             control.id,
             priority=control.priority,
-            at_risk=self._runner.needs_express(control),
+            at_risk=self._runner.needs_express(control, self._ctx),
             in_flight_max=control.limits.get("max_in_flight"),
         )
         sender.wake.set()
@@ -321,7 +348,7 @@ class ShardRun:
                 return Snooze(0, End.LOST.value)
             case End.PAUSE:  # what was in flight may have taken longer than the pause
                 control = (await batches.controls([work.batch_id])).get(work.batch_id)
-                return Snooze(0 if control is None else _pause_seconds(control), End.PAUSE.value)
+                return Snooze(0 if control is None else pause_seconds(control), End.PAUSE.value)
             case End.LEAVE:
                 return Snooze(0, End.LEAVE.value)
             case End.FULL:
@@ -331,7 +358,7 @@ class ShardRun:
                 raise Transient(End.BROKEN.value, code="shard_broken")
 
 
-def _pause_seconds(control: Control) -> float:
+def pause_seconds(control: Control) -> float:
     """How long a shard sleeps while its batch is paused; 0 if it is not."""
     shortest, longest = PAUSED_SECONDS
     return 0.0 if control.paused_seconds is None else min(longest, max(shortest, control.paused_seconds))

@@ -48,6 +48,7 @@ from batchwright.files.store import FOLDER as FILES
 from batchwright.files.store import Files, object_key
 from batchwright.files.uploads import FOLDER as UPLOADS
 from batchwright.files.uploads import Uploads
+from batchwright.providers.jobs import RemoteJobs
 from batchwright.storage import Found, Store
 
 SQL = statements(__package__, "collector.sql", parts=JOBS_VIEW)
@@ -144,6 +145,7 @@ class Collector:
     ) -> None:
         self._queue = queue
         self._store = store
+        self._remote_jobs = RemoteJobs(queue)
         self._uploads = Uploads(queue.database, Files(queue.database, store))
         self._workspace = workspace
         self._batches_days = retention.ended_days
@@ -346,6 +348,7 @@ class Collector:
         for _, id, job_id, is_free in rows:
             if is_free and not sweep.is_dry:
                 await self._queue.disown(job_id, id, session=session)
+                await self._remote_jobs.forget(id, session=session)
                 await self._ask(session, "remove_batch", id=id)
             sweep.note("old_batches", int(is_free))
         return bool(rows)

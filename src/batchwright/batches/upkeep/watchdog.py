@@ -28,10 +28,13 @@ _ENDED = {None, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 class Watchdog:
     """An upkeep round of every worker, so that a batch ends in time even if its own workers are gone."""
 
-    def __init__(self, batches: Batches, endings: Endings, cancel_grace_seconds: float) -> None:
+    def __init__(
+        self, batches: Batches, endings: Endings, cancel_grace_seconds: float, provider_grace_seconds: float = 0.0
+    ) -> None:
         self._batches = batches
         self._endings = endings
         self._after = _START
+        self._provider_grace = provider_grace_seconds
         self._grace = {"deadline": SHARDS_GRACE_SECONDS, "cancel": cancel_grace_seconds + SHARDS_GRACE_SECONDS}
 
     def rounds(self) -> list[Round]:
@@ -65,12 +68,17 @@ class Watchdog:
         elif batch.stop_reason is None:
             await self._batches.stop(batch.id, "deadline")
         elif self._must_be_over(batch):
-            await self._batches.cancel_open_shards(batch.job_id, "the batch has ended")
+            is_over = self._is_over_everywhere(batch)
+            await self._batches.cancel_open_shards(batch.job_id, "the batch has ended", also_at_providers=is_over)
         else:
             await self._batches.cancel_queued_shards(batch.job_id, "the batch stops")
 
+    def _is_over_everywhere(self, batch: Stalled) -> bool:
+        """A provider takes its time to cancel a job, and what that has done by then is paid for."""
+        return max(batch.stopped_seconds or 0.0, batch.late_seconds) >= self._provider_grace
+
     def _must_be_over(self, batch: Stalled) -> bool:
-        """Whatever it stops for, nothing of it outlives its window."""
+        """Whatever it stops for, nothing of it outlives its window; save what is fetched from a provider."""
         grace = self._grace.get(batch.stop_reason or "", float("inf"))
         return (batch.stopped_seconds or 0.0) >= grace or batch.late_seconds >= SHARDS_GRACE_SECONDS
 

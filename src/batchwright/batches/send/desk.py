@@ -1,0 +1,216 @@
+"""What a worker process knows of the outside providers that answer requests of batches.
+
+    model_gateways ─▶ plans ─▶ shards, each as large as a job there may be ─▶ prepare ─▶ files of requests, inspected
+
+The requests of a shard stand in a file of their own in the store. It is written once, before anybody can send it, and
+each of its lines has the id of the line in our result files as its custom_id: no provider refuses that, and it says
+which line an answer is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from orjson import dumps
+
+from batchwright.batches.journal.envelopes import RequestIds
+from batchwright.batches.plan.lines import MIXED, Problem, split
+from batchwright.batches.plan.plan import TOKEN_BYTES
+from batchwright.batches.plan.planfile import Entry, plan_path, read_entries, safe_name
+from batchwright.batches.plan.shards import ProviderPlan, Shard
+from batchwright.batches.store import Batch
+from batchwright.engine.owned import Held
+from batchwright.errors import ConfigurationError, Fatal, InvalidInput, OperationError
+from batchwright.inference.settings import GatewaySettings
+from batchwright.providers import contract
+from batchwright.providers.directory import Directory
+from batchwright.providers.errand import CredentialRefused, Errand, Owner
+from batchwright.providers.jobs import Hold, RemoteJob, RemoteJobs
+from batchwright.providers.tasks import Tasks
+from batchwright.storage import Store, Stored
+
+UNSUPPORTED = "unsupported_by_provider"
+"""The code of what a provider could not take, in the errors of a batch."""
+_BYTES_SHARE = 0.9
+"""Of what a provider takes: its own form of a request may be longer than OpenAI's."""
+_CHUNK_BYTES = 1024 * 1024
+_UNLIMITED = 2**40
+_NO_KEY = "bw-" + "0" * 26
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Made once by the runtime."""
+
+    directory: Directory
+    jobs: RemoteJobs
+    models: Mapping[str, GatewaySettings]
+    store: Store
+
+    @cached_property
+    def plans(self) -> Mapping[str, ProviderPlan]:
+        """Models that go to a provider; ConfigurationError if that is none that can answer them."""
+        return {model: self._plan(model, one.provider, one) for model, one in self.models.items() if one.provider}
+
+    @cached_property
+    def overflows(self) -> Mapping[str, ProviderPlan]:
+        """Models that go to servers of our own, and to a provider when their batch would be late."""
+        found = {model: one for model, one in self.models.items() if one.overflow_provider}
+        return {model: self._plan(model, one.overflow_provider or "", one) for model, one in found.items()}
+
+    def cost_max(self, model: str) -> float:
+        """What all shards of a batch may cost that go there because it would be late."""
+        return self.models[model].overflow_cost_max or 0.0
+
+    @property
+    def providers(self) -> set[str]:
+        return {plan.provider for plan in (*self.plans.values(), *self.overflows.values())}
+
+    def _plan(self, model: str, provider: str, settings: GatewaySettings) -> ProviderPlan:
+        try:
+            abilities = self.directory.get(provider).abilities
+        except InvalidInput as error:
+            raise ConfigurationError(f'model_gateways."{model}": {error}') from error
+        if "completion" not in abilities.task_types:
+            able = ", ".join(self.directory.can_do("completion"))
+            raise ConfigurationError(
+                f'model_gateways."{model}" has the provider {provider!r}, which answers no such requests; '
+                f"there are {able}"
+            )
+        bytes_max = int((abilities.request_bytes_max or _UNLIMITED) * _BYTES_SHARE)
+        if settings.provider_tokens_max is not None:
+            bytes_max = max(1, min(bytes_max, settings.provider_tokens_max * TOKEN_BYTES))
+        return ProviderPlan(
+            provider=provider,
+            model=settings.provider_model or model,
+            requests_max=abilities.requests_max or _UNLIMITED,
+            bytes_max=bytes_max,
+        )
+
+    # Before a batch begins --------------------------------------------------------------------------------------
+
+    async def prepare(self, batch: Batch, shards: Sequence[Shard], input: Path, folder: Path) -> list[Problem]:
+        """Write the requests of the shards that go to a provider; what their providers could not take, by line."""
+        problems: list[Problem] = []
+        for shard in shards:
+            if shard.provider is None:
+                continue
+            if batch.endpoint == MIXED:
+                message = f"The model {shard.model!r} goes to {shard.provider}, whose batches have one endpoint each."
+                return [Problem(code=UNSUPPORTED, line=None, message=message, param="endpoint")]
+            plan = plan_path(folder, safe_name(shard.model))
+            entries = await asyncio.to_thread(read_entries, plan, shard.start, shard.count)
+            descriptor = os.open(input, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                stored = await self.write_requests(shard, str(shard.number), descriptor, entries)
+                found = await self._inspect(shard, batch.endpoint, stored)
+                problems += await asyncio.to_thread(_translate, found, shard.provider, descriptor, entries)
+            finally:
+                os.close(descriptor)
+        return problems
+
+    async def write_requests(self, shard: Shard, name: str, descriptor: int, entries: Sequence[Entry]) -> Stored:
+        """The lines as one file in the store, under a name that nobody has used before for others."""
+        ids = RequestIds(shard.batch_id)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for some in _slices(entries):
+                yield await asyncio.to_thread(_write_lines, descriptor, some, ids)
+
+        return await self.store.put(requests_key(shard, name), chunks)
+
+    async def _inspect(self, shard: Shard, endpoint: str, stored: Stored) -> Sequence[contract.Problem]:
+        assert shard.provider is not None
+        adapter = self.directory.get(shard.provider)
+        request = self.request(_NO_KEY, shard, str(shard.number), endpoint, size=stored.size)
+        return [*adapter.validate(request)] or await adapter.inspect(request)
+
+    # While its shards are there ---------------------------------------------------------------------------------
+
+    def request(self, key: str, shard: Shard, name: str, endpoint: str, size: int | None = None) -> contract.Request:
+        uri = f"file:{requests_key(shard, name)}"
+        input = contract.Input(id=name, uri=uri, filename=f"{shard.batch_id}-{name}.jsonl", bytes=size)
+        return contract.Request(
+            key=key,
+            task_type="completion",
+            model=shard.provider_model,
+            inputs=[input],
+            options={"endpoint": endpoint},
+        )
+
+    def errand(self, row: RemoteJob, shard: Shard, endpoint: str, owner: Owner, held: Held) -> Errand:
+        request = self.request(row.key, shard, row.input_ids[0], endpoint)
+        adapter, pace = self.directory.get(row.provider), self.directory.pace(row.provider)
+        return Errand(self.jobs, adapter, row, request, owner, held, pace)
+
+    async def find_hold(self, provider: str) -> Hold | None:
+        """Whether the provider refuses our credential. When that is due it is tried, by one process at a time."""
+        hold = (await self.jobs.holds()).get(provider)
+        if hold is None or hold.try_seconds > 0 or not await self.jobs.may_try(provider):
+            return hold
+        try:
+            await self.directory.get(provider).check()
+        except OperationError:
+            return hold
+        await self.jobs.release(provider)
+        await Tasks(self.jobs.queue).wake_parked(provider)
+        return None
+
+    async def hold(self, refused: CredentialRefused) -> None:
+        await self.jobs.hold(refused.provider, refused.error.code, str(refused.error))
+
+
+def requests_key(shard: Shard, name: str) -> str:
+    """Where the store keeps the requests of a shard; what is below a batch is removed with its answers."""
+    return f"batches/{shard.batch_id}/provider/{name}.jsonl"
+
+
+def _slices(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    start, size = 0, 0
+    for end, entry in enumerate(entries):
+        size += entry.length
+        if size >= _CHUNK_BYTES:
+            yield entries[start : end + 1]
+            start, size = end + 1, 0
+    if start < len(entries):
+        yield entries[start:]
+
+
+def _write_lines(descriptor: int, entries: Sequence[Entry], ids: RequestIds) -> bytes:
+    """Blocks."""
+    lines = []
+    for entry in entries:
+        _, url, body = split(os.pread(descriptor, entry.length, entry.offset))
+        id = ids.in_files(entry.offset).encode()
+        lines.append(b'{"custom_id":"%b","method":"POST","url":%b,"body":%b}\n' % (id, dumps(url), body.strip()))
+    return b"".join(lines)
+
+
+def _translate(
+    found: Sequence[contract.Problem], provider: str, descriptor: int, entries: Sequence[Entry]
+) -> list[Problem]:
+    """What is wrong with lines of the file of requests, said of the lines of the input. Blocks."""
+    problems = []
+    for one in found:
+        line = None if one.line is None else _line_number(descriptor, entries[one.line - 1].offset)
+        message = one.message if one.line is None else one.message.removeprefix(f"line {one.line}: ")
+        text = f"{provider} cannot take this: {message}"
+        problems.append(Problem(code=UNSUPPORTED, line=line, message=text, param=one.param))
+    return problems
+
+
+def _line_number(descriptor: int, offset: int) -> int:
+    """From 1; blank lines count."""
+    number, position = 1, 0
+    while position < offset:
+        data = os.pread(descriptor, min(_CHUNK_BYTES, offset - position), position)
+        if not data:
+            raise Fatal("the input file was cut while it was read", code="input_damaged")
+        number += data.count(b"\n")
+        position += len(data)
+    return number
