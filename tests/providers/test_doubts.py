@@ -198,3 +198,14 @@ async def test_results_of_many_jobs_do_not_swell_the_row(hospital, monkeypatch):
     task = await hospital.live(await hospital.submit(wanted))
     assert task.status is TaskStatus.PARTIAL_COMPLETE
     assert [job["result"] for job in task.provider_state["jobs"]] == [None]
+
+
+async def test_a_task_that_gets_further_is_not_to_blame_for_the_deaths_of_its_workers(hospital):
+    """Its third death would fail it for good, with what was paid."""
+    task = await hospital.submit(await wanted_of(hospital, "openai"))
+    await raw(hospital.queue, "UPDATE batchwright.job SET rescues = 1 WHERE id = %(id)s", id=task.job_id)
+    hospital.mortal.on_point = lambda name: hospital.mortal.die() if name.endswith("/batches") else None
+    await hospital.round(task)
+    sql = "SELECT rescues FROM batchwright.job WHERE id = %(id)s"
+    assert await raw(hospital.queue, sql, id=task.job_id) == [(0,)]
+    await check(hospital, await hospital.live(task))
