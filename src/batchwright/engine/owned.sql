@@ -32,6 +32,11 @@ events AS (
 )
 SELECT id FROM moved
 
+-- name: absolve
+UPDATE batchwright.job SET rescues = 0
+WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
+RETURNING id
+
 -- name: lock_held
 SELECT job.id
 FROM batchwright.job
