@@ -39,7 +39,7 @@ from tests.providers.task_stage import TaskStage, server_bucket
 from tests.support import raw
 
 ROUNDS_MAX = 400
-_ABANDON = """
+ABANDON = """
 UPDATE batchwright.job SET status = 'QUEUED', locked_by = NULL, lease_until = NULL, attempts = attempts - 1,
     run_after = %(now)s
 WHERE id = %(id)s AND status = 'RUNNING'
@@ -287,7 +287,7 @@ class Ward:
         self.mortal.dies_at = None
         self.mortal.on_point = lambda name: None
         self.mortal.revive()
-        await raw(self.queue, _ABANDON, id=task.job_id, now=self.now())
+        await raw(self.queue, ABANDON, id=task.job_id, now=self.now())
 
     async def run_and_settle(self, claim: Claim, task: Task, worker: str = "mortal") -> None:
         ctx = Context(claim, self.reporter, worker=worker)
@@ -300,7 +300,7 @@ class Ward:
             assert isinstance(outcome, Snooze)
             settle = policy.snooze(claim, outcome)
         except DatabaseUnavailable:  # in the settle: the engine repeats it, and finds that it was made
-            await raw(self.queue, _ABANDON, id=task.job_id, now=self.now())
+            await raw(self.queue, ABANDON, id=task.job_id, now=self.now())
             return
         except Fenced:
             return
@@ -310,7 +310,7 @@ class Ward:
         with suppress(DatabaseUnavailable):
             await self._settle(settle, worker)
             return
-        await raw(self.queue, _ABANDON, id=task.job_id, now=self.now())
+        await raw(self.queue, ABANDON, id=task.job_id, now=self.now())
 
     async def _settle(self, settle: Settle, worker: str) -> None:
         await self._queue.settle([settle], worker)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 import pytest
 
+from batchwright.errors import Conflict
 from batchwright.providers import process
 from batchwright.providers.contract import Cancelled, Job
 from batchwright.providers.submission import WantedInput, WantedTask
 from batchwright.states import TaskStatus
-from tests.providers.mortal import ward
+from tests.providers.mortal import ABANDON, ward
 from tests.providers.task_stage import chat_lines, task_stage
 from tests.providers.test_crashes import check, wanted_of
 from tests.support import raw
@@ -210,3 +214,58 @@ async def test_a_task_that_gets_further_is_not_to_blame_for_the_deaths_of_its_wo
     sql = "SELECT rescues FROM batchwright.job WHERE id = %(id)s"
     assert await raw(hospital.queue, sql, id=task.job_id) == [(0,)]
     await check(hospital, await hospital.live(task))
+
+
+@pytest.mark.parametrize("point", ["/files", "/batches", "/content"])
+async def test_a_worker_that_comes_back_after_another_has_done_its_work_changes_nothing(hospital, point):
+    """Its call was answered while it had lost its claim."""
+    reached, go = asyncio.Event(), asyncio.Event()
+    pass_point = hospital.mortal.pass_point
+
+    async def stall(name):
+        if name.endswith(point) and not reached.is_set():
+            reached.set()
+            await go.wait()
+        await pass_point(name)
+
+    hospital.mortal.pass_point = stall
+    task = await hospital.submit(await wanted_of(hospital, "openai"))
+    while not reached.is_set():
+        hospital.server.advance(120)
+        claim = await hospital.claim(task, "old")
+        late = asyncio.create_task(hospital.run_and_settle(claim, task, "old"))
+        await asyncio.wait([late, asyncio.create_task(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+    await raw(hospital.queue, ABANDON, id=task.job_id, now=hospital.now())
+    ended = await hospital.live(task)
+    go.set()
+    await late
+    await check(hospital, ended)
+    assert await hospital.tasks.get(task.id, tenant=None) == ended
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic", "azure"])
+async def test_a_cancel_between_any_two_steps_ends_the_task_soon_and_keeps_what_was_paid(hospital, provider):
+    wanted = await wanted_of(hospital, provider)
+    await hospital.live(await hospital.submit(wanted))
+    points, pass_point = len(hospital.mortal.passed), hospital.mortal.pass_point
+    for n in range(1, points + 1):
+        hospital.server.reset()
+        hospital.mortal.revive()
+        task = await hospital.submit(wanted)
+
+        async def cancel_at(name, n=n, task=task):
+            await pass_point(name)
+            if len(hospital.mortal.passed) == n:
+                with suppress(Conflict):  # it has just ended
+                    await hospital.tasks.cancel(task.id, tenant=None)
+
+        hospital.mortal.pass_point = cancel_at
+        task = await hospital.live(task)
+        assert task.status in (TaskStatus.CANCELLED, TaskStatus.PARTIAL_COMPLETE)
+        assert all(row.has_ended for row in await hospital.rows(task))
+        assert len(hospital.started()) <= 1
+        result = await hospital.stage.result(task) or []
+        lines = result["transcriptions"] if isinstance(result, dict) else result
+        assert sum(line["error"] is None for line in lines) == task.succeeded
+        if task.cancel_requested_at is not None:
+            assert (task.ended_at - task.cancel_requested_at).total_seconds() < 300
