@@ -4,8 +4,9 @@ BIN := .venv/bin
 # The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-failover chaos-queue clean demo \
-	docs lint lock test test-external test-models test-perturbed test-postgres16
+.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-failover chaos-queue chaos-tasks \
+	clean demo \
+	docs lint lock prices test test-external test-models test-perturbed test-postgres16
 
 demo: .venv/ready
 	@$(BIN)/batchwright demo
@@ -24,7 +25,7 @@ lint: .venv/ready
 # The statements on one more version; commands, examples and chaos have had theirs on two.
 test-postgres16: .venv/ready
 	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 3 --dist loadgroup \
-		--ignore tests/chaos --ignore tests/cli --ignore tests/examples
+		--ignore tests/batches/commands --ignore tests/chaos --ignore tests/cli --ignore tests/demo --ignore tests/examples
 
 # The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready
@@ -39,7 +40,7 @@ test-models: .venv/ready
 	test -e .venv-models/ready || { sh tests/models/build.sh && touch .venv-models/ready; } || true
 	BATCHWRIGHT_TEST_MODELS=1 $(BIN)/pytest -rs tests/models
 
-chaos: chaos-queue chaos-batches chaos-crowd chaos-failover
+chaos: chaos-queue chaos-batches chaos-crowd chaos-failover chaos-tasks
 
 chaos-batches: .venv/ready
 	$(BIN)/python -m tests.chaos.batches $(ARGS)
@@ -52,6 +53,9 @@ chaos-failover: .venv/ready
 
 chaos-queue: .venv/ready
 	$(BIN)/python -m tests.chaos.queue $(ARGS)
+
+chaos-tasks: .venv/ready
+	$(BIN)/python -m tests.chaos.tasks $(ARGS)
 
 bench: bench-batch bench-plan bench-queue
 
@@ -66,6 +70,10 @@ bench-queue: .venv-bench/ready
 
 docs: .venv/ready
 	$(BIN)/python docs/generate.py
+
+# The list of batch prices, from the newest litellm that the package index has.
+prices: .venv/ready
+	$(BIN)/python tools/prices.py $(ARGS)
 
 lock: .venv/ready
 	$(BIN)/pip install --quiet pip-tools

@@ -1,4 +1,4 @@
-"""Write the pages that follow from code: lifecycles, settings, and the HTTP reference.
+"""Write the pages that follow from code: lifecycles, settings, the HTTP reference, and providers.
 
 `python docs/generate.py` writes them; with `--check` it only says whether they are up to date.
 """
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi.routing import APIRoute
+from generate_providers import providers
 
 from batchwright.access.settings import ApiSettings
 from batchwright.api.access import Needs
@@ -246,7 +247,12 @@ def _sentence(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-PAGES = {"lifecycles.md": lifecycles, "configuration.md": configuration, "http-reference.md": http}
+PAGES = {
+    "lifecycles.md": lifecycles,
+    "configuration.md": configuration,
+    "http-reference.md": http,
+    "providers.md": lambda: providers(_notes),
+}
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """The perturbed mode: every call that leaves the process takes a little longer than it must, and tasks wake at random.
 
-    statement · transaction · object store · model server and webhooks    delayed before and after, 0 to 50 ms together
-    event loop                                                            wakes the tasks that are ready in any order
+    statement · transaction · object store · model server, webhooks, providers    delayed before and after, 0 to 50 ms
+    event loop                                                                    wakes ready tasks in any order
 
 Where the delays go follows from a seed alone, so a failure can be repeated. The seed of a test is the seed of the run
 and the name of the test. Each statement and each call has its own sequence of delays, so other calls do not change it.
@@ -33,6 +33,7 @@ import pytest
 
 from batchwright.db.database import Blocking, ConnectionSession, Pool, Transaction
 from batchwright.inference.gateway import Gateway
+from batchwright.inference.http import Http
 from batchwright.storage.local import Local
 from batchwright.storage.remote import Remote
 
@@ -48,7 +49,7 @@ FAILURES = "BATCHWRIGHT_TEST_PERTURB_FAILURES"
 """A file that gets the command which repeats a test that has failed."""
 _ALARM_SECONDS = 10.0
 _RANDOM = "BATCHWRIGHT_TEST_PERTURB_RANDOM"
-_STORE_CALLS = ("adopt", "copy", "delete", "head", "read", "sweep", "write")
+_STORE_CALLS = ("adopt", "delete", "head", "read", "sweep", "write")
 _TIMEOUT_SECONDS = 600
 
 
@@ -150,6 +151,7 @@ def _install(patch: pytest.MonkeyPatch) -> None:
             patch.setattr(kind, name, _slow(getattr(kind, name), f"{kind.__name__}.{name}"))
         patch.setattr(kind, "pages", _slow_pages(kind.pages))
     patch.setattr(Gateway, "send", _slow(Gateway.send, "Gateway.send"))
+    patch.setattr(Http, "_send", _slow(Http._send, "Http._send"))
 
 
 def _slow(call: Callable[..., Awaitable[Any]], name: str | None = None) -> Callable[..., Awaitable[Any]]:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime, timedelta
+from enum import StrEnum
 from typing import Any
 
 from batchwright import Job, NewJob
@@ -22,11 +23,25 @@ from batchwright.engine.worker.processes import ChildProgram
 from batchwright.engine.worker.worker import Program, Worker, WorkerSettings
 from batchwright.operations.decorator import operation
 from batchwright.operations.registry import Registry
-from batchwright.states import JobStatus
+from batchwright.settings import Settings, settings_class
+from batchwright.states import JobStatus, Lifecycle
 
 DATABASE = DatabaseSettings(pool_size=6)
 INTERRUPT_SECONDS_MAX = 2.0
 """What docs/operations.md promises of the time from a cancel to the interruption of an operation."""
+
+
+def make_settings(**tables: Any) -> Settings:
+    """Settings from tables that are made already; nothing is read."""
+    return settings_class()(**tables)
+
+
+def allows(lifecycle: Lifecycle, source: StrEnum, target: StrEnum) -> bool:
+    return any((move.source, move.target) == (source, target) for move in lifecycle.moves)
+
+
+def verbs(lifecycle: Lifecycle) -> list[str]:
+    return list(dict.fromkeys(move.verb for move in lifecycle.moves))
 
 
 def let_children_hear_signals() -> None:
@@ -164,11 +179,21 @@ def make_worker(
     revive: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Worker:
-    """A worker for `run_once()` and `run_job()`; close it afterwards."""
+    """A worker for `run_once()` and `run_job`; close it afterwards."""
     quick = dataclasses.replace(WorkerSettings(stop_grace_seconds=2.0), **settings)
     registry = Registry(functions or [noop, other])
     queue = queue or Queue(Database(pool), engine)
     return Worker(pool, registry, program=Program(child=child, revive=revive), queue=queue, settings=quick)
+
+
+async def run_job(worker: Worker, id: JobId) -> bool:
+    """Have the worker claim this job and run it to its end; False when the claim was refused and nothing ran."""
+    worker._runner.open()
+    asked = time.monotonic()
+    claim = await worker.queue.claim_job(worker.id, id, worker._operations.names())
+    has_started = claim is not None and worker._start([claim], asked)
+    await worker._runner.wait_until_empty()
+    return has_started
 
 
 class OneDuty:

@@ -13,13 +13,15 @@ from batchwright.engine.queue import SQL, Queue
 from batchwright.errors import DatabaseError
 from batchwright.files.uploads import SQL as UPLOADS_SQL
 from batchwright.files.uploads import Uploads
-from batchwright.states import BATCH, JOB, LIFECYCLES, UPLOAD, BatchStatus, JobStatus, UploadStatus
+from batchwright.providers.tasks import SQL as TASKS_SQL
+from batchwright.providers.tasks import Tasks
+from batchwright.states import BATCH, JOB, LIFECYCLES, TASK, UPLOAD, BatchStatus, JobStatus, TaskStatus, UploadStatus
 from tests.engine.steps import claim_one, dead, hand_over, release, retry
-from tests.support import fail, put_one, raw, snooze, succeed, take_one
+from tests.support import allows, fail, put_one, raw, snooze, succeed, take_one, verbs
 
 PAIRS = [pair for pair in itertools.product(JobStatus, JobStatus) if pair[0] != pair[1]]
-LEGAL = [pair for pair in PAIRS if JOB.allows(*pair)]
-ILLEGAL = [pair for pair in PAIRS if not JOB.allows(*pair)]
+LEGAL = [pair for pair in PAIRS if allows(JOB, *pair)]
+ILLEGAL = [pair for pair in PAIRS if not allows(JOB, *pair)]
 HELD = "locked_by = 'w', lease_until = now() + interval '1 minute'"
 FREE = "locked_by = NULL, lease_until = NULL"
 
@@ -47,9 +49,14 @@ EVENTS = {
     "recover": "job.recovered",
     "rerun": "job.rerun",
 }
-STORES = {"job": (SQL, Queue), "batch": (BATCHES_SQL, Batches), "upload": (UPLOADS_SQL, Uploads)}
+STORES = {
+    "job": (SQL, Queue),
+    "batch": (BATCHES_SQL, Batches),
+    "upload": (UPLOADS_SQL, Uploads),
+    "task": (TASKS_SQL, Tasks),
+}
 """The statements that move each kind of object, and the class that runs them."""
-VERBS = [(lifecycle.name, verb) for lifecycle in LIFECYCLES for verb in lifecycle.verbs()]
+VERBS = [(lifecycle.name, verb) for lifecycle in LIFECYCLES for verb in verbs(lifecycle)]
 SETTLED = {("job", verb) for verb in ("succeed", "fail", "retry", "snooze", "release")}
 """Verbs that go through `Queue.settle`, which takes the verb's name."""
 INSIDE = {("job", "join")}
@@ -59,12 +66,15 @@ PARAMETERS = {
     "input_sha256": "",
     "limit": 10,
     "models": ["m"],
+    "failed": 0,
     "part_ids": [],
+    "provider_state": "{}",
     "resends_max": 1,
+    "succeeded": 0,
     "tenant": "default",
     "total": 1,
 }
-"""For the statements of batches and uploads; what is not here is null."""
+"""For the statements of batches, uploads and tasks; what is not here is null."""
 
 
 async def move(queue, id, target):
@@ -162,7 +172,7 @@ def test_every_verb_is_a_statement_and_a_method(name, verb):
         assert callable(getattr(store, verb))
 
 
-@pytest.mark.parametrize("verb", JOB.verbs())
+@pytest.mark.parametrize("verb", verbs(JOB))
 def test_every_verb_writes_its_event_in_its_own_statement(verb):
     assert f"'{EVENTS[verb]}'" in SQL[verb]
 
@@ -171,7 +181,7 @@ def test_every_verb_writes_its_event_in_its_own_statement(verb):
 def test_nothing_but_the_verbs_writes_a_status(lifecycle):
     statements, _ = STORES[lifecycle.name]
     writers = {name for name, sql in statements.items() if "SET status" in sql or "status = verdict.status" in sql}
-    assert writers == set(lifecycle.verbs()) | ({"expire_unstarted"} if lifecycle is BATCH else set())
+    assert writers == set(verbs(lifecycle)) | ({"expire_unstarted"} if lifecycle is BATCH else set())
 
 
 async def test_the_events_of_the_verbs_as_they_are_written(queue, clock):
@@ -290,7 +300,7 @@ async def test_the_database_allows_exactly_the_moves_of_a_batch_that_are_listed(
     for source, target in BATCH_PAIRS:
         id = await put_batch(queue)
         await bring_batch(queue, id, source)
-        if BATCH.allows(source, target):
+        if allows(BATCH, source, target):
             assert await move_batch(queue, id, target) == [(target.value,)]
         else:
             with pytest.raises(DatabaseError, match=f"illegal move of batch {id}: {source} to {target}"):
@@ -320,7 +330,7 @@ def move_of(lifecycle, verb, source):
     return next((one.target for one in lifecycle.moves if (one.verb, one.source) == (verb, source)), source)
 
 
-@pytest.mark.parametrize("verb", BATCH.verbs())
+@pytest.mark.parametrize("verb", verbs(BATCH))
 async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_batch_that_are_listed(queue, verb):
     for source in BatchStatus:
         id = await put_batch(queue)
@@ -382,7 +392,7 @@ async def move_upload(queue, id, target):
 async def test_the_database_allows_exactly_the_moves_of_an_upload_that_are_listed(queue):
     for source, target in itertools.permutations(UploadStatus, 2):
         id = await put_upload(queue, source)
-        if UPLOAD.allows(source, target):
+        if allows(UPLOAD, source, target):
             assert await move_upload(queue, id, target) == [(target.value,)]
         else:
             with pytest.raises(DatabaseError, match=f"illegal move of upload {id}: {source} to {target}"):
@@ -391,7 +401,7 @@ async def test_the_database_allows_exactly_the_moves_of_an_upload_that_are_liste
     assert [status for (status,) in rows] == [status.value for status in UploadStatus]
 
 
-@pytest.mark.parametrize("verb", UPLOAD.verbs())
+@pytest.mark.parametrize("verb", verbs(UPLOAD))
 async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_an_upload_that_are_listed(queue, verb):
     for source in UploadStatus:
         id = await put_upload(queue, source)
@@ -400,3 +410,74 @@ async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_an_upload_t
         await apply(queue, UPLOADS_SQL[verb], id)
         target = move_of(UPLOAD, verb, source)
         assert await raw(queue, "SELECT status::text FROM batchwright.upload WHERE id = %(id)s", id=id) == [(target,)]
+
+
+async def put_task(queue):
+    id = f"task_{uuid.uuid4().hex}"
+    await raw(
+        queue,
+        "INSERT INTO batchwright.task (id, tenant, task_type, targets, inputs, job_id, queue, priority, created_at, "
+        "deadline_at) VALUES (%(id)s, 'default', 'completion', '[]', '[]', gen_random_uuid(), 'tasks/openai', 5, "
+        "now(), now() + interval '1 day') RETURNING id",
+        id=id,
+    )
+    return id
+
+
+async def move_task(queue, id, target):
+    ended = "now()" if target in TASK.terminal else "NULL"
+    sql = (
+        f"UPDATE batchwright.task SET status = '{target}', provider_state = '{{}}', ended_at = {ended} "
+        "WHERE id = %(id)s RETURNING status::text"
+    )
+    return await raw(queue, sql, id=id)
+
+
+async def bring_task(queue, id, target):
+    """By legal moves only."""
+    if target is not TaskStatus.PENDING:
+        await move_task(queue, id, TaskStatus.IN_PROGRESS)
+    if target in TASK.terminal:
+        await move_task(queue, id, target)
+
+
+async def test_the_database_allows_exactly_the_moves_of_a_task_that_are_listed(queue):
+    for source, target in itertools.permutations(TaskStatus, 2):
+        id = await put_task(queue)
+        await bring_task(queue, id, source)
+        if TASK.allows(source, target):
+            assert await move_task(queue, id, target) == [(target.value,)]
+        else:
+            with pytest.raises(DatabaseError, match=f"illegal move of task {id}: {source} to {target}"):
+                await move_task(queue, id, target)
+
+
+def test_the_moves_of_a_task_are_those_of_the_source_and_a_cancellation():
+    targets = {}
+    for one in TASK.moves:
+        targets.setdefault(one.source.value, set()).add(one.target.value)
+    assert targets == {
+        "PENDING": {"IN_PROGRESS", "FAILED", "CANCELLED"},
+        "IN_PROGRESS": {"COMPLETED", "PARTIAL_COMPLETE", "FAILED", "CANCELLED"},
+    }
+
+
+@pytest.mark.parametrize("verb", TASK.verbs())
+async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_task_that_are_listed(queue, verb):
+    for source in TaskStatus:
+        id = await put_task(queue)
+        await bring_task(queue, id, source)
+        await apply(queue, TASKS_SQL[verb], id)
+        target = move_of(TASK, verb, source)
+        assert await raw(queue, "SELECT status::text FROM batchwright.task WHERE id = %(id)s", id=id) == [(target,)]
+
+
+async def test_a_task_in_progress_has_a_state_and_an_ended_one_a_time(queue):
+    id = await put_task(queue)
+    for change, constraint in {
+        "status = 'IN_PROGRESS'": "progress_means_a_state",
+        "ended_at = now()": "ended_means_a_last_status",
+        "status = 'FAILED'": "ended_means_a_last_status",
+    }.items():
+        with pytest.raises(DatabaseError, match=constraint):
+            await raw(queue, f"UPDATE batchwright.task SET {change} WHERE id = %(id)s", id=id)

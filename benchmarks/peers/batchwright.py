@@ -58,7 +58,7 @@ class Batchwright(base.Peer):
         """Ids that grow like the real ones, and lie before all of them."""
         number = "lpad(to_hex(n), 12, '0')"
         return [
-            "SET session_replication_role = replica",
+            "ALTER TABLE batchwright.job DISABLE TRIGGER legal_births",
             f"""
             INSERT INTO batchwright.job (
                 id, job_type, queue, tenant, status, priority, run_after, payload, attempts, max_attempts,
@@ -69,6 +69,7 @@ class Batchwright(base.Peer):
                  CAST({number} || '70008000' || {number} AS uuid) AS id,
                  (VALUES ('default', 'default', 5, 3)) AS usual (queue, tenant, priority, max_attempts)
             """,
+            "ALTER TABLE batchwright.job ENABLE TRIGGER legal_births",
             """
             INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker)
             SELECT id, now(), event, kind.status::batchwright.job_status, 1, 1, 'bench'

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 from uuid import UUID
 
-import orjson
-
-from batchwright.core import Core
+from batchwright.core import CHILD_PARTS, Core, exposition_of
 from batchwright.db.database import Pool, wrap_connection
 from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.db.migrate import Migration, migrate, require_current
 from batchwright.db.retry import retry_unavailable
 from batchwright.engine.jobs import Job, JobEvent, JobId, NewJob, job_id, new_jobs
-from batchwright.engine.metrics import CountsWriter
 from batchwright.engine.queue import Queue
-from batchwright.engine.worker.duty import label_limits_of, metrics_of
-from batchwright.engine.worker.processes import CHILD_BRIEF, ChildProgram
-from batchwright.engine.worker.worker import Program, Worker, worker_id
+from batchwright.engine.worker.processes import ChildProgram
+from batchwright.engine.worker.worker import Program, Worker
 from batchwright.errors import JobCancelled, JobFailed, WaitTimeout
+from batchwright.operations.child import child_program
 from batchwright.operations.registry import Registry
-from batchwright.part import Part, Server
 from batchwright.plugins import part_kinds
-from batchwright.settings import Settings, load_settings, settings_document, settings_of
+from batchwright.settings import Settings, load_settings, settings_document
 from batchwright.states import JobStatus
-from batchwright.storage.metrics import STORAGE_METRIC
-from batchwright.telemetry.logs import configured_logs
-from batchwright.telemetry.metrics import Counts
 
 if TYPE_CHECKING:
     from batchwright.api.server import ApiServer
-    from batchwright.engine.exposition import Exposition
     from batchwright.engine.worker.health import HealthServer
 
 VERSION = version("batchwright")
 _ENQUEUE_TRIES_MAX = 5
-_HTTP_PATIENCE_SECONDS = 10.0
-"""How long a request of a user waits for a store that is unavailable, before it is told so."""
 _WAIT_SECONDS_MIN = 0.005
 _WAIT_SECONDS_MAX = 0.5
 _OPENED = ("queue", "catalog", "doorbell", "store")
@@ -214,39 +202,9 @@ class AsyncBatchwright(Core):
 
     async def server(self) -> ApiServer:
         """The HTTP server of this client's settings; `start()` it, and `close()` it before the client."""
-        from batchwright.access.gate import Gate, require_key  # here, because clients and workers need no web framework
-        from batchwright.api.jobs import render_event
-        from batchwright.api.server import ApiServer
-        from batchwright.api.services import Services
-        from batchwright.engine.event_streams import EventStreams
-        from batchwright.engine.exposition import process_counts
+        from batchwright.api.server import open_server  # here, because clients and workers need no web framework
 
-        settings = self.settings.api
-        await require_key(self.keys, host=settings.host, is_loopback=settings.is_loopback)
-        counts = process_counts()
-        stored = Counts([STORAGE_METRIC])
-        server = Server(
-            counts=stored, store=self.open_store("apiserver", stored, patience_seconds=_HTTP_PATIENCE_SECONDS)
-        )
-        return ApiServer(
-            CountsWriter(self.queue.database, f"api:{worker_id()}", stored),
-            Services(
-                settings=settings,
-                version=VERSION,
-                core=self,
-                event_streams=EventStreams(self.queue.database, render_event),
-                gate=Gate(self.keys, is_loopback=settings.is_loopback),
-                counts=counts,
-                exposition=self._exposition(counts),
-                served=tuple(served for part in self.parts if (served := part.serve(server)) is not None),
-            ),
-        )
-
-    def _exposition(self, own: Counts) -> Exposition:
-        from batchwright.engine.exposition import Exposition
-
-        limits = label_limits_of(self.parts)
-        return Exposition(self.queue.database, own, more=metrics_of(self.parts), label_limits=limits)
+        return await open_server(self, VERSION)
 
     # Workers ----------------------------------------------------------------------------------------------------
 
@@ -270,27 +228,9 @@ class AsyncBatchwright(Core):
         settings = self.settings.worker
         if settings.health_port is None:
             return None
-        page = self._exposition(own_counts(worker))
+        page = exposition_of(self, own_counts(worker))
         return HealthServer(worker, page, version=VERSION, host=settings.health_host, port=settings.health_port)
 
     def _child_program(self) -> ChildProgram:
-        brief = {
-            "url": self.pool.url,
-            "database": dataclasses.asdict(self.settings.database),
-            "engine": dataclasses.asdict(self.settings.engine),
-            "sources": sorted({*self.operations.sources.values()}),
-            "entry_points": False,
-            "logs": configured_logs(),
-            "path": sys.path,
-            "version": VERSION,
-            "parts": {"factory": f"{__name__}:child_parts", "settings": settings_document(self.settings)},
-        }
-        command = (sys.executable, "-m", "batchwright.operations.child")
-        return ChildProgram(command, {CHILD_BRIEF: orjson.dumps(brief).decode()})
-
-
-def child_parts(document: dict[str, Any], pool: Pool, operations: Registry) -> list[Part]:
-    """The parts in a child process that runs one job alone."""
-    batchwright = AsyncBatchwright(settings=settings_of(document), operations=operations)
-    batchwright.use_pool(pool)
-    return batchwright.parts
+        parts = {"factory": CHILD_PARTS, "settings": settings_document(self.settings)}
+        return child_program(self.pool, self.operations, self.settings.engine, parts=parts, version=VERSION)

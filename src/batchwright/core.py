@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchwright.access.keys import Keys
 from batchwright.db.database import Database, Pool
@@ -18,16 +18,20 @@ from batchwright.engine.catalog import Catalog
 from batchwright.engine.named_queues import NamedQueues
 from batchwright.engine.queue import Queue
 from batchwright.engine.schedules import Schedules
-from batchwright.engine.views import Views
+from batchwright.engine.views import InboxGroup, Views
+from batchwright.engine.worker.duty import label_limits_of, metrics_of
 from batchwright.engine.workers import Workers
 from batchwright.errors import InvalidInput
 from batchwright.operations.registry import Registry
 from batchwright.part import Part
-from batchwright.plugins import load
-from batchwright.settings import Settings
+from batchwright.plugins import load, part_kinds
+from batchwright.settings import Settings, settings_of
 from batchwright.storage import Store, open_store
 from batchwright.storage.metrics import StorageCounts
 from batchwright.telemetry.metrics import Counts
+
+if TYPE_CHECKING:
+    from batchwright.engine.exposition import Exposition
 
 P = TypeVar("P", bound=Part)
 T = TypeVar("T")
@@ -100,6 +104,14 @@ class Core:
     def keys(self) -> Keys:
         return Keys(self.queue.database)
 
+    async def inbox(
+        self, *, tenant: str | None = None, job_type: str | None = None, limit: int = 100
+    ) -> list[InboxGroup]:
+        """What waits for a person: of the parts first, then failed jobs, the largest group first."""
+        of_parts = [group for part in self.parts for group in await part.inbox(tenant)]
+        wanted = [group for group in of_parts if job_type in (None, group.job_type)]
+        return [*wanted, *await self.views.inbox(tenant=tenant, job_type=job_type, limit=limit)][:limit]
+
     @property
     def folder(self) -> Path:
         """Where this machine keeps what is not in the database: files without a store, and work folders."""
@@ -121,6 +133,24 @@ class Core:
             if part.is_active:
                 for place in part.operations:
                     self.operations.add(load(place))
+
+
+def child_parts(document: dict[str, Any], pool: Pool, operations: Registry) -> list[Part]:
+    """The parts in a child process that runs one job alone."""
+    core = Core(settings_of(document), operations, part_kinds())
+    core.use_pool(pool)
+    return core.parts
+
+
+CHILD_PARTS = f"{__name__}:{child_parts.__name__}"
+
+
+def exposition_of(core: Core, own: Counts) -> Exposition:
+    """The page for Prometheus of a process that counts this itself, with the metrics of all parts."""
+    from batchwright.engine.exposition import Exposition  # here, because clients have no such page
+
+    limits = label_limits_of(core.parts)
+    return Exposition(core.queue.database, own, more=metrics_of(core.parts), label_limits=limits)
 
 
 def _require_open(opened: T | None) -> T:

@@ -3,6 +3,7 @@
     core ──▶ part ──▶ work()   what it does in a worker: services, demand, rounds
                   ├─▶ serve()  what its routes need in the HTTP server
                   ├─▶ check()  what `batchwright check` looks at
+                  ├─▶ inbox()  what waits for a person
                   └─▶ close()
 
 A part declares what is known without a process: its settings, metrics, operations, routers, pages and commands. Each
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.storage import Store
     from batchwright.telemetry.metrics import Counts, LabelLimits
@@ -125,6 +127,10 @@ class Part:
 
     async def check(self) -> Sequence[Finding]:
         """What is right and wrong with it here; the database is open, unless a finding before says otherwise."""
+        return ()
+
+    async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
+        """What waits for a person, beside jobs that have failed; of one tenant, or of all (None)."""
         return ()
 
     async def close(self) -> None:

@@ -60,7 +60,7 @@ class LogSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The tables of the engine; `make_settings` and `load_settings` add those of the parts."""
+    """The tables of the engine; `load_settings` adds those of the parts."""
 
     operations: tuple[str, ...] = ()
     """Modules, files or folders with operations; installed packages are found by themselves."""
@@ -111,11 +111,6 @@ def settings_class() -> type[Settings]:
             make = kind if is_dataclass(kind) else dict
             tables.append((name, kind, field(default_factory=cast("Any", make))))
     return dataclasses.make_dataclass("Settings", tables, bases=(Settings,), frozen=True, slots=True, kw_only=True)
-
-
-def make_settings(**tables: Any) -> Settings:
-    """Settings from tables that are made already; for tests and for programs that read no configuration."""
-    return settings_class()(**tables)
 
 
 def is_table(part: dataclasses.Field[Any]) -> bool:

@@ -80,12 +80,6 @@ class Lifecycle:
     terminal: frozenset[StrEnum]
     moves: tuple[Move, ...]
 
-    def allows(self, source: StrEnum, target: StrEnum) -> bool:
-        return any(move.source == source and move.target == target for move in self.moves)
-
-    def verbs(self) -> list[str]:
-        return list(dict.fromkeys(move.verb for move in self.moves))
-
 
 _Q, _R, _S, _F, _C = JobStatus
 

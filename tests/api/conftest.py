@@ -28,10 +28,10 @@ from batchwright.batches.settings import BatchSettings
 from batchwright.errors import Fatal, Transient
 from batchwright.files.store import File, NewFile, new_file_id, object_key
 from batchwright.inference.settings import GatewaySettings
-from batchwright.settings import Settings, make_settings
+from batchwright.settings import Settings
 from batchwright.storage import StorageSettings
 from batchwright.testing import drain
-from tests.support import DATABASE, raw
+from tests.support import DATABASE, make_settings, raw
 
 HOST = "http://localhost:8765"
 GATEWAY = GatewaySettings(url="http://127.0.0.1:9")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -12,119 +10,15 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from batchwright import AsyncBatchwright, NewJob
-from batchwright.access.gate import require_key
+from batchwright import NewJob
 from batchwright.access.keys import Scope
-from batchwright.access.settings import ApiSettings
 from batchwright.batches.operations import process_job
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
-from batchwright.errors import ConfigurationError, Deadlock, InvalidInput, NotFound
-from batchwright.settings import make_settings
 from batchwright.testing import drain
-from tests.api.conftest import HOST, OPERATIONS, Api, fails, needed_scope, routes, serving, stored_file
-from tests.support import DATABASE
+from tests.api.conftest import HOST, Api, fails, needed_scope, routes, stored_file
 
 OPEN_ROUTES = {"/healthz", "/readyz"}
-
-
-# Keys -------------------------------------------------------------------------------------------------------------
-
-
-async def test_a_keys_secret_is_nowhere_in_the_database(api: Api) -> None:
-    key = await api.batchwright.keys.create("desk")
-    http = await api.client(Authorization=f"Bearer {key.secret}")
-    assert (await http.post("/v1/jobs", json={"job_type": "echo"})).status_code == 201
-    tables = await api.sql(
-        "SELECT format('%I.%I', schemaname, tablename) FROM pg_tables WHERE schemaname = 'batchwright'"
-    )
-    for (table,) in tables:
-        found = await api.sql(f"SELECT FROM {table} AS one WHERE one::text LIKE %(secret)s", secret=f"%{key.secret}%")
-        assert found == [], table
-    ((digest, hint),) = await api.sql("SELECT digest, hint FROM batchwright.api_key")
-    assert len(bytes(digest)) == 32
-    assert key.secret.startswith(hint)
-    assert len(key.secret) - len(hint) > 32
-
-
-async def test_a_key_that_is_unknown_malformed_or_of_another_kind_is_refused(api: Api) -> None:
-    secret = (await api.batchwright.keys.create("desk")).secret
-    wrong = [
-        "Bearer bw_unknown",
-        f"Bearer {secret[:-1]}",
-        f"Bearer {secret}x",
-        f"Bearer {secret.upper()}",
-        f"Basic {secret}",
-        secret,
-        "Bearer",
-        "Bearer ",
-        "",
-        "Bearer bw_\xff",
-        "Bearer x" + "y" * 5000,
-    ]
-    for authorization in wrong:
-        http = await api.client()
-        answer = await http.get("/v1/jobs", headers={"Authorization": authorization.encode("latin-1")})
-        fails(answer, 401, "unauthorized")
-        assert answer.headers["WWW-Authenticate"] == "Bearer"
-    for scheme in ("Bearer", "bearer"):
-        http = await api.client(Authorization=f"{scheme} {secret}")
-        assert (await http.get("/v1/jobs")).status_code == 200
-
-
-async def test_a_key_ends_when_its_time_is_over(api: Api) -> None:
-    holder = await api.holder(lifetime=timedelta(hours=1))
-    assert (await holder.get("/v1/jobs")).status_code == 200
-    await api.sql("UPDATE batchwright.api_key SET expires_at = now()")
-    fails(await holder.get("/v1/jobs"), 401, "unauthorized")
-
-
-async def test_a_revoked_key_opens_nothing_from_then_on(api: Api) -> None:
-    key = await api.batchwright.keys.create("desk")
-    http = await api.client(Authorization=f"Bearer {key.secret}")
-    assert (await http.get("/v1/jobs")).status_code == 200
-    revoked = await api.batchwright.keys.revoke(key.key.id)
-    fails(await http.get("/v1/jobs"), 401, "unauthorized")
-    assert (await api.batchwright.keys.revoke(key.key.id)).revoked_at == revoked.revoked_at
-    fails(await (await api.client()).get("/v1/jobs"), 401, "unauthorized")
-    with pytest.raises(NotFound, match="batchwright key list"):
-        await api.batchwright.keys.revoke(uuid4())
-
-
-async def test_the_last_use_of_a_key_is_noted_once_a_minute(api: Api) -> None:
-    holder = await api.holder()
-    (before,) = await api.batchwright.keys.list()
-    assert before.last_used_at is None
-    await holder.get("/v1/jobs")
-    (used,) = await api.batchwright.keys.list()
-    assert used.last_used_at is not None
-    await holder.get("/v1/jobs")
-    assert await api.batchwright.keys.list() == [used]
-    await api.sql("UPDATE batchwright.api_key SET last_used_at = last_used_at - interval '61 seconds'")
-    await holder.get("/v1/jobs")
-    ((later,),) = await api.sql("SELECT last_used_at FROM batchwright.api_key")
-    assert later > used.last_used_at
-
-
-async def test_keys_are_checked_when_they_are_made(api: Api) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"name": ""}, "1 to 100"),
-        ({"name": "x" * 101}, "1 to 100"),
-        ({"tenant": ""}, "1 to 100"),
-        ({"tenant": "*"}, "all tenants"),
-        ({"scopes": []}, "at least one scope"),
-        ({"scopes": ["red"]}, "no scope 'red'; there are read, submit, operate, admin"),
-        ({"lifetime": timedelta(0)}, "some time"),
-        ({"lifetime": timedelta(days=40_000)}, "100 years"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(InvalidInput, match=message):
-            await api.batchwright.keys.create(**{"name": "desk", **options})
-    assert await api.batchwright.keys.list() == []
-    made = await api.batchwright.keys.create("desk", scopes=["read", "read", Scope.ADMIN], tenant="t")
-    assert made.key.scopes == (Scope.READ, Scope.ADMIN)
-    assert await api.batchwright.keys.list(tenant="t") == [made.key]
-    assert await api.batchwright.keys.list(tenant="u") == []
 
 
 # Scopes -----------------------------------------------------------------------------------------------------------
@@ -191,39 +85,6 @@ async def test_which_scope_a_route_needs(api: Api) -> None:
     }
     assert all(name.startswith("GET ") for name in found[Scope.READ])
     assert not any(name.startswith("GET ") for name in found[Scope.OPERATE])
-
-
-async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Api) -> None:
-    http = await api.client()
-    assert (await http.post("/v1/jobs", json={"job_type": "echo"})).json()["tenant"] == "default"
-    for path in ("/v1/jobs", "/v1/workers", "/metrics", "/v1/jobs?tenant=*"):
-        assert (await http.get(path)).status_code == 200
-    fails(await http.get("/v1/jobs", headers={"Authorization": "Bearer bw_x"}), 401, "unauthorized")
-    placeholder = {"Authorization": "Bearer sk-none"}
-    assert (await http.get("/v1/jobs", headers=placeholder)).status_code == 200
-    elsewhere = await api.client(api.with_settings(host="192.0.2.1"), url="http://192.0.2.1")
-    fails(await elsewhere.get("/v1/jobs"), 401, "unauthorized")
-    key = await api.batchwright.keys.create("desk")
-    fails(await http.get("/v1/jobs"), 401, "unauthorized")
-    fails(await http.get("/v1/jobs", headers=placeholder), 401, "unauthorized")
-    await api.batchwright.keys.revoke(key.key.id)
-    fails(await http.get("/v1/jobs"), 401, "unauthorized")
-
-
-async def test_the_server_does_not_start_for_strangers_without_a_key(database_url: str) -> None:
-    settings = make_settings(
-        database=dataclasses.replace(DATABASE, url=database_url), api=ApiSettings(port=0, host="0.0.0.0")
-    )
-    async with AsyncBatchwright(settings=settings, operations=OPERATIONS) as batchwright:
-        with pytest.raises(ConfigurationError, match=r"not on 0\.0\.0\.0; .* batchwright key create"):
-            await batchwright.server()
-        for host in ("::", "192.0.2.1", "example.com", ""):
-            with pytest.raises(ConfigurationError, match="batchwright key create"):
-                await require_key(batchwright.keys, host=host, is_loopback=ApiSettings(host=host).is_loopback)
-        for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-            await require_key(batchwright.keys, host=host, is_loopback=ApiSettings(host=host).is_loopback)
-        await batchwright.keys.create("desk")
-        await (await batchwright.server()).close()
 
 
 # Tenants ----------------------------------------------------------------------------------------------------------
@@ -496,126 +357,3 @@ async def test_every_answer_forbids_guessing_its_type(api: Api) -> None:
     http = await api.client()
     for path, headers in (("/healthz", {}), ("/v1/nothing", {}), ("/healthz", {"Host": "evil.example"})):
         assert (await http.get(path, headers=headers)).headers["x-content-type-options"] == "nosniff"
-
-
-# What stands around the jobs --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def away(database_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A server whose database has gone away."""
-    async with serving(database_url) as api:
-        http = await api.client()
-        assert (await http.get("/readyz")).json()["status"] == "ok"
-        await api.batchwright.pool.close()
-        yield http
-
-
-async def test_without_its_database_the_server_asks_for_patience(away: httpx.AsyncClient) -> None:
-    for method, path in (
-        ("GET", "/v1/jobs"),
-        ("POST", "/v1/jobs"),
-        ("GET", f"/v1/jobs/{uuid4()}"),
-        ("GET", "/metrics"),
-    ):
-        body = {"job_type": "echo"} if method == "POST" else None
-        answer = await away.request(method, path, json=body)
-        message = fails(answer, 503, "unavailable")
-        assert message == "the database is away; try again soon"
-        assert answer.headers["Retry-After"] == "1"
-    ready = await away.get("/readyz")
-    assert (ready.status_code, ready.json()["status"]) == (503, "unavailable")
-    assert (await away.get("/healthz")).json()["status"] == "ok"
-
-
-async def test_a_deadlock_that_would_not_end_asks_for_patience(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def entangled(*_: object, **__: object) -> None:
-        raise Deadlock("process 7 waits for process 8")
-
-    monkeypatch.setattr(type(api.batchwright.views), "ids", entangled)
-    answer = await (await api.client()).get("/v1/jobs")
-    assert "process" not in fails(answer, 503, "unavailable")
-    assert answer.headers["Retry-After"] == "1"
-
-
-async def test_an_unknown_path_and_a_wrong_method_have_the_one_shape(api: Api) -> None:
-    http = await api.client()
-    for path in ("/", "/v1", "/v1/nothing", "/v1/jobs/", "//v1/jobs", "/v1/jobs/%2e%2e/x", "/docs", "/redoc"):
-        assert "/openapi.json" in fails(await http.get(path), 404, "not_found")
-    allowed = {
-        "/v1/jobs": "GET, POST",
-        "/v1/schedules/x": "DELETE, GET, PUT",
-        "/v1/schedules": "GET, POST",
-        "/healthz": "GET",
-        "/v1/queues/a/b/pause": "POST",
-    }
-    for path, methods in allowed.items():
-        answer = await http.patch(path)
-        fails(answer, 405, "method_not_allowed")
-        assert answer.headers["Allow"] == methods
-
-
-async def test_an_unexpected_error_tells_the_log_and_nobody_else(
-    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def burst(*_: object, **__: object) -> None:
-        raise RuntimeError("the secret is 42")
-
-    monkeypatch.setattr(type(api.batchwright.views), "ids", burst)
-    http = await api.client()
-    answer = await http.get("/v1/jobs")
-    fails(answer, 500, "internal_error")
-    assert "42" not in answer.text
-    assert "RuntimeError" not in answer.text
-    assert "the secret is 42" in caplog.text
-
-
-async def test_requests_are_counted_by_route_and_status(api: Api) -> None:
-    http = await api.client()
-    id = uuid4()
-    await http.get(f"/v1/jobs/{id}")
-    await http.get(f"/nowhere/{id}")
-    text = (await http.get("/metrics")).text
-    assert str(id) not in text
-    counted = [line for line in text.splitlines() if "http_requests_total{" in line]
-    assert any('route="/v1/jobs/{id}"' in line and 'status="404"' in line for line in counted), counted
-    assert any('route="other"' in line and 'status="404"' in line for line in counted), counted
-    streams = {path for served in api.services.served for path in served.streams}
-    assert {route.path for route in routes(api.app)} > streams > set()
-
-
-async def test_queues_are_paused_and_resumed_by_admins(api: Api) -> None:
-    http = await api.client()
-    await http.post("/v1/jobs", json={"job_type": "echo", "queue": "slow/eu"})
-    paused = await http.post("/v1/queues/slow/eu/pause")
-    assert (paused.status_code, paused.json()["name"], paused.json()["due"]) == (200, "slow/eu", 1)
-    assert paused.json()["paused_at"] is not None
-    (job,) = (await http.get("/v1/jobs")).json()["data"]
-    assert "paused_queue" in [one["reason"] for one in job["waiting_on"]]
-    assert await api.drain() == 0
-    (listed,) = (await http.get("/v1/queues")).json()["data"]
-    assert listed["paused_at"] == paused.json()["paused_at"]
-    assert (await http.post("/v1/queues/slow%2Feu/resume")).json()["paused_at"] is None
-    assert await api.drain() == 1
-    assert "did you mean 'slow/eu'" in fails(await http.post("/v1/queues/slow/e/pause"), 404, "not_found")
-    fails(await http.post("/v1/queues/nobody/resume"), 404, "not_found")
-
-
-async def test_operations_and_workers_are_listed(api: Api) -> None:
-    http = await api.client()
-    assert (await http.get("/v1/workers")).json()["data"] == []
-    worker = api.batchwright.worker()
-    await worker.register()
-    try:
-        (shown,) = (await http.get("/v1/workers")).json()["data"]
-        assert (shown["id"], shown["is_alive"]) == (worker.id, True)
-        found = {one["name"]: one for one in (await http.get("/v1/operations")).json()["data"]}
-        assert set(found) == {"greet", "echo", "broken", "flaky", "family", "chain", "odd"}
-        assert found["greet"]["workers"] == 1
-        assert "name" in found["greet"]["payload_schema"]["properties"]
-        assert len((await http.get("/v1/operations", params={"limit": 2})).json()["data"]) == 2
-    finally:
-        await worker.close()
-    for path in ("workers", "operations", "queues", "schedules", "jobs", "jobs/failed"):
-        for limit in (0, 1001, "x"):
-            fails(await http.get(f"/v1/{path}", params={"limit": limit}), 400, param="limit")

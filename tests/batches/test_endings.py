@@ -9,53 +9,30 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from batchwright.batches import process
-from batchwright.batches.ending import Endings
 from batchwright.batches.journal.journal import scan
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.journal.workspace import Workspace
-from batchwright.batches.metrics import BATCH_METRICS, BatchCounts
+from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.plan.planfile import PLANS, Entry, pack_entries
 from batchwright.batches.send import shard as execution
 from batchwright.batches.send.shard import ShardRun
 from batchwright.batches.send.work import End, Work
 from batchwright.batches.store import Batches, Ending
-from batchwright.batches.upkeep import watchdog as watchdog_module
 from batchwright.batches.upkeep.watchdog import Watchdog
-from batchwright.engine.metrics import WorkerCounts
-from batchwright.engine.upkeep import lock_round
 from batchwright.errors import ConfigurationError, DatabaseUnavailable, StorageFull, StorageUnavailable
 from batchwright.files.store import object_key
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
 from batchwright.storage import Store
-from batchwright.webhooks.settings import WebhookSettings
 from tests.batches.stage import request, staged
 from tests.batches.test_lifecycle import SLOW
 from tests.support import raw
 
 HANGING = SimulatorSettings(any_model=Profile(), faults=("hang",))
-HOOK = WebhookSettings(url="https://example.com/hook", secret_env="SECRET")
 ERROR = '{"code": "odd", "message": "m"}'
 STOP = f"UPDATE batchwright.batch SET stop_reason = 'error', stop_at = now(), stop_error = '{ERROR}'"
 LATE = "UPDATE batchwright.batch SET expires_at = now() - interval '1 second'"
-
-
-def watchdog_of(stage):
-    batches = stage.batchwright.part(BatchesPart).batches
-    counts = BatchCounts(WorkerCounts(BATCH_METRICS))
-    return Watchdog(batches, Endings(batches, stage.batchwright.catalog, counts, {"default": (HOOK,)}), 30.0)
-
-
-async def look(stage):
-    async with lock_round(stage.batchwright.queue.database, "batches") as session:
-        await watchdog_of(stage).look(session)
-
-
-async def told(stage):
-    event = "payload->'event'->>'type', payload->'event'->>'batch_id'"
-    sql = f"SELECT {event} FROM batchwright.job WHERE job_type = 'batch.webhook' ORDER BY created_at"
-    return [tuple(row) for row in await raw(stage.batchwright.queue, sql)]
 
 
 def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
@@ -71,38 +48,6 @@ def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
         return await original(self, *args, **options)
 
     monkeypatch.setattr(owner, name, call)
-
-
-async def test_stalled_batches_are_looked_after_in_pages_and_none_stays_in_the_way(database_url, tmp_path, monkeypatch):
-    """The upkeep session is held while it helps, so each turn is short; a batch that fails is passed over."""
-    monkeypatch.setattr(watchdog_module, "_PAGE", 2)
-    async with staged(database_url, tmp_path) as stage:
-        ids = [await stage.submit([request("a")]) for _ in range(5)]
-        await raw(stage.batchwright.queue, LATE)
-        watchdog, refused, helped = watchdog_of(stage), [], []
-        expire = watchdog._expire
-
-        async def help(batch):
-            helped.append(batch.id)
-            if not refused:
-                refused.append(batch.id)
-                raise ValueError("not this time")
-            await expire(batch)
-
-        watchdog._expire = help
-        turns = []
-        for _ in range(4):
-            async with lock_round(stage.batchwright.queue.database, "batches") as session:
-                turns.append(await watchdog.look(session))
-        assert turns == [True, True, False, False]
-        assert helped == [*sorted(ids, key=helped.index), *refused], "each once, and the refused one in the next sweep"
-        batches = [await stage.batchwright.part(BatchesPart).batches.get(id, tenant=None) for id in ids]
-        assert {batch.status for batch in batches} == {BatchStatus.EXPIRED}
-        monkeypatch.setattr(watchdog_module, "_TURN_SECONDS", 0.0)
-        await stage.submit([request("a")])
-        await raw(stage.batchwright.queue, f"{LATE} WHERE status = 'validating'")
-        async with lock_round(stage.batchwright.queue.database, "batches") as session:
-            assert await watchdog.look(session) is True, "its time was over; the rest has the next turn"
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------
@@ -209,31 +154,6 @@ async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon
         stage.work()
         batch = await stage.ended(id, 20)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
-
-
-# Nobody else ends it ------------------------------------------------------------------------------------------------
-
-
-async def test_a_batch_that_upkeep_ends_tells_its_webhooks(database_url, tmp_path):
-    async with staged(database_url, tmp_path) as stage:
-        late = await stage.submit([request("a")])
-        await raw(stage.batchwright.queue, LATE)
-        await look(stage)
-        lost = await stage.submit([request("a")])
-        await raw(stage.batchwright.queue, "DELETE FROM batchwright.job WHERE owner = %(id)s", id=lost)
-        await look(stage)
-        assert [(await stage.get(id)).status for id in (late, lost)] == [BatchStatus.EXPIRED, BatchStatus.FAILED]
-        await look(stage)
-        assert await told(stage) == [("batch.expired", late), ("batch.failed", lost)]
-
-
-async def test_a_batch_that_cannot_be_looked_after_keeps_no_other_from_it(database_url, tmp_path, monkeypatch):
-    async with staged(database_url, tmp_path) as stage:
-        ids = [await stage.submit([request("a")]) for _ in range(2)]
-        await raw(stage.batchwright.queue, "DELETE FROM batchwright.job")
-        failing(monkeypatch, Batches, "cancel_open_shards", RuntimeError("odd"))
-        await look(stage)
-        assert {(await stage.get(id)).status for id in ids} == {BatchStatus.VALIDATING, BatchStatus.FAILED}
 
 
 # Stores and disks ---------------------------------------------------------------------------------------------------

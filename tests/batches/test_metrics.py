@@ -1,8 +1,6 @@
 """The metrics of batches: names, labels and values of llm-d's batch gateway; exact sums; gauges of those who live."""
 
 import asyncio
-import inspect
-import re
 import sys
 from collections import Counter
 
@@ -29,19 +27,15 @@ from batchwright.engine.exposition import Exposition, process_counts
 from batchwright.engine.metrics import CountsWriter, WorkerCounts
 from batchwright.engine.queue import Queue
 from batchwright.engine.workers import Workers
-from batchwright.errors import DatabaseUnavailable, Deadlock, StorageUnavailable
+from batchwright.errors import DatabaseUnavailable, Deadlock
 from batchwright.inference.answers import Failure, Reply, classify
 from batchwright.inference.gateway import Gateways
 from batchwright.inference.limits import Limits
 from batchwright.inference.settings import GatewaySettings, InferenceSettings
 from batchwright.simulator import Profile, SimulatorSettings
 from batchwright.states import BatchStatus
-from batchwright.storage import StorageSettings, Store
-from batchwright.storage import metrics as storage_metrics
-from batchwright.storage import store as store_module
-from batchwright.storage.local import Local
-from batchwright.storage.metrics import STORAGE_METRIC, STORAGE_METRICS, StorageCounts
-from batchwright.telemetry.metrics import Counts, series
+from batchwright.storage.metrics import STORAGE_METRICS
+from batchwright.telemetry.metrics import series
 from tests.batches.stage import request, staged
 from tests.batches.test_recovery import LEASE, doomed
 from tests.support import raw
@@ -398,53 +392,6 @@ async def test_processes_count_a_model_under_the_same_name(queue):
     samples, _ = await page(queue)
     found = {key[1]: n for key, n in samples.items() if key[0] == "batch_request_prompt_tokens_total"}
     assert found == dict.fromkeys(models[:MODELS_MAX], 2) | {"other": 100}
-
-
-# The object store ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def storage():
-    return Counts([STORAGE_METRIC])
-
-
-async def test_calls_to_the_store_are_counted_in_the_words_of_the_batch_gateway(storage, tmp_path):
-    store = Store(Local(tmp_path), counts=StorageCounts(storage), component="apiserver")
-    await store.put("a", b"x")
-    await store.copy("a", "b")
-    assert await store.read("a", 0, 1) == b"x"
-    await store.delete("a")
-    found = numbers(storage, "file_storage_operations_total")
-    assert found[("store", "apiserver", "success")] == 2
-    assert found[("retrieve", "apiserver", "success")] == 2, "its size, and its one part"
-    assert found[("delete", "apiserver", "success")] == 1
-    assert sum(found.values()) == 5
-
-
-async def test_a_store_that_does_not_answer_is_tried_again_until_it_is_exhausted(storage, tmp_path, monkeypatch):
-    async def away(*_):
-        raise StorageUnavailable("away")
-
-    async def no_pause(_):
-        pass
-
-    backend = Local(tmp_path)
-    monkeypatch.setattr(backend, "delete", away)
-    settings = StorageSettings(attempts=3)
-    store = Store(backend, settings, counts=StorageCounts(storage), component="garbage-collector", pause=no_pause)
-    with pytest.raises(StorageUnavailable):
-        await store.delete("a")
-    assert numbers(storage, "file_storage_operations_total") == {
-        ("delete", "garbage-collector", "retry"): 2,
-        ("delete", "garbage-collector", "exhausted"): 1,
-    }
-
-
-def test_every_call_of_the_store_has_a_word_of_the_batch_gateway():
-    calls = set(re.findall(r'_retry\(\s*"(\w+)"', inspect.getsource(store_module)))
-    assert len(calls) >= 7
-    assert calls == storage_metrics._OPERATIONS.keys()
-    assert {*storage_metrics._OPERATIONS.values()} == {"store", "retrieve", "delete"}
 
 
 # Whole batches ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import pytest
 from batchwright.batches.output.retries import follow_retries, merge_outputs
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
-from batchwright.batches.submission import check_metadata, create, idempotency, retry_of, store_input
+from batchwright.batches.submission import create, idempotency, retry_of, store_input
+from batchwright.engine.metadata import check_metadata
 from batchwright.errors import Conflict, InvalidInput, TooLarge
 from tests.batches.stage import CHAT, request, staged
 

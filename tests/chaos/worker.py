@@ -20,11 +20,18 @@ from batchwright.db.database import DatabaseSettings
 from batchwright.engine.queue import EngineSettings
 from batchwright.engine.worker.worker import Worker, WorkerSettings
 from batchwright.errors import DatabaseUnavailable
-from batchwright.settings import Settings, make_settings
+from batchwright.settings import Settings
 from batchwright.telemetry.logs import configure_logs
 from tests.chaos.operations import OPERATIONS
+from tests.support import make_settings
 
 CONCURRENCY = 16
+_COUNTED = {
+    "fenced": "writes_fenced_total",
+    "leases_lost": "leases_lost_total",
+    "poisoned": "jobs_poisoned_total",
+    "rescued": "jobs_rescued_total",
+}
 _SAY_SECONDS = 0.25
 
 
@@ -73,7 +80,8 @@ async def _run(worker: Worker, stopping: asyncio.Event) -> None:
 
 
 def _say(worker: Worker) -> None:
-    line = orjson.dumps({"id": worker.id, "counts": worker.counts.summary()})
+    counts = {name: worker.counts.total(metric) for name, metric in _COUNTED.items()}
+    line = orjson.dumps({"id": worker.id, "counts": counts})
     os.write(1, line + b"\n")
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.batches.commands.targets import open_target, refuse_same
+from batchwright.cli.targets import open_target, refuse_same
 from batchwright.errors import InvalidInput
 
 WRITE = """
 import sys
 from pathlib import Path
-from batchwright.batches.commands.targets import open_target
+from batchwright.cli.targets import open_target
 with open_target("--output", Path("out.jsonl")).replace() as stream:
     stream.write(b"half")
     stream.flush()
@@ -29,7 +29,7 @@ with open_target("--output", Path("out.jsonl")).replace() as stream:
 READ_ONLY = """
 import os, subprocess
 from pathlib import Path
-from batchwright.batches.commands.targets import open_target
+from batchwright.cli.targets import open_target
 subprocess.run(["mount", "-t", "tmpfs", "none", "."], check=True)
 os.chdir(os.getcwd())
 found = open_target("--output", Path("out.jsonl"))
@@ -182,7 +182,7 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next_and_one_in_use_is_
 
 def test_a_draft_that_was_taken_for_abandoned_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and its lock another process may look at it."""
-    from batchwright.batches.commands import targets
+    from batchwright.cli import targets
 
     flock, removed = targets.fcntl.flock, []
 

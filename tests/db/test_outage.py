@@ -68,7 +68,7 @@ async def test_an_outage_shorter_than_a_lease_costs_nothing(server, pool):
         may_end.set()
         job = await finished(queue, id)
     assert (job.status, job.result, job.claims, job.attempts, job.rescues) == (JobStatus.SUCCEEDED, "kept", 1, 1, 0)
-    assert worker.counts.leases_lost == 0
+    assert worker.counts.total("leases_lost_total") == 0
 
 
 async def test_a_worker_starts_the_embedded_server_again(server, pool):
@@ -79,7 +79,7 @@ async def test_a_worker_starts_the_embedded_server_again(server, pool):
         await begun.wait()
         await asyncio.to_thread(server.pg_ctl, "stop", "-m", "immediate")
         may_end.set()
-        await until(lambda: worker.counts.settled == 1)
+        await until(lambda: worker.counts.total("jobs_settled_total") == 1)
         assert (await queue.get(id)).result == "kept"
 
 

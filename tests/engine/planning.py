@@ -8,7 +8,7 @@ from batchwright.engine.queue import SQL
 
 FINISHED, QUEUED = 20_000, 10_000
 CROWD = f"""
-    ALTER TABLE batchwright.job DISABLE TRIGGER USER;
+    ALTER TABLE batchwright.job DISABLE TRIGGER legal_births;
     INSERT INTO batchwright.job (id, job_type, queue, tenant, status, priority, run_after, payload, max_attempts,
         attempts, claims, pipeline_id, created_at, started_at, finished_at, parent_job_id, round, idempotency_key,
         exclusive_key, deadline)
@@ -26,7 +26,7 @@ CROWD = f"""
                CASE WHEN n > {FINISHED} THEN 'QUEUED' WHEN n % 20 = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END AS status
         FROM generate_series(1, {FINISHED + QUEUED}) AS n
     ) AS pile;
-    ALTER TABLE batchwright.job ENABLE TRIGGER USER;
+    ALTER TABLE batchwright.job ENABLE TRIGGER legal_births;
     INSERT INTO batchwright.queue (name) VALUES ('default');
     UPDATE batchwright.job SET status = 'RUNNING', locked_by = 'w1', locked_at = now(), attempts = 1, claims = 1,
         lease_until = now() + interval '30 seconds', is_current = exclusive_key IS NOT NULL

@@ -21,6 +21,7 @@ from tests.support import (
     put,
     put_one,
     raw,
+    run_job,
     succeed,
     take,
     take_one,
@@ -65,7 +66,7 @@ async def test_claim_job_leaves_the_current_rows_of_other_keys_and_tenants_alone
 async def test_run_job_answers_true_and_runs_the_operation(queue, pool):
     id = await put_one(queue, payload={"n": 5})
     worker = make_worker(pool)
-    assert await worker.run_job(id) is True
+    assert await run_job(worker, id) is True
     await worker.close()
     assert (await queue.get(id)).result == 5
 
@@ -257,7 +258,7 @@ async def test_a_worker_whose_claim_is_refused_does_not_call_the_operation(queue
     id = await put_one(queue)
     await claim_one(queue, id, worker="pod-2")
     worker = make_worker(pool, spy)
-    assert await worker.run_job(id) is False
+    assert await run_job(worker, id) is False
     await worker.close()
     assert called == []
     assert await status(queue, id) is JobStatus.RUNNING
@@ -273,11 +274,11 @@ async def test_a_worker_does_not_call_the_operation_while_another_job_of_the_key
     holder, second = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop", exclusive_key="k"))
     claim = await claim_one(queue, holder, worker="pod-2")
     worker = make_worker(pool, spy)
-    assert await worker.run_job(second) is False
+    assert await run_job(worker, second) is False
     assert await worker.run_once() == 0
     assert called == []
     assert await succeed(queue, claim, worker="pod-2")
-    assert await worker.run_job(second) is True
+    assert await run_job(worker, second) is True
     await worker.close()
     assert called == [0]
 

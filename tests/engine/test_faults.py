@@ -30,6 +30,7 @@ from tests.support import (
     put,
     put_one,
     raw,
+    run_job,
     succeed,
     take,
     take_one,
@@ -250,11 +251,11 @@ async def test_a_settle_whose_answer_was_lost_happens_once(worker, queue, databa
     for when in ("after", "before"):
         id = await enqueue(queue, name)
         database.plan(fault := Fault(statement, when, times=2))
-        assert await worker.run_job(id)
+        assert await run_job(worker, id)
         assert fault.struck == 2
         assert (await queue.get(id)).status is status
         assert await event_names(queue, id) == ["job.enqueued", "job.started", event]
-    assert worker.counts.fenced == 0
+    assert worker.counts.total("writes_fenced_total") == 0
     assert await effects(queue) == (2 if name == "written" else 0)
     assert len(await listed(queue)) == (6 if name in ("chained", "waited") else 2)
 
@@ -264,10 +265,10 @@ async def test_a_childs_settle_whose_answer_was_lost_counts_once(
     worker, queue, database, name, statement, status, event
 ):
     mother = await enqueue(queue, "parent", payload={"child": name})
-    assert await worker.run_job(mother)
+    assert await run_job(worker, mother)
     (id,) = (job.id for job in await listed(queue, parent_job_id=mother, job_type=name))
     database.plan(fault := Fault(statement, "after"))
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     assert fault.struck == 1
     assert (await queue.get(id)).status is status
     assert await event_names(queue, id) == ["job.enqueued", "job.started", event]
@@ -278,10 +279,10 @@ async def test_a_childs_settle_whose_answer_was_lost_counts_once(
 
 async def test_a_commit_that_fails_on_the_way_up_the_tree_takes_the_settle_back(worker, queue, database):
     mother = await enqueue(queue, "parent", payload={"child": "written"})
-    assert await worker.run_job(mother)
+    assert await run_job(worker, mother)
     (id,) = (job.id for job in await listed(queue, parent_job_id=mother, job_type="written"))
     database.plan(fault := Fault("join", "before", times=3))
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     assert fault.struck == 3
     assert (await queue.get(mother)).children_open == 1
     assert await effects(queue) == 1
@@ -291,7 +292,7 @@ async def test_a_commit_that_fails_on_the_way_up_the_tree_takes_the_settle_back(
 async def test_the_jobs_that_follow_fail_to_be_written_with_the_success_or_not_at_all(worker, queue, database):
     id = await enqueue(queue, "chained")
     database.plan(fault := Fault("enqueue", "before", times=2))
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     assert fault.struck == 2
     assert len(await listed(queue, job_type="noop")) == 2
 
@@ -304,7 +305,7 @@ async def test_a_batch_of_settles_whose_answer_was_lost_is_accepted_once(pool, q
     for n, id in enumerate(ids):
         assert (await queue.get(id)).result == n
         assert await event_names(queue, id) == ["job.enqueued", "job.started", "job.succeeded"]
-    assert worker.counts.fenced == 0
+    assert worker.counts.total("writes_fenced_total") == 0
     await worker.close()
 
 
@@ -314,7 +315,7 @@ async def test_a_settle_fenced_while_its_answer_was_lost_is_not_believed(pool, q
     id = await put_one(queue)
     arrived, go = database.hold("succeed")
     database.plan(Fault("succeed", "before"))
-    running = asyncio.create_task(worker.run_job(id))
+    running = asyncio.create_task(run_job(worker, id))
     await arrived.wait()
     await queue.cancel([id])
     go.set()
@@ -355,7 +356,7 @@ async def test_an_emit_whose_answer_was_lost_is_not_lost(pool, queue, database):
     for when in ("before", "after"):
         (id,) = await put(queue, NewJob("emits"), operations=worker._operations)
         database.plan(Fault("emit", when), Fault("progress", when))
-        assert await worker.run_job(id)
+        assert await run_job(worker, id)
         names = await event_names(queue, id)
         assert names[:2] == ["job.enqueued", "job.started"]
         assert names[-3:] == ["one", "two", "job.succeeded"], "a repeated emit may double, but never goes missing"
@@ -375,7 +376,7 @@ async def test_no_settle_overtakes_a_report_that_is_on_its_way(pool, queue, data
 
     worker = make_worker(pool, emits, queue=Queue(Database(database), ENGINE))
     (id,) = await put(queue, NewJob("emits"), operations=worker._operations)
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     assert await event_names(queue, id) == ["job.enqueued", "job.started", "half", "job.succeeded"]
     await worker.close()
 
@@ -408,7 +409,7 @@ async def test_a_deadlock_loses_no_report(pool, queue, database):
     worker = make_worker(pool, emits, queue=Queue(Database(database), ENGINE))
     (id,) = await put(queue, NewJob("emits"), operations=worker._operations)
     database.plan(Fault("emit", "before", "deadlock"), Fault("progress", "before", "deadlock"))
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     assert await event_names(queue, id) == ["job.enqueued", "job.started", "one", "job.succeeded"]
     assert (await queue.get(id)).progress_current == 3
     await worker.close()

@@ -27,6 +27,7 @@ from tests.support import (
     put,
     put_one,
     raw,
+    run_job,
     snooze,
     succeed,
     take,
@@ -263,13 +264,13 @@ async def test_hole_7_rows_of_the_operation_its_success_and_what_follows_are_one
     operations = Registry([submit, noop])
     worker = make_worker(pool, submit, noop)
     (crashed,) = await put(queue, NewJob(submit, {"token": "a", "crash": True}), operations=operations)
-    await worker.run_job(crashed)
+    await run_job(worker, crashed)
     assert await status(queue, crashed) is JobStatus.FAILED
     assert await raw(queue, "SELECT * FROM submission") == []
     assert await listed(queue, job_type="noop") == []
 
     (done,) = await put(queue, NewJob(submit, {"token": "b"}), operations=operations)
-    await worker.run_job(done)
+    await run_job(worker, done)
     await worker.close()
     assert await status(queue, done) is JobStatus.SUCCEEDED
     assert await raw(queue, "SELECT token FROM submission") == [("b",)]

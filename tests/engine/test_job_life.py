@@ -24,6 +24,7 @@ from tests.support import (
     put,
     put_one,
     raw,
+    run_job,
     succeed,
     take,
     take_one,
@@ -42,7 +43,7 @@ async def run(queue, pool, *functions, **options):
     """Enqueue one job of the first function, run it to the end of that run, and answer it."""
     (id,) = await put(queue, NewJob(functions[0], **options), operations=Registry(functions))
     worker = make_worker(pool, *functions)
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     await worker.close()
     return await queue.get(id)
 
@@ -68,7 +69,7 @@ async def test_a_job_goes_from_queued_through_running_to_succeeded(queue, pool):
     (id,) = await put(queue, NewJob(watched), operations=Registry([watched]))
     seen.append(await status(queue, id))
     worker = make_worker(pool, watched)
-    await worker.run_job(id)
+    await run_job(worker, id)
     await worker.close()
     seen.append(await status(queue, id))
     assert seen == [JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.SUCCEEDED]
@@ -224,7 +225,7 @@ async def test_an_operation_defers_by_returning_wait_and_is_resumed_with_what_it
 
     (id,) = await put(queue, NewJob(coordinate, {"upto": 5}), operations=Registry([square, coordinate]))
     worker = make_worker(pool, square, coordinate)
-    await worker.run_job(id)
+    await run_job(worker, id)
     assert (await queue.get(id)).is_waiting
     assert (await queue.get(id)).result is None
     while await worker.run_once():
@@ -320,7 +321,7 @@ async def test_emit_writes_event_message_fields_level_and_the_servers_time(queue
 
     (id,) = await put(queue, NewJob(insert_proteins), operations=Registry([insert_proteins]))
     worker = make_worker(pool, insert_proteins, queue=queue)
-    await worker.run_job(id)
+    await run_job(worker, id)
     await worker.close()
 
     first, slow, skipped = (await queue.events(id))[2:-1]
@@ -442,7 +443,7 @@ async def test_progress_and_events_are_visible_while_the_operation_still_runs(qu
 
     (id,) = await put(queue, NewJob(long), operations=Registry([long]))
     worker = make_worker(pool, long)
-    running = asyncio.create_task(worker.run_job(id))
+    running = asyncio.create_task(run_job(worker, id))
     while (job := await queue.get(id)).progress_current is None:
         await asyncio.sleep(0.01)
     assert (job.status, job.progress_current, job.progress_total) == (JobStatus.RUNNING, 4, 8)
@@ -581,7 +582,7 @@ async def test_a_job_cancelled_before_its_claim_never_starts(queue, pool):
     id = await put_one(queue)
     await queue.cancel([id])
     worker = make_worker(pool, spy)
-    assert await worker.run_job(id) is False
+    assert await run_job(worker, id) is False
     assert await worker.run_once() == 0
     await worker.close()
     assert called == []
@@ -626,7 +627,7 @@ async def test_an_operation_that_answers_its_interruption_with_an_error_of_its_o
 
     (id,) = await put(queue, NewJob(wraps), operations=Registry([wraps]))
     worker = make_worker(pool, wraps)
-    running = asyncio.create_task(worker.run_job(id))
+    running = asyncio.create_task(run_job(worker, id))
     await started.wait()
     if reason == "stop":
         for held in worker._runner.held.values():
@@ -658,7 +659,7 @@ async def test_a_plain_operation_that_is_cancelled_before_it_begins_never_begins
         return await original(*of)
 
     worker.queue.joined = joined
-    assert await worker.run_job(id)
+    assert await run_job(worker, id)
     await worker.close()
     job = await queue.get(id)
     assert (begun, job.status, job.locked_by, job.lease_until) == ([], JobStatus.CANCELLED, None, None)

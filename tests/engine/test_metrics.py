@@ -109,8 +109,8 @@ async def test_settles_are_counted_by_what_became_of_the_job(pool, queue):
     expected = {"succeed": 2, "fail": 1, "retry": 1, "snooze": 1, "wait": 1, "release": 1}
     assert settled == {("varied", outcome): n for outcome, n in expected.items()}
     assert series(await read_counts(queue.database))["operations_interrupted_total"] == {("stop",): 1}
-    assert worker.counts.settled == 7
-    assert worker.counts.interrupted == 1
+    assert worker.counts.total("jobs_settled_total") == 7
+    assert worker.counts.total("operations_interrupted_total") == 1
 
 
 async def test_rescues_are_counted_by_the_worker_that_saw_them(pool, queue, clock):
@@ -212,7 +212,7 @@ async def test_what_cannot_be_written_goes_with_the_next_write(pool, clock, stat
     assert database.ran[SQL[statement]] == 2, "it was tried, and nobody was disturbed"
     counts.add("jobs_rescued_total")
     await row.write()
-    assert await total(queue) == counts.rescued
+    assert await total(queue) == counts.total("jobs_rescued_total")
 
 
 async def test_a_lost_answer_before_a_fold_loses_and_doubles_nothing(pool, clock):
@@ -257,11 +257,11 @@ async def test_whatever_happens_in_whatever_order_the_sum_never_falls_and_ends_e
             case "time":
                 await clock.advance(queue, rolled.choice([1, 300, GONE]))
         now = await total(queue)
-        assert seen <= now <= sum(counts.rescued for counts, _ in writers)
+        assert seen <= now <= sum(counts.total("jobs_rescued_total") for counts, _ in writers)
         seen = now
     for _, row in writers:
         await row.write()
-    assert await total(queue) == sum(counts.rescued for counts, _ in writers)
+    assert await total(queue) == sum(counts.total("jobs_rescued_total") for counts, _ in writers)
 
 
 async def test_a_write_and_a_fold_at_the_same_time_count_once(queue, clock):
@@ -613,8 +613,9 @@ def test_depths_are_read_from_indexes_alone(crowd, name, index):
     assert {name for name in indexes(found) if name.startswith("job_")} == index
 
 
-def test_counting_ten_thousand_jobs_touches_a_few_pages_of_the_index(crowd):
-    assert touched(plan(crowd, "depths", source=SQL, run=True, **LIMITS)) < 500
+def test_counting_ten_thousand_jobs_touches_a_few_pages(crowd):
+    """Of the index, and of the table where it is not known yet that everybody sees its rows; its pages are half full."""
+    assert touched(plan(crowd, "depths", source=SQL, run=True, **LIMITS)) < 800
 
 
 def test_the_limit_bounds_what_is_counted(crowd):

@@ -31,7 +31,7 @@ from batchwright.engine.queue import EngineSettings, Lane, Queue
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.states import JOB, JobStatus
 from tests.engine.oracle import LEASE, OPEN, STALE, Oracle, Refused, Row
-from tests.support import BASIC, DATABASE
+from tests.support import BASIC, DATABASE, allows
 
 IS_LONG = "BATCHWRIGHT_TEST_MODEL_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_MODEL_EXAMPLES", "60"))
@@ -367,7 +367,7 @@ class Machine(RuleBasedStateMachine):
             if status is not None:
                 if told:
                     move = JobStatus(told[-1][0]), JobStatus(status)
-                    assert JOB.allows(*move), f"the history has an illegal move {move}"
+                    assert allows(JOB, *move), f"the history has an illegal move {move}"
                     assert claim >= told[-1][1]
                 told.append((status, claim, attempt))
         for id in found:

@@ -19,12 +19,12 @@ from batchwright.engine.retention import SQL, Removed, Retention, RetentionSetti
 from batchwright.engine.upkeep import Upkeep, lock_round, make_event_partitions
 from batchwright.engine.worker.processes import Processes
 from batchwright.errors import ConfigurationError
-from batchwright.settings import load_settings, make_settings
+from batchwright.settings import load_settings
 from tests.conftest import database
 from tests.engine import planning
 from tests.engine.planning import indexes, nodes, scanned, touched, whole_table_scans
 from tests.engine.steps import another, blocked, claim_one, end, hand_over, snapshot, status
-from tests.support import BASIC, event_names, fail, put, put_one, raw, snooze, succeed, take, take_one
+from tests.support import BASIC, event_names, fail, make_settings, put, put_one, raw, snooze, succeed, take, take_one
 
 QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 HOUR, DAY = 3600.0, 86_400.0
@@ -611,7 +611,7 @@ async def test_nothing_is_dropped_when_jobs_are_kept_for_ever(queue, clock):
 
 
 CROWD = """
-    ALTER TABLE batchwright.job DISABLE TRIGGER USER;
+    ALTER TABLE batchwright.job DISABLE TRIGGER legal_births;
     INSERT INTO batchwright.job (id, job_type, queue, tenant, owner, status, priority, run_after, payload, max_attempts,
         pipeline_id, created_at, finished_at, parent_job_id)
     SELECT id, 'noop', 'default', 'tenant ' || n % 50, CASE WHEN n <= 5000 THEN 'batch' END, 'SUCCEEDED', 5, now(),
@@ -622,7 +622,7 @@ CROWD = """
         pipeline_id, created_at)
     SELECT id, 'noop', 'default', 'tenant', 'QUEUED', 5, now(), '{}', 3, id, now()
     FROM (VALUES ('00000000-0000-0000-0000-000000000001'::uuid)) AS parent (id);
-    ALTER TABLE batchwright.job ENABLE TRIGGER USER;
+    ALTER TABLE batchwright.job ENABLE TRIGGER legal_births;
     INSERT INTO batchwright.job_event (job_id, ts, event)
     SELECT id, created_at, 'e' FROM batchwright.job WHERE created_at < now() - interval '1 day';
 """

@@ -38,6 +38,7 @@ from tests.support import (
     put,
     put_one,
     raw,
+    run_job,
     snooze,
     succeed,
     take,
@@ -624,7 +625,7 @@ async def test_an_operation_that_waits_for_one_job_twice_fails_at_once(queue, po
 
     (id,) = await put(queue, NewJob(double), operations=Registry([double]))
     worker = make_worker(pool, double, noop, other)
-    await worker.run_job(id)
+    await run_job(worker, id)
     await worker.close()
     job = await queue.get(id)
     assert (job.status, job.error["kind"]) == (FAILED, "schema_invalid")

@@ -160,6 +160,18 @@ async def test_a_full_page_of_one_tenant_does_not_pass_over_another_whose_walk_s
     assert await walk(views, JobFilter(queue="rare"), limit=2) == await newest_first(queue, "queue = 'rare'")
 
 
+async def test_the_listing_has_every_job_as_long_as_the_job_exists(queue):
+    async def listed():
+        return await raw(queue, "SELECT tenant, created_at, id FROM batchwright.listing ORDER BY id")
+
+    kept = await some(queue, 3)
+    gone = await some(queue, 3, tenant="other")
+    every = await raw(queue, "SELECT tenant, created_at, id FROM batchwright.job ORDER BY id")
+    assert await listed() == every
+    await raw(queue, "DELETE FROM batchwright.job WHERE id = ANY(%(ids)s)", ids=gone)
+    assert [id for _, _, id in await listed()] == sorted(kept)
+
+
 async def test_an_empty_list_is_one_page(views):
     assert await views.page(EVERYTHING) == ([], None)
     assert await views.page(JobFilter(tenant="nobody")) == ([], None)

@@ -10,9 +10,9 @@ from batchwright.app import AsyncBatchwright
 from batchwright.db.database import DatabaseSettings
 from batchwright.engine.queue import EngineSettings
 from batchwright.engine.worker.worker import WorkerSettings
-from batchwright.settings import make_settings
 from tests.engine.deadly import OPERATIONS
 from tests.perturb import perturbed_process
+from tests.support import make_settings
 
 
 async def main(url: str, lease_seconds: float) -> None:

@@ -143,3 +143,14 @@ def test_the_http_examples_work_as_printed(folder):
     assert "SUCCEEDED" in lines
     assert lines[-5:-1] == ["list", "True", "2", "2"], "two jobs would be cancelled, and two were"
     assert lines[-1].startswith("20")
+
+
+def test_the_tasks_of_the_docs_run_as_printed_against_simulated_providers(folder):
+    script = f"{example('tasks.sh')}\n{example('tasks-http.sh')}\nkill $UP $SIMULATOR; wait $UP $SIMULATOR"
+    told = shell(folder, script.replace("--providers --write", "--providers --port 0 --write"))
+    assert told.returncode == 0, told
+    assert "1 good, 0 failed" in told.stdout
+    assert "6 good, 0 failed" in told.stdout
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 6
+    assert '"text":"Transcript of call.wav."' in told.stdout
+    assert '"name":"together"' in told.stdout

@@ -335,7 +335,7 @@ def test_a_file_without_a_key_is_refused_without_repeating_it(tmp_path, text):
 
 
 def test_a_missing_key_is_refused_at_start(tmp_path):
-    with pytest.raises(ConfigurationError, match="the environment variable NO_SUCH, which does not hold a key"):
+    with pytest.raises(ConfigurationError, match="the environment variable NO_SUCH, which is not set"):
         gateway("http://x:1", api_key_env="NO_SUCH")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         gateway("http://x:1", api_key_file=tmp_path / "absent")

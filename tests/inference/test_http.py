@@ -19,6 +19,15 @@ async def http():
         yield made
 
 
+def file_upload(path):
+    async def chunks():
+        with path.open("rb") as file:
+            while chunk := file.read(MIB):
+                yield chunk
+
+    return Upload(length=path.stat().st_size, open=chunks, content_type="application/jsonl")
+
+
 async def key_header():
     return {"authorization": "Bearer sk-secret"}
 
@@ -133,7 +142,7 @@ async def test_a_download_of_50_mb_takes_little_memory(http):
 async def test_an_upload_of_50_mb_takes_little_memory(http, tmp_path):
     with (tmp_path / "in.jsonl").open("wb") as file:
         file.truncate(50 * MIB)
-    upload = Upload.of_file(tmp_path / "in.jsonl", "application/jsonl")
+    upload = file_upload(tmp_path / "in.jsonl")
     before = peak()
     async with Pouring(0) as server:
         assert (await http.ask("PUT", server.url, body=upload)).is_ok
@@ -145,7 +154,7 @@ async def test_an_upload_of_50_mb_takes_little_memory(http, tmp_path):
 
 async def test_a_form_is_streamed_from_a_file(model_server, http, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"custom_id": "a"}\n')
-    file = Upload.of_file(tmp_path / "in.jsonl", "application/jsonl")
+    file = file_upload(tmp_path / "in.jsonl")
     form = multipart({"purpose": "batch"}, file, filename='in"1.jsonl')
     assert (await http.ask("POST", model_server.url, body=form)).is_ok
     (head,), (body,) = model_server.heads, model_server.bodies

@@ -1,4 +1,4 @@
-"""Runs the tests of workers, batches and the API in the perturbed mode, with one seed after the other.
+"""Runs the tests of workers, batches, tasks and the API in the perturbed mode, with one seed after the other.
 
 python -m tests.perturbed.run [--minutes 30] [--seed N] [pytest's arguments]
 
@@ -18,7 +18,21 @@ from collections.abc import Sequence
 
 from tests import perturb
 
-PATHS = ("tests/api", "tests/batches", "tests/conformance", "tests/engine", "tests/operations", "tests/perturbed")
+PATHS = (
+    "tests/access",
+    "tests/api",
+    "tests/batches",
+    "--ignore=tests/batches/commands",  # as tests/cli: most of them start processes, which stay as they are
+    "tests/conformance",
+    "tests/engine",
+    "tests/files",
+    "tests/operations",
+    "tests/perturbed",
+    "tests/providers/test_crashes.py",
+    "tests/providers/test_tasks.py",
+    "tests/providers/test_tasks_ends.py",
+    "tests/webhooks",
+)
 
 
 def run_round(seed: int, until: float, arguments: Sequence[str]) -> tuple[int, list[str]]:

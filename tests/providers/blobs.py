@@ -18,7 +18,7 @@ class Blobs:
     def __str__(self):
         return self._name
 
-    async def write(self, key, chunks, *, create):
+    async def write(self, key, chunks):
         data = b"".join([chunk async for chunk in chunks])
         return self._world.put_blob(self._name, key, data).md5
 

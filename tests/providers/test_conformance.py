@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -288,6 +289,79 @@ async def test_a_job_that_the_provider_forgot_is_an_error_answer(world):
     status = await world.adapter.poll(job)
     assert status.is_error
     assert status.phase is not Phase.ENDED
+
+
+async def test_a_list_says_of_a_job_what_a_poll_says(world):
+    if not world.adapter.abilities.can_survey:
+        assert await world.adapter.survey([]) == {}
+        return
+    jobs = []
+    for n, items in enumerate((["ok", "ok", "ok"], ["ok", FAIL, "ok"], [FAIL, FAIL, FAIL])):
+        job, _ = await world.submit(world.request(*items, key=f"bw-01k2h5q8tn3v7w9xy{n}-a1"))
+        jobs.append(job)
+    said = set()
+    settings = world.server.settings
+    for seconds in (0, settings.queue_seconds + 1, settings.run_seconds / 2, settings.run_seconds):
+        world.server.advance(seconds)
+        said |= await compare_list_with_polls(world, jobs)
+    assert {Phase.RUNNING} < said or {Phase.QUEUED, Phase.RUNNING} <= said
+
+
+@pytest.mark.parametrize("fault", ["failed", "expired:share=0.7", "unknown_status", "empty"])
+async def test_a_list_says_of_a_bad_job_what_a_poll_says(world, fault):
+    if not world.adapter.abilities.can_survey:
+        return
+    world.server.put_faults(fault)
+    job, _ = await world.submit(world.request())
+    settings = world.server.settings
+    for seconds in (settings.queue_seconds + 1, settings.run_seconds):
+        world.server.advance(seconds)
+        await compare_list_with_polls(world, [job])
+
+
+async def test_a_list_says_of_a_cancelled_job_what_a_poll_says(world):
+    abilities = world.adapter.abilities
+    if not abilities.can_survey or not abilities.can_cancel:
+        return
+    job, _ = await world.submit(world.request())
+    world.server.advance(world.server.settings.queue_seconds + world.server.settings.run_seconds / 2)
+    await world.adapter.cancel(job)
+    for _ in range(2):
+        await compare_list_with_polls(world, [job])
+        world.server.advance(world.server.settings.cancel_seconds)
+
+
+async def compare_list_with_polls(world, jobs):
+    """The phases that the list had. It may leave out jobs that have ended, but no others."""
+    polled = {job.external_id: await world.adapter.poll(job) for job in jobs}
+    listed = await world.adapter.survey([*jobs, Job(external_id="nobody", extra=jobs[0].extra)])
+    for id, status in listed.items():
+        assert status == replace(polled[id], next_poll_seconds=None)
+    missing = set(polled) - set(listed)
+    assert all(polled[id].phase is Phase.ENDED for id in missing)
+    return {status.phase for status in listed.values()}
+
+
+async def test_a_list_of_many_pages_is_read_only_as_far_as_it_saves_calls(world):
+    if not world.adapter.abilities.can_survey:
+        return
+    object.__setattr__(world.server.settings, "page_max", 2)
+    jobs = [(await world.submit(world.request("ok", key=f"bw-01k2h5q8tn3v7w9xy{n}-a1")))[0] for n in range(5)]
+    assert set(await world.adapter.survey(jobs)) == {job.external_id for job in jobs}
+    world.server.seen.clear()
+    assert await world.adapter.survey([]) == {}
+    assert len(world.server.requests(port="api")) <= 1
+
+
+@pytest.mark.parametrize("fault", ["500", "not_json", "truncate", "drop"])
+async def test_a_list_that_fails_is_an_error_that_may_pass(world, fault):
+    if not world.adapter.abilities.can_survey:
+        return
+    job, _ = await world.submit(world.request())
+    world.server.put_faults(f"{fault}:route={world.case.route('list')}:times=1")
+    with pytest.raises(Transient):
+        await world.adapter.survey([job])
+    assert job.external_id in await world.adapter.survey([job])
 
 
 async def test_shuffled_results_find_their_items(world):

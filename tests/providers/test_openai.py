@@ -246,3 +246,16 @@ async def test_a_failed_upload_has_its_class(openai, status, kind):
     openai.say("/files", {}, status)
     with pytest.raises(kind):
         _ = [one async for one in openai.adapter.stage(openai.chat("a"), {})]
+
+
+async def test_a_list_that_does_not_say_where_results_are_is_not_taken_for_the_whole(openai):
+    listed = [
+        {**batch("completed"), "id": "short"},
+        {**batch("completed", output_file_id="o"), "id": "whole"},
+        {**batch("in_progress"), "id": "running"},
+        {**batch("failed", errors={"data": [{"code": "x", "message": "no"}]}), "id": "failed"},
+        {"id": "another"},
+    ]
+    openai.say("/batches?limit=100", {"data": listed, "has_more": False})
+    jobs = [Job(external_id=id) for id in ("short", "whole", "running", "failed", "gone")]
+    assert set(await openai.adapter.survey(jobs)) == {"whole", "running", "failed"}

@@ -7,6 +7,7 @@ from batchwright.providers.contract import Counts, Ending, Input, Phase, Request
 from batchwright.providers.speech import each_once, ending_of, merged, staged_name
 from batchwright.providers.state import TaskEnding
 from tests.providers.conformance import FAIL, KEY
+from tests.providers.documents import add_job, replace_job
 from tests.providers.speech_world import speech_world
 
 PROVIDERS = ["aws", "azure", "google", "sarvam"]
@@ -17,11 +18,11 @@ async def run_task(world, *items):
     request = world.request(*items)
     job, _ = await world.submit(request)
     document = state.describe_transcription(world.case.name, dataset_ids=["file-1"])
-    document = state.add_job(document, request, job)
+    document = add_job(document, request, job)
     yield document
     world.server.advance(world.server.settings.queue_seconds + 1)
     polled = state.record_poll(document["jobs"][0], await world.adapter.poll(job))
-    document = state.replace_job(document, 0, polled)
+    document = replace_job(document, 0, polled)
     yield document
     status = await world.finish(job)
     results = {result.key: result for result in await world.results(request, job, status)}
@@ -29,7 +30,7 @@ async def run_task(world, *items):
     good = sum(1 for entry in entries if entry["error"] is None)
     outcome = state.count_outcome(total=len(entries), succeeded=good)
     ended = state.record_end(document["jobs"][0], status, outcome, entries=entries)
-    yield state.replace_job(document, 0, ended)
+    yield replace_job(document, 0, ended)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -50,10 +51,7 @@ async def test_a_task_keeps_the_document_of_its_provider(provider, tmp_path):
         assert running["jobs"][0]["status"] == words[provider]
         assert [list(one["jobs"][0]) for one in (running, ended)] == [list(started["jobs"][0])] * 2
         assert state.end_task(ended) is TaskEnding.COMPLETED
-        merged_results = state.merge_results(ended)
-        if provider == "google":
-            (merged_results,) = merged_results.values()
-        texts = [one["transcription"]["text"] for one in merged_results["transcriptions"]]
+        texts = [one["transcription"]["text"] for one in ended["jobs"][0]["result"]]
         assert len(texts) == len(world.keys(3))
         assert all("ranscript of" in text for text in texts)
 

@@ -10,6 +10,7 @@ import pytest
 from batchwright.providers import state
 from batchwright.providers.contract import Ending, Input, Job, Phase, Request, Result, Status
 from batchwright.providers.state import TaskEnding
+from tests.providers.documents import add_job, replace_job
 
 URI = "gs://calls/monday.wav"
 TASK = {
@@ -38,7 +39,7 @@ def request(*inputs: Input, model: str | None = None) -> Request:
 
 def submitted(provider: str, *, model: str | None = None) -> state.Document:
     document = state.describe_transcription(provider.lower(), dataset_ids=["file-1"], invalid_urls=["htp:/x"])
-    return state.add_job(document, request(model=model), Job(external_id="job-1"))
+    return add_job(document, request(model=model), Job(external_id="job-1"))
 
 
 def running(word: str = "Running") -> Status:
@@ -81,7 +82,7 @@ def test_a_new_sarvam_document_maps_its_job_to_its_source() -> None:
 
 def test_sarvams_map_tells_the_inputs_of_one_job_apart() -> None:
     document = state.describe_transcription("sarvam", dataset_ids=[])
-    document = state.add_job(document, request(audio("a"), audio("b", "gs://b/2.wav")), Job(external_id="job-1"))
+    document = add_job(document, request(audio("a"), audio("b", "gs://b/2.wav")), Job(external_id="job-1"))
     assert document["gcs_map"] == {"job-1/a": URI, "job-1/b": "gs://b/2.wav"}
 
 
@@ -102,14 +103,14 @@ def test_a_new_aws_document_names_its_source_and_its_file() -> None:
 def test_google_has_one_job_per_model() -> None:
     document = state.describe_transcription("google", dataset_ids=[])
     for model in ("long", "telephony"):
-        document = state.add_job(document, request(model=model), Job(external_id=f"operations/{model}"))
+        document = add_job(document, request(model=model), Job(external_id=f"operations/{model}"))
     assert [job["model"] for job in document["jobs"]] == ["long", "telephony"]
     assert [list(job) for job in document["jobs"]] == [JOB["GOOGLE"]] * 2
 
 
 def test_a_completion_has_one_job_per_model_and_the_uri_of_its_output() -> None:
     document = state.describe_completion(input_dataset_ids=["file-1"])
-    document = state.add_job(document, request(model="gemini-2.5-flash"), Job(external_id="batches/1"))
+    document = add_job(document, request(model="gemini-2.5-flash"), Job(external_id="batches/1"))
     assert document == {
         "task_type": "completion",
         "input_dataset_ids": ["file-1"],
@@ -135,7 +136,7 @@ def test_another_provider_gets_the_plain_fields() -> None:
 
 def test_a_job_that_was_refused_is_failed_and_has_no_external_id() -> None:
     document = state.describe_transcription("sarvam", dataset_ids=[])
-    document = state.add_job(document, request(), None, error="the key is refused")
+    document = add_job(document, request(), None, error="the key is refused")
     assert document["gcs_map"] == {}
     job = document["jobs"][0]
     assert (job["external_job_id"], job["status"], job["error"]) == (None, "FAILED", "the key is refused")
@@ -202,8 +203,8 @@ def test_recording_leaves_the_old_document_as_it_was() -> None:
     document = submitted("SARVAM")
     before = copy.deepcopy(document)
     job = state.record_poll(document["jobs"][0], error_answer())
-    changed = state.replace_job(document, 0, job)
-    state.add_job(changed, request(), Job(external_id="job-2"))
+    changed = replace_job(document, 0, job)
+    add_job(changed, request(), Job(external_id="job-2"))
     assert document == before
     assert changed["jobs"] == [job]
 
@@ -238,46 +239,3 @@ def test_a_completion_ends_as_its_models_did(statuses: tuple[str, ...]) -> None:
 
 def test_a_task_without_jobs_has_failed() -> None:
     assert state.end_task({"jobs": []}) == "FAILED"
-
-
-def test_a_task_has_ended_when_all_its_jobs_have() -> None:
-    jobs = [{"status": "COMPLETED"}, {"status": "Running"}]
-    assert not state.has_ended({"jobs": jobs})
-    assert state.has_ended({"jobs": [{"status": status} for status in TERMINAL]})
-
-
-def test_results_are_one_flat_list() -> None:
-    document = submitted("AWS")
-    document = state.add_job(document, request(audio("in-2", "gs://b/2.wav")), Job(external_id="job-2"))
-    entries = [
-        state.make_entry(audio("in-1"), Result(key="in-1", value={"text": "one"})),
-        state.make_entry(audio("in-2", "gs://b/2.wav"), None),
-    ]
-    for index, entry in enumerate(entries):
-        outcome = TaskEnding.COMPLETED if entry["error"] is None else TaskEnding.FAILED
-        job = state.record_end(document["jobs"][index], ended(), outcome, entries=[entry])
-        document = state.replace_job(document, index, job)
-    assert state.merge_results(document) == {"transcriptions": entries}
-    assert entries[1]["error"]["code"] == "missing_result"
-
-
-def test_googles_results_are_by_model() -> None:
-    document = state.describe_transcription("google", dataset_ids=[])
-    for model in ("long", "long", "short", "chirp"):
-        document = state.add_job(document, request(model=model), Job(external_id=model))
-    for index, text in enumerate(("a", "b", "c")):
-        entry = state.make_entry(audio(), Result(key="in-1", value={"text": text}))
-        job = state.record_end(document["jobs"][index], ended(), TaskEnding.COMPLETED, entries=[entry])
-        document = state.replace_job(document, index, job)
-    document = state.replace_job(document, 3, state.fail_job(document["jobs"][3], "no such model"))
-    merged = state.merge_results(document)
-    texts = {model: [one["transcription"]["text"] for one in its["transcriptions"]] for model, its in merged.items()}
-    assert texts == {"long": ["a", "b"], "short": ["c"]}
-
-
-def test_results_too_large_for_the_document_are_merged_from_elsewhere() -> None:
-    document = submitted("AZURE")
-    entry = state.make_entry(audio(), Result(key="in-1", value={"text": "long"}))
-    kept = state.record_end(document["jobs"][0], ended(), TaskEnding.COMPLETED, entries=[{"uri": "results/1"}])
-    document = state.replace_job(document, 0, kept)
-    assert state.merge_results(document, {0: iter([entry])}) == {"transcriptions": [entry]}

@@ -5,6 +5,7 @@ requests: a status to answer with, "deaf" (the request is done, the answer lost)
 heard that only a range was asked for), "" (none).
 """
 
+import io
 import json
 import logging
 import socket
@@ -16,6 +17,7 @@ from werkzeug.serving import make_server
 
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 S3 = DomainDispatcherApplication(create_backend_app)
+ONE_AT_A_TIME = threading.Lock()
 FAULTS: list = []
 ASKED: list[str] = []
 
@@ -38,11 +40,19 @@ def application(environ, start_response):
     if fault == "whole":
         environ.pop("HTTP_RANGE", None)
         fault = ""
-    answer = S3(environ, start_response) if fault != "drop" else []
+    answer = serve(environ, start_response) if fault != "drop" else []
     if fault:
         list(answer)
         environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
     return answer
+
+
+def serve(environ, start_response):
+    """One at a time: moto closes an object that is replaced, also while another thread writes it."""
+    if environ.get("CONTENT_LENGTH"):
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+    with ONE_AT_A_TIME:
+        return list(S3(environ, start_response))
 
 
 server = make_server("127.0.0.1", 0, application, threaded=True)

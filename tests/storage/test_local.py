@@ -136,9 +136,8 @@ async def test_where_links_are_impossible_files_are_copied(folder, tmp_path, mon
     journal = tmp_path / "journal"
     journal.write_bytes(b"precious")
     await folder.put_file("a", journal)
-    await folder.copy("a", "b")
     assert folder.local_path("a").stat().st_ino != journal.stat().st_ino
-    assert await whole(folder, "a") == await whole(folder, "b") == b"precious"
+    assert await whole(folder, "a") == b"precious"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

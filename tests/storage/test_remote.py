@@ -18,7 +18,6 @@ async def test_what_may_pass_is_tried_again_and_each_attempt_is_counted(bucket, 
         "put": lambda: bucket.put("a/b", b"x"),
         "head": lambda: bucket.head("a/b"),
         "get": lambda: bucket._part("a/b", 0, 1, None),
-        "copy": lambda: bucket.copy("a/b", "a/c"),
         "list": lambda: keys(bucket),
         "delete": lambda: bucket.delete("a/b"),
     }

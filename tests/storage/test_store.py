@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from batchwright.errors import Conflict, InvalidInput, NotFound, StorageError, TooLarge
-from batchwright.storage import hashed
 from batchwright.storage.settings import MIB
 
 
@@ -69,8 +68,6 @@ async def test_a_missing_object_is_not_found(store):
         assert await store.head(key) is None
         with pytest.raises(NotFound, match=f"there is no object {key}"):
             await store.read(key, 0, 1)
-    with pytest.raises(NotFound):
-        await store.copy("a/c", "a/d")
     with pytest.raises(NotFound, match="no file"):
         await store.put("a/d", missing)
     assert await keys(store) == ["a/b"]
@@ -93,14 +90,10 @@ async def test_deleting_twice_is_fine_and_spares_the_others(store):
     assert await keys(store) == ["a/4"]
 
 
-async def test_put_replaces_and_copy_is_a_copy(store):
+async def test_put_replaces(store):
     await store.put("a", b"old")
-    await store.copy("a", "b/c")
     await store.put("a", b"new!")
     assert await whole(store, "a") == b"new!"
-    assert await whole(store, "b/c") == b"old"
-    await store.copy("a", "b/c")
-    assert await whole(store, "b/c") == b"new!"
 
 
 @pytest.mark.parametrize("size", [1_000, 11 * MIB])
@@ -249,8 +242,6 @@ async def test_a_key_that_could_leave_its_place_is_refused(folder, tmp_path, key
         lambda: folder.head(key),
         lambda: folder.read(key, 0, 1),
         lambda: folder.delete("b", key),
-        lambda: folder.copy("b", key),
-        lambda: folder.copy(key, "b"),
     ]
     for call in calls:
         with pytest.raises(InvalidInput, match="cannot name an object"):
@@ -258,10 +249,3 @@ async def test_a_key_that_could_leave_its_place_is_refused(folder, tmp_path, key
     with pytest.raises(InvalidInput):
         folder.local_path(key)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-
-
-def test_any_name_becomes_a_key_by_its_hash():
-    names = ["", "a", "../..", "Ärzte", "\x00", "\ud800", "x" * 10_000]
-    assert len({hashed(name) for name in names}) == len(names)
-    assert hashed("a", "bc") != hashed("ab", "c")
-    assert all(len(hashed(name)) == 32 and hashed(name).isalnum() for name in names)

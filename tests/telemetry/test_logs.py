@@ -13,9 +13,9 @@ import uvicorn
 from batchwright import AsyncBatchwright, NewJob
 from batchwright.engine.outcomes import Settle
 from batchwright.operations.registry import Registry
-from batchwright.settings import DatabaseSettings, make_settings
+from batchwright.settings import DatabaseSettings
 from batchwright.telemetry.logs import about, configure_logs, configured_logs, job_in_hand
-from tests.support import make_worker, put
+from tests.support import make_settings, make_worker, put
 from tests.telemetry import chatty
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -126,7 +126,7 @@ async def test_a_refused_result_is_logged_with_its_job(pool, queue, written):
     worker._runner._account(Settle("succeed", claimed, {}), None, False, True)
     (line,) = written()
     assert (line["job_id"], line["attempt"]) == (str(claimed.id), 1)
-    assert worker.counts.fenced == 1
+    assert worker.counts.total("writes_fenced_total") == 1
     await worker.close()
 
 

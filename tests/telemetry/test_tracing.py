@@ -668,10 +668,9 @@ async def test_what_the_store_does_is_seen(traced, store, tmp_path):
         await store.put("a/put", b"p" * 2_500)
         await store.put("a/new", b"n" * 20)
         await store.put_file("a/file", file)
-        await store.copy("a/put", "a/copy")
         assert len([part async for part in store.get("a/put")]) == 3
         assert await store.read("a/put", 2_490, 100) == b"p" * 10
-        await store.delete("a/put", "a/copy")
+        await store.delete("a/put", "a/none")
         await store.delete()
         assert await store.head("a/put") is None
         assert [found.key async for found in store.list()] == ["a/file", "a/new"]
@@ -682,7 +681,6 @@ async def test_what_the_store_does_is_seen(traced, store, tmp_path):
         ("storage.Store", {"storage.key": "a/put", "storage.bytes": 2_500}),
         ("storage.Store", {"storage.key": "a/new", "storage.bytes": 20}),
         ("storage.Store", {"storage.key": "a/file", "storage.bytes": 300}),
-        ("storage.Store", {"storage.key": "a/copy", "storage.source": "a/put"}),
         ("storage.Retrieve", {"storage.key": "a/put", "storage.bytes": 2_500}),
         ("storage.Retrieve", {"storage.key": "a/put", "storage.bytes": 10}),
         ("storage.Delete", {"storage.key": "a/put", "storage.keys": 2}),
@@ -696,12 +694,11 @@ async def test_failures_of_the_store_are_errors_of_its_spans(traced, store, monk
 
     with pytest.raises(NotFound):
         await store.read("missing", 0, 1)
-    for method in ("write", "adopt", "copy", "delete", "head"):
+    for method in ("write", "adopt", "delete", "head"):
         monkeypatch.setattr(store._backend, method, fails)
     calls = [
         store.put("a", b"1"),
         store.put_file("a", Path(__file__)),
-        store.copy("a", "b"),
         store.delete("a"),
         store.read("a", 0, 1),
     ]
@@ -711,7 +708,7 @@ async def test_failures_of_the_store_are_errors_of_its_spans(traced, store, monk
     await asyncio.to_thread(tracing.stop)
     first, *others = traced.spans
     assert (first.name, first.status.message) == ("storage.Retrieve", "there is no object missing")
-    assert [span.name.removeprefix("storage.") for span in others] == ["Store"] * 3 + ["Delete", "Retrieve"]
+    assert [span.name.removeprefix("storage.") for span in others] == ["Store"] * 2 + ["Delete", "Retrieve"]
     assert {(span.status.code, span.status.message) for span in others} == {
         (ERROR, "the disk is away (attempt 1 of 1)")
     }

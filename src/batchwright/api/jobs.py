@@ -157,7 +157,7 @@ async def list_jobs(
 async def inbox(
     request: Request, caller: Reader, job_type: Annotated[Name | None, Query()] = None, limit: Limit = 100
 ) -> All[InboxView]:
-    groups = await services(request).core.views.inbox(tenant=caller.tenant, job_type=job_type, limit=limit)
+    groups = await services(request).core.inbox(tenant=caller.tenant, job_type=job_type, limit=limit)
     return All(data=[InboxView.of(group) for group in groups])
 
 

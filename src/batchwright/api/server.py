@@ -9,11 +9,20 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from batchwright.access.gate import Gate, require_key
 from batchwright.access.settings import ApiSettings
 from batchwright.api.application import application
+from batchwright.api.jobs import render_event
 from batchwright.api.services import Services
+from batchwright.core import Core, exposition_of
+from batchwright.engine.event_streams import EventStreams
+from batchwright.engine.exposition import process_counts
 from batchwright.engine.metrics import CountsWriter
+from batchwright.engine.worker.worker import worker_id
 from batchwright.errors import ConfigurationError
+from batchwright.part import Server
+from batchwright.storage.metrics import STORAGE_METRIC
+from batchwright.telemetry.metrics import Counts
 
 _END_SECONDS_MAX = 5
 _ABORT_SECONDS = 4.0
@@ -21,6 +30,28 @@ _ABORT_SECONDS = 4.0
 _UNREAD_SECONDS_MAX = 60
 """The kernel ends a connection whose peer has not taken anything for so long."""
 _BACKLOG = 2048
+_PATIENCE_SECONDS = 10.0
+"""How long a request of a user waits for a store that is unavailable, before it is told so."""
+
+
+async def open_server(core: Core, version: str) -> ApiServer:
+    """The HTTP server of these settings with all that the parts serve; it listens, and `start()` makes it answer."""
+    settings = core.settings.api
+    await require_key(core.keys, host=settings.host, is_loopback=settings.is_loopback)
+    own = process_counts()
+    stored = Counts([STORAGE_METRIC])
+    offered = Server(counts=stored, store=core.open_store("apiserver", stored, patience_seconds=_PATIENCE_SECONDS))
+    services = Services(
+        core=core,
+        counts=own,
+        event_streams=EventStreams(core.queue.database, render_event),
+        exposition=exposition_of(core, own),
+        gate=Gate(core.keys, is_loopback=settings.is_loopback),
+        served=tuple(served for part in core.parts if (served := part.serve(offered)) is not None),
+        settings=settings,
+        version=version,
+    )
+    return ApiServer(CountsWriter(core.queue.database, f"api:{worker_id()}", stored), services)
 
 
 class _Quiet(uvicorn.Server):

@@ -104,12 +104,6 @@ def refuse_too_large(file: Path, settings: Settings) -> None:
         raise InvalidInput(f"{file} has {size} bytes, and batches.file_bytes_max is {most}; split it, or raise that")
 
 
-def hash_file(file: Path) -> str:
-    """The SHA-256, in hexadecimal digits."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 # Settings ---------------------------------------------------------------------------------------------------------
 
 

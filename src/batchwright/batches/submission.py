@@ -13,36 +13,19 @@ from batchwright.batches.store import PROCESS, Batch, Batches, NewBatch
 from batchwright.batches.tally import OTHER
 from batchwright.db.retry import retry_unavailable
 from batchwright.engine.catalog import Catalog
-from batchwright.errors import Conflict, InvalidInput, NotFound
-from batchwright.files.store import BATCH, INPUT_KEPT_SECONDS, File, Files, NewFile, new_file_id, object_key, persist
+from batchwright.errors import Conflict, NotFound
+from batchwright.files.local import store_file
+from batchwright.files.store import BATCH, File, Files
 
-METADATA_PAIRS_MAX = 16
-METADATA_KEY_CHARACTERS_MAX = 64
-METADATA_VALUE_CHARACTERS_MAX = 512
 IN_FLIGHT_MAX = 100_000
-_FILENAME_CHARACTERS_MAX = 512
 _TRIES_MAX = 4
 
 T = TypeVar("T")
 
 
 async def store_input(files: Files, path: Path, *, tenant: str, bytes_max: int, sha256: str | None = None) -> File:
-    """Copy a file of this machine into the store; one that has another checksum by now is refused."""
-    id = new_file_id()
-    stored = await files.store.put(object_key(id), path, limit=bytes_max)
-    if sha256 is not None and stored.sha256 != sha256:
-        await files.store.delete(stored.key)
-        raise Conflict(f"{path} was changed while it was read; wait until it is written, and start again")
-    new = NewFile(
-        id=id,
-        tenant=tenant,
-        purpose=BATCH,
-        filename=path.name[-_FILENAME_CHARACTERS_MAX:],
-        stored=stored,
-        expires_seconds=INPUT_KEPT_SECONDS,
-    )
-    file, _ = await persist(lambda: files.add(new))
-    return file
+    """Copy a file of requests into the store; one that has another checksum by now is refused."""
+    return await store_file(files, path, tenant=tenant, purpose=BATCH, bytes_max=bytes_max, sha256=sha256)
 
 
 async def create(
@@ -105,18 +88,3 @@ def idempotency(route: str, key: str | None, body: Mapping[str, Any]) -> dict[st
         return {}
     digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).digest()
     return {"idempotency_key": f"{route}:{key}", "idempotency_digest": digest}
-
-
-def check_metadata(metadata: Mapping[str, str]) -> None:
-    """The limits that OpenAI sets, too."""
-    if len(metadata) > METADATA_PAIRS_MAX:
-        raise InvalidInput(f"metadata has {len(metadata)} pairs; the limit is {METADATA_PAIRS_MAX}", param="metadata")
-    for name, value in metadata.items():
-        if not 0 < len(name) <= METADATA_KEY_CHARACTERS_MAX or len(value) > METADATA_VALUE_CHARACTERS_MAX:
-            raise InvalidInput(
-                f"metadata {name[:80]!r}: a name has 1 to {METADATA_KEY_CHARACTERS_MAX} characters, "
-                f"and a value at most {METADATA_VALUE_CHARACTERS_MAX}",
-                param="metadata",
-            )
-        if "\0" in name + value:
-            raise InvalidInput(f"metadata {name!r} holds a NUL character, which cannot be stored", param="metadata")

@@ -13,12 +13,8 @@ from batchwright.batches.plan.lines import ENDPOINTS
 from batchwright.batches.progress import DeadlineRisk, Forecast
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batch
-from batchwright.batches.submission import (
-    IN_FLIGHT_MAX,
-    METADATA_KEY_CHARACTERS_MAX,
-    METADATA_PAIRS_MAX,
-    METADATA_VALUE_CHARACTERS_MAX,
-)
+from batchwright.batches.submission import IN_FLIGHT_MAX
+from batchwright.engine.metadata import METADATA_KEY_CHARACTERS_MAX, METADATA_PAIRS_MAX, METADATA_VALUE_CHARACTERS_MAX
 from batchwright.inference.prices import cost
 from batchwright.states import BatchStatus
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from batchwright.cli.stop import end
 from batchwright.errors import InvalidInput
 from batchwright.part import Part
 from batchwright.states import JobStatus
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from batchwright.app import AsyncBatchwright
+    from batchwright.core import Core
     from batchwright.settings import Settings
 
 P = TypeVar("P", bound=Part)
@@ -61,6 +65,11 @@ CreatedAfter = Annotated[
     typer.Option(metavar="TIME", help="Only jobs created at or after this time, such as 2026-12-24T18:00:00+00:00."),
 ]
 CreatedBefore = Annotated[str | None, typer.Option(metavar="TIME", help="Only jobs created before this time.")]
+OutputFile = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="FILE", help="Write to this file, device or pipe; - is standard output."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist already.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation; required without a terminal.")]
 Reason = Annotated[str, typer.Option(help="Reason to keep in the history of the jobs.")]
@@ -75,6 +84,33 @@ def parse_headers(given: Sequence[str]) -> dict[str, str]:
             raise InvalidInput("a --header has no name or no value; write it like --header 'x-team: search'")
         headers[name.strip().lower()] = value.strip()
     return headers
+
+
+def parse_pairs(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
+    """From `NAME=VALUE`."""
+    pairs = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise InvalidInput(f"{flag} {text!r} is not NAME=VALUE, such as {example}", param=flag.lstrip("-"))
+        pairs[name] = value
+    return pairs
+
+
+def check_length(flag: str, text: str | None, most: int) -> None:
+    if text is not None and not 0 < len(text) <= most:
+        raise InvalidInput(f"{flag} has {len(text)} characters; it may have 1 to {most}")
+
+
+async def warn_if_no_worker(core: Core, job_id: UUID, work: str) -> None:
+    """A worker may be on its way, so this is no error; but without one the job only waits."""
+    from batchwright.engine.jobs import JobId
+
+    reasons = await core.views.waiting_on([await core.queue.get(JobId(job_id))])
+    if any(one.reason == "no_worker" for of_job in reasons.values() for one in of_job):
+        typer.echo(
+            f"no worker that runs {work} is there now; start one: batchwright up, or batchwright worker", err=True
+        )
 
 
 def settings_from(database_url: str | None, config: Path | None, **parts: Mapping[str, Any]) -> Settings:
@@ -109,6 +145,23 @@ async def open_part(kind: type[P], database_url: str | None, config: Path | None
     """A part of a client; `part.core` has the rest of it."""
     async with client(database_url, config) as batchwright:
         yield batchwright.part(kind)
+
+
+def on_part(
+    kind: type[P],
+    act: Callable[[P], Coroutine[Any, Any, T]],
+    tell: Callable[[T], int],
+    database_url: str | None,
+    config: Path | None,
+) -> NoReturn:
+    """A command that touches the store; `tell` says what came of it, and answers the exit code."""
+
+    async def go() -> tuple[T, Settings]:
+        async with open_part(kind, database_url, config) as part:
+            return await act(part), part.core.settings
+
+    found, settings = run(go())
+    end(tell(found), settings)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -30,6 +30,10 @@ BAR_COLUMNS = 46
 _BAR_ORDER = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.RUNNING)
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
 _UNFOLDED = 1000
+_GAP = 2
+_MONEY_MIN = 0.0001
+_ELASTIC_MIN = 8
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def console() -> Console:
@@ -47,16 +51,43 @@ def print_json(value: Any, *, indent: bool = True) -> None:
 
 def print_table(columns: Mapping[str, Sequence[Text]], *, elastic: Sequence[str] = ("message",)) -> None:
     """Only elastic columns may be cut; those in which nothing stands are left out, numbers stand on the right."""
+    out = console()
+    table, width = make_table(columns, out.width, elastic=elastic)
+    if width > out.width:  # a line that the terminal wraps is better than a column that is not there
+        out = Console(highlight=False, width=width)
+    out.print(table)
+
+
+def make_table(
+    columns: Mapping[str, Sequence[Text]],
+    width: int,
+    *,
+    elastic: Sequence[str] = ("message",),
+    has_header: bool = True,
+) -> tuple[Table, int]:
+    """The table, and how wide it is: what is asked for, unless columns that must not be cut need more."""
     shown = {name: cells for name, cells in columns.items() if any(cells)}
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    natural = {name: max(len(name) * has_header, *(cell.cell_len for cell in cells)) for name, cells in shown.items()}
+    widths = _fit(natural, width - _GAP * (len(shown) - 1), elastic)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0), show_header=has_header)
     for name, cells in shown.items():
-        least = None if name in elastic else max(len(name), *map(len, cells))
         is_number = all(cell.plain.isdecimal() for cell in cells)
         side: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(name, min_width=least, no_wrap=True, overflow="ellipsis", justify=side)
+        table.add_column(name, width=widths[name], no_wrap=True, overflow="ellipsis", justify=side)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
-    console().print(table)
+    return table, sum(widths.values()) + _GAP * (len(shown) - 1)
+
+
+def _fit(natural: Mapping[str, int], room: int, elastic: Sequence[str]) -> dict[str, int]:
+    """The widest of the elastic columns are cut first, and none of them to nothing."""
+    widths = dict(natural)
+    while sum(widths.values()) > room:
+        cuttable = [name for name in elastic if widths.get(name, 0) > _ELASTIC_MIN]
+        if not cuttable:
+            break
+        widths[max(cuttable, key=lambda name: widths[name])] -= 1
+    return widths
 
 
 def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
@@ -90,6 +121,24 @@ def as_dict(thing: Any) -> dict[str, Any]:
 
 def compact(value: Any) -> str:
     return orjson.dumps(value, default=str).decode()
+
+
+def number(n: float) -> str:
+    return f"{n:,.0f}"
+
+
+def money(amount: float) -> str:
+    """What is very little is not nothing."""
+    if 0 < amount < _MONEY_MIN:
+        return f"<{_MONEY_MIN}"
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
+
+
+def size(n: float) -> str:
+    unit = 0
+    while n >= 1000 and unit < len(_UNITS) - 1:
+        n, unit = n / 1000, unit + 1
+    return f"{n:,.1f} {_UNITS[unit]}" if unit else f"{n:,.0f} {_UNITS[0]}"
 
 
 def seconds(n: float) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
@@ -103,6 +104,16 @@ def end(code: int, settings: Settings) -> NoReturn:
     if url is not None and not url.startswith("file:"):
         leave(code)
     raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def end_if_nobody_reads() -> Iterator[None]:
+    """Whoever reads our output may have had enough, as `head` has; Python would complain once more when it leaves."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
 
 
 def leave(code: int) -> NoReturn:

@@ -413,10 +413,11 @@ def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnectio
 
 
 async def _fetch(connection: psycopg.AsyncConnection[Any], sql: str, params: Params | None) -> list[Row]:
-    cursor = await connection.execute(sql, params, prepare=None if params else False)
+    """Answers come in binary: ids and times are smaller so, and neither side has to write or read them as text."""
+    cursor = await connection.execute(sql, params, prepare=None if params else False, binary=bool(params))
     return await cursor.fetchall() if cursor.description is not None else []
 
 
 def _fetch_blocking(connection: psycopg.Connection[Any], sql: str, params: Params | None) -> list[Row]:
-    cursor = connection.execute(sql, params, prepare=None if params else False)
+    cursor = connection.execute(sql, params, prepare=None if params else False, binary=bool(params))
     return cursor.fetchall() if cursor.description is not None else []

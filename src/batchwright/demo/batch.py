@@ -18,13 +18,13 @@ from typing import Any
 from rich.console import Console
 
 from batchwright.app import AsyncBatchwright
-from batchwright.batches.commands.show import number, size
 from batchwright.batches.commands.watch import Lines, OnLook, View, begin_view, follow, show_live
 from batchwright.batches.local import SenderLoad
 from batchwright.batches.output.verify import verify
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, NewBatch
 from batchwright.batches.submission import create, store_input
+from batchwright.cli.show import number, size
 from batchwright.demo.report import Report, print_report
 from batchwright.demo.requests import CACHE_BLOCKS, MODELS, input_order_share, write_requests
 from batchwright.demo.stage import (

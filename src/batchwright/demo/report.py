@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchwright.batches.commands.show import number
+from batchwright.cli.show import number
 from batchwright.db.check import Finding, Level
 from batchwright.states import BatchStatus
 

@@ -109,10 +109,10 @@ EXISTS (
 
 -- part: jobs_of_lanes
 -- Behind the watermark of each lane. A keyed job must be the next of its key, unless it holds the key itself.
-SELECT due.id, due.tenant, due.exclusive_key, due.run_after, lane.queue, lane.quota, lane.turn
+SELECT due.place, due.id, due.tenant, due.exclusive_key, due.run_after, lane.queue, lane.quota, lane.turn
 FROM lane
 CROSS JOIN LATERAL (
-    SELECT job.id, job.tenant, job.exclusive_key, job.run_after
+    SELECT job.ctid AS place, job.id, job.tenant, job.exclusive_key, job.run_after
     FROM batchwright.job
     WHERE job.queue = lane.queue AND job.priority = lane.priority
         AND (job.run_after, job.id) > (lane.after_time, lane.after_id) AND :startable
@@ -126,10 +126,10 @@ LIMIT %(slots)s
 
 -- part: jobs_of_freed_keys
 -- The next job of each key that this worker has just freed.
-SELECT next.id, next.tenant, next.exclusive_key, next.run_after, next.queue, next.quota, 0
+SELECT next.place, next.id, next.tenant, next.exclusive_key, next.run_after, next.queue, next.quota, 0
 FROM unnest(%(freed_tenants)s::text[], %(freed_keys)s::text[]) AS freed (tenant, exclusive_key)
 CROSS JOIN LATERAL (
-    SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue,
+    SELECT job.ctid AS place, job.id, job.tenant, job.exclusive_key, job.run_after, job.queue,
            (SELECT min(lane.quota) FROM lane WHERE lane.queue = job.queue) AS quota
     FROM batchwright.job
     WHERE job.tenant = freed.tenant AND job.exclusive_key = freed.exclusive_key AND job.finished_at IS NULL
@@ -141,9 +141,9 @@ CROSS JOIN LATERAL (
 
 -- part: jobs_by_id
 -- Those that the caller names; also suspects, if it says so.
-SELECT named.id, named.tenant, named.exclusive_key, named.run_after, named.queue, NULL, 0
+SELECT named.place, named.id, named.tenant, named.exclusive_key, named.run_after, named.queue, NULL, 0
 FROM (
-    SELECT job.id, job.tenant, job.exclusive_key, job.run_after, job.queue
+    SELECT job.ctid AS place, job.id, job.tenant, job.exclusive_key, job.run_after, job.queue
     FROM batchwright.job
     WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED' AND job.run_after <= :now
         AND (job.rescues >= :deaths_max) = %(suspect)s::boolean AND job.attempts < job.max_attempts
@@ -153,7 +153,8 @@ FROM (
 
 -- name: claim
 -- Find due jobs in three ways, pick as many as there are slots and quotas, take their keys from jobs that have ended,
--- and start them.
+-- and start them. A job is found once: whoever locks it keeps its place on disk until the update. One that somebody
+-- changed between the look and the lock has moved; the update passes over it, and the next scan finds it.
 WITH lane AS MATERIALIZED (
     SELECT * FROM unnest(
         %(queues)s::text[], %(priorities)s::smallint[], %(quotas)s::integer[],
@@ -169,11 +170,11 @@ found AS MATERIALIZED (
     :jobs_by_id
 ),
 pick AS MATERIALIZED (
-    SELECT job.id, job.tenant, job.exclusive_key
+    SELECT job.place, job.id, job.tenant, job.exclusive_key
     FROM (
-        SELECT found.*, row_number() OVER (PARTITION BY queue ORDER BY turn, run_after, id) AS place FROM found
+        SELECT found.*, row_number() OVER (PARTITION BY queue ORDER BY turn, run_after, id) AS number FROM found
     ) AS job
-    WHERE (quota IS NULL OR place <= quota)
+    WHERE (quota IS NULL OR number <= quota)
         AND (exclusive_key IS NULL OR (NOT :key_is_held AND pg_try_advisory_xact_lock(:key_number)))
     ORDER BY turn, run_after, id
     LIMIT %(slots)s
@@ -191,16 +192,18 @@ claimed AS (
         lease_until = :now + make_interval(secs => %(lease_seconds)s),
         attempts = attempts + 1, claims = claims + 1,
         is_current = exclusive_key IS NOT NULL, started_at = coalesce(started_at, :now)
-    WHERE job.id = ANY(ARRAY(SELECT id FROM pick)) AND job.status::text = 'QUEUED'
+    WHERE job.ctid = ANY(ARRAY(SELECT place FROM pick)) AND job.status::text = 'QUEUED'
         AND (SELECT count(*) FROM demoted) >= 0
-    RETURNING job.*
+    RETURNING id, claims, job_type, queue, tenant, priority, payload, attempts, max_attempts, exclusive_key,
+              pipeline_id, parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current,
+              progress_total, run_after, dead_claim
 ),
 events AS (
     INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker)
-    SELECT id, :now, 'job.started', 'RUNNING', claims, attempts, locked_by FROM claimed
+    SELECT id, :now, 'job.started', 'RUNNING', claims, attempts, %(worker)s FROM claimed
 )
 SELECT claimed.id, claims, job_type, queue, tenant, priority, payload::text, attempts, max_attempts, exclusive_key,
-       pipeline_id, parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current, progress_total,
+       nullif(pipeline_id, claimed.id), parent_job_id, deadline, deadline_passed, waits, traceparent, progress_current, progress_total,
        run_after, coalesce(dead_claim = claims - 1, false), clock.now
 FROM (SELECT :now AS now) AS clock LEFT JOIN claimed ON true
 
@@ -463,6 +466,24 @@ SELECT id, parent_job_id FROM cancelled
 UPDATE batchwright.job SET run_after = :now
 WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
 RETURNING id
+
+-- name: redirect
+-- A job that no worker has had gets another type, queue and payload, once: other workers will run it.
+WITH queues AS (
+    INSERT INTO batchwright.queue (name)
+    SELECT %(queue)s WHERE NOT EXISTS (SELECT FROM batchwright.queue WHERE name = %(queue)s)
+    ON CONFLICT DO NOTHING
+),
+moved AS (
+    UPDATE batchwright.job SET job_type = %(job_type)s, queue = %(queue)s, payload = %(payload)s::jsonb
+    WHERE id = %(id)s AND status = 'QUEUED' AND claims = 0 AND job_type <> %(job_type)s
+    RETURNING id
+),
+events AS (
+    INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt)
+    SELECT id, :now, 'job.redirected', 'QUEUED', 0, 0 FROM moved
+)
+SELECT id FROM moved
 
 -- name: shift_priority
 UPDATE batchwright.job SET priority = least(9, greatest(0, priority + %(by)s))

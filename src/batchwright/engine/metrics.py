@@ -132,38 +132,6 @@ class WorkerCounts(Counts):
             self.add("jobs_rescued_total", one.was_running)
             self.add("jobs_poisoned_total", one.is_poison)
 
-    def summary(self) -> dict[str, int]:
-        names = ("claimed", "settled", "fenced", "leases_lost", "interrupted", "rescued", "poisoned")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def claimed(self) -> int:
-        return self.total("jobs_claimed_total")
-
-    @property
-    def settled(self) -> int:
-        return self.total("jobs_settled_total")
-
-    @property
-    def fenced(self) -> int:
-        return self.total("writes_fenced_total")
-
-    @property
-    def leases_lost(self) -> int:
-        return self.total("leases_lost_total")
-
-    @property
-    def interrupted(self) -> int:
-        return self.total("operations_interrupted_total")
-
-    @property
-    def rescued(self) -> int:
-        return self.total("jobs_rescued_total")
-
-    @property
-    def poisoned(self) -> int:
-        return self.total("jobs_poisoned_total")
-
 
 class CountsWriter:
     """Keeps one worker's row. It never disturbs the worker: what cannot be written goes with the next write."""

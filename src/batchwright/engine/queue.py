@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 
@@ -269,8 +270,10 @@ class Queue:
             suspect=suspect,
         )
         jobs = [Claim(*row) for row in rows if row[0] is not None]
+        jobs.sort(key=attrgetter("id.int"))  # in the order of their birth, not in that of their places on disk
         for job in jobs:
             job.payload = orjson.loads(job.payload)  # the driver's loader for JSON takes twice as long
+            job.pipeline_id = job.pipeline_id or job.id  # most are a pipeline of their own, and do not say it twice
         return Claimed(rows[0][-1], jobs)
 
     async def suspects(
@@ -469,6 +472,13 @@ class Queue:
     async def wake(self, ids: Sequence[UUID], *, session: Session | None = None) -> int:
         """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
         return len(await self._run(session, "wake", ids=list(ids)))
+
+    async def redirect(
+        self, id: UUID, *, job_type: str, queue: str, payload: Mapping[str, Any], session: Session | None = None
+    ) -> bool:
+        """Let another operation run a job, from another queue; False if a worker has had it, or it was moved before."""
+        document = orjson.dumps(payload).decode()
+        return bool(await self._run(session, "redirect", id=id, job_type=job_type, queue=queue, payload=document))
 
     async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
         """Move open jobs up (below 0) or down among their likes; answers how many."""

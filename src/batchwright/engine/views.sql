@@ -16,9 +16,10 @@
 -- part: tenants
 -- The tenant that was named, or all of them, each found by one step along the index.
 everyone AS (
-    (SELECT tenant FROM batchwright.job WHERE %(tenant)s::text IS NULL ORDER BY tenant LIMIT 1)
+    (SELECT tenant FROM batchwright.listing WHERE %(tenant)s::text IS NULL ORDER BY tenant LIMIT 1)
     UNION ALL
-    SELECT (SELECT job.tenant FROM batchwright.job WHERE job.tenant > everyone.tenant ORDER BY job.tenant LIMIT 1)
+    SELECT (SELECT job.tenant FROM batchwright.listing AS job WHERE job.tenant > everyone.tenant
+            ORDER BY job.tenant LIMIT 1)
     FROM everyone WHERE everyone.tenant IS NOT NULL
 ),
 tenants AS (
@@ -52,15 +53,16 @@ found AS MATERIALIZED (
     SELECT tenants.tenant, one.id, one.created_at
     FROM tenants
     CROSS JOIN LATERAL (
-        SELECT job.id, job.created_at
+        SELECT listed.id, listed.created_at
         FROM (
-            SELECT * FROM batchwright.job
+            SELECT job.id, job.created_at FROM batchwright.listing AS job
             WHERE job.tenant = tenants.tenant AND :before
             ORDER BY job.created_at DESC, job.id DESC
             LIMIT %(scan_max)s
-        ) AS job
+        ) AS listed
+        JOIN batchwright.job ON job.id = listed.id
         WHERE :matches
-        ORDER BY job.created_at DESC, job.id DESC
+        ORDER BY listed.created_at DESC, listed.id DESC
         LIMIT %(limit)s
     ) AS one
 ),
@@ -72,7 +74,7 @@ stopped AS (
     SELECT stop.id, stop.created_at
     FROM unfilled
     CROSS JOIN LATERAL (
-        SELECT job.id, job.created_at FROM batchwright.job
+        SELECT job.id, job.created_at FROM batchwright.listing AS job
         WHERE job.tenant = unfilled.tenant AND :before
         ORDER BY job.created_at DESC, job.id DESC
         OFFSET %(scan_max)s - 1

@@ -95,6 +95,8 @@ class Key:
             raise ConfigurationError(
                 f"{self._what} is {self.origin}, which cannot be read: {type(error).__name__}"
             ) from None
+        if not text and self._file is None:
+            raise ConfigurationError(f"{self._what} is {self.origin}, which is not set")
         is_word = " " not in text or not self._is_word
         if not text or not text.isascii() or not text.isprintable() or not is_word or len(text) > _KEY_BYTES_MAX:
             raise ConfigurationError(f"{self._what} is {self.origin}, which does not hold a key in one line")

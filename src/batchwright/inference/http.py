@@ -12,13 +12,11 @@ is said by `NoAnswer.was_sent`. A task that is cancelled closes its connection.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode, urlsplit
@@ -66,10 +64,6 @@ class Upload:
     length: int
     open: Callable[[], Chunks]
     content_type: str = "application/octet-stream"
-
-    @classmethod
-    def of_file(cls, path: Path, content_type: str = "application/octet-stream") -> Self:
-        return cls(length=path.stat().st_size, open=lambda: _file_chunks(path), content_type=content_type)
 
 
 def multipart(fields: Headers, file: Upload | None = None, *, filename: str = "", name: str = "file") -> Upload:
@@ -328,15 +322,6 @@ class _Source:
 
 async def _once(data: bytes) -> Chunks:
     yield data
-
-
-async def _file_chunks(path: Path) -> Chunks:
-    file = await asyncio.to_thread(path.open, "rb")
-    try:
-        while chunk := await asyncio.to_thread(file.read, MIB):
-            yield chunk
-    finally:
-        await asyncio.to_thread(file.close)
 
 
 def _generator(chunks: Chunks) -> Any:

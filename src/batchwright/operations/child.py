@@ -35,11 +35,30 @@ from batchwright.engine.worker.worker import Program, Worker, WorkerSettings
 from batchwright.errors import Fatal
 from batchwright.operations.registry import Registry
 from batchwright.plugins import load
-from batchwright.telemetry.logs import configure_logs, job_in_hand
+from batchwright.telemetry.logs import configure_logs, configured_logs, job_in_hand
 
+_COMMAND = (sys.executable, "-m", "batchwright.operations.child")
 _LENGTH = struct.Struct(">I")
 _ORPHAN_GRACE_SECONDS = 1.0
 _ORPHAN_SECONDS_MAX = 15.0
+
+
+def child_program(
+    pool: Pool, registry: Registry, engine: EngineSettings, *, parts: Mapping[str, Any], version: str
+) -> ChildProgram:
+    """This program, with its brief; `parts` are the settings of a worker's parts, and the function that makes them."""
+    brief = {
+        "url": pool.url,
+        "database": dataclasses.asdict(pool.settings),
+        "engine": dataclasses.asdict(engine),
+        "sources": sorted({*registry.sources.values()}),
+        "entry_points": False,
+        "logs": configured_logs(),
+        "path": sys.path,
+        "version": version,
+        "parts": parts,
+    }
+    return ChildProgram(_COMMAND, {CHILD_BRIEF: orjson.dumps(brief).decode()})
 
 
 def main() -> int:
@@ -138,7 +157,7 @@ def _picklable(frame: tuple[str, Any]) -> tuple[str, Any]:
 async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output: BinaryIO) -> int:
     settings = DatabaseSettings(**brief["database"])
     async with Pool(settings, brief["url"]) as pool:
-        child = ChildProgram((sys.executable, "-m", "batchwright.operations.child"), {})
+        child = ChildProgram(_COMMAND, {})
         worker = Worker(
             pool,
             registry,

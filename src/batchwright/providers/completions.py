@@ -330,9 +330,11 @@ def usage_of(body: Mapping[str, Any]) -> Usage:
     usage = body.get("usage")
     if not isinstance(usage, Mapping):
         return Usage()
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
     return Usage(
         input_tokens=count(usage.get("prompt_tokens", usage.get("input_tokens"))),
         output_tokens=count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        cached_tokens=count(details.get("cached_tokens")) if isinstance(details, Mapping) else None,
     )
 
 
@@ -382,6 +384,12 @@ def lost(status_code: int) -> Status:
         is_error=True,
         error=_error(Kind.FATAL, "remote_job_lost", "the provider does not know the job"),
     )
+
+
+def if_whole(status: Status) -> Status | None:
+    """A status from a list; None if it has ended and does not say where its results are, for lists may be shorter."""
+    is_short = status.phase is Phase.ENDED and not status.found and status.error is None
+    return None if is_short else status
 
 
 def input_of(request: Request) -> Input:

@@ -140,7 +140,12 @@ class Usage:
     """What a result has cost, as far as the provider says."""
 
     input_tokens: int | None = None
+    """All of the prompt, also those that a cache was used for."""
     output_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, read from the provider's cache."""
+    cache_written_tokens: int | None = None
+    """Of the prompt, put into the provider's cache."""
     audio_seconds: float | None = None
 
 
@@ -167,6 +172,8 @@ class Abilities:
     """Whether a job can be found by its marker after a crash."""
     has_marker: bool = True
     """Whether a job carries our marker, so that what is found is surely ours."""
+    can_survey: bool = False
+    """Whether a list of the provider says of many jobs what polls would say."""
     deduplicates: bool = False
     """Whether the provider refuses a second job with the same marker."""
     keeps_partial_results: bool = True
@@ -178,7 +185,6 @@ class Abilities:
     """Requests in the file of one completion job."""
     request_bytes_max: int | None = None
     """Bytes of that file."""
-    poll_seconds_min: float = 60.0
     timeout_hours: float = 26.0
     """When the caller gives up, cancels and harvests."""
     settle_seconds: float = 120.0
@@ -240,6 +246,14 @@ class Adapter(ABC):
     @abstractmethod
     async def poll(self, job: Job) -> Status:
         """Look once; no waiting, no side effects. An error that it raises says nothing about the job."""
+
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        """What the provider's lists say of these jobs, by external id, the same as `poll` would say.
+
+        Those that the lists do not have, or not all that is to be known of, are left out and polled by themselves.
+        Only asked for where the abilities say `can_survey`.
+        """
+        return {}
 
     @abstractmethod
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from functools import cached_property
+from zlib import crc32
 
 from batchwright.errors import ConfigurationError, InvalidInput
-from batchwright.providers.contract import Adapter, TaskType
+from batchwright.providers.contract import Abilities, Adapter, TaskType
 from batchwright.providers.errand import Pace
+from batchwright.providers.polls import Polls
 from batchwright.providers.registry import find_adapters, read_settings
 from batchwright.providers.settings import ProviderSettings, TaskSettings
 from batchwright.providers.tools import AdapterTools
@@ -26,6 +28,7 @@ class Directory:
         self._tasks = tasks
         self._tools = tools
         self._made: dict[str, Adapter] = {}
+        self._polls: dict[str, Polls] = {}
 
     @cached_property
     def kinds(self) -> Mapping[str, type[Adapter]]:
@@ -63,6 +66,20 @@ class Directory:
             self._made[name] = kind(read_settings(kind, self.settings(name).adapter), self._tools)
         return self._made[name]
 
+    def missing(self, name: str) -> str | None:
+        """What a provider cannot be used without, in words: a setting, or a credential; None if all is there."""
+        try:
+            return self.get(name).missing_credentials()
+        except ConfigurationError as error:
+            return str(error)
+
+    def abilities(self, name: str) -> Abilities:
+        """As its settings narrow them, if it has those that it needs."""
+        try:
+            return self.get(name).abilities
+        except ConfigurationError:
+            return self.kind(name).abilities
+
     def can_do(self, task_type: TaskType) -> list[str]:
         """The providers that take tasks of this type."""
         return [name for name in self.names if task_type in self.kind(name).abilities.task_types]
@@ -70,11 +87,13 @@ class Directory:
     def pace(self, name: str) -> Pace:
         written, abilities = self.settings(name), self.get(name).abilities
         settle = written.settle_seconds if written.settle_seconds is not None else abilities.settle_seconds
-        return Pace(
-            poll_seconds=written.poll_interval_seconds or self._tasks.poll_interval_seconds, settle_seconds=settle
-        )
+        seconds = written.poll_interval_seconds or self._tasks.poll_interval_seconds
+        if name not in self._polls:
+            self._polls[name] = Polls(seconds)
+        offset = crc32(name.encode()) / 2**32 * seconds if abilities.can_survey else None
+        return Pace(poll_seconds=seconds, settle_seconds=settle, poll=self._polls[name].poll, offset_seconds=offset)
 
     def timeout_hours(self, name: str) -> float:
         """When to give up: as the provider's table says, or the longer of our default and the provider's own window."""
         written = self.settings(name).task_timeout_hours
-        return written or max(self._tasks.task_timeout_hours, self.get(name).abilities.timeout_hours)
+        return written or max(self._tasks.task_timeout_hours, self.abilities(name).timeout_hours)

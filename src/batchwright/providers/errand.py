@@ -12,6 +12,7 @@ process, reads the row and goes on. A call that fails only delays the next one, 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 from batchwright.db.database import Session
 from batchwright.engine.owned import Held, fenced
 from batchwright.errors import Fatal, OperationError, RateLimited, SchemaInvalid, Transient
-from batchwright.providers.contract import Adapter, Cancelled, InDoubt, Job, Phase, Request, Result, Status
+from batchwright.providers.contract import Adapter, InDoubt, Job, Phase, Request, Result, Status
 from batchwright.providers.jobs import JobEnding, RemoteJob, RemoteJobs
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,17 @@ class Pace:
     poll_seconds: float
     settle_seconds: float
     poll: Callable[[Adapter, Job], Awaitable[Status]] = field(default=lambda adapter, job: adapter.poll(job))
+    offset_seconds: float | None = None
+    """Polls are moved to moments that all jobs of the provider share, which lie so long after whole intervals."""
+
+    def until_poll(self, hint: float | None = None) -> float:
+        """Seconds until a job is polled again; not before the provider's own hint is over."""
+        wanted = max(self.poll_seconds, hint or 0.0)
+        if self.offset_seconds is None:
+            return wanted
+        now = time.time() - self.offset_seconds
+        earliest = now + max(wanted - self.poll_seconds / 2, hint or 0.0)
+        return math.ceil(earliest / self.poll_seconds) * self.poll_seconds - now
 
 
 class Errand:
@@ -113,10 +125,14 @@ class Errand:
         self._jobs = jobs
         self._owner = owner
         self._pace = pace
+        self.is_at_work = False
+        """The provider has just said that it is at work on the job."""
 
     async def advance(self, *, stop: bool = False, may_submit: bool = True) -> Progress:
         """Do what comes next, as far as it can be done now; `stop` cancels what can be cancelled."""
         try:
+            if stop and self.row.stopping_seconds is None and not self.row.has_ended:
+                self.row = await self._jobs.begin_stop(self.row, self._held)
             while True:
                 if (progress := await self._do_next(stop, may_submit)) is not None:
                     return progress
@@ -159,7 +175,7 @@ class Errand:
         if row.has_ended:
             return Over()
         if stop and row.phase in ("planned", "staged"):
-            return Refused(_error("fatal", "cancelled", "the task was cancelled before the job was submitted"))
+            return Refused(_STOPPED)
         if stop and row.phase == "submitted" and row.cancelled is None:
             await self._cancel()
             return None
@@ -173,7 +189,7 @@ class Errand:
             case "staged":
                 return await self._submit()
             case "submitting":
-                return await self._resolve_doubt(may_submit=may_submit and not stop)
+                return await self._resolve_doubt(stop, may_submit)
             case _:
                 return await self._poll()
         return None
@@ -196,6 +212,7 @@ class Errand:
             job = await self.adapter.submit(self.request, row.staged)
         except InDoubt as error:
             self._owner.report("provider.in_doubt", f"{row.provider} may have taken the job: {error}", key=row.key)
+            self.row = await self._jobs.begin_doubt(row, self._held)
             return await self._come_back(min(_DOUBT_SECONDS, self._pace.settle_seconds))
         except OperationError:
             self.row = await self._jobs.withdraw(row, self._held)
@@ -203,25 +220,26 @@ class Errand:
         await self._refer(job)
         return None
 
-    async def _resolve_doubt(self, *, may_submit: bool) -> Progress | None:
-        """The row says that the job may be there. It is sent again only when it surely is not."""
+    async def _resolve_doubt(self, stop: bool, may_submit: bool) -> Progress | None:
+        """The row says that the job may be there. It is sent again only when it surely is not, and still wanted."""
+        if self.row.doubtful_seconds is None:
+            self.row = await self._jobs.begin_doubt(self.row, self._held)
         row, abilities = self.row, self.adapter.abilities
-        assert row.submitting_at is not None
         assert row.doubtful_seconds is not None
         found = await self._find(row)
         if found:
             self._owner.report("provider.adopted", f"the job was found at {row.provider}", key=row.key)
-            await self._refer(found[0])
             await self._cancel_doubles(found)
+            await self._refer(found[0])
             return None
-        if abilities.deduplicates:
-            return await self._submit()
         if not abilities.can_find:
             message = f"whether {row.provider} has taken the job cannot be found out; look there for {row.key}"
             return Refused(_error("fatal", "in_doubt", message))
         left = self._pace.settle_seconds - row.doubtful_seconds
-        if left > 0:
+        if left > 0 and (stop or not abilities.deduplicates):
             return await self._come_back(min(left, max(_DOUBT_SECONDS, self._pace.settle_seconds / 4)))
+        if stop:
+            return Refused(_STOPPED)
         if not may_submit:
             self.row = await self._jobs.withdraw(row, self._held)
             return None
@@ -253,7 +271,7 @@ class Errand:
         """Commit where the job is, together with what its owner has to say."""
         document = self._owner.describe(self.row, job)
         async with fenced(self._jobs.queue, self._held) as session:
-            row = await self._jobs.refer(self.row, job, document, self._pace.poll_seconds, session=session)
+            row = await self._jobs.refer(self.row, job, document, self._pace.until_poll(), session=session)
             await self._owner.referred(row, session)
         self.row = row
         text = f"{row.provider} has taken the job"
@@ -267,9 +285,10 @@ class Errand:
             return Ready(status)
         answers = int(self.row.extra.get(_ERROR_ANSWERS, 0)) + 1 if status.is_error else 0
         noted = _with(status, {_ERROR_ANSWERS: answers} if answers or _ERROR_ANSWERS in self.row.extra else {})
-        seconds = max(self._pace.poll_seconds, status.next_poll_seconds or 0.0)
+        seconds = self._pace.until_poll(status.next_poll_seconds)
         document = self._owner.describe_poll(self.row, status)
         self.row = await self._jobs.note(self.row, self._held, seconds=seconds, status=noted, document=document)
+        self.is_at_work = not status.is_error
         if answers >= ERROR_ANSWERS_MAX:
             return Refused(status.error or _error("fatal", "job_failed", f"the provider says {status.raw_status}"))
         return Waits(seconds)
@@ -277,8 +296,6 @@ class Errand:
     async def _cancel(self) -> None:
         cancelled = await self.adapter.cancel(self._require_job())
         self.row = await self._jobs.note_cancel(self.row, cancelled, self._held)
-        if cancelled is not Cancelled.UNSUPPORTED:
-            self.row = await self._jobs.note(self.row, self._held, seconds=0.0)
 
     # What fails -------------------------------------------------------------------------------------------------
 
@@ -317,6 +334,9 @@ def describe_error(error: OperationError) -> dict[str, Any]:
 
 def _error(kind: str, code: str, message: str) -> dict[str, Any]:
     return {"kind": kind, "code": code, "message": message}
+
+
+_STOPPED = _error("fatal", "cancelled", "it was cancelled before it was submitted")
 
 
 def _with(status: Status, found: Mapping[str, Any]) -> Status:

@@ -16,7 +16,7 @@ from batchwright.api.routes import Streamed
 from batchwright.api.schemas import LIMIT_MAX, EventId, EventView, Page, Text
 from batchwright.api.services import service, services
 from batchwright.engine.jobs import JobId
-from batchwright.errors import ConfigurationError, Conflict, NotFound, StorageUnavailable
+from batchwright.errors import Conflict, NotFound, StorageUnavailable
 from batchwright.providers.services import TaskServices
 from batchwright.providers.submission import WantedInput, WantedTask
 from batchwright.providers.tasks import Task
@@ -65,10 +65,7 @@ async def create_task(
             idempotency_key=None if idempotency_key is None else f"tasks:{idempotency_key}",
             traceparent=creating.traceparent,
         )
-        try:
-            task, is_new = await app.submission.create(wanted)
-        except ConfigurationError as error:
-            raise Refusal(str(error), status=503, code="misconfigured") from error
+        task, is_new = await app.submission.create(wanted)
         creating.set({"task.id": task.id, "tenant.id": task.tenant})
     if is_new:
         app.core.doorbell.ring([task.queue])
@@ -177,12 +174,7 @@ async def get_result(request: Request, caller: Reader, id: Id) -> Response:
 async def list_providers(request: Request, caller: Reader) -> ProviderList:
     app = service(request, TaskServices)
     holds = await app.jobs.holds()
-    names = app.directory.names
-    shown = [
-        ProviderView.of(name, app.directory.get(name), app.directory.timeout_hours(name), holds.get(name))
-        for name in names
-    ]
-    return ProviderList(data=shown)
+    return ProviderList(data=[ProviderView.of(name, app.directory, holds.get(name)) for name in app.directory.names])
 
 
 async def _view(app: TaskServices, task: Task) -> TaskView:

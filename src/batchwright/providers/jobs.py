@@ -28,6 +28,8 @@ from batchwright.providers.contract import Cancelled, Counts, Job, Staged, Statu
 
 SQL = statements(__package__, "jobs.sql")
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_CLEAN_SECONDS = 60.0
+_CLEAN_SECONDS_MAX = 6 * 3600.0
 _TRY_SECONDS = 30.0
 _TRY_SECONDS_MAX = 900.0
 
@@ -71,7 +73,9 @@ class RemoteJob:
     due_seconds: float
     """Until something is to be done for it."""
     doubtful_seconds: float | None
-    """Since it may have been sent."""
+    """Since nobody could be sending it any more; None while somebody may be."""
+    stopping_seconds: float | None
+    """Since it was to be stopped."""
 
     @property
     def has_ended(self) -> bool:
@@ -161,6 +165,14 @@ class RemoteJobs:
             rows = await self._database.ask(SQL["begin_submit"], {"key": job.key, "is_alone": is_alone}, session)
             return _job(rows[0]) if rows else None
 
+    async def begin_doubt(self, job: RemoteJob, held: Held) -> RemoteJob:
+        """Nobody is sending it any more: if it is there, the provider's lists show it before long."""
+        return await self._write("begin_doubt", job, held)
+
+    async def begin_stop(self, job: RemoteJob, held: Held) -> RemoteJob:
+        """It is to be stopped; the time that this may take begins."""
+        return await self._write("begin_stop", job, held)
+
     async def withdraw(self, job: RemoteJob, held: Held) -> RemoteJob:
         """The provider has not taken it, and that is sure."""
         return await self._write("withdraw", job, held)
@@ -226,6 +238,7 @@ class RemoteJobs:
             output_tokens=ending.usage.output_tokens,
             audio_seconds=ending.usage.audio_seconds,
             cost=ending.cost,
+            seconds=_CLEAN_SECONDS,
         )
 
     async def at_work(self, prefixes: Sequence[str]) -> dict[str, AtWork]:
@@ -240,6 +253,15 @@ class RemoteJobs:
     async def clean(self, job: RemoteJob) -> None:
         """What was staged for it is gone."""
         await self._ask("clean", job, None)
+
+    async def take_unclean(self, limit: int, *, session: Session) -> list[RemoteJob]:
+        """Ended jobs that have left something at their providers; for a while nobody else gets them."""
+        params = {"limit": limit, "seconds": _CLEAN_SECONDS, "seconds_max": _CLEAN_SECONDS_MAX}
+        return [_job(row) for row in await self._database.ask(SQL["take_unclean"], params, session)]
+
+    async def abandon(self, owner: str, error: Mapping[str, Any], *, session: Session) -> int:
+        """End the open jobs of a task that has ended without them; answers how many those are."""
+        return len(await self._database.ask(SQL["abandon"], {"owner": owner, "error": _json(error)}, session))
 
     # Credentials ------------------------------------------------------------------------------------------------
 

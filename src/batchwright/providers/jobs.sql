@@ -5,7 +5,8 @@ key, owner, number, provider, model, input_ids, phase, staged, external_id, extr
 succeeded, failed, failures, cancelled, error, results_key, input_tokens, output_tokens, audio_seconds, cost, created_at,
 submitting_at, submitted_at, ended_at, cleaned_at,
 extract(epoch FROM next_at - :now)::float8,
-extract(epoch FROM :now - submitting_at)::float8
+extract(epoch FROM :now - doubtful_at)::float8,
+extract(epoch FROM :now - stopping_at)::float8
 
 -- name: add
 INSERT INTO batchwright.provider_job (key, owner, number, provider, model, input_ids, created_at, next_at)
@@ -28,12 +29,26 @@ UPDATE batchwright.provider_job SET phase = 'staged', failures = 0
 WHERE key = %(key)s AND phase = 'planned'
 RETURNING :columns
 
--- Where a provider has no marker, only one submission at a time may be in doubt.
+-- Where a provider has no marker, only one submission at a time may be in doubt; of several the oldest goes first.
 -- name: begin_submit
-UPDATE batchwright.provider_job SET phase = 'submitting', submitting_at = :now
+UPDATE batchwright.provider_job SET
+    phase = 'submitting', submitting_at = coalesce(submitting_at, :now), doubtful_at = NULL
 WHERE key = %(key)s AND phase IN ('staged', 'submitting') AND (NOT %(is_alone)s OR NOT EXISTS (
     SELECT FROM batchwright.provider_job AS other
-    WHERE other.provider = provider_job.provider AND other.phase = 'submitting' AND other.key <> %(key)s))
+    WHERE other.provider = provider_job.provider AND other.phase = 'submitting' AND other.key <> %(key)s
+        AND (provider_job.phase = 'staged'
+            OR (other.submitting_at, other.key) < (provider_job.submitting_at, provider_job.key))))
+RETURNING :columns
+
+-- Nobody is sending it any more.
+-- name: begin_doubt
+UPDATE batchwright.provider_job SET doubtful_at = coalesce(doubtful_at, :now)
+WHERE key = %(key)s AND phase = 'submitting'
+RETURNING :columns
+
+-- name: begin_stop
+UPDATE batchwright.provider_job SET stopping_at = coalesce(stopping_at, :now)
+WHERE key = %(key)s AND phase <> 'ended'
 RETURNING :columns
 
 -- name: lock_provider
@@ -41,7 +56,7 @@ SELECT pg_advisory_xact_lock(hashtextextended('batchwright.provider:' || %(provi
 
 -- The provider has not taken it.
 -- name: withdraw
-UPDATE batchwright.provider_job SET phase = 'staged', submitting_at = NULL
+UPDATE batchwright.provider_job SET phase = 'staged', submitting_at = NULL, doubtful_at = NULL
 WHERE key = %(key)s AND phase = 'submitting'
 RETURNING :columns
 
@@ -75,19 +90,45 @@ WHERE key = %(key)s AND phase <> 'ended'
 RETURNING :columns
 
 -- name: note_cancel
-UPDATE batchwright.provider_job SET cancelled = %(cancelled)s WHERE key = %(key)s AND phase = 'submitted' RETURNING :columns
+-- The next look is due at once: it may have ended meanwhile.
+UPDATE batchwright.provider_job SET cancelled = %(cancelled)s, next_at = :now
+WHERE key = %(key)s AND phase = 'submitted'
+RETURNING :columns
 
 -- name: end
 UPDATE batchwright.provider_job SET
     phase = 'ended', ended_at = :now, document = %(document)s::jsonb, error = %(error)s::jsonb,
     raw_status = coalesce(%(raw_status)s, raw_status), total = %(total)s, succeeded = %(succeeded)s,
     failed = %(failed)s, results_key = %(results_key)s, input_tokens = %(input_tokens)s,
-    output_tokens = %(output_tokens)s, audio_seconds = %(audio_seconds)s, cost = %(cost)s
+    output_tokens = %(output_tokens)s, audio_seconds = %(audio_seconds)s, cost = %(cost)s,
+    failures = 0, next_at = :now + make_interval(secs => %(seconds)s)
 WHERE key = %(key)s AND phase <> 'ended'
 RETURNING :columns
 
 -- name: clean
 UPDATE batchwright.provider_job SET cleaned_at = :now WHERE key = %(key)s AND phase = 'ended' RETURNING :columns
+
+-- Jobs whose worker has died before it could remove what was staged, or could not; tried again later and later. Whoever
+-- gets them has them to itself until then.
+-- name: take_unclean
+UPDATE batchwright.provider_job SET
+    failures = failures + 1,
+    next_at = :now + make_interval(secs => least(%(seconds_max)s::float8, %(seconds)s::float8 * 2 ^ least(failures, 20)))
+WHERE key IN (
+    SELECT key FROM batchwright.provider_job
+    WHERE phase = 'ended' AND cleaned_at IS NULL AND next_at <= :now
+    ORDER BY ended_at, key
+    LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED)
+RETURNING :columns
+
+-- The task of these jobs has ended without them. What a provider may be at work on is left for people to look at.
+-- name: abandon
+UPDATE batchwright.provider_job SET
+    phase = 'ended', ended_at = :now, error = %(error)s::jsonb, failures = 0, next_at = :now,
+    cleaned_at = CASE WHEN phase IN ('submitting', 'submitted') THEN :now END
+WHERE owner = %(owner)s AND phase <> 'ended'
+RETURNING key
 
 -- Owners such as `batch_1/3` are named by what stands before the slash.
 -- name: at_work

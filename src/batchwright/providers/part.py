@@ -10,8 +10,11 @@ from batchwright.part import Command, Part, Served, Server
 from batchwright.webhooks.part import WebhooksPart
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.files.store import Files
     from batchwright.providers.directory import Directory
@@ -35,13 +38,17 @@ class ProvidersPart(Part):
     operations = ("batchwright.providers.operations:run_task",)
     routers = ("batchwright.providers.http:router",)
     commands = {
-        "task": Command(f"{_COMMANDS}:app", "Send work to outside providers, watch it, and fetch the results."),
-        "providers": Command(f"{_COMMANDS}:providers", "List providers, what they can do, and whether they are ready."),
+        "task": Command(f"{_COMMANDS}.task:app", "Send work to outside providers, watch it, and fetch the results."),
+        "providers": Command(
+            f"{_COMMANDS}.providers:providers", "List providers, what they can do, and whether they are ready."
+        ),
     }
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         self._directory: Directory | None = None
+        self.unstored: dict[str, Path] = {}
+        """Files of this machine that are going to be stored, by their ids: until then they are read where they are."""
 
     @property
     def settings(self) -> TaskSettings:
@@ -100,6 +107,12 @@ class ProvidersPart(Part):
         file has, is that of an object which a part has put into the store."""
         from batchwright.errors import Fatal, NotFound, StorageError, Transient
 
+        if (path := self.unstored.get(name)) is not None:
+            from batchwright.files.local import read_file
+
+            async for chunk in read_file(path):
+                yield chunk
+            return
         files = self.core.part(FilesPart).files
         try:
             key = name if "/" in name else (await files.get(name, tenant=None, also_gone=True)).key
@@ -138,11 +151,12 @@ class ProvidersPart(Part):
             store=store,
             tasks=self.tasks,
         )
-        upkeep = TaskUpkeep(self.tasks, announcer, store, core.settings.retention)
+        upkeep = TaskUpkeep(self.tasks, self.jobs, self.directory, announcer, store, core.settings.retention)
         return Duty(
             services=[TaskRunner(tools)],
             demand=TaskDemand(site, self.settings.jobs_at_once),
             rounds=upkeep.rounds(),
+            close=upkeep.close,
         )
 
     # In the HTTP server -----------------------------------------------------------------------------------------
@@ -160,6 +174,10 @@ class ProvidersPart(Part):
             tasks=self.tasks,
         )
         return Served(services=services)
+
+    async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
+        """Tasks that wait for a credential which their provider refuses."""
+        return await self.tasks.parked(tenant)
 
     async def check(self) -> Sequence[Finding]:
         from batchwright.providers.check import check_providers

@@ -1,43 +1,112 @@
-"""What a provider's batch work costs. What is not known is None, never nothing."""
+"""What a provider's batch work costs: as the user's table says, or as the list that comes with Batchwright does.
+
+The list, `prices.json`, is made by `tools/prices.py`. What neither knows is None, and never 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib.resources
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import orjson
 
 from batchwright.errors import ConfigurationError
-from batchwright.providers.contract import Usage
+from batchwright.providers.contract import Result, Usage
 
+WRITTEN = "configuration"
+"""The source of a price that the user wrote."""
+ANY = "*"
+"""In a table of prices: every model without a price of its own."""
 _TOKENS_PER_PRICE = 1_000_000
 _SECONDS_PER_HOUR = 3_600
+_FOLDER = re.compile(r"^(?:.*/)?models/")
+_TUNED = re.compile(r"^(ft:[^:]+):.*$")
+_VERSION = re.compile(r"[-@](?:20\d\d-\d\d-\d\d|20\d{6}|00\d|default|latest)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderPrice:
-    """What a model costs in a provider's batch API."""
+    """What a model costs in a provider's batch API, in dollars."""
 
     input: float | None = None
     """A million tokens of prompts."""
     output: float | None = None
     """A million tokens of answers."""
+    cached: float | None = None
+    """A million tokens of prompts that the provider had in its cache; unset, as `input`."""
+    cache_write: float | None = None
+    """A million tokens of prompts that the provider put into its cache; unset, as `input`."""
     audio_hour: float | None = None
     """An hour of audio."""
 
     def __post_init__(self) -> None:
-        if min(price for price in (self.input or 0.0, self.output or 0.0, self.audio_hour or 0.0)) < 0:
-            raise ConfigurationError("a price of a provider is below 0; write what it costs")
+        for name in ("input", "output", "cached", "cache_write", "audio_hour"):
+            price = getattr(self, name)
+            if price is not None and not 0 <= price < float("inf"):
+                raise ConfigurationError(f"{name} of a provider's price is {price}; write dollars, from 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price(ProviderPrice):
+    """A price, and who says so."""
+
+    source: str
+    long_prompt: LongPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongPrompt:
+    """What a request costs whose prompt has more tokens than this."""
+
+    tokens: int
+    price: ProviderPrice
+
+
+class Bill:
+    """The cost of one job, added up result by result, because long prompts may have a price of their own."""
+
+    def __init__(self, price: Price | None) -> None:
+        self._price = price
+        self._total: float | None = None
+        self._is_known = True
+
+    def add(self, result: Result) -> None:
+        """What failed without any usage costs nothing; what succeeded without makes the whole cost unknown."""
+        if result.usage == Usage():
+            self._is_known = self._is_known and result.error is not None
+            return
+        spent = cost(self._price, result.usage)
+        if spent is None:
+            self._is_known = False
+        else:
+            self._total = (self._total or 0.0) + spent
+
+    @property
+    def cost(self) -> float | None:
+        return self._total if self._is_known else None
+
+    @property
+    def source(self) -> str | None:
+        """Which price was used."""
+        return None if self._price is None else self._price.source
 
 
 def cost(price: ProviderPrice | None, usage: Usage) -> float | None:
-    """What this much costs; None if a part of it has no price, or nobody said how much it was."""
+    """What one request costs; None if a part of it has no price, or nobody said how much it was."""
     if price is None:
         return None
     if usage.audio_seconds is not None:
         return None if price.audio_hour is None else usage.audio_seconds / _SECONDS_PER_HOUR * price.audio_hour
     if usage.input_tokens is None and usage.output_tokens is None:
         return None
+    if isinstance(price, Price) and price.long_prompt and (usage.input_tokens or 0) > price.long_prompt.tokens:
+        price = price.long_prompt.price
     total = 0.0
-    for tokens, per_million in ((usage.input_tokens, price.input), (usage.output_tokens, price.output)):
+    for tokens, per_million in _split(price, usage):
         if tokens:
             if per_million is None:
                 return None
@@ -45,6 +114,74 @@ def cost(price: ProviderPrice | None, usage: Usage) -> float | None:
     return total
 
 
-def find_price(written: Mapping[str, ProviderPrice], kind: str, model: str | None) -> ProviderPrice | None:
-    """What the configuration says of this model, or of all (`*`)."""
-    return written.get(model or "*") or written.get("*")
+def _split(price: ProviderPrice, usage: Usage) -> Iterator[tuple[int, float | None]]:
+    """Tokens by their prices. Those that were read from the cache, or written to it, are a part of the prompt's."""
+    asked = usage.input_tokens or 0
+    cached = min(usage.cached_tokens or 0, asked)
+    written = min(usage.cache_written_tokens or 0, asked - cached)
+    yield asked - cached - written, price.input
+    yield cached, price.input if price.cached is None else price.cached
+    yield written, price.input if price.cache_write is None else price.cache_write
+    yield usage.output_tokens or 0, price.output
+
+
+def find_price(written: Mapping[str, ProviderPrice], kind: str, model: str | None) -> Price | None:
+    """What the user's table says of this model, or of all (`*`); else what the list says of the provider's."""
+    names = list(names_of(model or ANY))
+    theirs = {name.casefold(): price for name, price in written.items()}
+    for name in (*names, ANY):
+        if (price := theirs.get(name)) is not None:
+            return Price(
+                input=price.input,
+                output=price.output,
+                cached=price.cached,
+                cache_write=price.cache_write,
+                audio_hour=price.audio_hour,
+                source=WRITTEN,
+            )
+    known = _list().kinds.get(kind, {})
+    found = next((known[name] for name in (*names, ANY) if name in known), None)
+    return None if found is None else _read(found, _list().source)
+
+
+def names_of(model: str) -> Iterator[str]:
+    """How a model may stand in a list: as it is written, without its path, and without its version."""
+    name = _TUNED.sub(r"\1", _FOLDER.sub("", model.strip().casefold()))
+    yield model.strip().casefold()
+    yield name
+    yield _VERSION.sub("", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    source: str
+    kinds: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+@functools.cache
+def _list() -> _List:
+    """The list that comes with Batchwright, read when the first price is looked up."""
+    text = importlib.resources.files(__package__).joinpath("prices.json").read_bytes()
+    document = orjson.loads(text)
+    return _List(document["source"], document["prices"])
+
+
+def list_source() -> str:
+    """Where the prices of the list are from."""
+    return _list().source
+
+
+def listed_models(kind: str) -> int:
+    """How many models of a provider have a price in the list."""
+    return len(_list().kinds.get(kind, {}))
+
+
+def _read(entry: Mapping[str, Any], source: str) -> Price:
+    said = dict(entry)
+    is_derived, long = said.pop("derived", False), dict(said.pop("long_prompt", {}))
+    tokens = long.pop("tokens", 0)
+    return Price(
+        **said,
+        source=f"{source}: the usual price less the provider's batch discount" if is_derived else source,
+        long_prompt=LongPrompt(tokens=tokens, price=ProviderPrice(**long)) if long else None,
+    )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 
@@ -30,17 +31,18 @@ from batchwright.errors import (
     Fenced,
     OperationError,
     RetryLater,
+    SchemaInvalid,
     StorageError,
 )
 from batchwright.files.store import Files, NewFile, new_file_id, object_key
 from batchwright.providers import state
-from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Result, Status, Usage
+from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Result, Status, TaskType, Usage
 from batchwright.providers.directory import Directory
 from batchwright.providers.errand import CredentialRefused, Errand, Over, Progress, Ready, Refused, Waits
 from batchwright.providers.jobs import Hold, JobEnding, NewRemoteJob, RemoteJob, RemoteJobs
 from batchwright.providers.lines import split_lines
-from batchwright.providers.prices import cost, find_price
-from batchwright.providers.tasks import Ending, Target, Task, Tasks
+from batchwright.providers.prices import ANY, Bill, Price, find_price
+from batchwright.providers.tasks import Ending, Task, Tasks
 from batchwright.states import TaskStatus
 from batchwright.storage import Store, Stored
 from batchwright.webhooks.announcer import Announcer
@@ -52,11 +54,18 @@ RESULT = "task_output"
 FOLDER = "tasks"
 INLINE_BYTES_MAX = 16 * 1024
 """Results of a job that are larger stand in the store only, and not in its document."""
+INLINE_TASK_BYTES_MAX = 256 * 1024
+"""What the documents of all jobs of a task may hold of results: they are written and read together."""
 HARVEST_SECONDS = 600.0
 """After its timeout a task waits so long for its jobs to stop, and then ends without them."""
+ROUND_SECONDS = 30.0
+"""A round begins nothing new after so long: a task may have a thousand jobs, and its user may cancel it."""
+CREDENTIAL_SECONDS = 7 * 86_400.0
+"""So long after its timeout a task still waits for the credential by which its results can be fetched."""
 _AT_ONCE = 8
 _STORE_SECONDS = 10.0
 _CONFIGURATION_SECONDS = 60.0
+_NAMES_MAX = 5
 _SNOOZE_SECONDS_MIN = 0.05
 
 
@@ -114,6 +123,8 @@ class Run:
         self._inputs = {input.id: input for input in task.inputs}
         self._rows: list[RemoteJob] = []
         self._held_back: dict[str, Hold] = {}
+        self._ends_at = 0.0
+        self._has_begun = task.status is not TaskStatus.PENDING
 
     @property
     def _must_stop(self) -> bool:
@@ -127,7 +138,8 @@ class Run:
             if problems:
                 return self.end_with_problems(problems)
         self._held_back = await self._try_credentials()
-        open_rows = [row for row in self._rows if not row.has_ended]
+        open_rows = sorted((row for row in self._rows if not row.has_ended), key=lambda row: row.due_seconds)
+        self._ends_at = time.monotonic() + ROUND_SECONDS
         waits = await _gather(_AT_ONCE, (self._take_on(row) for row in open_rows))
         self._rows = await self._tools.jobs.of(self._task.id)
         self._report_progress()
@@ -144,31 +156,25 @@ class Run:
             if self._task.cancel_requested_at is None:
                 message = "its time was over before anything could be submitted"
             return [Problem(message=message)]
+        if self._task.task_type not in get_args(TaskType):
+            return [Problem(message=f"nothing here does tasks of the type {self._task.task_type!r}", param="task_type")]
         planned = list(plan_jobs(self._task, self._tools.directory))
         for target in self._task.targets:
             adapter = self._tools.directory.get(target.provider)
             try:
-                found = await adapter.inspect(self._request("bw-" + "0" * 26, target, list(self._inputs.values())))
+                inputs = list(self._inputs)
+                found = await adapter.inspect(make_request(self._task, "bw-" + "0" * 26, target.model, inputs))
             except OperationError as error:
                 if isinstance(error, Fatal) and error.scope == "credential":
                     continue  # seen again when it matters, and waited for there
-                if not isinstance(error, Fatal):
-                    raise
+                if not isinstance(error, (Fatal, SchemaInvalid)):
+                    raise RetryLater(str(error), getattr(error, "retry_after", None) or _STORE_SECONDS) from error
                 found = [Problem(message=str(error))]
             if found:
                 return found
         self._rows = await self._tools.jobs.plan(self._task.id, planned, self._held)
         self._ctx.emit("task.planned", f"{len(planned)} jobs for {len(self._task.targets)} targets", jobs=len(planned))
         return ()
-
-    def _request(self, key: str, target: Target, inputs: Sequence[Input]) -> Request:
-        return Request(
-            key=key,
-            task_type=self._task.task_type,  # type: ignore[arg-type]  # checked when the task was made
-            model=target.model,
-            inputs=inputs,
-            options=self._task.options,
-        )
 
     # Credentials ------------------------------------------------------------------------------------------------
 
@@ -199,9 +205,13 @@ class Run:
 
     async def _take_on(self, row: RemoteJob) -> float:
         """Do what can be done for one job now; answers when to come back for it."""
-        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
-            return max(hold.try_seconds, 1.0)
+        if self._ctx.stopping or time.monotonic() > self._ends_at:
+            return max(0.0, row.due_seconds)
         errand = self._errand(row)
+        if (hold := self._held_back.get(row.provider)) is not None and not self._is_lost(row):
+            if self._task.seconds_left > -CREDENTIAL_SECONDS:
+                return max(hold.try_seconds, 1.0)
+            return await self._settle(errand, Waits(hold.try_seconds))
         try:
             progress = await errand.advance(stop=self._must_stop)
             if isinstance(progress, Ready):
@@ -218,25 +228,29 @@ class Run:
     async def _settle(self, errand: Errand, progress: Progress) -> float:
         match progress:
             case Waits(seconds):
-                if self._task.seconds_left <= -HARVEST_SECONDS or self._may_not_wait(errand.row):
+                if self._task.seconds_left <= 0 and self._may_not_wait(errand):
                     message = f"its job at {errand.row.provider} had not ended when the time of the task was over"
                     await self._fail_job(errand, {"kind": "fatal", "code": "timeout", "message": message})
                     return 0.0
                 return seconds
             case Refused(error):
+                if error.get("code") == "cancelled" and self._task.cancel_requested_at is None:
+                    error = {"kind": "fatal", "code": "timeout", "message": "the task could not be submitted in time"}
                 await self._fail_job(errand, error)
             case Over() | Ready():
                 pass
         return 0.0
 
-    def _may_not_wait(self, row: RemoteJob) -> bool:
-        """Its time is over, and it cannot be stopped: what it has done by now is all."""
-        return self._task.seconds_left <= 0 and row.cancelled == "unsupported"
+    def _may_not_wait(self, errand: Errand) -> bool:
+        """Whether a job whose time is over has had its time to stop, or cannot be stopped and is still at work."""
+        has_had_time = (errand.row.stopping_seconds or 0.0) >= HARVEST_SECONDS
+        if has_had_time or self._task.seconds_left <= -CREDENTIAL_SECONDS:
+            return True
+        return errand.is_at_work and errand.row.cancelled == "unsupported"
 
     def _errand(self, row: RemoteJob) -> Errand:
         adapter = self._tools.directory.get(row.provider)
-        inputs = [self._inputs[id] for id in row.input_ids]
-        request = self._request(row.key, Target(row.provider, row.model), inputs)
+        request = make_request(self._task, row.key, row.model, row.input_ids)
         pace = self._tools.directory.pace(row.provider)
         return Errand(self._tools.jobs, adapter, row, request, self, self._held, pace)
 
@@ -244,7 +258,8 @@ class Run:
         """Write all results into the store, count them, and end the job by what was counted."""
         row = errand.row
         key = f"{FOLDER}/{self._task.id}/{row.number}-{self._ctx.claim}.jsonl"
-        harvest = Harvest(self._task, errand, status)
+        inline_bytes_max = min(INLINE_BYTES_MAX, INLINE_TASK_BYTES_MAX // len(self._rows))
+        harvest = Harvest(self._task, errand, status, self._price(row), inline_bytes_max)
         try:
             await self._tools.store.put(key, harvest.lines)
         except OperationError as error:
@@ -256,12 +271,6 @@ class Run:
         )
         if outcome is state.TaskEnding.FAILED and harvest.first_error is not None and not status.error:
             ended["error"] = harvest.first_error
-        price = find_price(
-            self._tools.directory.settings(row.provider).prices,
-            self._tools.directory.kind(row.provider).name,
-            row.model,
-        )
-        spent = cost(price, harvest.usage)
         await errand.end(
             JobEnding(
                 document=ended,
@@ -272,7 +281,7 @@ class Run:
                 ),
                 results_key=key,
                 usage=harvest.usage,
-                cost=spent,
+                cost=harvest.bill.cost,
             )
         )
         self._ctx.emit(
@@ -281,18 +290,24 @@ class Run:
             model=row.model,
             prompt_tokens=harvest.usage.input_tokens,
             completion_tokens=harvest.usage.output_tokens,
-            cost=spent,
+            cost=harvest.bill.cost,
+            price=harvest.bill.source,
             provider=row.provider,
+            cached_tokens=harvest.usage.cached_tokens,
             audio_seconds=harvest.usage.audio_seconds,
             external_id=row.external_id,
         )
         await errand.clean_up()
         return Over()
 
+    def _price(self, row: RemoteJob) -> Price | None:
+        directory = self._tools.directory
+        return find_price(directory.settings(row.provider).prices, directory.kind(row.provider).name, row.model)
+
     async def _fail_job(self, errand: Errand, error: Mapping[str, Any]) -> None:
         row = errand.row
         document = state.fail_job(
-            row.document or state.new_job(self._task.task_type, row.provider, errand.request, row.job),
+            row.document or self.describe(row, row.job),
             str(error.get("message")),
         )
         total = len(row.input_ids)
@@ -305,9 +320,9 @@ class Run:
 
     # What errands tell us ---------------------------------------------------------------------------------------
 
-    def describe(self, row: RemoteJob, job: Job | None) -> Mapping[str, Any]:
-        request = self._request(row.key, Target(row.provider, row.model), [self._inputs[id] for id in row.input_ids])
-        return state.new_job(self._task.task_type, row.provider, request, job)
+    def describe(self, row: RemoteJob, job: Job | None) -> dict[str, Any]:
+        request = make_request(self._task, row.key, row.model, row.input_ids)
+        return state.new_job(self._task.task_type, self._tools.directory.kind(row.provider).name, request, job)
 
     def describe_poll(self, row: RemoteJob, status: Status) -> Mapping[str, Any]:
         return state.record_poll(row.document or {}, status)
@@ -316,6 +331,7 @@ class Run:
         """The first job that is submitted brings the task to IN_PROGRESS, in the same commit."""
         if self._task.status is TaskStatus.PENDING:
             begun = await self._tools.tasks.begin(self._task.id, self._state([row]), session=session)
+            self._has_begun = True
             if begun is None:
                 log.debug("task %s was begun before", self._task.id)
 
@@ -381,12 +397,16 @@ class Run:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> Outcome:
-        task, rows = self._task, self._rows
+        task = self._task = await self._tools.tasks.get(self._task.id, tenant=None)  # begun or cancelled meanwhile
+        if task.has_ended:
+            return Done()
+        rows = self._rows
         provider_state = self._state(rows)
         outcome = state.end_task(provider_state)
         if outcome is state.TaskEnding.COMPLETED and task.invalid_urls:
             outcome = state.TaskEnding.PARTIAL_COMPLETE
         stored = await self._write_result(provider_state)
+        self._report_unknown_costs()
         ending = Ending(
             provider_state=provider_state,
             error=_task_error(rows) if outcome is state.TaskEnding.FAILED else None,
@@ -400,10 +420,23 @@ class Run:
         )
         return self._end(self._verb(outcome), ending, stored)
 
+    def _report_unknown_costs(self) -> None:
+        """One warning, whatever the number of jobs: a part is no cost, so the task has none."""
+        unknown = [row for row in self._rows if row.succeeded and row.cost is None]
+        if not unknown:
+            return
+        names = dict.fromkeys(f"{row.provider}/{row.model}" if row.model else row.provider for row in unknown)
+        shown = ", ".join(list(names)[:_NAMES_MAX]) + (" …" if len(names) > _NAMES_MAX else "")
+        first = unknown[0]
+        remedy = f'write it as [providers.{first.provider}.prices."{first.model or ANY}"]'
+        if self._price(first) is not None:
+            remedy = "the provider does not say how much it was"
+        self._ctx.emit("task.cost_unknown", f"the cost is unknown of {shown}; {remedy}", level="warning")
+
     def _verb(self, outcome: state.TaskEnding) -> str:
         if self._task.cancel_requested_at is not None and outcome is not state.TaskEnding.COMPLETED:
             return "end_cancelled"
-        if self._task.status is TaskStatus.PENDING:
+        if not self._has_begun:
             return "fail"
         return {
             state.TaskEnding.COMPLETED: "complete",
@@ -474,9 +507,11 @@ EVENTS: dict[TaskStatus, Any] = {
 class Harvest:
     """The results of one job on their way into the store; afterwards it knows how many there were."""
 
-    def __init__(self, task: Task, errand: Errand, status: Status) -> None:
+    def __init__(self, task: Task, errand: Errand, status: Status, price: Price | None, inline_bytes_max: int) -> None:
         self._task = task
         self._errand = errand
+        self._price = price
+        self._inline_bytes_max = inline_bytes_max
         self._status = status
         self._inputs = {input.id: input for input in task.inputs}
         self._reset()
@@ -486,6 +521,7 @@ class Harvest:
         self.succeeded = 0
         self.first_error: str | None = None
         self.usage = Usage()
+        self.bill = Bill(self._price)
         self._entries: list[dict[str, Any]] = []
         self._entries_bytes = 0
 
@@ -499,16 +535,17 @@ class Harvest:
             elif self.first_error is None:
                 self.first_error = str(result.error.get("message"))
             self.usage = _add(self.usage, result.usage)
+            self.bill.add(result)
             entry = self._entry(result)
             line = orjson.dumps(entry) + b"\n"
             self._entries_bytes += len(line)
-            if self._entries_bytes <= INLINE_BYTES_MAX:
+            if self._entries_bytes <= self._inline_bytes_max:
                 self._entries.append(entry)
             yield line
 
     def small_entries(self) -> list[dict[str, Any]]:
         """The results, if they are few enough to stand in the document of their job."""
-        return self._entries if self._entries_bytes <= INLINE_BYTES_MAX else []
+        return self._entries if self._entries_bytes <= self._inline_bytes_max else []
 
     def _entry(self, result: Result) -> dict[str, Any]:
         if self._task.task_type == "completion":
@@ -573,6 +610,18 @@ class Merge:
                     is_first = False
 
 
+def make_request(task: Task, key: str, model: str | None, input_ids: Sequence[str]) -> Request:
+    """What a provider is to do for a task with these inputs."""
+    inputs = {input.id: input for input in task.inputs}
+    return Request(
+        key=key,
+        task_type=task.task_type,  # type: ignore[arg-type]  # checked when the task was made
+        model=model,
+        inputs=[inputs[id] for id in input_ids],
+        options=task.options,
+    )
+
+
 def plan_jobs(task: Task, directory: Directory) -> Iterable[NewRemoteJob]:
     """One job for each target, or several where a provider takes fewer inputs at a time."""
     number = 0
@@ -620,6 +669,8 @@ def _add(one: Usage, other: Usage) -> Usage:
     return Usage(
         input_tokens=_sum((one.input_tokens, other.input_tokens)),
         output_tokens=_sum((one.output_tokens, other.output_tokens)),
+        cached_tokens=_sum((one.cached_tokens, other.cached_tokens)),
+        cache_written_tokens=_sum((one.cache_written_tokens, other.cache_written_tokens)),
         audio_seconds=_sum((one.audio_seconds, other.audio_seconds)),
     )
 

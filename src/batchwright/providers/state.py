@@ -128,10 +128,6 @@ def count_outcome(*, total: int, succeeded: int) -> TaskEnding:
     return TaskEnding.COMPLETED if succeeded >= total else TaskEnding.PARTIAL_COMPLETE
 
 
-def has_ended(state: Document) -> bool:
-    return all(job["status"] in set(TaskEnding) for job in state["jobs"])
-
-
 def end_task(state: Document) -> TaskEnding:
     """The outcome of a task whose jobs have all ended, of either type.
 

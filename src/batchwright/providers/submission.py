@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, get_args
 from urllib.parse import unquote, urlsplit
@@ -13,7 +13,8 @@ import orjson
 
 from batchwright.db.retry import retry_unavailable
 from batchwright.engine.catalog import Catalog
-from batchwright.errors import Fatal, InvalidInput, NotFound
+from batchwright.engine.metadata import check_metadata
+from batchwright.errors import ConfigurationError, Fatal, InvalidInput, NotFound, OperationError
 from batchwright.files.store import Files
 from batchwright.providers.buckets import SCHEMES, split_uri
 from batchwright.providers.contract import Adapter, Input, Problem, Request, TaskType
@@ -37,6 +38,9 @@ class WantedInput:
     url: str | None = None
     file_id: str | None = None
     filename: str | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+    """With `bytes`, of a file that will be stored under this id once the task is known to be well."""
 
     @classmethod
     def of(cls, text: str) -> WantedInput:
@@ -69,6 +73,7 @@ class WantedTask:
             for name in self.__dataclass_fields__
             if name not in ("idempotency_key", "traceparent")
         }
+        said["inputs"] = [one if one.sha256 is None else replace(one, file_id=None) for one in self.inputs]
         return hashlib.sha256(orjson.dumps(said, default=str, option=orjson.OPT_SORT_KEYS)).digest()
 
 
@@ -88,18 +93,41 @@ class Submission:
         """The task with its job, and whether it is new; InvalidInput says what is wrong, and then there is none."""
         from batchwright.providers.operations import task_job  # here, because its schema takes a while to be built
 
-        new = await self._prepare(wanted)
+        new = await self._prepare(wanted, is_stored=True)
         if (repeated := await self._tasks.find_repeated(new)) is not None:
             return repeated, False
         (job,) = await self._catalog.prepare([task_job(new, must_be_served=must_be_served)])
         return await retry_unavailable(lambda: self._tasks.create(new, job), tries_max=_TRIES_MAX)
 
-    async def _prepare(self, wanted: WantedTask) -> NewTask:
+    async def check(self, wanted: WantedTask) -> NewTask:
+        """The task as it would be, or InvalidInput; nothing is created, and files that are to be stored may wait."""
+        return await self._prepare(wanted, is_stored=False)
+
+    async def inspect(self, new: NewTask) -> Sequence[Problem]:
+        """What is wrong with the contents of the inputs of a task to be; they are read, and nobody is asked."""
+        for target in new.targets:
+            request = Request(
+                key=_PROBE,
+                task_type=_check_type(new.task_type),
+                model=target.model,
+                inputs=new.inputs,
+                options=new.options,
+            )
+            try:
+                problems = await self._directory.get(target.provider).inspect(request)
+            except OperationError as error:
+                problems = [Problem(message=str(error))]
+            if problems:
+                return problems
+        return ()
+
+    async def _prepare(self, wanted: WantedTask, *, is_stored: bool) -> NewTask:
         task_type = _check_type(wanted.task_type)
+        check_metadata(wanted.metadata or {})
         targets = self._find_targets(wanted, task_type)
         adapters = [self._require(target, task_type) for target in targets]
         targets = [_with_default_model(target, adapter) for target, adapter in zip(targets, adapters, strict=True)]
-        inputs, invalid = await self._find_inputs(wanted, task_type)
+        inputs, invalid = await self._find_inputs(wanted, task_type, is_stored=is_stored)
         for target, adapter in zip(targets, adapters, strict=True):
             inputs, refused = self._check(wanted, task_type, target, adapter, inputs)
             invalid += refused
@@ -161,8 +189,11 @@ class Submission:
                 param="provider",
             )
         if task_type == "completion" and target.model is None:
-            raise InvalidInput("name the models of a completion: models = [...]", param="models")
-        adapter = self._directory.get(target.provider)
+            raise InvalidInput("name the models of a completion, at least one", param="models")
+        try:
+            adapter = self._directory.get(target.provider)
+        except ConfigurationError as error:
+            raise InvalidInput(f"the provider {target.provider!r} cannot be used: {error}", param="provider") from error
         if self._settings.check_credentials and (missing := adapter.missing_credentials()) is not None:
             raise InvalidInput(f"the provider {target.provider!r} cannot be used: {missing}", param="provider")
         return adapter
@@ -191,7 +222,9 @@ class Submission:
 
     # Inputs -----------------------------------------------------------------------------------------------------
 
-    async def _find_inputs(self, wanted: WantedTask, task_type: TaskType) -> tuple[list[Input], list[str]]:
+    async def _find_inputs(
+        self, wanted: WantedTask, task_type: TaskType, *, is_stored: bool
+    ) -> tuple[list[Input], list[str]]:
         if not wanted.inputs:
             raise InvalidInput("there is no input; name URLs, or ids of stored files", param="inputs")
         most = 1 if task_type == "completion" else self._settings.inputs_max
@@ -201,7 +234,9 @@ class Submission:
         inputs, invalid = list[Input](), list[str]()
         for number, one in enumerate(wanted.inputs, 1):
             id = f"in-{number}"
-            if one.file_id is not None:
+            if one.file_id is not None and one.sha256 is not None and not is_stored:
+                inputs.append(_input_to_be(id, one))
+            elif one.file_id is not None:
                 inputs.append(await self._stored(id, one, wanted.tenant))
             elif (problem := _why_no_url(one.url or "")) is not None:
                 invalid.append(f"{(one.url or '')[:URL_CHARACTERS_MAX]}: {problem}")
@@ -216,6 +251,10 @@ class Submission:
         except NotFound:
             raise InvalidInput(f"there is no file {(one.file_id or '')[:100]!r}", param="inputs") from None
         return Input(id=id, uri=f"file:{file.id}", filename=one.filename or file.filename, bytes=file.bytes)
+
+
+def _input_to_be(id: str, one: WantedInput) -> Input:
+    return Input(id=id, uri=f"file:{one.file_id}", filename=one.filename or "input", bytes=one.bytes)
 
 
 def shown(input: Input) -> str:

@@ -20,6 +20,7 @@ from batchwright.db.statements import statements
 from batchwright.engine import owned
 from batchwright.engine.jobs import JobId, new_id
 from batchwright.engine.queue import Queue
+from batchwright.engine.views import InboxGroup
 from batchwright.errors import Conflict, NotFound
 from batchwright.providers.contract import Input
 from batchwright.states import TASK, TaskStatus
@@ -251,6 +252,23 @@ class Tasks:
         found = [id for (id,) in await self._database.ask(SQL["parked"], params)]
         return await self.queue.wake(found) if found else 0
 
+    async def parked(self, tenant: str | None) -> Sequence[InboxGroup]:
+        """Tasks that wait for a credential, by provider: somebody must do something about it."""
+        rows = await self._database.ask(SQL["count_parked"], {"tenant": tenant})
+        return [
+            InboxGroup(
+                job_type=PROCESS,
+                code=code or "credential_refused",
+                kind="fatal",
+                count=n,
+                first_at=since,
+                last_at=last_at or since,
+                samples=latest,
+                message=f"{provider} refuses its credential, and {n} tasks wait for it: {message}",
+            )
+            for provider, code, message, since, n, last_at, latest in rows
+        ]
+
     # The last move: answers where it led, or None if somebody else moved the task ----------------------------------
 
     async def complete(self, id: str, ending: Ending, *, session: Session | None = None) -> TaskStatus | None:
@@ -280,6 +298,11 @@ class Tasks:
     async def abandoned(self, limit: int, *, session: Session | None = None) -> Sequence[Abandoned]:
         """Open tasks whose job ended without them, or that no worker came to before their time was over."""
         return [Abandoned(*row) for row in await self._database.ask(SQL["abandoned"], {"limit": limit}, session)]
+
+    async def wake_cancelled(self, *, session: Session | None = None) -> int:
+        """A wish to cancel that came while a run was about to put the task off must not wait for the next look."""
+        found = [id for (id,) in await self._database.ask(SQL["just_cancelled"], {}, session)]
+        return await self.queue.wake(found, session=session) if found else 0
 
     async def remove_old(self, keep_seconds: float, limit: int) -> Sequence[str]:
         """Remove ended tasks with their jobs' rows; the jobs of the engine are left to retention. Answers their ids."""

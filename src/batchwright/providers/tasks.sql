@@ -124,6 +124,24 @@ LIMIT %(limit)s
 SELECT job_id FROM batchwright.task
 WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND targets @> %(target)s::jsonb
 
+-- Just cancelled, while their job may have been about to be put off.
+-- name: just_cancelled
+SELECT job_id FROM batchwright.task
+WHERE ended_at IS NULL AND cancel_requested_at > :now - make_interval(secs => 30)
+
+-- name: count_parked
+SELECT hold.provider, hold.code, hold.message, hold.since, parked.n, parked.last_at, parked.latest
+FROM batchwright.provider_hold AS hold
+CROSS JOIN LATERAL (
+    SELECT count(*) AS n, max(task.waiting_at) AS last_at, (array_agg(task.job_id ORDER BY task.id DESC))[1:3] AS latest
+    FROM batchwright.task
+    WHERE task.ended_at IS NULL AND task.waiting_message IS NOT NULL
+        AND task.tenant = coalesce(%(tenant)s, task.tenant)
+        AND task.targets @> jsonb_build_array(jsonb_build_object('provider', hold.provider))
+) AS parked
+WHERE parked.n > 0
+ORDER BY hold.since, hold.provider
+
 -- name: old
 SELECT id, job_id FROM batchwright.task
 WHERE ended_at < :now - make_interval(secs => %(keep_seconds)s::float8)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
 
 from batchwright.db.database import Session
 from batchwright.engine.jobs import JobId
 from batchwright.engine.retention import RetentionSettings
 from batchwright.engine.upkeep import Round
-from batchwright.errors import Conflict, NotFound, StorageError
-from batchwright.providers.process import EVENTS, FOLDER
+from batchwright.errors import BatchwrightError, Conflict, NotFound, StorageError
+from batchwright.providers.contract import Request
+from batchwright.providers.directory import Directory
+from batchwright.providers.jobs import RemoteJob, RemoteJobs
+from batchwright.providers.process import EVENTS, FOLDER, make_request
 from batchwright.providers.tasks import Abandoned, Ending, Tasks
 from batchwright.storage import Store
 from batchwright.webhooks.announcer import Announcer
 
 log = logging.getLogger(__name__)
 
+_CLEAN_EVERY_SECONDS = 15.0
 _EVERY_SECONDS = 5.0
 _OLD_EVERY_SECONDS = 600.0
 _KEYS_KEPT_SECONDS = 30 * 86_400.0
@@ -26,17 +32,39 @@ _PAGE = 100
 class TaskUpkeep:
     """Upkeep rounds of every worker."""
 
-    def __init__(self, tasks: Tasks, announcer: Announcer, store: Store, retention: RetentionSettings) -> None:
+    def __init__(
+        self,
+        tasks: Tasks,
+        jobs: RemoteJobs,
+        directory: Directory,
+        announcer: Announcer,
+        store: Store,
+        retention: RetentionSettings,
+    ) -> None:
         self._tasks = tasks
+        self._jobs = jobs
+        self._directory = directory
         self._announcer = announcer
         self._store = store
         self._retention = retention
+        self._cleaning: asyncio.Task[None] | None = None
 
     def rounds(self) -> list[Round]:
-        return [Round("tasks", _EVERY_SECONDS, self.look), Round("old tasks", _OLD_EVERY_SECONDS, self.remove_old)]
+        return [
+            Round("tasks", _EVERY_SECONDS, self.look),
+            Round("staged inputs of tasks", _CLEAN_EVERY_SECONDS, self.clean_up),
+            Round("old tasks", _OLD_EVERY_SECONDS, self.remove_old),
+        ]
+
+    async def close(self) -> None:
+        """Wait for nothing; what is not removed yet is tried again by others."""
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+            await asyncio.gather(self._cleaning, return_exceptions=True)
 
     async def look(self, session: Session) -> bool:
         """End tasks whose job is gone, and those that no worker came to in time."""
+        await self._tasks.wake_cancelled(session=session)
         page = await self._tasks.abandoned(_PAGE, session=session)
         for task in page:
             try:
@@ -59,8 +87,42 @@ class TaskUpkeep:
                 )
             status = await self._tasks.fail(task.id, Ending(error=error), session=session)
             if status is not None:
+                await self._jobs.abandon(task.id, error, session=session)
                 log.error("task %s fails: %s", task.id, message)
                 await self._announcer.announce(task.tenant, task.id, EVENTS[status], session)
+
+    async def clean_up(self, session: Session) -> bool:
+        """Remove what was staged for jobs that have ended, where their worker could not or has died.
+
+        The providers are asked after the round: a transaction must not wait for them.
+        """
+        if self._cleaning is not None and not self._cleaning.done():
+            return False
+        page = await self._jobs.take_unclean(_PAGE, session=session)
+        if page:
+            self._cleaning = asyncio.create_task(self._clean(page))
+        return False
+
+    async def cleaned(self) -> None:
+        """Wait until what a round has found was tried."""
+        if self._cleaning is not None:
+            await self._cleaning
+
+    async def _clean(self, page: Sequence[RemoteJob]) -> None:
+        for row in page:
+            try:
+                await self._directory.get(row.provider).clean_up(await self._request(row), row.staged, row.job)
+                await self._jobs.clean(row)
+            except BatchwrightError as error:
+                log.warning("%s: what was staged at %s is not removed yet: %s", row.key, row.provider, error)
+            except Exception:  # of an adapter that is wrong; the others are cleaned all the same
+                log.exception("%s: what was staged at %s is not removed", row.key, row.provider)
+
+    async def _request(self, row: RemoteJob) -> Request:
+        """What the job was to do; an owner with a slash, such as a shard of a batch, is no task of ours."""
+        if "/" in row.owner:
+            return Request(key=row.key, task_type="completion", model=row.model, inputs=())
+        return make_request(await self._tasks.get(row.owner, tenant=None), row.key, row.model, row.input_ids)
 
     async def remove_old(self, session: Session) -> bool:
         """Remove tasks that nobody can ask for any more, and the results of their jobs; the result file stays."""

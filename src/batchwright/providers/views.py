@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from batchwright.api.openai import ExpiresAfter, unix
 from batchwright.api.schemas import Answer, Body, Name, Priority, Text
-from batchwright.providers.contract import Abilities, Adapter
+from batchwright.providers.directory import Directory
 from batchwright.providers.jobs import Hold, RemoteJob
 from batchwright.providers.submission import MODELS_MAX, TIMEOUT_HOURS_MAX, URL_CHARACTERS_MAX, WantedInput
 from batchwright.providers.tasks import Task
@@ -195,15 +195,15 @@ class ProviderView(Answer):
     requests_max: int | None
     request_bytes_max: int | None
     timeout_hours: float
-    missing: str | None = Field(description="Which credential is not there, as this process sees it; null if all are.")
+    missing: str | None = Field(description="Which setting or credential this process lacks for it; null if none.")
     held: str | None = Field(description="Why work for it waits: what it said when it refused the credential.")
 
     @classmethod
-    def of(cls, name: str, adapter: Adapter, hours: float, hold: Hold | None) -> ProviderView:
-        abilities: Abilities = adapter.abilities
+    def of(cls, name: str, directory: Directory, hold: Hold | None) -> ProviderView:
+        abilities = directory.abilities(name)
         return cls(
             name=name,
-            title=adapter.title,
+            title=directory.kind(name).title,
             task_types=sorted(abilities.task_types),
             can_cancel=abilities.can_cancel,
             can_find=abilities.can_find,
@@ -211,8 +211,8 @@ class ProviderView(Answer):
             inputs_max=abilities.inputs_max,
             requests_max=abilities.requests_max,
             request_bytes_max=abilities.request_bytes_max,
-            timeout_hours=hours,
-            missing=adapter.missing_credentials(),
+            timeout_hours=directory.timeout_hours(name),
+            missing=directory.missing(name),
             held=hold and hold.message,
         )
 

@@ -2,7 +2,6 @@
 
 from batchwright.storage.backend import Found
 from batchwright.storage.form import Field, File, FormLimits, form
-from batchwright.storage.keys import hashed
 from batchwright.storage.retry import OPERATIONS
 from batchwright.storage.settings import StorageSettings
 from batchwright.storage.store import Store, Stored, open_store
@@ -17,6 +16,5 @@ __all__ = [
     "Store",
     "Stored",
     "form",
-    "hashed",
     "open_store",
 ]

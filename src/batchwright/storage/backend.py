@@ -42,8 +42,6 @@ class Backend(Protocol):
 
     async def delete(self, keys: Sequence[str]) -> None: ...
 
-    async def copy(self, source: str, target: str) -> None: ...
-
     def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sequence[Found]]:
         """Objects under the folder `prefix` whose keys come after `after`, in the order of their keys."""
 

@@ -11,7 +11,6 @@ import asyncio
 import errno
 import itertools
 import os
-import shutil
 import stat
 import time
 import uuid
@@ -65,11 +64,6 @@ class Local:
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._call(keys[0], self._delete, keys)
-
-    async def copy(self, source: str, target: str) -> None:
-        """Objects never change, so that two keys may share one file."""
-        if await self._call(source, self._link, self._path(source), target) is None:
-            await self._call(source, self._copy, source, target)
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sequence[Found]]:
         walk = _walk(self._root / prefix, f"{prefix}/" if prefix else "", after or "")
@@ -164,15 +158,6 @@ class Local:
                 folder = folder.parent
         with suppress(OSError):
             _sync_folder(folder)
-
-    def _copy(self, source: str, target: str) -> None:
-        draft = _Draft(self._drafts)
-        try:
-            with self._path(source).open("rb") as file:
-                shutil.copyfileobj(file, draft.file, MIB)
-            self._publish(draft, target)
-        finally:
-            draft.discard()
 
     def _sweep(self, before: float) -> int:
         removed = 0

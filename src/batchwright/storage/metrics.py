@@ -33,7 +33,6 @@ class StorageCounts:
 
 _OPERATIONS = {
     "put": "store",
-    "copy": "store",
     "get": "retrieve",
     "head": "retrieve",
     "list": "retrieve",

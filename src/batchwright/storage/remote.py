@@ -33,6 +33,7 @@ _REASON_CHARACTERS_MAX = 300
 _STATUS = re.compile(r"status code: (\d{3})[ \w-]*")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _URL = re.compile(r"\w+://[^\s'\"<>]+")
+_PLAIN_GOOGLE = re.compile(r'"gcs_base_url"\s*:\s*"http://')
 _NO_BUCKET = "NoSuchBucket"
 _TRY_AGAIN = {408, 425, 429}
 
@@ -89,10 +90,6 @@ class Remote:
             except NotFound:  # some stores mind that one of them is gone, and then leave the others
                 for key in some:
                     await self._delete(key)
-
-    async def copy(self, source: str, target: str) -> None:
-        with self._explained(source):
-            await obstore.copy_async(self._store, source, target)
 
     async def pages(self, prefix: str, after: str | None) -> AsyncIterator[Sequence[Found]]:
         with self._explained(prefix):
@@ -210,12 +207,18 @@ def redacted(url: str) -> str:
 
 
 def _client(settings: StorageSettings) -> ClientConfig:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
     return {
-        "allow_http": endpoint.startswith("http://"),  # who writes such an endpoint means it
+        "allow_http": _is_plain_named(),
         "connect_timeout": timedelta(seconds=settings.connect_timeout_seconds),
         "timeout": timedelta(seconds=settings.timeout_seconds),
     }
+
+
+def _is_plain_named() -> bool:
+    """Whether the environment names an endpoint without TLS: who writes such a thing means it."""
+    amazon = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
+    google = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
+    return amazon.startswith("http://") or _PLAIN_GOOGLE.search(google) is not None
 
 
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}

@@ -108,12 +108,6 @@ class Store:
             with span("storage.Delete", attributes={"storage.key": keys[0], "storage.keys": len(keys)}):
                 await self._retry("delete", lambda: self._backend.delete(keys))
 
-    async def copy(self, source: str, target: str) -> None:
-        checked(source)
-        checked(target)
-        with span("storage.Store", attributes={"storage.key": target, "storage.source": source}):
-            await self._retry("copy", lambda: self._backend.copy(source, target))
-
     async def list(self, prefix: str = "", after: str | None = None) -> AsyncIterator[Found]:
         """Objects in a folder and below it, in the order of their keys, those after `after` only."""
         prefix, after = checked_prefix(prefix), after and checked(after)

@@ -20,7 +20,6 @@ from batchwright.batches.commands.show import (
     count_failed,
     exit_code,
     look_at,
-    number,
     print_batch,
     print_batches,
     progress,
@@ -33,7 +32,7 @@ from batchwright.batches.store import Batch
 from batchwright.batches.submission import IN_FLIGHT_MAX
 from batchwright.cli.flags import BatchId, Config, DatabaseUrl, Json, OfTenant, open_part, run
 from batchwright.cli.loop import spare_the_collector
-from batchwright.cli.show import print_json
+from batchwright.cli.show import number, print_json
 from batchwright.inference.prices import Price
 from batchwright.settings import Settings
 from batchwright.states import BatchStatus

@@ -11,14 +11,15 @@ import msgspec
 import typer
 from rich.text import Text
 
-from batchwright.batches.commands.show import money, number, print_problems, size
+from batchwright.batches.commands.show import print_problems
 from batchwright.batches.plan.estimate import Estimate, estimate, output_tokens_max, total_cost
 from batchwright.batches.plan.lines import ENDPOINTS, MIXED, why_refused
 from batchwright.batches.plan.plan import TOKEN_BYTES, Draft, Rules, read
 from batchwright.batches.settings import BatchSettings
 from batchwright.cli.flags import Config, Json, settings_from
-from batchwright.cli.show import as_dict, console, print_json, print_table
+from batchwright.cli.show import as_dict, console, money, number, print_json, print_table, size
 from batchwright.errors import InvalidInput
+from batchwright.files.local import require_readable
 from batchwright.settings import Settings
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
@@ -94,17 +95,6 @@ def find_endpoint(file: Path, named: str | None) -> str:
     if found is None and refused is not None:  # said once, and not for every line
         raise InvalidInput(f"{file}: {why_refused(refused[:_SHOWN_CHARACTERS_MAX])}")
     return found or DEFAULT_ENDPOINT
-
-
-def require_readable(file: Path) -> Path:
-    """It is read more than once, and by who goes on after a crash once more: so it must be a file."""
-    if file == Path("-"):
-        raise InvalidInput("standard input cannot be read twice; write the requests to a file, and name that")
-    try:
-        with file.open("rb"):
-            return file
-    except OSError as error:
-        raise InvalidInput(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def read_draft(file: Path, endpoint: str, settings: Settings, problems_kept: int) -> Draft:

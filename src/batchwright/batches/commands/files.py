@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import orjson
 import typer
 from rich.text import Text
 
-from batchwright.batches.commands.show import count_failed, number, size
-from batchwright.batches.commands.targets import STANDARD_OUTPUT, Target, open_target, refuse_same
+from batchwright.batches.commands.show import count_failed
 from batchwright.batches.journal.envelopes import is_success
 from batchwright.batches.output.results import Cursor, Lines, Results
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch
-from batchwright.cli.flags import BatchId, Config, DatabaseUrl, DryRun, Json, open_part, run
-from batchwright.cli.show import print_findings, print_json, print_table
-from batchwright.cli.stop import end
+from batchwright.cli.flags import BatchId, Config, DatabaseUrl, DryRun, Force, Json, OutputFile, on_part
+from batchwright.cli.show import number, print_findings, print_json, print_table, size
+from batchwright.cli.stop import end_if_nobody_reads
+from batchwright.cli.targets import STANDARD_OUTPUT, Target, open_target, refuse_same
 from batchwright.db.check import Finding, Level
-from batchwright.errors import Conflict, NotFound
-from batchwright.files.store import Files
-from batchwright.settings import Settings
+from batchwright.errors import Conflict
+from batchwright.files.local import copy_file
 
 if TYPE_CHECKING:
     from batchwright.batches.upkeep.collector import Collected
@@ -38,14 +35,9 @@ T = TypeVar("T")
 _PAUSE_SECONDS_MIN = 0.25
 _PAUSE_SECONDS_MAX = 2.0
 
-OutputFile = Annotated[
-    Path,
-    typer.Option("--output", "-o", metavar="FILE", help="Write to this file, device or pipe; - is standard output."),
-]
 ErrorFile = Annotated[
     Path | None, typer.Option("--errors", metavar="FILE", help="Write lines that failed to this file.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist already.")]
 
 
 class Copied(NamedTuple):
@@ -87,7 +79,7 @@ def results(
         return 0
 
     with end_if_nobody_reads():
-        on_store(go, tell, database_url, config)
+        on_part(BatchesPart, go, tell, database_url, config)
 
 
 def manifest(
@@ -120,7 +112,7 @@ def manifest(
             print_json({**(batch.manifest or {}), **({"verified": findings} if verify else {})})
         return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
 
-    on_store(go, tell, database_url, config)
+    on_part(BatchesPart, go, tell, database_url, config)
 
 
 def repair(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
@@ -147,7 +139,7 @@ def repair(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, co
             typer.echo(f"batch {batch.id} has its files now: {lines}; see: batchwright batch results {batch.id}")
         return 0
 
-    on_store(go, tell, database_url, config)
+    on_part(BatchesPart, go, tell, database_url, config)
 
 
 def gc(dry_run: DryRun = False, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
@@ -171,23 +163,7 @@ def gc(dry_run: DryRun = False, json: Json = False, database_url: DatabaseUrl = 
             _print_collected(collected, dry_run)
         return 0
 
-    on_store(go, tell, database_url, config)
-
-
-def on_store(
-    act: Callable[[BatchesPart], Coroutine[Any, Any, T]],
-    tell: Callable[[T], int],
-    database_url: str | None,
-    config: Path | None,
-) -> NoReturn:
-    """A command that touches the store; `tell` says what came of it, and answers the exit code."""
-
-    async def go() -> tuple[T, Settings]:
-        async with open_part(BatchesPart, database_url, config) as part:
-            return await act(part), part.core.settings
-
-    found, settings = run(go())
-    end(tell(found), settings)
+    on_part(BatchesPart, go, tell, database_url, config)
 
 
 # Files of an ended batch ------------------------------------------------------------------------------------------
@@ -204,18 +180,6 @@ async def copy_files(part: BatchesPart, batch: Batch, output: Target, errors: Ta
         with errors.replace() as target:
             await copy_file(part.files, batch.error_file_id, target)
     return Copied(batch.completed, count_failed(batch))
-
-
-async def copy_file(files: Files, file_id: str | None, target: BinaryIO) -> None:
-    """Nothing, if there is no such file."""
-    if file_id is None:
-        return
-    try:
-        file = await files.get(file_id, tenant=None)
-    except NotFound:
-        raise NotFound(f"the file {file_id} was deleted, or its time is over") from None
-    async for chunk in files.content(file):
-        await asyncio.to_thread(target.write, chunk)
 
 
 # Lines of one that runs -------------------------------------------------------------------------------------------
@@ -259,16 +223,6 @@ async def _read_finished(part: BatchesPart, batch: Batch, *, follow: bool) -> As
 
 
 # ------------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def end_if_nobody_reads() -> Iterator[None]:
-    """Whoever reads our output may have had enough, as `head` has; Python would complain once more when it leaves."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
 
 
 def _print_counts(copied: Copied, output: Target) -> None:

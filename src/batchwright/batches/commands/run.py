@@ -14,8 +14,7 @@ import typer
 from rich.text import Text
 
 from batchwright.app import VERSION, AsyncBatchwright
-from batchwright.batches.commands.check import Endpoint, InputFile, find_endpoint, require_readable
-from batchwright.batches.commands.files import Force, copy_file, end_if_nobody_reads
+from batchwright.batches.commands.check import Endpoint, InputFile, find_endpoint
 from batchwright.batches.commands.show import (
     COLOURS,
     Seen,
@@ -23,14 +22,11 @@ from batchwright.batches.commands.show import (
     exit_code,
     group_errors,
     list_problems,
-    money,
-    number,
     print_errors,
     print_problems,
     progress,
     tokens_text,
 )
-from batchwright.batches.commands.targets import Target, open_target, refuse_same
 from batchwright.batches.commands.watch import Lines, OnLook, View, begin_view, follow, show_live
 from batchwright.batches.local import (
     LocalRun,
@@ -40,7 +36,6 @@ from batchwright.batches.local import (
     begin_batch,
     find_batch,
     has_written,
-    hash_file,
     lock_queue,
     name_server,
     private_settings,
@@ -51,12 +46,14 @@ from batchwright.batches.local import (
 from batchwright.batches.output.retries import follow_retries, merge_outputs
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, window_seconds
-from batchwright.cli.flags import Config, DatabaseUrl, Json, parse_headers, settings_from
+from batchwright.cli.flags import Config, DatabaseUrl, Force, Json, parse_headers, settings_from
 from batchwright.cli.loop import loop_factory, spare_the_collector
-from batchwright.cli.show import console, print_facts, print_json, seconds, time_text
-from batchwright.cli.stop import Stop, end
+from batchwright.cli.show import console, money, number, print_facts, print_json, seconds, time_text
+from batchwright.cli.stop import Stop, end, end_if_nobody_reads
+from batchwright.cli.targets import Target, open_target, refuse_same
 from batchwright.engine.worker.worker import Worker
 from batchwright.errors import InvalidInput
+from batchwright.files.local import copy_file, hash_file, require_readable
 from batchwright.inference.prices import cost
 from batchwright.settings import Settings
 from batchwright.telemetry import tracing

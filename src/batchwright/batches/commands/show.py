@@ -13,7 +13,17 @@ from batchwright.batches.part import BatchesPart
 from batchwright.batches.progress import DeadlineRisk, forecast
 from batchwright.batches.store import Batch, Pace
 from batchwright.cli.exit_codes import CANCELLED, FAILED, SOME_FAILED
-from batchwright.cli.show import as_dict, console, counts_text, print_facts, print_table, seconds, time_text
+from batchwright.cli.show import (
+    as_dict,
+    console,
+    counts_text,
+    money,
+    number,
+    print_facts,
+    print_table,
+    seconds,
+    time_text,
+)
 from batchwright.core import Core
 from batchwright.engine.jobs import DEFAULT_TENANT, JobId
 from batchwright.engine.views import JobFilter
@@ -32,7 +42,6 @@ COLOURS = {
 }
 _RISKS = {DeadlineRisk.NONE: "", DeadlineRisk.LOW: ", shortly before its window ends", DeadlineRisk.HIGH: ""}
 _PROBLEMS = 20
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,18 +272,3 @@ def eta_text(batch: Batch, pace: Pace | None) -> Text | None:
         return None
     text = Text(f"in {left_text(batch, pace)}{_RISKS[ahead.risk]}")
     return text.append(", too late for its window", "red") if ahead.risk is DeadlineRisk.HIGH else text
-
-
-def number(n: float) -> str:
-    return f"{n:,.0f}"
-
-
-def money(amount: float) -> str:
-    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
-
-
-def size(n: float) -> str:
-    unit = 0
-    while n >= 1000 and unit < len(_UNITS) - 1:
-        n, unit = n / 1000, unit + 1
-    return f"{n:,.1f} {_UNITS[unit]}" if unit else f"{n:,.0f} {_UNITS[0]}"

@@ -12,17 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from batchwright.app import VERSION
-from batchwright.batches.commands.check import Endpoint, InputFile, find_endpoint, require_readable
-from batchwright.batches.commands.files import on_store
+from batchwright.batches.commands.check import Endpoint, InputFile, find_endpoint
 from batchwright.batches.commands.show import exit_code
 from batchwright.batches.commands.watch import watch
-from batchwright.batches.local import hash_file
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.seal import CreatorHeaders
 from batchwright.batches.store import Batch, NewBatch, window_seconds
 from batchwright.batches.submission import (
     IN_FLIGHT_MAX,
-    check_metadata,
     check_retry,
     create,
     idempotency,
@@ -30,11 +27,25 @@ from batchwright.batches.submission import (
     retry_of,
     store_input,
 )
-from batchwright.cli.flags import BatchId, Config, DatabaseUrl, Json, open_part, parse_headers, run
+from batchwright.cli.flags import (
+    BatchId,
+    Config,
+    DatabaseUrl,
+    Json,
+    check_length,
+    on_part,
+    open_part,
+    parse_headers,
+    parse_pairs,
+    run,
+    warn_if_no_worker,
+)
 from batchwright.cli.show import print_json
 from batchwright.core import Core
-from batchwright.engine.jobs import DEFAULT_TENANT, JobId
+from batchwright.engine.jobs import DEFAULT_TENANT
+from batchwright.engine.metadata import check_metadata
 from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.files.local import hash_file, require_readable
 from batchwright.inference.headers import headers_of_creator
 from batchwright.inference.settings import NO_GATEWAY
 from batchwright.settings import Settings
@@ -90,13 +101,15 @@ def submit(
     watch.
     """
     window_seconds(window)
-    _check_length("--tenant", tenant, _TENANT_CHARACTERS_MAX)
-    _check_length("--idempotency-key", idempotency_key, _KEY_CHARACTERS_MAX)
+    check_length("--tenant", tenant, _TENANT_CHARACTERS_MAX)
+    check_length("--idempotency-key", idempotency_key, _KEY_CHARACTERS_MAX)
+    pairs = parse_pairs("--metadata", metadata or (), "project=translation")
+    check_metadata(pairs)
     values = {
         "tenant": tenant,
         "endpoint": find_endpoint(file, endpoint),
         "completion_window": window,
-        "metadata": _read_metadata(metadata or ()),
+        "metadata": pairs or None,
         "priority": priority,
         "limits": {} if max_in_flight is None else {"max_in_flight": max_in_flight},
     }
@@ -108,7 +121,7 @@ def submit(
         batch = await _submit(part, file, values, idempotency_key, passed_on)
         return await _report(part, batch, wait, json)
 
-    on_store(go, lambda code: code, database_url, config)
+    on_part(BatchesPart, go, lambda code: code, database_url, config)
 
 
 def retry(
@@ -157,22 +170,6 @@ def _resolve(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value if key is None else key.text(0.0) or "" for name, value, key in found}
 
 
-def _read_metadata(texts: list[str] | tuple[()]) -> dict[str, str] | None:
-    pairs = {}
-    for text in texts:
-        name, sign, value = text.partition("=")
-        if not sign:
-            raise InvalidInput(f"--metadata {text!r} is not NAME=VALUE, such as project=translation", param="metadata")
-        pairs[name] = value
-    check_metadata(pairs)
-    return pairs or None
-
-
-def _check_length(flag: str, text: str | None, most: int) -> None:
-    if text is not None and not 0 < len(text) <= most:
-        raise InvalidInput(f"{flag} has {len(text)} characters; it may have 1 to {most}")
-
-
 async def _submit(
     part: BatchesPart, file: Path, values: dict[str, Any], key: str | None, passed_on: CreatorHeaders
 ) -> Batch:
@@ -212,18 +209,8 @@ async def _report(part: BatchesPart, batch: Batch, wait: bool, json: bool) -> in
     """Print the id at once, so that an interrupted wait is not a lost batch."""
     if not json:
         typer.echo(batch.id)
-        await _warn_if_nobody_runs_it(part.core, batch)
+        if not batch.has_ended:
+            await warn_if_no_worker(part.core, batch.job_id, "batches")
     elif not wait:
         print_json({"id": batch.id, "status": batch.status})
     return exit_code(await watch(part, batch.id, json=json)) if wait else 0
-
-
-async def _warn_if_nobody_runs_it(core: Core, batch: Batch) -> None:
-    """A worker may be on its way, so this is no error; but without one the batch only waits for its window to end."""
-    if batch.has_ended:
-        return
-    reasons = await core.views.waiting_on([await core.queue.get(JobId(batch.job_id))])
-    if any(one.reason == "no_worker" for of_job in reasons.values() for one in of_job):
-        typer.echo(
-            "no worker that runs batches is there now; start one: batchwright up, or batchwright worker", err=True
-        )

@@ -26,14 +26,13 @@ from batchwright.batches.commands.show import (
     eta_text,
     group_errors,
     look_at,
-    number,
     progress,
     status_text,
 )
 from batchwright.batches.local import SenderLoad
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, Pace
-from batchwright.cli.show import BAR_COLUMNS, bar, console, print_json, seconds
+from batchwright.cli.show import BAR_COLUMNS, bar, console, number, print_json, seconds
 from batchwright.errors import DatabaseUnavailable
 from batchwright.inference.prices import Price
 

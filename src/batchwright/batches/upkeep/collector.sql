@@ -34,7 +34,7 @@ WHERE id = ANY(%(ids)s) AND deleted_at IS NULL AND expires_at <= :now
 RETURNING id
 
 -- A batch reads its input until it ends or can no longer be repaired; one that repeats another also reads the error
--- file of that one. Scalar subqueries, because the planner cannot turn them into a scan of all batches.
+-- file of that one; what other parts still read is in file_use. Scalar subqueries, because the planner cannot turn them into a scan of all batches.
 -- name: deleted_files
 WITH asked AS MATERIALIZED (
     SELECT first.error_file_id AS id
@@ -71,6 +71,7 @@ SELECT gone.at, gone.id, gone.key, gone.bytes,
         WHERE batch.input_file_id = gone.id AND (:open OR (:repairable AND batch.segments_gone_at IS NULL))
         LIMIT 1
     ) IS NOT NULL
+    OR (SELECT use.owner FROM batchwright.file_use AS use WHERE use.file_id = gone.id LIMIT 1) IS NOT NULL
 FROM gone
 ORDER BY gone.at, gone.id
 

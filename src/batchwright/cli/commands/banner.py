@@ -57,12 +57,14 @@ def _access_text(has_key: bool) -> str:
 
 
 def _submit_hint(batchwright: AsyncBatchwright, operations: Sequence[OperationView]) -> str:
-    """Nobody enqueues the jobs of a batch by hand."""
-    own = [operation for operation in operations if not operation.name.startswith("batch.")]
+    """Nobody enqueues the jobs of a batch or a task by hand."""
+    own = [operation for operation in operations if not operation.name.startswith(("batch.", "provider."))]
     if own:
         return example_command(own[0])
     if batchwright.settings.has_gateways:
         return "batchwright batch submit FILE --wait"
+    if batchwright.settings.table("providers", dict):
+        return "batchwright task submit INPUT --provider NAME --wait"
     return "batchwright job submit TYPE --payload '{…}' --watch"
 
 

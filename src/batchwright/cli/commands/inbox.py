@@ -111,7 +111,7 @@ def _list(
 ) -> None:
     async def go() -> list[InboxGroup]:
         async with client(database_url, config) as batchwright:
-            return await batchwright.views.inbox(tenant=tenant, job_type=type, limit=limit)
+            return await batchwright.inbox(tenant=tenant, job_type=type, limit=limit)
 
     groups = run(go())
     if json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from batchwright.cli.flags import Json, TetherDescriptor
 from batchwright.cli.loop import loop_factory, spare_the_collector
 from batchwright.cli.show import console, print_facts, print_json, print_table
 from batchwright.cli.stop import Stop, Tether
+from batchwright.errors import InvalidInput
 from batchwright.simulator import PROFILES, Profile, Simulator, SimulatorSettings, named_model, profile
 
 _EXAMPLE = '{"model": "%s", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}'
@@ -79,9 +81,25 @@ Faults = Annotated[
 ]
 PromptFaults = Annotated[bool, typer.Option(help=escape("Whether [[fault:500]] in a prompt makes its request fail."))]
 ApiKey = Annotated[str | None, typer.Option(help="Bearer key that requests must send.", show_default=False)]
+Providers = Annotated[
+    bool, typer.Option("--providers", help="Simulate the batch APIs of outside providers instead of a model server.")
+]
+QueueSeconds = Annotated[float, typer.Option(min=0, help="With --providers: how long a job waits before it runs.")]
+RunSeconds = Annotated[float, typer.Option(min=0, help="With --providers: how long a job runs.")]
+WriteConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.toml",
+        help="With --providers: write the settings to this file, and the variables to FILE.env.",
+        show_default=False,
+    ),
+]
+_OF_PROVIDERS = {"queue_seconds", "run_seconds", "write_config"}
+_OF_BOTH = {"providers", "host", "port", "time_scale", "seed", "fault", "api_key", "json", "tether"}
 
 
 def simulate(
+    context: typer.Context,
     model: Models = None,
     any_model: AnyModel = False,
     profile_name: ProfileName = "fast",
@@ -101,6 +119,10 @@ def simulate(
     fault: Faults = None,
     prompt_faults: PromptFaults = True,
     api_key: ApiKey = None,
+    providers: Providers = False,
+    queue_seconds: QueueSeconds = 2.0,
+    run_seconds: RunSeconds = 8.0,
+    write_config: WriteConfig = None,
     json: Json = False,
     tether: TetherDescriptor = None,
 ) -> None:
@@ -108,7 +130,25 @@ def simulate(
 
     Runs until SIGTERM or Ctrl-C, and then prints what it received. Example:
     `batchwright simulate --model qwen:7b --max-running 64`.
+
+    With --providers it speaks the batch APIs of outside providers, and prints the settings for tasks. Example:
+    `batchwright simulate --providers --write-config providers.toml`.
     """
+    _refuse_others(context, providers)
+    if providers:
+        from batchwright.cli.commands.simulate_providers import simulate_providers
+        from batchwright.simulator.providers import ProviderSettings
+
+        jobs = ProviderSettings(
+            api_key=api_key,
+            faults=fault or (),
+            queue_seconds=queue_seconds,
+            run_seconds=run_seconds,
+            seed=seed,
+            speed=time_scale,
+        )
+        simulate_providers(jobs, host, port, write_config=write_config, is_json=json, tether=tether)
+        return
     given = {
         "prefill_rate": prefill,
         "decode_rate": decode,
@@ -137,6 +177,18 @@ def simulate(
         print_json(stats, indent=False)
     else:
         _print_summary(stats)
+
+
+def _refuse_others(context: typer.Context, providers: bool) -> None:
+    """A flag of the other simulator would do nothing, so it is refused."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in _OF_BOTH or (name in _OF_PROVIDERS) == providers:
+            continue
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            why = "does not go with --providers" if providers else "needs --providers"
+            raise InvalidInput(f"{parameter.opts[0]} {why}")
 
 
 async def _simulate(

@@ -103,7 +103,11 @@ CREATE TABLE batchwright.provider_job (
     created_at         timestamptz NOT NULL,
     next_at            timestamptz NOT NULL,
     submitting_at      timestamptz,
+    -- When nobody could be sending it any more: from then on it must be in the provider's lists before long.
+    doubtful_at        timestamptz,
     submitted_at       timestamptz,
+    -- When it was first to be stopped, because its task was cancelled or late.
+    stopping_at        timestamptz,
     ended_at           timestamptz,
     cleaned_at         timestamptz,
     UNIQUE (owner, number),

@@ -35,6 +35,9 @@ class Running:
     ended: float | None = None
     """When the operation returned; what it raised or was interrupted by is dealt with at once."""
     settling: bool = False
+    is_over: bool = False
+    """Its settle is on the way, together with others; nothing runs for it any more."""
+    is_forgotten: bool = False
     settled_by: Verb | None = None
     """The verb that was committed for it."""
 

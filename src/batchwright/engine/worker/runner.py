@@ -60,6 +60,8 @@ class Runner:
     ) -> None:
         self.held: dict[ClaimKey, Running] = {}
         self.per_queue: Counter[str] = Counter()
+        self.over_per_queue: Counter[str] = Counter()
+        """Those of them that only wait for their settle."""
         self.per_parent: Counter[UUID] = Counter()
         """Children in our hands, by their parent."""
         self.parents_left: bool = False
@@ -142,6 +144,7 @@ class Runner:
                 if self._outbox.has(running.claim):
                     await retry_unavailable(self._outbox.flush)
                 self._settler.submit(settle)
+                self._leave_slot(running)
         except BaseException:
             self._forget(self._find_running(running.claim))
             log.exception("job %s could not be settled; its lease will run out", running.claim.id)
@@ -170,6 +173,8 @@ class Runner:
 
     async def _perform(self, running: Running) -> Any:
         operation, claim = running.operation, running.claim
+        if operation.kind == "async" and not operation.takes_context:
+            return await operation.function(**operation.arguments(claim.payload))
         context = running.context = Context(claim, self._outbox, worker=self._worker, services=self._services)
         context.stopping = self._is_stopping
         if claim.waits:
@@ -177,8 +182,6 @@ class Runner:
         arguments = operation.arguments(claim.payload)
         if operation.takes_context:
             arguments = {"ctx": context, **arguments}
-        if operation.kind == "async":
-            return await operation.function(**arguments)
         return await self._executor.call(running, context, arguments)
 
     async def _conclude(self, running: Running, outcome: Outcome) -> Settle | None:
@@ -295,6 +298,13 @@ class Runner:
                     log.warning(text, running.claim.id, extra=about(running.claim))
                 self.interrupt(running, "lost" if status is None else "cancelled")
 
+    def _leave_slot(self, running: Running) -> None:
+        """The operation is over: while its settle is on the way, another job may run."""
+        if not running.is_forgotten:
+            running.is_over = True
+            self.over_per_queue[running.claim.queue] += 1
+            self._on_slot_free()
+
     # Afterwards -------------------------------------------------------------------------------------------------
 
     def _end_settled(self, settle: Settle, moved: bool, is_fenced: bool) -> None:
@@ -332,7 +342,10 @@ class Runner:
         if running is not None:
             claim = running.claim
             del self.held[claim.id, claim.claim]
+            running.is_forgotten = True
             self.per_queue[claim.queue] -= 1
+            if running.is_over:
+                self.over_per_queue[claim.queue] -= 1
             if claim.parent_job_id is not None:
                 self._leave_parent(claim.parent_job_id)
             if running.timer is not None:

@@ -228,19 +228,12 @@ class Worker:
         await self._runner.wait_until_empty()
         return claimed
 
-    async def run_job(self, id: JobId, *, suspect: bool = False) -> bool:
-        """Claim one given job and run it to its end; False when the claim was refused and nothing ran."""
-        self._runner.open()
-        claimed = await self._claim_one(id, suspect=suspect)
-        await self._runner.wait_until_empty()
-        return claimed
-
     async def run_alone(self, id: JobId, on_claim: Callable[[Claim], None]) -> None:
         """Claim one suspect job and run it, with a lease of its own, until it ends or `stop()` is called."""
         self._runner.open()
         lease = self._start_lease()
         try:
-            if await self._claim_one(id, suspect=True, on_claim=on_claim):
+            if await self._claim_suspect(id, on_claim):
                 ended, stopped = map(asyncio.create_task, (self._runner.wait_until_empty(), self._stopping.wait()))
                 await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
                 stopped.cancel()
@@ -260,7 +253,7 @@ class Worker:
                 await retry_unavailable(lambda: self.queue.release(left, self.id, "the database was away"))
 
     async def close(self) -> None:
-        """End the helpers of a worker that was used by `run_once` and `run_job`."""
+        """End the helpers of a worker that was used by `run_once`."""
         await self._runner.wait_until_empty()
         await self._end_helpers()
 
@@ -370,13 +363,19 @@ class Worker:
         return None if self._demand is None else self._demand.broken
 
     def _slots_free(self) -> int:
-        return 0 if self.broken is not None else self.settings.concurrency - self._slots_used()
+        """A job leaves its slot when its operation is over, but no more settles than slots may be on the way."""
+        if self.broken is not None:
+            return 0
+        over = self._count_own(self._runner.over_per_queue)
+        return self.settings.concurrency - self._slots_used() - max(0, over - self.settings.concurrency)
 
     def _slots_used(self) -> int:
-        """Jobs that were claimed on demand take no slot. The lease thread asks too, while jobs start and end."""
-        if self._demand is None:
-            return len(self._runner.held)
-        return sum(n for queue, n in list(self._runner.per_queue.items()) if not self._demand.serves(queue))
+        """Jobs that run. The lease thread asks too, while jobs start and end."""
+        return self._count_own(self._runner.per_queue) - self._count_own(self._runner.over_per_queue)
+
+    def _count_own(self, per_queue: Mapping[str, int]) -> int:
+        """Jobs that were claimed on demand take no slot."""
+        return sum(n for queue, n in list(per_queue.items()) if self._demand is None or not self._demand.serves(queue))
 
     async def _claim(self, slots: int) -> int:
         """One round of the worker's own slots."""
@@ -435,14 +434,13 @@ class Worker:
             self._claims_under_way -= 1
             self._claim_generation += 1
 
-    async def _claim_one(self, id: JobId, *, suspect: bool, on_claim: Callable[[Claim], None] | None = None) -> bool:
+    async def _claim_suspect(self, id: JobId, on_claim: Callable[[Claim], None]) -> bool:
         with self._claim_under_way():
             asked = time.monotonic()
-            claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=suspect)
+            claim = await self.queue.claim_job(self.id, id, self._operations.names(), suspect=True)
             if claim is None:
                 return False
-            if on_claim is not None:
-                on_claim(claim)
+            on_claim(claim)
             return self._start([claim], asked)
 
     def _startable_types(self) -> list[str]:

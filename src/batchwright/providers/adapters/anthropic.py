@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -28,9 +28,11 @@ from batchwright.providers.contract import (
     Result,
     Staged,
     Status,
+    Usage,
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, reading
 from batchwright.providers.lines import split_lines
+from batchwright.providers.polls import look_up
 from batchwright.providers.service import KeyedAdapter
 from batchwright.providers.settings import ServiceSettings
 from batchwright.providers.translate import anthropic as translate
@@ -92,6 +94,7 @@ class AnthropicAdapter(KeyedAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         has_marker=False,
         inputs_max=1,
         requests_max=100_000,
@@ -157,6 +160,9 @@ class AnthropicAdapter(KeyedAdapter):
         with reading():
             return _status(self.checked(response))
 
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(jobs, self._batches(0.0), lambda one: one["id"], lambda _, one: _status(one))
+
     async def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         if job.extra.get("is_unproved") and await self._first_key(job.external_id) not in (request.key, None):
             raise InDoubt("the batch that was adopted is another's: find the right one", code="foreign_job")
@@ -167,6 +173,8 @@ class AnthropicAdapter(KeyedAdapter):
                 yield result
 
     async def cancel(self, job: Job) -> Cancelled:
+        if job.extra.get("is_unproved"):
+            return Cancelled.UNSUPPORTED  # it may be somebody else's
         response = await self.service.ask("POST", f"{_path(job)}/cancel")
         if response.status in (400, 404, 409) and (await self.poll(job)).phase is Phase.ENDED:
             return Cancelled.ENDED_ALREADY
@@ -177,7 +185,7 @@ class AnthropicAdapter(KeyedAdapter):
         await self.ask("GET", "/v1/models", query={"limit": 1})
         return f"Anthropic at {self.settings.base_url} accepts the key"
 
-    async def _batches(self, earliest: float) -> AsyncIterator[Mapping[str, Any]]:
+    async def _batches(self, earliest: float) -> AsyncGenerator[Mapping[str, Any], None]:
         query: dict[str, str | int] = {"limit": _PAGE}
         for _ in range(_PAGES_MAX):
             page = await self.ask("GET", _BATCHES, query=query)
@@ -245,13 +253,28 @@ def _result(key: str, said: Mapping[str, Any], endpoint: str, created: int) -> R
         case "succeeded":
             message = said["message"]
             body = message if endpoint == NATIVE else translate.to_chat(message, created)
-            return completions.succeeded(key, body, id=str(message.get("id") or ""))
+            result = completions.succeeded(key, body, id=str(message.get("id") or ""))
+            return replace(result, usage=_usage(message.get("usage") or {}))
         case "errored":
             return Result(key=key, error=describe(ERRORS, said["error"]))
         case "canceled" | "expired" as fate:
             return Result(key=key, error=_UNFINISHED[fate])
         case other:
             raise Malformed(f"its type is {other!r}")
+
+
+def _usage(said: Mapping[str, Any]) -> Usage:
+    """Anthropic counts the tokens of its cache apart from those of the prompt."""
+    asked, read, written, answered = (
+        completions.count(said.get(name))
+        for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens")
+    )
+    return Usage(
+        input_tokens=None if asked is None else asked + (read or 0) + (written or 0),
+        output_tokens=answered,
+        cached_tokens=read,
+        cache_written_tokens=written,
+    )
 
 
 def _counts(batch: Mapping[str, Any]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,6 +34,7 @@ from batchwright.providers.contract import (
     Status,
 )
 from batchwright.providers.errors import ErrorTable, Kind, Said, describe, exception
+from batchwright.providers.polls import look_up
 from batchwright.providers.settings import check_url
 from batchwright.providers.speech import (
     AUTO,
@@ -57,6 +58,9 @@ _SPEAKERS = 10
 """How many voices are told apart if the task does not say."""
 _CONFLICT = "ConflictException"
 _NOT_FOUND = "NotFoundException"
+_OUR_NAMES = "bw-"
+_PAGE = 100
+_PAGES_MAX = 100
 _STATUSES = {
     None: (Phase.QUEUED, None),
     "QUEUED": (Phase.QUEUED, None),
@@ -109,6 +113,7 @@ class AwsSettings:
     """An account of AWS, and a bucket of its own in the same region."""
 
     region: str
+    """Such as `eu-central-1`."""
     bucket: str
     """`s3://bucket/folder` for copies of inputs and for results; a lifecycle rule of the bucket removes old results."""
     base_url: str | None = None
@@ -116,7 +121,9 @@ class AwsSettings:
     access_key_id_env: str | None = None
     """With the next one; unset, botocore looks in its usual places: environment, profile, role of the machine."""
     secret_access_key_env: str | None = None
+    """The secret access key is in this environment variable."""
     profile: str | None = None
+    """A profile in the files of AWS's own tools."""
     language: str = AUTO
     """If the task does not name one."""
     data_access_role_arn: str | None = None
@@ -144,10 +151,10 @@ class Aws(Adapter):
         task_types=frozenset({"transcription"}),
         can_cancel=False,
         can_find=True,
+        can_survey=True,
         deduplicates=True,
         inputs_max=1,
         input_bytes_max=2_000_000_000,
-        poll_seconds_min=60.0,
         timeout_hours=24.0,
         settle_seconds=0.0,
         results_kept_hours=None,
@@ -210,22 +217,10 @@ class Aws(Adapter):
     async def poll(self, job: Job) -> Status:
         async with self._client() as client:
             found = await _get(client, job.external_id)
-        if found is None:
-            return lost(job.external_id)
-        word = found.get("TranscriptionJobStatus")
-        if word not in _STATUSES:
-            log.warning("aws: job %s has the unknown status %s, which counts as running", job.external_id, word)
-        phase, ending = _STATUSES.get(word, (Phase.RUNNING, None))
-        if ending is None:
-            return Status(phase=phase, raw_status=word or "QUEUED")
-        good = int(ending is Ending.SUCCEEDED)
-        return Status(
-            phase=phase,
-            raw_status=str(word),
-            ending=ending,
-            counts=Counts(total=1, succeeded=good, failed=1 - good),
-            error=None if good else _why_failed(found),
-        )
+        return lost(job.external_id) if found is None else _status(job, found)
+
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(jobs, self._list(), lambda one: one["TranscriptionJobName"], _status)
 
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return each_once(request, status, self._results(request, job))
@@ -252,6 +247,25 @@ class Aws(Adapter):
             except _Refused as refused:
                 raise refused.error() from None
         return f"AWS Transcribe in {self.settings.region} lists jobs"
+
+    async def _list(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """All jobs of ours, the newest first."""
+        more: dict[str, str] = {}
+        async with self._client() as client:
+            for _ in range(_PAGES_MAX):
+                try:
+                    page = await _call(
+                        client.list_transcription_jobs(MaxResults=_PAGE, JobNameContains=_OUR_NAMES, **more)
+                    )
+                except _Refused as refused:
+                    raise refused.error() from None
+                if not isinstance(page.get("TranscriptionJobSummaries"), list):
+                    raise Transient("AWS answered without the list that was asked for", code="not_json")
+                for summary in page["TranscriptionJobSummaries"]:
+                    yield summary
+                if not page.get("NextToken"):
+                    return
+                more = {"NextToken": page["NextToken"]}
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[Any]:
@@ -401,6 +415,24 @@ def _languages(languages: Sequence[str]) -> dict[str, Any]:
     if len(languages) > 1:
         return {"IdentifyLanguage": True, "LanguageOptions": list(languages)}
     return {"IdentifyLanguage": True} if languages[0] == AUTO else {"LanguageCode": languages[0]}
+
+
+def _status(job: Job, found: Mapping[str, Any]) -> Status:
+    """Of a job, or of its summary in the list."""
+    word = found.get("TranscriptionJobStatus")
+    if word not in _STATUSES:
+        log.warning("aws: job %s has the unknown status %s, which counts as running", job.external_id, word)
+    phase, ending = _STATUSES.get(word, (Phase.RUNNING, None))
+    if ending is None:
+        return Status(phase=phase, raw_status=word or "QUEUED")
+    good = int(ending is Ending.SUCCEEDED)
+    return Status(
+        phase=phase,
+        raw_status=str(word),
+        ending=ending,
+        counts=Counts(total=1, succeeded=good, failed=1 - good),
+        error=None if good else _why_failed(found),
+    )
 
 
 def _why_failed(job: Mapping[str, Any]) -> dict[str, Any]:

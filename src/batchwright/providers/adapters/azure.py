@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from batchwright.providers.contract import (
     Status,
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, error_of
+from batchwright.providers.polls import look_up
 from batchwright.providers.settings import check_url
 from batchwright.providers.speech import (
     ObjectAdapter,
@@ -97,9 +98,13 @@ class AzureSettings:
     region: str | None = None
     """Such as `westeurope`; or the whole base_url."""
     base_url: str | None = None
+    """Where the Speech resource is, such as `https://westeurope.api.cognitive.microsoft.com/speechtotext`."""
     api_key_env: str | None = "AZURE_SPEECH_KEY"
+    """The key is in this environment variable."""
     api_key_file: Path | None = None
+    """The key is in this file."""
     api_version: str = "2024-11-15"
+    """Sent with every request."""
     language: str = "en-US"
     """If the task does not name one."""
     time_to_live_hours: int = 48
@@ -129,9 +134,9 @@ class Azure(ObjectAdapter):
         task_types=frozenset({"transcription"}),
         can_cancel=False,
         can_find=True,
+        can_survey=True,
         inputs_max=1000,
         input_bytes_max=1_000_000_000,
-        poll_seconds_min=120.0,
         timeout_hours=48.0,
         settle_seconds=60.0,
         results_kept_hours=48.0,
@@ -184,10 +189,7 @@ class Azure(ObjectAdapter):
         if response.status == 404:
             return lost(job.external_id)
         body = self.checked(response)
-        word = str(body.get("status"))
-        if word not in _STATUSES:
-            log.warning("azure: job %s has the unknown status %s, which counts as running", _id(job), word)
-        phase, ending = _STATUSES.get(word, (Phase.RUNNING, None))
+        word, phase, ending = _stand(job, body)
         if ending is None:
             wait = retry_after_seconds(response.headers.get("retry-after"), now=time.time())
             return Status(phase=phase, raw_status=word, next_poll_seconds=wait)
@@ -195,6 +197,15 @@ class Azure(ObjectAdapter):
         has_failed = ending is Ending.FAILED
         error = _explained((body.get("properties") or {}).get("error")) if has_failed else None
         return Status(phase=phase, raw_status=word, ending=ending_of(counts, ending), counts=counts, error=error)
+
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        """Of those that have not ended: how others ended is in their reports."""
+
+        def read(job: Job, said: Mapping[str, Any]) -> Status | None:
+            word, phase, ending = _stand(job, said)
+            return Status(phase=phase, raw_status=word) if ending is None else None
+
+        return await look_up(jobs, self._list("/transcriptions"), lambda one: without_query(str(one["self"])), read)
 
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return each_once(request, status, self._results(request, job))
@@ -282,7 +293,7 @@ class Azure(ObjectAdapter):
             raise Transient(f"a result of Azure could not be fetched: {response.status}", code="result_unavailable")
         return response.body
 
-    async def _list(self, path: str, query: Mapping[str, str] | None = None) -> AsyncIterator[dict[str, Any]]:
+    async def _list(self, path: str, query: Mapping[str, str] | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """All values of a list. We count ourselves where the next page begins: links in answers are not followed."""
         skip = 0
         for _ in range(_PAGES_MAX):
@@ -339,6 +350,15 @@ def _job(made: Any, urls: Mapping[str, str]) -> Job:
 def _id(job: Job) -> str:
     """Only the last part of the job's address is used: requests go to where the settings say."""
     return job.external_id.rstrip("/").rpartition("/")[2]
+
+
+def _stand(job: Job, said: Mapping[str, Any]) -> tuple[str, Phase, Ending | None]:
+    """Azure's word for where a job stands, and what it means."""
+    word = str(said.get("status"))
+    if word not in _STATUSES:
+        log.warning("azure: job %s has the unknown status %s, which counts as running", _id(job), word)
+    phase, ending = _STATUSES.get(word, (Phase.RUNNING, None))
+    return word, phase, ending
 
 
 def _marker(transcription: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from batchwright.providers.contract import (
 )
 from batchwright.providers.dialects import gemini
 from batchwright.providers.errors import ErrorTable, describe, error_of, reading
+from batchwright.providers.polls import look_up
 from batchwright.providers.service import KeyedAdapter
 from batchwright.providers.settings import ServiceSettings
 
@@ -44,6 +45,7 @@ class GeminiSettings(ServiceSettings):
     base_url: str = "https://generativelanguage.googleapis.com"
     api_key_env: str | None = "GEMINI_API_KEY"
     version: str = "v1beta"
+    """The version of the API, in its paths."""
 
 
 class GeminiAdapter(KeyedAdapter):
@@ -55,6 +57,7 @@ class GeminiAdapter(KeyedAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         keeps_partial_results=False,
         inputs_max=1,
         request_bytes_max=2 * 1000**3,
@@ -109,6 +112,11 @@ class GeminiAdapter(KeyedAdapter):
         with reading():
             return _status(self.checked(response))
 
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(
+            jobs, self._operations(0.0), lambda one: one["name"], lambda _, one: completions.if_whole(_status(one))
+        )
+
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         found = self._lines(request, status.found or job.extra)
         return completions.compare(self.tools, request, status, found)
@@ -152,7 +160,7 @@ class GeminiAdapter(KeyedAdapter):
         rest = {"x-goog-upload-command": "upload, finalize", "x-goog-upload-offset": "0"}
         return await self.ask("POST", url, headers=rest, body=lines)
 
-    async def _operations(self, earliest: float) -> AsyncIterator[Mapping[str, Any]]:
+    async def _operations(self, earliest: float) -> AsyncGenerator[Mapping[str, Any], None]:
         query: dict[str, str | int] = {"pageSize": _PAGE}
         for _ in range(_PAGES_MAX):
             page = await self.ask("GET", f"/{self.settings.version}/batches", query=query)

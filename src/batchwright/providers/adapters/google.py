@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -35,6 +35,7 @@ from batchwright.providers.contract import (
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, error_of
 from batchwright.providers.google_auth import GoogleCredentials, GoogleTokens
+from batchwright.providers.polls import look_up
 from batchwright.providers.settings import check_url
 from batchwright.providers.speech import (
     ObjectAdapter,
@@ -96,13 +97,17 @@ class GoogleSettings:
     """A project of Google Cloud with the Speech-to-Text API, and a bucket of its own."""
 
     project: str
+    """The id of the project."""
     bucket: str
     """`gs://bucket/folder` for copies of inputs and for results; a lifecycle rule of the bucket removes old results."""
     location: str = "us-central1"
+    """Where audio is processed; models differ between locations."""
     base_url: str | None = None
     """Unset, the service of the location."""
     access_token_env: str | None = None
+    """An access token is in this environment variable; it lives for an hour."""
     access_token_file: Path | None = None
+    """An access token is in this file, which something else keeps fresh."""
     service_account_file: Path | None = None
     """Unset, like the two above, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
     language: str = "en-US"
@@ -146,9 +151,9 @@ class Google(ObjectAdapter):
         task_types=frozenset({"transcription"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         keeps_partial_results=False,
         inputs_max=15,
-        poll_seconds_min=60.0,
         timeout_hours=30.0,
         settle_seconds=60.0,
         duplicates="The job writes to a folder that has our key in its name, and is looked up by it.",
@@ -209,12 +214,19 @@ class Google(ObjectAdapter):
         operation = await self._operation(job)
         if operation is None:
             return _unknown(job, await self._look_into_folder(job))
-        if operation.get("done"):
-            error = operation.get("error")
-            return _stopped(error, await self._look_into_folder(job)) if error else _ended(operation, job)
-        percent = (operation.get("metadata") or {}).get("progressPercent") or 0
-        word = "RUNNING" if percent else "PENDING"
-        return Status(phase=Phase.RUNNING if percent else Phase.QUEUED, raw_status=word)
+        if error := operation.get("error"):
+            return _stopped(error, await self._look_into_folder(job))
+        return _status(job, operation)
+
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        """Of those that were not stopped: what others have finished is in their folders."""
+        named = [job for job in jobs if job.external_id != job.extra["output"]]
+        return await look_up(
+            named,
+            self._operations(),
+            lambda one: one["name"],
+            lambda job, one: None if one.get("error") else _status(job, one),
+        )
 
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return each_once(request, status, self._results(job, status))
@@ -299,7 +311,7 @@ class Google(ObjectAdapter):
         found = [one async for one in self._operations() if _output_of(one) == output]
         return sorted(found, key=lambda one: str((one.get("metadata") or {}).get("createTime")))
 
-    async def _operations(self) -> AsyncIterator[dict[str, Any]]:
+    async def _operations(self) -> AsyncGenerator[dict[str, Any], None]:
         query: dict[str, str | int] = {"pageSize": _PAGE}
         for _ in range(_PAGES_MAX):
             page = await self.ask("GET", f"{self._parent}/operations", query=query)
@@ -367,6 +379,14 @@ def _stopped(error: Mapping[str, Any], folder: Status) -> Status:
         ending=ending_of(folder.counts, ending),
         error=describe(_ERRORS, error),
     )
+
+
+def _status(job: Job, operation: Mapping[str, Any]) -> Status:
+    """Of an operation without an error."""
+    if operation.get("done"):
+        return _ended(operation, job)
+    percent = (operation.get("metadata") or {}).get("progressPercent") or 0
+    return Status(phase=Phase.RUNNING if percent else Phase.QUEUED, raw_status="RUNNING" if percent else "PENDING")
 
 
 def _ended(operation: Mapping[str, Any], job: Job) -> Status:

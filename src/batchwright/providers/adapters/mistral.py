@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from batchwright.providers.contract import (
     Status,
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, reading
+from batchwright.providers.polls import look_up
 from batchwright.providers.service import KeyedAdapter
 from batchwright.providers.settings import ServiceSettings
 
@@ -86,6 +87,7 @@ class MistralAdapter(KeyedAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         inputs_max=1,
         requests_max=100_000,
         request_bytes_max=512 * MIB,
@@ -137,6 +139,11 @@ class MistralAdapter(KeyedAdapter):
         with reading():
             return _status(self.checked(response))
 
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(
+            jobs, self._jobs(None), lambda one: one["id"], lambda _, one: completions.if_whole(_status(one))
+        )
+
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return completions.compare(self.tools, request, status, self._files(status.found or job.extra))
 
@@ -158,10 +165,11 @@ class MistralAdapter(KeyedAdapter):
         await self.ask("GET", _JOBS, query={"page_size": 1})
         return f"Mistral at {self.settings.base_url} accepts the key"
 
-    async def _jobs(self, earliest: datetime) -> AsyncIterator[Mapping[str, Any]]:
+    async def _jobs(self, earliest: datetime | None) -> AsyncGenerator[Mapping[str, Any], None]:
         for number in range(_PAGES_MAX):
             query: dict[str, str | int] = {"page": number, "page_size": _PAGE, "order_by": "-created"}
-            query["created_after"] = earliest.isoformat()
+            if earliest is not None:
+                query["created_after"] = earliest.isoformat()
             page = await self.ask("GET", _JOBS, query=query)
             jobs = page.get("data") or []
             for job in jobs:

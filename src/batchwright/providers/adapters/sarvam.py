@@ -113,7 +113,6 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
         can_find=True,
         deduplicates=True,
         inputs_max=20,
-        poll_seconds_min=60.0,
         timeout_hours=24.0,
         settle_seconds=0.0,
         duplicates="The job is made, free of charge, and its id is kept before it is started; it starts only once.",

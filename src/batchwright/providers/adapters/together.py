@@ -27,6 +27,7 @@ class TogetherAdapter(OpenAIAdapter):
     abilities = replace(
         OpenAIAdapter.abilities,
         request_bytes_max=100 * MIB,
+        batch_discount=None,  # up to a half, depending on the model
         duplicates="The uploaded file's id finds the batch in the list.",
     )
     Settings = TogetherSettings

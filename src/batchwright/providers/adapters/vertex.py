@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +41,7 @@ from batchwright.providers.contract import (
 from batchwright.providers.dialects import gemini
 from batchwright.providers.errors import ErrorTable, describe, reading
 from batchwright.providers.google_auth import GoogleCredentials, GoogleTokens
+from batchwright.providers.polls import look_up
 from batchwright.providers.service import HttpAdapter
 from batchwright.providers.settings import check_url
 from batchwright.providers.tools import AdapterTools
@@ -57,13 +58,17 @@ class VertexSettings:
     """A project, a region and a bucket, which is reached with the credentials of Google's environment variables."""
 
     project: str = ""
+    """The id of the project."""
     location: str = "us-central1"
+    """Where requests are run, or `global`."""
     bucket: str = ""
     """`gs://bucket` or `gs://bucket/folder`: where requests are put and results are written."""
     base_url: str = ""
     """Unset, Google's address for the location."""
     access_token_env: str | None = None
+    """An access token is in this environment variable; it lives for an hour."""
     access_token_file: Path | None = None
+    """An access token is in this file, which something else keeps fresh."""
     service_account_file: Path | None = None
     """Of these three at most one; unset, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
 
@@ -100,6 +105,7 @@ class VertexAdapter(HttpAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         inputs_max=1,
         requests_max=200_000,
         request_bytes_max=1000**3,
@@ -156,7 +162,8 @@ class VertexAdapter(HttpAdapter):
 
     async def find(self, request: Request, staged: Staged, since: datetime) -> Sequence[Job]:
         with reading():
-            found = [job async for job in self._named(request.key)]
+            named = self._list({"filter": f'display_name="{request.key}"'})
+            found = [job async for job in named if job.get("displayName") == request.key]
             return [self._job(request, job) for job in sorted(found, key=gemini.created_at)]
 
     async def poll(self, job: Job) -> Status:
@@ -165,6 +172,11 @@ class VertexAdapter(HttpAdapter):
             return completions.lost(404)
         with reading():
             return _status(self.checked(response))
+
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(
+            jobs, self._list({}), lambda one: one["name"], lambda _, one: completions.if_whole(_status(one))
+        )
 
     async def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         known = await _Known.of(self.tools, request)
@@ -198,13 +210,12 @@ class VertexAdapter(HttpAdapter):
             raise InDoubt("the provider answered without the name of the job", code="not_a_job")
         return Job(external_id=said["name"], extra={"output_uri": f"{self._folder(request)}/output"})
 
-    async def _named(self, key: str) -> AsyncIterator[Mapping[str, Any]]:
-        query: dict[str, str | int] = {"filter": f'display_name="{key}"', "pageSize": _PAGE}
+    async def _list(self, filter: Mapping[str, str]) -> AsyncGenerator[Mapping[str, Any], None]:
+        query: dict[str, str | int] = {**filter, "pageSize": _PAGE}
         for _ in range(_PAGES_MAX):
             page = await self.ask("GET", self._jobs, query=query)
             for job in page.get("batchPredictionJobs") or []:
-                if job.get("displayName") == key:
-                    yield job
+                yield job
             if not page.get("nextPageToken"):
                 return
             query["pageToken"] = page["nextPageToken"]

@@ -93,9 +93,11 @@ def answered(request: Request, key: str, response: Mapping[str, Any], created: i
         body = translate.to_chat(response, created, request.model or "")
         return completions.succeeded(key, body, id=body["id"])
     usage = response.get("usageMetadata") or {}
+    answered, thought = (completions.count(usage.get(name)) for name in ("candidatesTokenCount", "thoughtsTokenCount"))
     tokens = Usage(
         input_tokens=completions.count(usage.get("promptTokenCount")),
-        output_tokens=completions.count(usage.get("candidatesTokenCount")),
+        output_tokens=None if answered is None else answered + (thought or 0),
+        cached_tokens=completions.count(usage.get("cachedContentTokenCount")),
     )
     line = completions.succeeded(key, response, id=str(response.get("responseId") or ""))
     return Result(key=key, value=line.value, usage=tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from batchwright.providers.contract import (
     Status,
 )
 from batchwright.providers.errors import ErrorTable, Kind, describe, reading
+from batchwright.providers.polls import look_up
 from batchwright.providers.service import KeyedAdapter
 from batchwright.providers.settings import ServiceSettings
 from batchwright.providers.tools import AdapterTools
@@ -77,10 +78,13 @@ class OpenAISettings(ServiceSettings):
     base_url: str = "https://api.openai.com/v1"
     api_key_env: str | None = "OPENAI_API_KEY"
     organization: str | None = None
+    """Sent as `openai-organization`."""
     project: str | None = None
+    """Sent as `openai-project`."""
     has_metadata: bool = True
     """Whether batches carry metadata; without, a batch is found by its input file alone."""
     completion_window: str = "24h"
+    """If the task does not name one."""
     requests_max: int | None = None
     """Requests of one batch; unset, as many as the provider documents."""
     request_bytes_max: int | None = None
@@ -94,6 +98,7 @@ class OpenAIAdapter(KeyedAdapter):
         task_types=frozenset({"completion"}),
         can_cancel=True,
         can_find=True,
+        can_survey=True,
         inputs_max=1,
         requests_max=50_000,
         request_bytes_max=200 * MIB,
@@ -171,6 +176,11 @@ class OpenAIAdapter(KeyedAdapter):
         with reading():
             return self._status(self.checked(response))
 
+    async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
+        return await look_up(
+            jobs, self._batches(0.0), lambda one: one["id"], lambda _, one: completions.if_whole(self._status(one))
+        )
+
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         return completions.compare(self.tools, request, status, self._files(status.found or job.extra))
 
@@ -191,7 +201,7 @@ class OpenAIAdapter(KeyedAdapter):
         await self.ask("GET", "/batches", query={"limit": 1})
         return f"{self.title} at {self.settings.base_url} accepts the key"
 
-    async def _batches(self, earliest: float) -> AsyncIterator[Mapping[str, Any]]:
+    async def _batches(self, earliest: float) -> AsyncGenerator[Mapping[str, Any], None]:
         """Batches made since then. The list has the newest first, and some services have one page only."""
         query: dict[str, str | int] = {"limit": _PAGE}
         for _ in range(_PAGES_MAX):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import re
 from typing import Any
+from xml.sax.saxutils import escape, unescape
 
 from batchwright.simulator.providers.gcs import Gcs
 from batchwright.simulator.providers.jobs import Item, Job, Stage
 from batchwright.simulator.providers.speech import Audio
-from batchwright.simulator.providers.wire import JSON, Answer, Call, Refused, answer, dump
+from batchwright.simulator.providers.wire import JSON, XML, Answer, Call, Refused, answer, dump
 from batchwright.simulator.providers.world import Handler, Protocol
 
+_KEY = re.compile("<Key>([^<]*)</Key>")
 _CREDENTIAL = re.compile("Credential=([^/]+)/")
 _NAME = re.compile("[0-9a-zA-Z._-]{1,200}")
 _TARGETS = {
@@ -38,10 +40,21 @@ class S3(Gcs):
     """Buckets as S3 has them, which is what the XML API of Google's is modelled on; signatures are not checked."""
 
     name = "s3"
-    routes = tuple(route for route in Gcs.routes if "/storage/" not in route[1])
+    routes = (
+        *(route for route in Gcs.routes if "/storage/" not in route[1]),
+        ("POST", "/{bucket}/?", "delete_many"),
+    )
 
     def key_of(self, call: Call) -> str | None:
         return _access_key(call) or "anonymous"
+
+    def do_delete_many(self, call: Call, bucket: str) -> Answer:
+        """Those that are missing count as deleted."""
+        names = [unescape(name) for name in _KEY.findall(call.text)]
+        for name in names:
+            self.world.blobs.pop((bucket, name), None)
+        deleted = "".join(f"<Deleted><Key>{escape(name)}</Key></Deleted>" for name in names)
+        return Answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode(), XML)
 
 
 class Aws(Protocol):

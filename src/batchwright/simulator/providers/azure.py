@@ -23,7 +23,7 @@ _KINDS = {
     503: "ServiceUnavailable",
 }
 _READ_ONLY = ("createdDateTime", "lastActionDateTime", "links", "self", "status")
-_RETRY_AFTER = "60"
+_RETRY_AFTER_MAX = 60.0
 _T = r"(?:/v3\.\d)?/transcriptions"
 _TICKS = 10_000_000
 _URLS_MAX = 1000
@@ -84,7 +84,9 @@ class AzureSpeech(Protocol):
         job = self.world.job(self.name, id)
         if job.stage(self.world.now()).is_end:
             return answer(self._shown(job))
-        return answer(self._shown(job), retry_after=_RETRY_AFTER)
+        settings = self.world.settings
+        wait = min(_RETRY_AFTER_MAX, settings.run_seconds / (settings.speed or 1.0))
+        return answer(self._shown(job), retry_after=str(max(1, int(wait))))
 
     def do_files(self, call: Call, id: str) -> Answer:
         self._check_version(call)

@@ -43,7 +43,7 @@ class Gcs(Google):
 
     def key_of(self, call: Call) -> str | None:
         """Buckets may be open to everybody."""
-        return call.bearer() or "anonymous"
+        return call.bearer() or self.world.settings.api_key or "anonymous"
 
     def do_upload(self, call: Call, bucket: str) -> Answer:
         how, name = call.query.get("uploadType", "media"), call.query.get("name")

@@ -1,0 +1,5 @@
+"""Fixtures: the command line, for the commands of batches."""
+
+from tests.cli.conftest import cli, inside
+
+__all__ = ["cli", "inside"]

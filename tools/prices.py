@@ -1,0 +1,160 @@
+"""Make the list of batch prices that comes with Batchwright, from the one that litellm publishes under the MIT licence.
+
+`python tools/prices.py` fetches litellm from the package index, without its dependencies, and writes
+`src/batchwright/providers/prices.json`; `--wheel FILE` takes a wheel that is already there.
+
+Prices are those of each provider's batch API. Where the source has only the usual price and the provider grants the
+same discount on all models, the list has the usual price less that discount, and says `derived`. Everything else stays
+out: a price that is unknown is better than one that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchwright.providers.prices import names_of
+from batchwright.providers.registry import find_adapters
+
+LIST = Path(__file__).parents[1] / "src" / "batchwright" / "providers" / "prices.json"
+INSIDE = "litellm/model_prices_and_context_window_backup.json"
+PROVIDERS = {
+    "anthropic": ("anthropic", ""),
+    "azure_openai": ("azure", "azure/"),
+    "gemini": ("gemini", "gemini/"),
+    "groq": ("groq", "groq/"),
+    "mistral": ("mistral", "mistral/"),
+    "openai": ("openai", ""),
+    "vertex": ("vertex_ai", "vertex_ai/"),
+}
+"""The source's word for each of our providers, and what stands before the names of its models."""
+SPEECH = {"aws": "transcribe/StartTranscriptionJob"}
+"""Only what is priced for the calls that we make: of Azure and Google the source has real-time prices."""
+MODES = frozenset({"chat", "completion", "embedding", "responses"})
+FIGURES = {
+    "input": "input_cost_per_token",
+    "output": "output_cost_per_token",
+    "cached": "cache_read_input_token_cost",
+    "cache_write": "cache_creation_input_token_cost",
+}
+_LONG = re.compile(r"input_cost_per_token_above_(\d+)k_tokens")
+
+
+def make_list(source: Mapping[str, Mapping[str, Any]], version: str) -> dict[str, Any]:
+    """The document, from the source's."""
+    kinds = find_adapters()
+    prices: dict[str, dict[str, Any]] = {}
+    for kind, (word, prefix) in PROVIDERS.items():
+        found: dict[str, Any] = {}
+        for model, said in source.items():
+            name = model.removeprefix(prefix).casefold()
+            if _is_ours(word, kind, name, said):
+                price = read_price(said, kinds[kind].abilities.batch_discount)
+                if price is not None:
+                    found.setdefault(name, price)
+        prices[kind] = _without_repetitions(found)
+    for kind, model in SPEECH.items():
+        if (second := source.get(model, {}).get("input_cost_per_second")) is not None:
+            prices[kind] = {"*": {"audio_hour": _rounded(second * 3600)}}
+    return {
+        "source": f"litellm {version}",
+        "licence": "MIT, Copyright (c) 2023 Berri AI",
+        "unit": "US dollars for a million tokens or an hour of audio, in batches",
+        "prices": {kind: dict(sorted(prices[kind].items())) for kind in sorted(prices)},
+    }
+
+
+def read_price(said: Mapping[str, Any], discount: float | None) -> dict[str, Any] | None:
+    """The batch price of one model; None if it is unknown."""
+    price = _figures(said, "", discount)
+    if price is None:
+        return None
+    tokens = min((int(found[1]) for name in said if (found := _LONG.fullmatch(name))), default=None)
+    if tokens is not None:
+        long = _figures(said, f"_above_{tokens}k_tokens", discount)
+        if long is None:
+            return None
+        is_derived = long.pop("derived", False)
+        price |= {"long_prompt": {"tokens": tokens * 1000, **long}} | ({"derived": True} if is_derived else {})
+    return price
+
+
+def _figures(said: Mapping[str, Any], suffix: str, discount: float | None) -> dict[str, Any] | None:
+    batch = {name: said.get(f"{figure}{suffix}_batches") for name, figure in FIGURES.items()}
+    usual = {name: said.get(f"{figure}{suffix}") for name, figure in FIGURES.items()}
+    is_derived = False
+    for name in ("input", "output"):
+        if batch[name] is None and usual[name] == 0 and name == "output":
+            batch[name] = 0
+        elif batch[name] is None and usual[name] is not None and discount is not None:
+            batch[name], is_derived = usual[name] * (1 - discount), True
+    if not batch["input"] or batch["output"] is None:
+        return None
+    found = {name: _rounded(value * 1_000_000) for name, value in batch.items() if value is not None}
+    return {**found, "derived": True} if is_derived else found
+
+
+def _is_ours(word: str, kind: str, name: str, said: Mapping[str, Any]) -> bool:
+    theirs = str(said.get("litellm_provider"))
+    if said.get("mode") not in MODES:
+        return False
+    if kind == "vertex":
+        return theirs.startswith(word) and name.startswith("gemini-")
+    return theirs == word and (kind == "groq" or "/" not in name)
+
+
+def _without_repetitions(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A version with the price of its model is found by the model's name."""
+    return {
+        name: price
+        for name, price in found.items()
+        if not any(other != name and found.get(other) == price for other in names_of(name))
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def write_list(document: Mapping[str, Any]) -> str:
+    """JSON with a line for each model, so that changes can be read."""
+    head = [f"  {json.dumps(name)}: {json.dumps(document[name])}," for name in ("source", "licence", "unit")]
+    kinds = []
+    for kind, models in document["prices"].items():
+        lines = [f"      {json.dumps(model)}: {json.dumps(price)}" for model, price in models.items()]
+        kinds.append(f"    {json.dumps(kind)}: {{\n" + ",\n".join(lines) + "\n    }")
+    return "\n".join(["{", *head, '  "prices": {', ",\n".join(kinds), "  }", "}", ""])
+
+
+def _fetch(folder: str) -> Path:
+    subprocess.run(  # noqa: S603 (the arguments are our own)
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, "litellm"], check=True
+    )
+    return next(Path(folder).glob("litellm-*.whl"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the list of batch prices.")
+    parser.add_argument("--wheel", type=Path, help="a wheel of litellm; without it, the newest one is fetched")
+    wheel = parser.parse_args().wheel
+    with tempfile.TemporaryDirectory() as folder:
+        path = wheel or _fetch(folder)
+        with zipfile.ZipFile(path) as archive:
+            source = json.loads(archive.read(INSIDE))
+    document = make_list(source, path.name.split("-")[1])
+    LIST.write_text(write_list(document), encoding="utf-8")
+    counted = ", ".join(f"{kind} {len(models)}" for kind, models in document["prices"].items())
+    sys.stdout.write(f"{document['source']}: {counted}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
