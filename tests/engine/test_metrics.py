@@ -614,7 +614,7 @@ def test_depths_are_read_from_indexes_alone(crowd, name, index):
 
 
 def test_counting_ten_thousand_jobs_touches_a_few_pages(crowd):
-    """Of the index, and of the table where it is not known yet that everybody sees its rows; its pages are half full."""
+    """Of the index, and of the table of half full pages whose rows are not yet known to be seen by all."""
     assert touched(plan(crowd, "depths", source=SQL, run=True, **LIMITS)) < 800
 
 

@@ -51,6 +51,8 @@ class Mortal:
     """Counts the points that a worker passes, and stops it at one of them."""
 
     def __init__(self) -> None:
+        self.on_point: Callable[[str], object] = lambda name: None
+        """Called at every point; what it raises is raised there."""
         self.passed: list[str] = []
         self.dies_at: int | None = None
         """The number of the point, from 1."""
@@ -66,9 +68,13 @@ class Mortal:
     async def pass_point(self, name: str) -> None:
         await self.require_life()
         self.passed.append(name)
+        self.on_point(name)
         if len(self.passed) == self.dies_at:
-            self.died.set()
-            await self.require_life()
+            self.die()
+        await self.require_life()
+
+    def die(self) -> None:
+        self.died.set()
 
     async def require_life(self) -> None:
         """The dead do nothing any more."""
@@ -279,6 +285,7 @@ class Ward:
             await running
         self.deaths += 1
         self.mortal.dies_at = None
+        self.mortal.on_point = lambda name: None
         self.mortal.revive()
         await raw(self.queue, _ABANDON, id=task.job_id, now=self.now())
 

@@ -70,7 +70,7 @@ OutputFile = Annotated[
     typer.Option("--output", "-o", metavar="FILE", help="Write to this file, device or pipe; - is standard output."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist already.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation; required without a terminal.")]
 Reason = Annotated[str, typer.Option(help="Reason to keep in the history of the jobs.")]
 

@@ -189,7 +189,7 @@ class Errand:
             case "staged":
                 return await self._submit()
             case "submitting":
-                return await self._resolve_doubt(stop, may_submit)
+                return await self._resolve_doubt(stop=stop, may_submit=may_submit)
             case _:
                 return await self._poll()
         return None
@@ -220,7 +220,7 @@ class Errand:
         await self._refer(job)
         return None
 
-    async def _resolve_doubt(self, stop: bool, may_submit: bool) -> Progress | None:
+    async def _resolve_doubt(self, *, stop: bool, may_submit: bool) -> Progress | None:
         """The row says that the job may be there. It is sent again only when it surely is not, and still wanted."""
         if self.row.doubtful_seconds is None:
             self.row = await self._jobs.begin_doubt(self.row, self._held)

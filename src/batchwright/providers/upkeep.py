@@ -111,7 +111,8 @@ class TaskUpkeep:
     async def _clean(self, page: Sequence[RemoteJob]) -> None:
         for row in page:
             try:
-                await self._directory.get(row.provider).clean_up(await self._request(row), row.staged, row.job)
+                request = await self._request(row)
+                await self._directory.get(row.provider).clean_up(request, row.staged, row.job)
                 await self._jobs.clean(row)
             except BatchwrightError as error:
                 log.warning("%s: what was staged at %s is not removed yet: %s", row.key, row.provider, error)
@@ -119,10 +120,10 @@ class TaskUpkeep:
                 log.exception("%s: what was staged at %s is not removed", row.key, row.provider)
 
     async def _request(self, row: RemoteJob) -> Request:
-        """What the job was to do; an owner with a slash, such as a shard of a batch, is no task of ours."""
-        if "/" in row.owner:
-            return Request(key=row.key, task_type="completion", model=row.model, inputs=())
-        return make_request(await self._tasks.get(row.owner, tenant=None), row.key, row.model, row.input_ids)
+        """What was asked of the provider; a job that belongs to no task is of a batch, and its key says enough."""
+        if row.owner.startswith("task_"):
+            return make_request(await self._tasks.get(row.owner, tenant=None), row.key, row.model, row.input_ids)
+        return Request(key=row.key, task_type="completion", model=row.model, inputs=())
 
     async def remove_old(self, session: Session) -> bool:
         """Remove tasks that nobody can ask for any more, and the results of their jobs; the result file stays."""

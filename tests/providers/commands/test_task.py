@@ -73,7 +73,10 @@ def test_a_result_is_written_to_a_file_that_is_only_overwritten_by_force(shell: 
     assert err.endswith("out.jsonl\n")
     assert (shell.folder / "out.jsonl").read_text() == printed
     assert "--force" in shell.refused("task", "result", id, "-o", "out.jsonl")
-    shell.run("task", "result", id, "-o", "out.jsonl", "--force")
+    counts = {"id": id, "bytes": len(printed), "succeeded": 2, "failed": 0}
+    assert shell.json("task", "result", id, "-o", "out.jsonl", "--force") == counts
+    code, out, err = shell.run("task", "result", id, "--json")
+    assert (code, out, json.loads(err)) == (0, printed, counts)
     assert (shell.folder / "out.jsonl").read_text() == printed
 
 

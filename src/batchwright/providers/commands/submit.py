@@ -15,6 +15,7 @@ from batchwright.app import VERSION
 from batchwright.cli.flags import (
     Config,
     DatabaseUrl,
+    DryRun,
     Json,
     check_length,
     on_part,
@@ -101,14 +102,15 @@ def submit(
         str | None, typer.Option(help="A repeated submit with the same key returns the same task.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", "--watch", help="Show it until it has ended.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check: nothing is stored, created or sent.")] = False,
+    dry_run: DryRun = False,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
     """Send work to outside providers, and print the id of the task.
 
-    A worker sends each job once, asks how it goes, and merges the results. With --wait the exit code is that of
+    A worker sends each job once, asks how it goes, and merges the results. With --dry-run the task is only checked:
+    nothing is stored, created or sent. With --wait the exit code is that of
     batchwright task watch. Examples:
 
     batchwright task submit call.wav --provider sarvam --language en-IN

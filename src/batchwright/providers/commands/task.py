@@ -17,7 +17,7 @@ from batchwright.cli.flags import (
     open_part,
     run,
 )
-from batchwright.cli.show import print_json, size
+from batchwright.cli.show import compact, print_json, size
 from batchwright.cli.stop import end_if_nobody_reads
 from batchwright.cli.targets import STANDARD_OUTPUT, open_target
 from batchwright.errors import Conflict
@@ -119,12 +119,14 @@ def result(
     id: TaskId,
     output: OutputFile = STANDARD_OUTPUT,
     force: Force = False,
+    json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
     """Write the merged result of an ended task: JSON for a transcription, JSON lines for a completion.
 
-    A file that exists already is only overwritten with --force.
+    A file that exists already is only overwritten with --force. With --json what was written is counted, on standard
+    error unless --output names a file.
     """
     target = open_target("--output", output)
     if not force:
@@ -144,8 +146,14 @@ def result(
         return task, (await files.get(task.result_file_id, tenant=None)).bytes
 
     def tell(found: tuple[Task, int]) -> int:
-        if target.stream is None:
-            typer.echo(f"wrote {size(found[1])} to {target}", err=True)
+        task, written = found
+        counts = {"id": task.id, "bytes": written, "succeeded": task.succeeded, "failed": task.failed}
+        if json and target.stream is None:
+            print_json(counts)
+        elif json:
+            typer.echo(compact(counts), err=True)
+        elif target.stream is None:
+            typer.echo(f"wrote {size(written)} to {target}", err=True)
         return 0
 
     with end_if_nobody_reads():
