@@ -650,8 +650,8 @@ class Batches:
         async with self.queue.database.transaction() as session:
             if not await self.queue.database.ask(SQL["spend_on_overflow"], params, session):
                 return False
-            is_moved = await owned.redirect(
-                self.queue, one.job_id, job_type=PROVIDER_SHARD, to=to, payload=asdict(shard), session=session
+            is_moved = await self.queue.redirect(
+                one.job_id, job_type=PROVIDER_SHARD, queue=to, payload=asdict(shard), session=session
             )
             if not is_moved:
                 await self.queue.database.ask(SQL["spend_on_overflow"], {**params, "cost": -cost}, session)

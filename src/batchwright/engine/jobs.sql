@@ -467,6 +467,24 @@ UPDATE batchwright.job SET run_after = :now
 WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
 RETURNING id
 
+-- name: redirect
+-- A job that no worker has had gets another type, queue and payload, once: other workers will run it.
+WITH queues AS (
+    INSERT INTO batchwright.queue (name)
+    SELECT %(queue)s WHERE NOT EXISTS (SELECT FROM batchwright.queue WHERE name = %(queue)s)
+    ON CONFLICT DO NOTHING
+),
+moved AS (
+    UPDATE batchwright.job SET job_type = %(job_type)s, queue = %(queue)s, payload = %(payload)s::jsonb
+    WHERE id = %(id)s AND status = 'QUEUED' AND claims = 0 AND job_type <> %(job_type)s
+    RETURNING id
+),
+events AS (
+    INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt)
+    SELECT id, :now, 'job.redirected', 'QUEUED', 0, 0 FROM moved
+)
+SELECT id FROM moved
+
 -- name: shift_priority
 UPDATE batchwright.job SET priority = least(9, greatest(0, priority + %(by)s))
 WHERE id = ANY(%(ids)s::uuid[]) AND finished_at IS NULL AND %(by)s <> 0

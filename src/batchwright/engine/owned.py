@@ -6,12 +6,10 @@ part calls what is here, or joins `:jobs` in a statement of its own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from uuid import UUID
-
-import orjson
 
 from batchwright.db.database import Session
 from batchwright.db.statements import shared_parts, statements
@@ -71,14 +69,6 @@ async def cancel_children(
 async def open_children(queue: Queue, id: UUID) -> list[OpenChild]:
     """The children of a job that have not ended, in the order of their list."""
     return [OpenChild(*row) for row in await queue.database.ask(SQL["open_children"], {"id": id})]
-
-
-async def redirect(
-    queue: Queue, id: UUID, *, job_type: str, to: str, payload: Mapping[str, Any], session: Session
-) -> bool:
-    """Let another operation run a job, from another queue; False if a worker has had it, or it was moved before."""
-    params = {"id": id, "job_type": job_type, "queue": to, "payload": orjson.dumps(payload).decode()}
-    return bool(await queue.database.ask(SQL["redirect"], params, session))
 
 
 async def absolve(queue: Queue, held: Held, *, session: Session) -> None:

@@ -14,24 +14,6 @@ FROM batchwright.job
 WHERE parent_job_id = %(id)s AND finished_at IS NULL
 ORDER BY id
 
--- A job that no worker has had gets another type, queue and payload, once: other workers will run it.
--- name: redirect
-WITH queues AS (
-    INSERT INTO batchwright.queue (name)
-    SELECT %(queue)s WHERE NOT EXISTS (SELECT FROM batchwright.queue WHERE name = %(queue)s)
-    ON CONFLICT DO NOTHING
-),
-moved AS (
-    UPDATE batchwright.job SET job_type = %(job_type)s, queue = %(queue)s, payload = %(payload)s::jsonb
-    WHERE id = %(id)s AND status = 'QUEUED' AND claims = 0 AND job_type <> %(job_type)s
-    RETURNING id
-),
-events AS (
-    INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt)
-    SELECT id, :now, 'job.redirected', 'QUEUED', 0, 0 FROM moved
-)
-SELECT id FROM moved
-
 -- name: absolve
 UPDATE batchwright.job SET rescues = 0
 WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0

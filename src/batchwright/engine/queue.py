@@ -473,6 +473,13 @@ class Queue:
         """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
         return len(await self._run(session, "wake", ids=list(ids)))
 
+    async def redirect(
+        self, id: UUID, *, job_type: str, queue: str, payload: Mapping[str, Any], session: Session | None = None
+    ) -> bool:
+        """Let another operation run a job, from another queue; False if a worker has had it, or it was moved before."""
+        document = orjson.dumps(payload).decode()
+        return bool(await self._run(session, "redirect", id=id, job_type=job_type, queue=queue, payload=document))
+
     async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
         """Move open jobs up (below 0) or down among their likes; answers how many."""
         return len(await self._run(session, "shift_priority", ids=list(ids), by=by))

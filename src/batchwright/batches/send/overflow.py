@@ -86,7 +86,7 @@ class Overflow:
             entries = await asyncio.to_thread(read_entries, path, shard.start, shard.count)
             if len(entries) > plan.requests_max or sum(entry.length for entry in entries) > plan.bytes_max:
                 return f"a shard of {len(entries)} requests is too large for {plan.provider}"
-            price = self._price(shard, await asyncio.to_thread(_guess_usage, input, entries))
+            price = self._price(shard, await asyncio.to_thread(_guess_usages, input, entries))
             if price is None:
                 return f"what {plan.model} costs at {plan.provider} is not known"
             if price > left:
@@ -95,11 +95,13 @@ class Overflow:
                 return f"line {problems[0].line}: {problems[0].message}"
         return price
 
-    def _price(self, shard: Shard, usage: Usage) -> float | None:
+    def _price(self, shard: Shard, usages: Sequence[Usage]) -> float | None:
         assert shard.provider is not None
         directory = self._desk.directory
         prices, kind = directory.settings(shard.provider).prices, directory.kind(shard.provider).name
-        return cost(find_price(prices, kind, shard.provider_model), usage)
+        price = find_price(prices, kind, shard.provider_model)
+        costs = [cost(price, one) for one in usages]
+        return None if None in costs else sum(one or 0.0 for one in costs)
 
     def _stay(self, ctx: Context, shard: Shard, why: str) -> None:
         """Say once for each reason why a shard does not go."""
@@ -111,15 +113,16 @@ class Overflow:
             ctx.emit("batch.overflow_refused", text, level="warning", model=shard.model, shard=shard.number)
 
 
-def _guess_usage(input: Path, entries: Sequence[Entry]) -> Usage:
-    """What these requests may need at most, by a rule of thumb. Blocks."""
-    output = 0
+def _guess_usages(input: Path, entries: Sequence[Entry]) -> list[Usage]:
+    """What each of these requests may need at most, by a rule of thumb. Blocks."""
+    usages = []
     descriptor = os.open(input, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for entry in entries:
             body = orjson.loads(split(os.pread(descriptor, entry.length, entry.offset))[2])
             maxima = [body[name] for name in _MAXIMA if isinstance(body.get(name), int)]
-            output += max(maxima, default=OUTPUT_TOKENS) * (body["n"] if isinstance(body.get("n"), int) else 1)
+            output = max(maxima, default=OUTPUT_TOKENS) * (body["n"] if isinstance(body.get("n"), int) else 1)
+            usages.append(Usage(input_tokens=entry.length // TOKEN_BYTES, output_tokens=output))
     finally:
         os.close(descriptor)
-    return Usage(input_tokens=sum(entry.length for entry in entries) // TOKEN_BYTES, output_tokens=output)
+    return usages

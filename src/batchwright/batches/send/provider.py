@@ -40,7 +40,7 @@ from batchwright.inference.answers import UNKNOWN, Answer, Reply, Verdict, class
 from batchwright.providers.contract import Counts, Job, Result, Status, Usage
 from batchwright.providers.errand import CredentialRefused, Errand, Over, Progress, Ready, Refused, Waits
 from batchwright.providers.jobs import Hold, JobEnding, NewRemoteJob, RemoteJob
-from batchwright.providers.prices import cost, find_price
+from batchwright.providers.prices import Bill, Price, find_price
 from batchwright.states import BatchStatus
 
 if TYPE_CHECKING:
@@ -177,7 +177,8 @@ class ProviderShardRun(ShardClaim):
         sent = sum(not _was_full(row) for row in rows)
         may_repeat = not must_stop and (sent < SENT_MAX + self.shard.round or _is_full(status))
         async with self._open_ledger() as ledger:
-            harvest = Harvest(ledger, must_stop=must_stop, may_repeat=may_repeat, seconds=_age(errand.row))
+            bill = Bill(self._price(errand.row))
+            harvest = Harvest(ledger, bill, must_stop=must_stop, may_repeat=may_repeat, seconds=_age(errand.row))
             try:
                 async with aclosing(errand.results(status)) as results:
                     async for result in results:
@@ -194,9 +195,7 @@ class ProviderShardRun(ShardClaim):
         return Over()
 
     async def _end(self, errand: Errand, harvest: Harvest, status: Status) -> None:
-        row, directory = errand.row, self._desk.directory
-        price = find_price(directory.settings(row.provider).prices, directory.kind(row.provider).name, row.model)
-        spent = cost(price, harvest.usage)
+        row, spent = errand.row, harvest.bill.cost
         counts = Counts(total=harvest.total, succeeded=harvest.succeeded, failed=harvest.total - harvest.succeeded)
         await errand.end(
             JobEnding(error=status.error, raw_status=status.raw_status, counts=counts, usage=harvest.usage, cost=spent)
@@ -208,10 +207,15 @@ class ProviderShardRun(ShardClaim):
             prompt_tokens=harvest.usage.input_tokens,
             completion_tokens=harvest.usage.output_tokens,
             cost=spent,
+            price=harvest.bill.source,
             provider=row.provider,
             external_id=row.external_id,
         )
         await errand.clean_up()
+
+    def _price(self, row: RemoteJob) -> Price | None:
+        directory = self._desk.directory
+        return find_price(directory.settings(row.provider).prices, directory.kind(row.provider).name, row.model)
 
     async def _give_up(self, errand: Errand, error: Mapping[str, Any]) -> None:
         """There is no job, and will be none. If the batch stops, whoever writes its files knows what to say."""
@@ -298,7 +302,8 @@ class Ledger:
 class Harvest:
     """The results of a job on their way into the journal, counted."""
 
-    def __init__(self, ledger: Ledger, *, must_stop: bool, may_repeat: bool, seconds: float) -> None:
+    def __init__(self, ledger: Ledger, bill: Bill, *, must_stop: bool, may_repeat: bool, seconds: float) -> None:
+        self.bill = bill
         self.total = 0
         self.succeeded = 0
         self.left = 0
@@ -317,6 +322,7 @@ class Harvest:
         self.total += 1
         self.succeeded += result.value is not None
         self.usage = _add(self.usage, result.usage)
+        self.bill.add(result)
         if self._ledger.has(offset):
             return None
         if result.error is not None and self._leaves(result.error):
@@ -392,6 +398,7 @@ def _add(one: Usage, other: Usage) -> Usage:
     return Usage(
         input_tokens=_sum(one.input_tokens, other.input_tokens),
         output_tokens=_sum(one.output_tokens, other.output_tokens),
+        cached_tokens=_sum(one.cached_tokens, other.cached_tokens),
     )
 
 
