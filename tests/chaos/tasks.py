@@ -3,7 +3,7 @@
 python -m tests.chaos.tasks [--seed N] [--json] [--keep] [--short]
 
 users ─ submit, cancel ─▶ tasks ─▶ ┌─────────┐ ─▶ contract server (never killed: it counts what was paid for)
-              SIGKILL ───────────▶ │ workers │         ▲
+    SIGKILL · SIGSTOP ───────────▶ │ workers │         ▲
        monkey └─────▶ PostgreSQL   └─────────┘         └─ drops, refusals, errors, lagging lists, on and off
 rows, results, and what the server was paid for ──▶ judge ──▶ goals
 """
@@ -19,6 +19,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -40,7 +41,7 @@ from batchwright.settings import load_settings
 from batchwright.simulator.providers import Server
 from batchwright.simulator.providers.world import ProviderSettings
 from batchwright.states import TaskStatus
-from tests.chaos.batch_fleet import Fleet, Post
+from tests.chaos.batch_fleet import Fleet, Post, Victim
 from tests.chaos.queue import Goal, breaches_as_json, breaches_as_text, goals_as_json, goals_as_text
 from tests.chaos.verdict import Breach
 from tests.providers.task_stage import TaskStage as Stage
@@ -77,6 +78,8 @@ class Size:
     workers: int = 3
     postgres_every: int = 8
     """One deed of so many is against PostgreSQL."""
+    stop_every: int = 5
+    """One worker of so many is not killed, but stopped for a while."""
     cancelled_every: int = 12
 
 
@@ -247,9 +250,20 @@ class Play:
                 self._say("PostgreSQL killed and started again")
             elif awake := fleet.awake("worker"):
                 victim = chance.choice(awake)
+                if len(awake) > 1 and chance.randrange(self.size.stop_every) == 0:
+                    self._stop(victim, LEASE_SECONDS * chance.uniform(1.2, 2.0))
+                    continue
                 fleet.kill(victim)
                 self.deeds["workers killed"] += 1
                 self._say(f"SIGKILL {victim.process.pid}")
+
+    def _stop(self, victim: Victim, seconds: float) -> None:
+        """For longer than a lease: it comes back when others have its tasks, and goes on where it was."""
+        victim.stops.append((time.time(), time.time() + seconds))
+        victim.signal(signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(seconds, victim.signal, signal.SIGCONT)
+        self.deeds["workers stopped for a while"] += 1
+        self._say(f"SIGSTOP {victim.process.pid} for {seconds:.1f} s")
 
     async def _fail_calls(self, seconds: float) -> None:
         chance = random.Random(f"faults {self.result.seed}")

@@ -616,6 +616,12 @@ FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim)
 WHERE job.id = held.id AND job.dead_claim = held.claim AND job.finished_at IS NULL
 RETURNING job.id
 
+-- name: absolve
+-- It has got further than ever, so it is not what killed its workers.
+UPDATE batchwright.job SET rescues = 0
+WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
+RETURNING id
+
 -- name: recover
 WITH recovered AS (
     UPDATE batchwright.job

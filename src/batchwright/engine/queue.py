@@ -567,6 +567,13 @@ class Queue:
         ids, claims = [id for id, _ in lost], [claim for _, claim in lost]
         return len(await self._run(None, "forgive", ids=ids, claims=claims)) if lost else 0
 
+    async def absolve(self, id: UUID, claim: int, *, session: Session) -> None:
+        """Forget the deaths of a job's workers, because it has got further than ever: it is not what kills them.
+
+        Only a step that a job takes once may absolve it, or one that does kill its workers would never run alone.
+        """
+        await self._run(session, "absolve", id=id, claim=claim)
+
     @retry_deadlocks
     async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:
         """End what is past its deadline; parents that wait get their open children cancelled, then join."""
