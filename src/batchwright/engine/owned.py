@@ -76,7 +76,7 @@ async def absolve(queue: Queue, held: Held, *, session: Session) -> None:
 
     Only a step that a job takes once may absolve it, or one that does kill its workers would never run alone.
     """
-    await queue.database.ask(SQL["absolve"], {"id": held.id, "claim": held.claim}, session)
+    await queue.absolve(held.id, held.claim, session=session)
 
 
 @asynccontextmanager

@@ -14,11 +14,6 @@ FROM batchwright.job
 WHERE parent_job_id = %(id)s AND finished_at IS NULL
 ORDER BY id
 
--- name: absolve
-UPDATE batchwright.job SET rescues = 0
-WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
-RETURNING id
-
 -- name: lock_held
 SELECT job.id
 FROM batchwright.job
