@@ -467,6 +467,12 @@ UPDATE batchwright.job SET run_after = :now
 WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
 RETURNING id
 
+-- The job has got further than ever, so it is not what killed its workers.
+-- name: absolve
+UPDATE batchwright.job SET rescues = 0
+WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
+RETURNING id
+
 -- name: redirect
 -- A job that no worker has had gets another type, queue and payload, once: other workers will run it.
 WITH queues AS (
@@ -615,12 +621,6 @@ UPDATE batchwright.job SET rescues = greatest(0, rescues - 1), dead_claim = NULL
 FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim)
 WHERE job.id = held.id AND job.dead_claim = held.claim AND job.finished_at IS NULL
 RETURNING job.id
-
--- name: absolve
--- It has got further than ever, so it is not what killed its workers.
-UPDATE batchwright.job SET rescues = 0
-WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
-RETURNING id
 
 -- name: recover
 WITH recovered AS (

@@ -473,6 +473,10 @@ class Queue:
         """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
         return len(await self._run(session, "wake", ids=list(ids)))
 
+    async def absolve(self, id: UUID, claim: int, *, session: Session) -> None:
+        """Forget the deaths of a held job's workers."""
+        await self._run(session, "absolve", id=id, claim=claim)
+
     async def redirect(
         self, id: UUID, *, job_type: str, queue: str, payload: Mapping[str, Any], session: Session | None = None
     ) -> bool:
@@ -566,13 +570,6 @@ class Queue:
         """Take back the deaths that were counted for these claims: their worker lives. Answers how many those were."""
         ids, claims = [id for id, _ in lost], [claim for _, claim in lost]
         return len(await self._run(None, "forgive", ids=ids, claims=claims)) if lost else 0
-
-    async def absolve(self, id: UUID, claim: int, *, session: Session) -> None:
-        """Forget the deaths of a job's workers, because it has got further than ever: it is not what kills them.
-
-        Only a step that a job takes once may absolve it, or one that does kill its workers would never run alone.
-        """
-        await self._run(session, "absolve", id=id, claim=claim)
 
     @retry_deadlocks
     async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:

@@ -21,7 +21,7 @@ import orjson
 from batchwright.db.database import Row, Session
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import new_id
-from batchwright.engine.owned import Held, fenced
+from batchwright.engine.owned import Held, absolve, fenced
 from batchwright.engine.queue import Queue
 from batchwright.errors import Fenced
 from batchwright.providers.contract import Cancelled, Counts, Job, Staged, Status, Usage
@@ -288,7 +288,7 @@ class RemoteJobs:
     async def _write(self, statement: str, job: RemoteJob, held: Held, **params: Any) -> RemoteJob:
         async with fenced(self.queue, held) as session:
             if statement in _STEPS:
-                await self.queue.absolve(held.id, held.claim, session=session)
+                await absolve(self.queue, held, session=session)
             return _only(await self._ask(statement, job, session, **params))
 
     async def _ask(self, statement: str, job: RemoteJob, session: Session | None, **params: Any) -> list[Row]:
