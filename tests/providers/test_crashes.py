@@ -21,7 +21,7 @@ COMPLETIONS = ["openai", "groq", "together", "azure_openai", "gemini", "vertex",
 PROVIDERS = [*SPEECH, *COMPLETIONS]
 POINTS_MAX = 200
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     # A worker that dies closes nothing.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
