@@ -445,7 +445,7 @@ async def test_the_database_allows_exactly_the_moves_of_a_task_that_are_listed(q
     for source, target in itertools.permutations(TaskStatus, 2):
         id = await put_task(queue)
         await bring_task(queue, id, source)
-        if TASK.allows(source, target):
+        if allows(TASK, source, target):
             assert await move_task(queue, id, target) == [(target.value,)]
         else:
             with pytest.raises(DatabaseError, match=f"illegal move of task {id}: {source} to {target}"):
@@ -462,7 +462,7 @@ def test_the_moves_of_a_task_are_those_of_the_source_and_a_cancellation():
     }
 
 
-@pytest.mark.parametrize("verb", TASK.verbs())
+@pytest.mark.parametrize("verb", verbs(TASK))
 async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_task_that_are_listed(queue, verb):
     for source in TaskStatus:
         id = await put_task(queue)

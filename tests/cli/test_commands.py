@@ -147,7 +147,8 @@ def test_the_list_of_commands_is_printed_without_loading_any_of_them() -> None:
     there = loaded("--help")
     assert there.isdisjoint(HEAVY)
     ours = {name for name in there if name.startswith("batchwright.")}
-    parts = {"files", "files.part", "webhooks", "webhooks.part", "batches", "batches.part", "builtin", "part"}
+    names = ("files", "webhooks", "batches", "providers")
+    parts = {*names, *(f"{name}.part" for name in names), "builtin", "part"}
     assert ours == {
         f"batchwright.{name}" for name in ("cli", "cli.exit_codes", "commands", "errors", "plugins", "states", *parts)
     }

@@ -28,7 +28,7 @@ PATHS = (
     "tests/files",
     "tests/operations",
     "tests/perturbed",
-    "tests/providers/test_crashes.py",
+    "tests/providers/test_doubts.py",
     "tests/providers/test_tasks.py",
     "tests/providers/test_tasks_ends.py",
     "tests/webhooks",

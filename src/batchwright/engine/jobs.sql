@@ -467,6 +467,11 @@ UPDATE batchwright.job SET run_after = :now
 WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
 RETURNING id
 
+-- name: absolve
+UPDATE batchwright.job SET rescues = 0
+WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
+RETURNING id
+
 -- name: redirect
 -- A job that no worker has had gets another type, queue and payload, once: other workers will run it.
 WITH queues AS (

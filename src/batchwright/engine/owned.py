@@ -71,6 +71,14 @@ async def open_children(queue: Queue, id: UUID) -> list[OpenChild]:
     return [OpenChild(*row) for row in await queue.database.ask(SQL["open_children"], {"id": id})]
 
 
+async def absolve(queue: Queue, held: Held, *, session: Session) -> None:
+    """Forget the deaths of a job's workers, because it has got further than ever: it is not what kills them.
+
+    Only a step that a job takes once may absolve it, or one that does kill its workers would never run alone.
+    """
+    await queue.absolve(held.id, held.claim, session=session)
+
+
 @asynccontextmanager
 async def fenced(queue: Queue, held: Held) -> AsyncIterator[Session]:
     """A transaction in the name of a claim; Fenced if another worker has the job by now."""

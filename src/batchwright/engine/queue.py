@@ -473,6 +473,10 @@ class Queue:
         """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
         return len(await self._run(session, "wake", ids=list(ids)))
 
+    async def absolve(self, id: UUID, claim: int, *, session: Session) -> None:
+        """Forget that workers have died with a job."""
+        await self._run(session, "absolve", id=id, claim=claim)
+
     async def redirect(
         self, id: UUID, *, job_type: str, queue: str, payload: Mapping[str, Any], session: Session | None = None
     ) -> bool:

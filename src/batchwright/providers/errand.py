@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from batchwright.db.database import Session
-from batchwright.engine.owned import Held, fenced
+from batchwright.engine.owned import Held, absolve, fenced
 from batchwright.errors import Fatal, OperationError, RateLimited, SchemaInvalid, Transient
 from batchwright.providers.contract import Adapter, InDoubt, Job, Phase, Request, Result, Status
 from batchwright.providers.jobs import JobEnding, RemoteJob, RemoteJobs
@@ -273,6 +273,7 @@ class Errand:
         async with fenced(self._jobs.queue, self._held) as session:
             row = await self._jobs.refer(self.row, job, document, self._pace.until_poll(), session=session)
             await self._owner.referred(row, session)
+            await absolve(self._jobs.queue, self._held, session=session)
         self.row = row
         text = f"{row.provider} has taken the job"
         self._owner.report("provider.submitted", text, external_id=job.external_id, key=row.key, model=row.model)

@@ -21,7 +21,7 @@ import orjson
 from batchwright.db.database import Row, Session
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import new_id
-from batchwright.engine.owned import Held, fenced
+from batchwright.engine.owned import Held, absolve, fenced
 from batchwright.engine.queue import Queue
 from batchwright.errors import Fenced
 from batchwright.providers.contract import Cancelled, Counts, Job, Staged, Status, Usage
@@ -32,6 +32,9 @@ _CLEAN_SECONDS = 60.0
 _CLEAN_SECONDS_MAX = 6 * 3600.0
 _TRY_SECONDS = 30.0
 _TRY_SECONDS_MAX = 900.0
+
+_STEPS = frozenset({"end_staging", "end"})
+"""Statements that bring a job further for good."""
 
 Step = Literal["planned", "staged", "submitting", "submitted", "ended"]
 
@@ -284,6 +287,8 @@ class RemoteJobs:
 
     async def _write(self, statement: str, job: RemoteJob, held: Held, **params: Any) -> RemoteJob:
         async with fenced(self.queue, held) as session:
+            if statement in _STEPS:
+                await absolve(self.queue, held, session=session)
             return _only(await self._ask(statement, job, session, **params))
 
     async def _ask(self, statement: str, job: RemoteJob, session: Session | None, **params: Any) -> list[Row]:
