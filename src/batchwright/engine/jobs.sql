@@ -467,6 +467,7 @@ UPDATE batchwright.job SET run_after = :now
 WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
 RETURNING id
 
+-- The job has got further than ever, so it is not what killed its workers.
 -- name: absolve
 UPDATE batchwright.job SET rescues = 0
 WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0

@@ -474,7 +474,7 @@ class Queue:
         return len(await self._run(session, "wake", ids=list(ids)))
 
     async def absolve(self, id: UUID, claim: int, *, session: Session) -> None:
-        """Forget that workers have died with a job."""
+        """Forget the deaths of a held job's workers."""
         await self._run(session, "absolve", id=id, claim=claim)
 
     async def redirect(

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import SAMPLE, SECONDS_MAX, Cli, Inside
 
 READY = "runs .*sample.block"
-WORKERS = "SELECT pid FROM batchwright.worker"
+WORKERS = "SELECT pid FROM batchwright.worker WHERE left_at IS NULL"
 
 
 def submit(cli: Cli, job_type: str) -> str:
@@ -41,7 +41,7 @@ def test_up_migrates_runs_jobs_and_on_sigterm_gives_them_back_unused(empty_cli: 
         "from batchwright import operation\n@operation('hello')\nasync def hello() -> str:\n    return 'from here'\n"
     )
     with empty_cli.start("up", SAMPLE, "hello") as up:
-        up.until("runs hello, sample.block")
+        up.until("runs hello, provider.task, sample.block")
         assert empty_cli("job", "submit", "hello", "--wait").stdout.endswith('"from here"\n')
         id = submit(empty_cli, "sample.linger")
         empty_cli.begun(id, "linger.began")
@@ -103,7 +103,7 @@ def test_children_leave_when_their_supervisor_is_killed(cli: Cli) -> None:
         cli.begun(id, "linger.began")
         supervisor.signal(signal.SIGKILL)
         supervisor.ended()
-        cli.until("SELECT WHERE NOT EXISTS (SELECT FROM batchwright.worker)")
+        cli.until("SELECT WHERE NOT EXISTS (SELECT FROM batchwright.worker WHERE left_at IS NULL)")
     assert stands(cli, id) == ("QUEUED", 0, "job.released")
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=SECONDS_MAX)
     assert all(map(is_gone, pids))
