@@ -154,3 +154,11 @@ def test_the_tasks_of_the_docs_run_as_printed_against_simulated_providers(folder
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 6
     assert '"text":"Transcript of call.wav."' in told.stdout
     assert '"name":"together"' in told.stdout
+
+
+def test_the_provider_batch_of_the_docs_runs_as_printed(folder):
+    told = shell(folder, example("provider-batch.sh").replace("--providers --write", "--providers --port 0 --write"))
+    assert told.returncode == 0, told
+    assert "6 of 6 lines were answered" in told.stdout
+    assert "1 anthropic, 1 openai" in told.stdout
+    assert len((folder / "requests.out.jsonl").read_text().splitlines()) == 6
