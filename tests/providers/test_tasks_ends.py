@@ -174,6 +174,25 @@ async def test_a_refused_credential_parks_its_tasks_until_it_works_again(stage):
     assert len(stage.server.jobs()) == 3
 
 
+async def test_a_credential_that_is_refused_again_at_once_is_tried_less_and_less_often(stage):
+    """Such as one whose quota is used up: whoever asks for a list is answered, whoever wants work is not."""
+    jobs, waits = stage.part.jobs, []
+    for _ in range(8):
+        await jobs.hold("openai", "insufficient_quota", "no money")
+        hold = (await jobs.holds())["openai"]
+        waits.append(round(hold.try_seconds))
+        await stage.batchwright.pool.rows("UPDATE batchwright.provider_hold SET next_try_at = now() RETURNING provider")
+        assert await jobs.may_try("openai")
+        assert not await jobs.may_try("openai"), "one process at a time"
+        assert await jobs.release("openai")
+        assert await jobs.holds() == {}
+    assert waits == [30, 60, 120, 240, 480, 900, 900, 900]
+    sql = "UPDATE batchwright.provider_hold SET released_at = now() - interval '2 hours' RETURNING provider"
+    await stage.batchwright.pool.rows(sql)
+    await jobs.hold("openai", "insufficient_quota", "no money")
+    assert round((await jobs.holds())["openai"].try_seconds) == 30
+
+
 async def test_one_provider_that_refuses_holds_up_nobody_else(stage):
     stage.server.put_faults("auth:route=openai")
     stage.work()

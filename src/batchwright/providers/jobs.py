@@ -270,7 +270,13 @@ class RemoteJobs:
 
     async def hold(self, provider: str, code: str | None, message: str) -> None:
         """Let all work for a provider wait, because its credential was refused."""
-        params = {"provider": provider, "code": code, "message": message, "seconds": _TRY_SECONDS}
+        params = {
+            "provider": provider,
+            "code": code,
+            "message": message,
+            "seconds": _TRY_SECONDS,
+            "seconds_max": _TRY_SECONDS_MAX,
+        }
         await self._database.ask(SQL["hold"], params)
 
     async def holds(self) -> dict[str, Hold]:

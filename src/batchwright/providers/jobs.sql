@@ -149,22 +149,31 @@ RETURNING key
 -- Credentials that were refused --------------------------------------------------------------------------------------
 
 -- name: hold
-INSERT INTO batchwright.provider_hold (provider, code, message, since, next_try_at)
+INSERT INTO batchwright.provider_hold AS hold (provider, code, message, since, next_try_at)
 VALUES (%(provider)s, %(code)s, %(message)s, :now, :now + make_interval(secs => %(seconds)s))
-ON CONFLICT (provider) DO UPDATE SET code = excluded.code, message = excluded.message
+ON CONFLICT (provider) DO UPDATE SET
+    code = excluded.code, message = excluded.message, released_at = NULL,
+    since = CASE WHEN hold.released_at IS NULL THEN hold.since ELSE excluded.since END,
+    tries = CASE WHEN hold.released_at < :now - make_interval(hours => 1) THEN 0 ELSE hold.tries END,
+    next_try_at = CASE
+        WHEN hold.released_at IS NULL THEN hold.next_try_at
+        WHEN hold.released_at < :now - make_interval(hours => 1) THEN excluded.next_try_at
+        ELSE :now + make_interval(secs => least(%(seconds_max)s::float8, %(seconds)s::float8 * 2 ^ least(hold.tries, 20)))
+    END
 RETURNING provider
 
 -- name: holds
 SELECT provider, code, message, since, tries, extract(epoch FROM next_try_at - :now)::float8
-FROM batchwright.provider_hold ORDER BY provider
+FROM batchwright.provider_hold WHERE released_at IS NULL ORDER BY provider
 
 -- One process at a time gets to try; the next one waits longer.
 -- name: try_hold
 UPDATE batchwright.provider_hold SET
     tries = tries + 1,
     next_try_at = :now + make_interval(secs => least(%(seconds_max)s::float8, %(seconds)s::float8 * 2 ^ least(tries, 20)))
-WHERE provider = %(provider)s AND next_try_at <= :now
+WHERE provider = %(provider)s AND next_try_at <= :now AND released_at IS NULL
 RETURNING provider
 
 -- name: release_hold
-DELETE FROM batchwright.provider_hold WHERE provider = %(provider)s RETURNING provider
+UPDATE batchwright.provider_hold SET released_at = :now WHERE provider = %(provider)s AND released_at IS NULL
+RETURNING provider

@@ -139,7 +139,7 @@ CROSS JOIN LATERAL (
         AND task.tenant = coalesce(%(tenant)s, task.tenant)
         AND task.targets @> jsonb_build_array(jsonb_build_object('provider', hold.provider))
 ) AS parked
-WHERE parked.n > 0
+WHERE parked.n > 0 AND hold.released_at IS NULL
 ORDER BY hold.since, hold.provider
 
 -- name: old

@@ -127,7 +127,9 @@ CREATE TABLE batchwright.provider_hold (
     message     text NOT NULL,
     since       timestamptz NOT NULL,
     tries       integer NOT NULL DEFAULT 0,
-    next_try_at timestamptz NOT NULL
+    next_try_at timestamptz NOT NULL,
+    -- It works again; kept, so that one that is refused again at once is tried less and less often.
+    released_at timestamptz
 );
 
 -- Files that an object of a part still reads: their bytes stay, also when their user has deleted them.
