@@ -12,7 +12,11 @@ from xml.sax.saxutils import escape
 
 def make_pdf(pages: Sequence[str], *, bookmarks: Mapping[str, int] | None = None, trailer: str = "") -> bytes:
     """Each line of a page's text on a line of the page; a bookmark is a title and the number of its page from 0."""
-    objects = ["<< /Type /Catalog /Pages 2 0 R /Outlines 4 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R /Outlines 4 0 R >>",
+        "",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
     objects.append("")
     first = len(objects) + 1
     for number, text in enumerate(pages):
@@ -22,7 +26,9 @@ def make_pdf(pages: Sequence[str], *, bookmarks: Mapping[str, int] | None = None
             "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Resources << /Font << /F1 3 0 R >> >> "
             f"/Contents {first + 2 * number + 1} 0 R >>"
         )
-        objects.append(f"<< /Length {len(content)} /Filter /FlateDecode >>\nstream\n{content.decode('latin-1')}\nendstream")
+        objects.append(
+            f"<< /Length {len(content)} /Filter /FlateDecode >>\nstream\n{content.decode('latin-1')}\nendstream"
+        )
     kids = " ".join(f"{first + 2 * number} 0 R" for number in range(len(pages)))
     objects[1] = f"<< /Type /Pages /Count {len(pages)} /Kids [{kids}] >>"
     marks = list((bookmarks or {}).items())

@@ -65,7 +65,7 @@ def say_nothing_of_use(document, builder):
     text = CanonicalText(text="x", format="text")
     object.__setattr__(text, "pages", (Page(1, 5, 9),))
     builder.add("x")
-    builder.build = lambda format: text
+    builder.build = lambda _: text
 
 
 def talk_without_end(document, builder):

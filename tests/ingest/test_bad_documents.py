@@ -37,7 +37,7 @@ PDF = make_pdf(["some text"] * 20)
         (b"<html><script>x()</script></html>", "a.html", SchemaInvalid, "empty_document", "is empty"),
         (make_docx(""), "a.docx", SchemaInvalid, "empty_document", "is empty"),
         (make_scan(), "a.pdf", SchemaInvalid, "no_text_layer", "none of the 1 pages has a text layer"),
-        (make_docx("", **{"x": bytes(11_000_000)}), "a.docx", Fatal, "unpacked_too_large", "unpacks to 11,000"),
+        (make_docx("", x=bytes(11_000_000)), "a.docx", Fatal, "unpacked_too_large", "unpacks to 11,000"),
         (make_docx("", **{"word/document.xml": LAUGHS}), "a.docx", Fatal, "damaged_document", "amplification"),
         (make_pdf(["x"] * 10_000), "a.pdf", Fatal, "too_many_pages", "has 10,000 pages; at most 1,000"),
         (b"<!DOCTYPE html><html>Sign in</html>", "a.pdf", SchemaInvalid, "wrong_format", "not PDF but html"),

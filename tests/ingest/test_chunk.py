@@ -6,6 +6,7 @@ import hashlib
 import random
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import regex
@@ -18,8 +19,9 @@ from batchwright.ingest.graphemes import is_boundary
 from batchwright.ingest.text import CanonicalText, Page, Section, normalise
 
 PIECES = st.sampled_from(
-    ["word ", "A sentence ends. ", "Really?\" ", "\n", "\n\n", "漢字。", "e\u0301", " \u0301", "👩‍👩‍👧‍👦", "🇩🇪", "🇫", "각", "\u1100\u1161\u11a8",
-     "क्षि", "न\u094dन", "👍🏽", "\u0600a", "x" * 40, "\t", "\u00a0", "ก\u0e33", "🏴\U000e0067\U000e007f"]
+    ["word ", "A sentence ends. ", 'Really?" ', "\n", "\n\n", "漢字。", "e\u0301", " \u0301", "👩‍👩‍👧‍👦", "🇩🇪", "🇫", "각",
+     "\u1100\u1161\u11a8", "क्षि", "न\u094dन", "👍🏽", "\u0600a", "x" * 40, "\t", "\u00a0", "ก\u0e33",
+     "🏴\U000e0067\U000e007f"]
 )  # fmt: skip
 TEXTS = st.one_of(st.lists(PIECES, max_size=120).map("".join), st.text(max_size=400)).map(normalise)
 SETTINGS = st.builds(
@@ -36,7 +38,7 @@ SETTINGS = st.builds(
 def documents(draw):
     text = draw(TEXTS)
     cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=6)))
-    spans = list(zip(cuts, cuts[1:], strict=False))
+    spans = list(pairwise(cuts))
     pages = tuple(Page(number, *span) for number, span in enumerate(spans, start=1))
     sections = tuple(Section((f"S{number}",), *span) for number, span in enumerate(spans))
     return CanonicalText(text=text, format="text", pages=pages, sections=sections)
@@ -107,7 +109,9 @@ def prose(rng, sentences):
 
 def digests(text):
     plain = CanonicalText(text=text, format="text")
-    return [hashlib.sha256(text[chunk.start : chunk.end].encode()).digest() for chunk in chunk_text(plain, ChunkSettings())]
+    return [
+        hashlib.sha256(text[chunk.start : chunk.end].encode()).digest() for chunk in chunk_text(plain, ChunkSettings())
+    ]
 
 
 @pytest.mark.parametrize("separator", [" ", "\n", "\n\n"])
@@ -152,7 +156,9 @@ def test_ids_are_the_same_in_another_process():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     text, chosen = CanonicalText(text="Some words. " * 300, format="text"), ChunkSettings()
-    assert done.stdout.split() == [chunk_id(text.digest, fingerprint(chosen), chunk) for chunk in chunk_text(text, chosen)]
+    assert done.stdout.split() == [
+        chunk_id(text.digest, fingerprint(chosen), chunk) for chunk in chunk_text(text, chosen)
+    ]
 
 
 def test_a_chunker_that_changes_must_change_its_fingerprint():

@@ -131,9 +131,7 @@ def _extract(request: Request) -> Answer:
 
 
 def _read_and_extract(request: Request) -> CanonicalText:
-    document = Document(
-        data=_read(request), name=request.name, limits=request.limits, extractors=request.extractors
-    )
+    document = Document(data=_read(request), name=request.name, limits=request.limits, extractors=request.extractors)
     text = extract_document(document)
     if len(text.text.encode()) > request.limits.output_bytes:
         raise text_too_large(request.limits.output_bytes)

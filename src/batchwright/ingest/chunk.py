@@ -128,10 +128,8 @@ class _Chunker:
         place = bisect_left(self._section_starts, body + 1) - 1
         section = self._section_starts[place] if place >= 0 else 0
         low = max(body - self._settings.overlap, section, before)
-        if low >= body or low in (section, before):
-            return min(low, body)
-        space = _SPACE.search(self._text, low, body)
-        low = space.end() if space else low
+        if low not in (section, before) and (space := _SPACE.search(self._text, low, body)):
+            low = space.end()
         while low < body and not is_boundary(self._text, low, origin=before):
             low += 1
         return low

@@ -18,7 +18,6 @@ from batchwright.errors import Fatal
 _LINE_ENDS = re.compile(r"\r\n?|[\f\v\x1c-\x1e\x85\u2028\u2029]")
 _UNWANTED = re.compile(r"[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\u00ad\ufeff\ufdd0-\ufdef\ufffe\uffff]")
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
-_BLANKS_AT_LINE_END = re.compile(r"[^\S\n]+(?=\n)")
 _EMPTY_LINES = re.compile(r"\n{3,}")
 _BETWEEN_BLOCKS = "\n\n"
 _HEADING_CHARACTERS_MAX = 200
@@ -157,10 +156,13 @@ class TextBuilder:
 
 def normalise(block: str) -> str:
     """A block as canonical text has it; empty if nothing in it can be seen."""
-    block = _UNWANTED.sub("", _LINE_ENDS.sub("\n", block))
+    block = block.replace("\r\n", "\n")
+    if not block.replace("\n", "").isprintable():
+        block = _SURROGATES.sub("\ufffd", _UNWANTED.sub("", _LINE_ENDS.sub("\n", block)))
     if not block.isascii():
-        block = unicodedata.normalize("NFC", _SURROGATES.sub("\ufffd", block))
-    return _EMPTY_LINES.sub("\n\n", _BLANKS_AT_LINE_END.sub("", block)).strip()
+        block = unicodedata.normalize("NFC", block)
+    block = "\n".join(map(str.rstrip, block.split("\n"))).strip()
+    return _EMPTY_LINES.sub("\n\n", block) if "\n\n\n" in block else block
 
 
 def text_too_large(limit: int) -> Fatal:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import replace
 from email import policy
 from email.errors import MessageError
-from email.message import EmailMessage
+from email.message import EmailMessage, MIMEPart
 from email.parser import BytesParser
 from typing import cast
 
@@ -54,7 +54,7 @@ class _Reader:
         if body is not None:
             self._read_body(body)
         for part in message.iter_attachments() if message.is_multipart() else ():
-            self._read_attachment(cast("EmailMessage", part), depth)
+            self._read_attachment(part, depth)
 
     def _read_attachment(self, part: EmailMessage, depth: int) -> None:
         if part.get_content_type() == "message/rfc822":
@@ -66,7 +66,7 @@ class _Reader:
             self._builder.begin_section(name, level=2 * depth + 2)
             self._read_file(part, name, depth + 1)
 
-    def _read_body(self, body: EmailMessage) -> None:
+    def _read_body(self, body: MIMEPart) -> None:
         """Plain text is never looked into for a format: a quoted mail would be taken for a mail."""
         data = self._content(body)
         if body.get_content_subtype() == "html":
@@ -89,7 +89,7 @@ class _Reader:
                 raise
             self._builder.warn(f"{name} was left out: {error}")
 
-    def _content(self, part: EmailMessage) -> bytes:
+    def _content(self, part: MIMEPart) -> bytes:
         """Text parts as UTF-8, whatever they were sent in; others as they are."""
         content = part.get_content()
         data = content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
