@@ -41,16 +41,21 @@ async def test_docx_has_headings_tables_and_what_is_easily_lost(extract):
     }
 
 
-async def test_pptx_has_a_page_for_each_slide(extract):
+async def test_pptx_has_a_page_for_each_slide_in_the_order_of_the_presentation(extract):
     slide = '<p:sld xmlns:a="a" xmlns:p="p"><a:p><a:r><a:t>{}</a:t></a:r></a:p></p:sld>'
-    parts = {f"ppt/slides/slide{number}.xml": slide.format(f"Slide {number}") for number in (10, 2, 1)}
-    notes = {"ppt/notesSlides/notesSlide2.xml": slide.format("Spoken")}
-    text = await extract(make_zip({"[Content_Types].xml": "<Types/>", **parts, **notes}), "a.pptx")
-    assert [text.text[page.start : page.end].strip() for page in text.pages] == [
-        "Slide 1",
-        "Slide 2\nSpoken",
-        "Slide 10",
-    ]
+    listed = '<p:sldId id="256" r:id="x2"/><p:sldId id="257" r:id="x1"/><p:sldId id="258" r:id="gone"/>'
+    parts = {
+        "[Content_Types].xml": "<Types/>",
+        "ppt/presentation.xml": f'<p:presentation xmlns:p="p" xmlns:r="r">{listed}</p:presentation>',
+        "ppt/_rels/presentation.xml.rels": '<R><r Id="x1" Target="slides/slide1.xml"/>'
+        '<r Id="x2" Target="/ppt/slides/slide2.xml"/></R>',
+        "ppt/slides/slide1.xml": slide.format("First made"),
+        "ppt/slides/slide2.xml": slide.format("First shown"),
+        "ppt/slides/_rels/slide2.xml.rels": '<R><r Id="x1" Target="../notesSlides/notesSlide1.xml"/></R>',
+        "ppt/notesSlides/notesSlide1.xml": slide.format("Spoken"),
+    }  # fmt: skip
+    text = await extract(make_zip(parts), "a.pptx")
+    assert [text.text[page.start : page.end].strip() for page in text.pages] == ["First shown\nSpoken", "First made"]
 
 
 async def test_xlsx_has_a_section_for_each_sheet(extract):
@@ -93,6 +98,7 @@ async def test_markdown_keeps_its_source_and_knows_its_headings(extract):
     ("data", "name", "expected"),
     [
         ("plain \r\n\r\n\r\n\r\ntext", "a.txt", "plain\n\ntext"),
+        ("log line " * 10 + "\x00end", "a.txt", "log line " * 10 + "end"),
         ("cafe\u0301", "a.txt", "caf\u00e9"),
         ("Grüße".encode("cp1252"), "a.txt", "Grüße"),
         ("Grüße".encode("utf-16"), "a.txt", "Grüße"),
@@ -128,6 +134,17 @@ async def test_mail_of_html_alone_is_read_as_html(extract):
     mail = make_mail()
     mail.set_content("<html><body><h1>Sale</h1>Today</body></html>", subtype="html")
     assert (await extract(mail.as_bytes(), "a.eml")).text.endswith("Subject: Report\n\nSale\n\nToday")
+
+
+async def test_mail_that_breaks_the_rules_is_read(extract):
+    headers = b"From: =?utf-8?q?J=C3=BCrgen?= <j@example.com>\nTo: :;,<@>\nDate: yesterday\nMessage-ID: <[x]>\n"
+    mime = b"Subject: =?x?q?a?=\nMIME-Version: 1.0\nContent-Type: multipart/mixed; boundary=b\n\n"
+    first = b"--b\nContent-Type: text/plain; charset=klingon\n\nGr\xc3\xbc\xc3\x9fe\n"
+    mail = headers + mime + first + b"--b\nContent-Type: text/plain\n\nsecond part\n"
+    text = (await extract(mail, "a.eml")).text
+    assert text.startswith("From: Jürgen <j@example.com>\n")
+    assert "Date: yesterday" in text
+    assert text.endswith("Grüße\n\nsecond part")
 
 
 async def test_a_wrong_extension_is_noticed_and_the_content_counts(extract):

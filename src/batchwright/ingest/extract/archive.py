@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import lzma
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -11,6 +13,18 @@ from xml.etree import ElementTree
 
 from batchwright.ingest.extract.document import Document, damaged, encrypted, unpacked_too_large
 
+_DAMAGE = (
+    EOFError,
+    ElementTree.ParseError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)  # what zipfile and expat raise for bytes that are not as they should be
 _ENTRIES_MAX = 20_000
 _IS_ENCRYPTED = 0x1
 
@@ -22,7 +36,7 @@ def open_archive(document: Document) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(io.BytesIO(document.data)) as archive:
             _check(archive, document.limits.unpacked_bytes)
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ElementTree.ParseError) as error:
+    except _DAMAGE as error:
         raise damaged(str(error) or type(error).__name__) from error
 
 

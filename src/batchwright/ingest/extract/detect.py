@@ -56,6 +56,8 @@ _HTML = re.compile(
 _HEADER = re.compile(rb"[!-9;-~]+:[ \t]?[^\r\n]*\r?\n(?:[ \t][^\r\n]*\r?\n)*")
 _MAIL_HEADERS = {b"from", b"received", b"return-path", b"subject", b"to", b"date", b"message-id", b"mime-version"}
 _MAIL_HEADERS_MIN = 3
+_CONTROLS = bytes(code for code in range(32) if code not in b"\t\n\f\r\x1b")
+_TEXT_PER_CONTROL = 50  # a log may have a stray zero; compressed data has a control character for every nine bytes
 _HEAD_BYTES = 65_536
 
 
@@ -105,7 +107,8 @@ def _refuse_binary(name: str, head: bytes) -> None:
     for magic, what in _UNSUPPORTED:
         if head.startswith(magic):
             raise _unsupported(name, what)
-    if b"\x00" in head and find_encoding(head) is None:
+    controls = len(head) - len(head.translate(None, _CONTROLS))
+    if controls > len(head) // _TEXT_PER_CONTROL and find_encoding(head) is None:
         raise _unsupported(name, "binary data")
 
 

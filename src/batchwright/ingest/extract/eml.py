@@ -13,6 +13,7 @@ from typing import cast
 from batchwright.errors import OperationError
 from batchwright.ingest.extract.dispatch import extract_into, load_extractor
 from batchwright.ingest.extract.document import Document, damaged, nested_too_deep, unpacked_too_large
+from batchwright.ingest.extract.encoding import decode
 from batchwright.ingest.text import TextBuilder
 
 _SHOWN_HEADERS = ("From", "To", "Cc", "Date", "Subject")
@@ -42,14 +43,14 @@ class _Reader:
     def read(self, message: EmailMessage, depth: int) -> None:
         if depth > self._document.limits.nesting:
             raise nested_too_deep(self._document.limits.nesting)
-        identity = str(message.get("Message-ID", "")).strip()
+        identity = _header(message, "Message-ID")
         if identity and identity in self._seen:
             self._builder.warn(f"the mail {identity} is attached to itself; it was read once")
             return
         self._seen.add(identity)
-        level = 2 * depth + 1
-        self._builder.begin_section(str(message.get("Subject", "")) or "Mail", level=level, is_in_text=False)
-        self._builder.add("\n".join(f"{name}: {message[name]}" for name in _SHOWN_HEADERS if message[name]))
+        headers = {name: _header(message, name) for name in _SHOWN_HEADERS}
+        self._builder.begin_section(headers["Subject"] or "Mail", level=2 * depth + 1, is_in_text=False)
+        self._builder.add("\n".join(f"{name}: {value}" for name, value in headers.items() if value))
         body = message.get_body(preferencelist=("plain", "html"))
         if body is not None:
             self._read_body(body)
@@ -65,6 +66,8 @@ class _Reader:
         elif name := part.get_filename():
             self._builder.begin_section(name, level=2 * depth + 2)
             self._read_file(part, name, depth + 1)
+        elif part.get_content_maintype() == "text":
+            self._read_body(part)
 
     def _read_body(self, body: MIMEPart) -> None:
         """Plain text is never looked into for a format: a quoted mail would be taken for a mail."""
@@ -91,9 +94,23 @@ class _Reader:
 
     def _content(self, part: MIMEPart) -> bytes:
         """Text parts as UTF-8, whatever they were sent in; others as they are."""
-        content = part.get_content()
-        data = content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
+        payload = part.get_payload(decode=True)
+        data = payload if isinstance(payload, bytes) else b""
         self._unpacked += len(data)
         if self._unpacked > self._document.limits.unpacked_bytes:
             raise unpacked_too_large(self._unpacked, self._document.limits.unpacked_bytes)
-        return data
+        if part.get_content_maintype() != "text":
+            return data
+        text, warning = decode(data, part.get_content_charset())
+        if warning is not None:
+            self._builder.warn(warning)
+        return text.encode("utf-8", "replace")
+
+
+def _header(message: EmailMessage, name: str) -> str:
+    """Python's parser fails on some headers that mails really have; those are shown as they were sent."""
+    try:
+        return " ".join(str(message.get(name, "")).split())
+    except Exception:
+        raw = (value for key, value in message.raw_items() if key.lower() == name.lower())
+        return " ".join(str(next(raw, "")).split())

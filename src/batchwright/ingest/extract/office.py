@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import zipfile
 from collections.abc import Iterator
 from xml.etree import ElementTree
@@ -28,11 +29,26 @@ def attribute(element: Element, name: str) -> str | None:
     return next((value for key, value in element.attrib.items() if local(key) == name), None)
 
 
-def numbered_parts(archive: zipfile.ZipFile, prefix: str) -> list[str]:
-    """Parts such as slide1.xml, slide2.xml, slide10.xml, in the order of their numbers."""
+def read_listed(archive: zipfile.ZipFile, part: str, tag: str) -> Iterator[tuple[Element, str]]:
+    """Elements of a part that refer to other parts, such as sheets and slides, in order and with what they refer to."""
+    targets = read_relations(archive, part)
+    for event, element in read_part(archive, part):
+        if event == "end" and local(element.tag) == tag:
+            relation = next((value for key, value in element.attrib.items() if key.endswith("}id")), "")
+            if relation in targets:
+                yield element, targets[relation]
+
+
+def read_relations(archive: zipfile.ZipFile, part: str) -> dict[str, str]:
+    """Parts of the archive that a part refers to, by the id that it has for them."""
+    folder, name = posixpath.split(part)
+    relations = f"{folder}/_rels/{name}.rels"
+    names = set(archive.namelist())
+    if relations not in names:
+        return {}
     found = {}
-    for name in archive.namelist():
-        number = name.removeprefix(prefix).removesuffix(".xml")
-        if name.startswith(prefix) and number.isdigit():
-            found[int(number)] = name
-    return [found[number] for number in sorted(found)]
+    for event, element in read_part(archive, relations):
+        target = posixpath.normpath(posixpath.join("/", folder, element.get("Target", ""))).removeprefix("/")
+        if event == "end" and target in names:
+            found[element.get("Id", "")] = target
+    return found

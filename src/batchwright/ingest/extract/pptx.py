@@ -6,19 +6,18 @@ import zipfile
 
 from batchwright.ingest.extract.archive import open_archive
 from batchwright.ingest.extract.document import Document
-from batchwright.ingest.extract.office import local, numbered_parts, read_part
+from batchwright.ingest.extract.office import local, read_listed, read_part, read_relations
 from batchwright.ingest.text import TextBuilder
 
 
 def extract(document: Document, builder: TextBuilder) -> None:
     with open_archive(document) as archive:
-        notes = dict.fromkeys(numbered_parts(archive, "ppt/notesSlides/notesSlide"))
-        for part in numbered_parts(archive, "ppt/slides/slide"):
+        for _, part in read_listed(archive, "ppt/presentation.xml", "sldId"):
             builder.begin_page()
             _add_paragraphs(builder, archive, part)
-            note = part.replace("slides/slide", "notesSlides/notesSlide")
-            if note in notes:
-                _add_paragraphs(builder, archive, note)
+            for related in read_relations(archive, part).values():
+                if related.startswith("ppt/notesSlides/"):
+                    _add_paragraphs(builder, archive, related)
 
 
 def _add_paragraphs(builder: TextBuilder, archive: zipfile.ZipFile, part: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import zipfile
 from collections.abc import Iterator
 
 from batchwright.ingest.extract.archive import open_archive
 from batchwright.ingest.extract.document import Document, damaged
-from batchwright.ingest.extract.office import Element, attribute, local, read_part
+from batchwright.ingest.extract.office import Element, local, read_listed, read_part
 from batchwright.ingest.text import TextBuilder
 
 _STRINGS = "xl/sharedStrings.xml"
@@ -16,14 +15,12 @@ _STRINGS = "xl/sharedStrings.xml"
 
 def extract(document: Document, builder: TextBuilder) -> None:
     with open_archive(document) as archive:
-        names = set(archive.namelist())
-        strings = list(_read_strings(archive)) if _STRINGS in names else []
-        for title, part in _read_sheets(archive):
-            if part in names:
-                builder.begin_page()
-                builder.begin_section(title, level=1)
-                for row in _read_rows(archive, part, strings):
-                    builder.add(row, separator="\n")
+        strings = list(_read_strings(archive)) if _STRINGS in archive.namelist() else []
+        for sheet, part in read_listed(archive, "xl/workbook.xml", "sheet"):
+            builder.begin_page()
+            builder.begin_section(sheet.get("name", ""), level=1)
+            for row in _read_rows(archive, part, strings):
+                builder.add(row, separator="\n")
 
 
 def _read_strings(archive: zipfile.ZipFile) -> Iterator[str]:
@@ -36,20 +33,6 @@ def _read_strings(archive: zipfile.ZipFile) -> Iterator[str]:
                 yield "".join(pieces)
                 pieces.clear()
                 element.clear()
-
-
-def _read_sheets(archive: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    """Title and part of each sheet, in the order of the tabs."""
-    try:
-        relations = list(read_part(archive, "xl/_rels/workbook.xml.rels"))
-        workbook = list(read_part(archive, "xl/workbook.xml"))
-    except KeyError as error:
-        raise damaged(str(error)) from error
-    targets = {element.get("Id"): element.get("Target", "") for event, element in relations if event == "end"}
-    for event, element in workbook:
-        if event == "end" and local(element.tag) == "sheet":
-            target = targets.get(attribute(element, "id"), "")
-            yield element.get("name", ""), posixpath.normpath(posixpath.join("/xl", target)).removeprefix("/")
 
 
 def _read_rows(archive: zipfile.ZipFile, part: str, strings: list[str]) -> Iterator[str]:
