@@ -10,7 +10,9 @@ from email.message import EmailMessage
 from xml.sax.saxutils import escape
 
 
-def make_pdf(pages: Sequence[str], *, bookmarks: Mapping[str, int] | None = None, trailer: str = "") -> bytes:
+def make_pdf(
+    pages: Sequence[str], *, bookmarks: Mapping[str, int] | None = None, content: bytes = b"", trailer: str = ""
+) -> bytes:
     """Each line of a page's text on a line of the page; a bookmark is a title and the number of its page from 0."""
     objects = [
         "<< /Type /Catalog /Pages 2 0 R /Outlines 4 0 R >>",
@@ -21,13 +23,13 @@ def make_pdf(pages: Sequence[str], *, bookmarks: Mapping[str, int] | None = None
     first = len(objects) + 1
     for number, text in enumerate(pages):
         lines = ") Tj T* (".join(line.replace("(", "").replace(")", "") for line in text.split("\n"))
-        content = zlib.compress(f"BT /F1 10 Tf 12 TL 50 800 Td ({lines}) Tj ET".encode("latin-1"))
+        stream = content or zlib.compress(f"BT /F1 10 Tf 12 TL 50 800 Td ({lines}) Tj ET".encode("latin-1"))
         objects.append(
             "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Resources << /Font << /F1 3 0 R >> >> "
             f"/Contents {first + 2 * number + 1} 0 R >>"
         )
         objects.append(
-            f"<< /Length {len(content)} /Filter /FlateDecode >>\nstream\n{content.decode('latin-1')}\nendstream"
+            f"<< /Length {len(stream)} /Filter /FlateDecode >>\nstream\n{stream.decode('latin-1')}\nendstream"
         )
     kids = " ".join(f"{first + 2 * number} 0 R" for number in range(len(pages)))
     objects[1] = f"<< /Type /Pages /Count {len(pages)} /Kids [{kids}] >>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,14 @@ async def test_a_size_that_an_archive_does_not_keep_to_is_found(extract):
     with pytest.raises(Fatal) as raised:
         await extract(lie, "a.docx")
     assert raised.value.code == "damaged_document"
+
+
+async def test_a_bomb_inside_of_a_pdf_ends_at_the_memory(extract):
+    bomb = zlib.compress(b" " * 300_000_000, 1)
+    data = make_pdf(["x"], content=bomb)
+    with pytest.raises(Fatal, match=r"perhaps 400 MB of memory are too few|more than 400 MB") as raised:
+        await extract(data, "a.pdf", limits=replace(SMALL, memory_bytes=400_000_000))
+    assert raised.value.code in {"extractor_crash", "out_of_memory"}
 
 
 async def test_a_document_over_the_limit_is_not_read(extract):

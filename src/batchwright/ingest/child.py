@@ -158,4 +158,7 @@ def _shorten(message: str) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(sys.stdin.buffer, sys.stdout.buffer, sys.argv[1:])
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer, sys.argv[1:])
+    except BrokenPipeError:  # the worker was killed
+        os._exit(0)

@@ -30,6 +30,7 @@ from batchwright.ingest.limits import Limits
 from batchwright.ingest.messages import LENGTH, Answer, Ending, Failure, Request
 from batchwright.ingest.text import CanonicalText, text_too_large
 
+_ABORTS = frozenset((signal.SIGABRT, signal.SIGILL, signal.SIGTRAP))  # how C++ ends when it gets no memory
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 _GRACE_SECONDS = 5.0
 _SERVER = "batchwright.ingest.child"
@@ -154,8 +155,9 @@ def _why_ended(ending: Ending, limits: Limits) -> OperationError:
         return Transient(f"{message}; perhaps the machine ran out of memory", code="extractor_killed")
     if ending.peak_bytes > 0.8 * limits.memory_bytes:
         return _out_of_memory(limits)
+    hint = f"; perhaps {limits.memory_bytes // 1_000_000:,} MB of memory are too few" if ended_by in _ABORTS else ""
     how = f"by {signal.Signals(ended_by).name}" if ended_by in set(signal.Signals) else f"with code {ending.exit_code}"
-    return Fatal(f"the parser crashed: its process ended {how}", scope="item", code="extractor_crash")
+    return Fatal(f"the parser crashed: its process ended {how}{hint}", scope="item", code="extractor_crash")
 
 
 def _out_of_memory(limits: Limits) -> Fatal:
