@@ -110,6 +110,8 @@ async def test_markdown_keeps_its_source_and_knows_its_headings(extract):
         ('{"a": [1, 2.50, {"b": "x"}], "c": true, "d": null}', "a.json", "a: 1\na: 2.50\na.b: x\nc: true"),
         ('{"a": 1}\n{"a": 12345678901234567890123}\n', "a.jsonl", "a: 1\n\na: 12345678901234567890123"),
         ('{"a": "found by content"}', "unnamed", "a: found by content"),
+        ('[table]\nkey = "value"', "a.toml", '[table]\nkey = "value"'),
+        ("<html><body>Skip to content<main>Content</main></body></html>", "a.html", "Content"),
     ],
 )  # fmt: skip
 async def test_text_of_small_formats(extract, data, name, expected):

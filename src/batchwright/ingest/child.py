@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import math
 import os
 import resource
 import signal
@@ -61,6 +60,7 @@ def _run_in_fork(request: Request) -> tuple[Ending, bytearray]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(reading)
         _extract_and_exit(request, writing)
     os.close(writing)
     answer = bytearray()
@@ -106,12 +106,12 @@ def _silence() -> None:
 def _limit(limits: Limits) -> None:
     """Wall time by a signal that ends the process also inside of a parser that never returns to Python."""
     sys.dont_write_bytecode = True
-    cpu_seconds = math.ceil(limits.cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes + _ROOM_TO_REPORT_BYTES))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.setitimer(signal.ITIMER_REAL, limits.seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import PurePath
 
@@ -46,7 +47,6 @@ _UNSUPPORTED = (
     (b"7z\xbc\xaf", "a 7-Zip archive"),
     (b"Rar!", "a RAR archive"),
     (b"\x7fELF", "a program"),
-    (b"MZ", "a program"),
     (b"{\\rtf", "an RTF document"),
     (_OLE, "a document of Office 97 to 2003"),
 )
@@ -70,7 +70,7 @@ def detect(document: Document) -> str:
     found = _detect_binary(document, head)
     if found is None:
         _refuse_binary(document.name, head)
-        found = _detect_text(head, expected)
+        found = _detect_text(document.data, head, expected)
         if expected in _BINARY:
             message = (
                 f"{document.name} is not {expected.upper()} but {found}: perhaps an error page or a broken download"
@@ -112,7 +112,7 @@ def _refuse_binary(name: str, head: bytes) -> None:
         raise _unsupported(name, "binary data")
 
 
-def _detect_text(head: bytes, expected: str | None) -> str:
+def _detect_text(data: bytes, head: bytes, expected: str | None) -> str:
     encoding = find_encoding(head)
     if encoding is not None:
         head = head.decode(encoding, "ignore").encode()
@@ -121,8 +121,19 @@ def _detect_text(head: bytes, expected: str | None) -> str:
     if _has_mail_headers(head):
         return "eml"
     if expected in _BINARY or expected is None:
-        return "json" if head.lstrip()[:1] in (b"{", b"[") and b'"' in head else "text"
+        return "json" if head.lstrip()[:1] in (b"{", b"[") and _is_json(data) else "text"
     return "text" if expected == "eml" else expected
+
+
+def _is_json(data: bytes) -> bool:
+    """All of it, or else its first line."""
+    for candidate in (data, data.lstrip().partition(b"\n")[0]):
+        try:
+            json.loads(candidate)
+        except (RecursionError, ValueError):
+            continue
+        return True
+    return False
 
 
 def _has_mail_headers(head: bytes) -> bool:

@@ -83,7 +83,8 @@ def extract(document: Document, builder: TextBuilder) -> None:
     if warning is not None:
         builder.warn(warning)
     tree = require("selectolax.lexbor").LexborHTMLParser(text)
-    _Reader(builder).read(tree.body or tree.root)
+    main = tree.css("main, [role=main]")
+    _Reader(builder).read(main[0] if len(main) == 1 else tree.body or tree.root)
 
 
 def _check_size(document: Document) -> None:
