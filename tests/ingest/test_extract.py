@@ -32,12 +32,15 @@ async def test_docx_has_headings_tables_and_what_is_easily_lost(extract):
     deleted = "<w:del><w:r><w:delText>Gone.</w:delText></w:r></w:del>"
     inserted = f"<w:p><w:ins><w:r><w:t>Inserted.</w:t></w:r></w:ins>{deleted}</w:p>"
     tabs = '<w:p><w:pPr><w:tabs><w:tab w:pos="9"/></w:tabs></w:pPr><w:r><w:t>a</w:t><w:tab/><w:t>b</w:t></w:r></w:p>'
+    shape = f"<w:txbxContent>{paragraph('Boxed.')}</w:txbxContent>"
+    boxes = f'<w:r><m:x xmlns:m="m"><m:Choice>{shape}</m:Choice><m:Fallback>{shape}</m:Fallback></m:x></w:r>'
+    tabs = f"<w:p>{boxes}</w:p>{tabs}"
     notes = f"<w:footnotes {WORD}>{paragraph('A note.')}</w:footnotes>"
     body = paragraph("One", "berschrift1") + table + control + paragraph("Two", "Mine") + inserted + tabs
     text = await extract(make_docx(body, **{"word/footnotes.xml": notes}), "a.docx")
     assert sections_of(text) == {
         ("One",): "One\n\nName | City\nAnna | Bern\n\nIn a control.",
-        ("Two",): "Two\n\nInserted.\n\na\tb\n\nA note.",
+        ("Two",): "Two\n\nInserted.\n\nBoxed.\n\na\tb\n\nA note.",
     }
 
 

@@ -41,7 +41,7 @@ class Tokenizer:
 
 
 def estimate_tokens(text: str) -> int:
-    """A third of the ASCII characters and all others: real text has fewer tokens, whatever its script."""
+    """A third of the ASCII characters and all others. A guess: give a tokenizer where the limit is strict."""
     plain = len(text.encode("ascii", "ignore"))
     return (plain + 2) // 3 + len(text) - plain
 

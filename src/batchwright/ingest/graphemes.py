@@ -1,6 +1,7 @@
 """Where text may be cut without breaking what a reader sees as one character.
 
-Follows UAX #29, on the safe side: it may join a little more than the standard does, and never less.
+Follows UAX #29, on the safe side: it may join a little more than the standard does.
+Marks that are newer than Python's Unicode tables are not known.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Word: paragraphs in reading order, with headings as sections and table rows as lines.
 
-Also reads what python-docx passes over: content controls, tracked insertions and text boxes.
+Also reads content controls and tracked insertions, which python-docx passes over, and text boxes.
 """
 
 from __future__ import annotations
