@@ -1,0 +1,1 @@
+"""Documents: from bytes of any supported format to canonical text and chunks."""

@@ -1,0 +1,36 @@
+"""What one extraction may use. Every limit has an error of its own, so that a user knows which one to raise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from batchwright.errors import ConfigurationError
+
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one extraction; the defaults suit a book of a thousand pages and stop a bomb."""
+
+    cpu_seconds: int = 60
+    """Processor time: a parser that loops ends here, however busy the machine is."""
+    document_bytes: int = 100 * MEGABYTE
+    """Size of the document as it is stored."""
+    memory_bytes: int = 1_024 * MEGABYTE
+    """Address space of the process, about 100 MB of which is Python itself."""
+    nesting: int = 4
+    """Attachments inside attachments."""
+    output_bytes: int = 50 * MEGABYTE
+    """Size of the extracted text with its segments."""
+    pages: int = 5_000
+    """Pages, slides or sheets."""
+    seconds: float = 120.0
+    """Wall time: a parser that waits for something ends here."""
+    unpacked_bytes: int = 500 * MEGABYTE
+    """Sum of the sizes of all files in an archive or in a mail."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ConfigurationError(f"the limit {field.name} is {getattr(self, field.name)}; it must be above 0")

@@ -1,0 +1,34 @@
+"""One sandbox for each test, and a way to hand it bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchwright.ingest.limits import Limits
+from batchwright.ingest.sandbox import Sandbox
+
+PARSERS = "tests.ingest.parsers"
+SMALL = Limits(
+    cpu_seconds=20, memory_bytes=600_000_000, output_bytes=5_000_000, seconds=30, unpacked_bytes=10_000_000, pages=1_000
+)
+
+
+@pytest.fixture
+async def extract(tmp_path):
+    """Extracts bytes under a name; `parser` takes the place of the one for plain text."""
+    sandboxes: dict[str, Sandbox] = {}
+
+    async def call(data, name="document", *, parser="", limits=SMALL):
+        path = tmp_path / "stored"
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+        if parser not in sandboxes:
+            from batchwright.ingest.extract.dispatch import EXTRACTORS
+
+            replaced = {"text": f"{PARSERS}:{parser}"} if parser else {}
+            sandboxes[parser] = Sandbox(extractors={**EXTRACTORS, **replaced})
+        return await sandboxes[parser].extract(path, name=name, limits=limits)
+
+    call.sandboxes = sandboxes
+    yield call
+    for sandbox in sandboxes.values():
+        await sandbox.close()
