@@ -73,6 +73,8 @@ async def test_which_scope_a_route_needs(api: Api) -> None:
         "POST /v1/batches",
         "POST /v1/files",
         "POST /v1/jobs",
+        "POST /v1/tasks",
+        "POST /v1/tasks/{id}/cancel",
         "POST /v1/uploads",
         *(f"POST /v1/uploads/{{id}}/{verb}" for verb in ("cancel", "complete", "parts")),
         *(f"POST /v1/batches/{{id}}/{verb}" for verb in verbs),

@@ -22,8 +22,8 @@ def test_a_killed_worker_process_keeps_what_it_had_written(cli, database_url):
     database, clock = Blocking(DATABASE, database_url), Clock()
     queue = Queue(Database(database, clock=clock))
     with cli.start("worker", SAMPLE) as one, cli.start("worker", SAMPLE) as other:
-        one.until("runs sample")
-        other.until("runs sample")
+        one.until("runs .*sample")
+        other.until("runs .*sample")
         complete(put(queue, *(NewJob(sample.greet) for _ in range(6)), operations=Registry([sample.greet])))
         cli.until(SETTLED, 6)
         one.signal(signal.SIGKILL)

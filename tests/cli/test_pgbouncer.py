@@ -161,7 +161,7 @@ def test_session_mode_is_accepted_and_works(inside: Inside, cli: Cli, tmp_path) 
         assert "enable_seqscan" not in found["session"]["remedy"]
         cli.environment["BATCHWRIGHT_DATABASE_URL"] = url
         with cli.start("up", SAMPLE) as up:
-            up.until("runs sample.block")
+            up.until("runs .*sample.block")
             assert cli("job", "submit", "sample.greet", "--wait").stdout.endswith('"hello you"\n')
             up.signal(signal.SIGTERM)
             assert up.ended() == 0

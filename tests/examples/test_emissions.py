@@ -22,7 +22,7 @@ from batchwright.operations.registry import Registry
 from tests.cli.conftest import Cli
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "emissions"
-READY = "runs csv_ingest, emission_recalc, factor_ingest, unit_sync"
+READY = "runs csv_ingest, emission_recalc, factor_ingest, provider.task, unit_sync"
 ROWS = 6_000
 PAGE_ROWS = 500
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from batchwright.api.openai import ExpiresAfter, unix
-from batchwright.api.schemas import Answer, Body, Name, Priority, Text
+from batchwright.api.schemas import Answer, Body, Name, Payload, Priority, Text
 from batchwright.providers.directory import Directory
 from batchwright.providers.jobs import Hold, RemoteJob
 from batchwright.providers.submission import MODELS_MAX, TIMEOUT_HOURS_MAX, URL_CHARACTERS_MAX, WantedInput
@@ -61,7 +61,7 @@ class TaskToBe(Body):
     inputs: Annotated[list[_URL | TaskInput], Field(max_length=100_000)] = Field(
         description="URLs or ids of stored files; of a completion, the one file of its requests."
     )
-    options: dict[Text, Any] = Field(
+    options: Annotated[dict[Annotated[Text, Field(max_length=100)], Payload], Field(max_length=50)] = Field(
         default_factory=dict,
         description="Of a transcription: language, languages, diarization, speakers_max, word_timestamps, "
         "provider_options. Of a completion: endpoint, completion_window.",
@@ -74,7 +74,7 @@ class TaskToBe(Body):
         | None
     ) = Field(None, description="Words of your own, shown again with the task.")
     priority: Priority = Field(5, description="0 is first.")
-    timeout_hours: Annotated[float, Field(gt=0, le=TIMEOUT_HOURS_MAX, allow_inf_nan=False)] | None = Field(
+    timeout_hours: Annotated[float, Field(ge=0.001, le=TIMEOUT_HOURS_MAX, allow_inf_nan=False)] | None = Field(
         None, description="When to give up: unset, 26, or what the provider's own window is if that is longer."
     )
     result_expires_after: ExpiresAfter | None = None

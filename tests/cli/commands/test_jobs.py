@@ -97,7 +97,7 @@ def test_recover_and_rerun_say_why_not(cli: Cli, inside: Inside) -> None:
 def test_wait_and_watch_end_with_the_job(cli: Cli) -> None:
     """One worker for all of it: results, exit codes, and what is printed without a terminal."""
     with cli.start("worker", SAMPLE) as worker:
-        worker.until("runs sample.block")
+        worker.until("runs .*sample.block")
         waited = cli("job", "submit", "sample.greet", "-p", '{"name": "Ada"}', "--wait")
         assert waited.stdout.splitlines()[1] == '"hello Ada"'
         failed = cli("job", "submit", "sample.fail", "--wait", code=1)

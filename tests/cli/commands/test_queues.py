@@ -44,7 +44,7 @@ def test_a_worker_goes_on_with_a_queue_that_was_resumed(cli: Cli, publish: None)
     cli("job", "submit", "sample.greet", "--queue", "letters", "--delay", "3600")
     cli("queue", "pause", "letters")
     with cli.start("worker", SAMPLE) as worker:
-        worker.until("runs sample.block")
+        worker.until("runs .*sample.block")
         id = cli("job", "submit", "sample.greet", "--queue", "letters").stdout.strip()
         assert cli.json("job", "show", id)["waiting_on"][0]["reason"] == "paused_queue"
         cli("queue", "resume", "letters")
