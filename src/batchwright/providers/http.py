@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from batchwright.api.access import Reader, Submitter
@@ -35,6 +36,7 @@ IdempotencyKey = Annotated[
         "with another body it is a conflict.",
     ),
 ]
+Statuses = Annotated[list[TaskStatus], Field(max_length=len(TaskStatus))]
 _LIST_MAX = 100
 _FOUND = documented(404)
 _MOVED = documented(404, 409)
@@ -80,7 +82,7 @@ async def list_tasks(
     caller: Reader,
     after: Annotated[AfterId | None, Query(description="The `last_id` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=_LIST_MAX)] = 20,
-    status: Annotated[list[TaskStatus] | None, Query(description="Only with one of these.")] = None,
+    status: Annotated[Statuses | None, Query(description="Only with one of these.")] = None,
 ) -> TaskList:
     app = service(request, TaskServices)
     if after is not None:
