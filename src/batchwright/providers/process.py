@@ -549,14 +549,14 @@ class Harvest:
 
     def _entry(self, result: Result) -> dict[str, Any]:
         if self._task.task_type == "completion":
-            return output_line(result, self._errand.request.model)
+            return output_line(result, self._errand.row.provider, self._errand.request.model)
         return state.make_entry(self._inputs[result.key], result)
 
 
-def output_line(result: Result, model: str | None) -> dict[str, Any]:
-    """A line of a completion's result file: OpenAI's output line, with the model that gave it."""
+def output_line(result: Result, provider: str, model: str | None) -> dict[str, Any]:
+    """A line of a completion's result file: OpenAI's output line, with the provider and the model that gave it."""
     if result.value is not None:
-        return {**result.value, "model": model}
+        return {**result.value, "provider": provider, "model": model}
     error = dict(result.error or {})
     response = error.pop("response", None)
     return {
@@ -564,6 +564,7 @@ def output_line(result: Result, model: str | None) -> dict[str, Any]:
         "custom_id": result.key,
         "response": response,
         "error": {"code": error.get("code"), "message": error.get("message"), "kind": error.get("kind")},
+        "provider": provider,
         "model": model,
     }
 
