@@ -409,7 +409,7 @@ class Run:
         self._report_unknown_costs()
         ending = Ending(
             provider_state=provider_state,
-            error=_task_error(rows) if outcome is state.TaskEnding.FAILED else None,
+            error=self._error() if outcome is state.TaskEnding.FAILED else None,
             succeeded=sum(row.succeeded or 0 for row in rows),
             failed=sum(row.failed or 0 for row in rows) + len(task.invalid_urls),
             input_tokens=_sum(row.input_tokens for row in rows),
@@ -419,6 +419,14 @@ class Run:
             result_file_id=stored.id if stored is not None else None,
         )
         return self._end(self._verb(outcome), ending, stored)
+
+    def _error(self) -> Mapping[str, Any]:
+        """Why there is no result; where the task has stopped its jobs because it was late, that is why."""
+        error = _task_error(self._rows)
+        is_late = self._task.cancel_requested_at is None and any(row.cancelled is not None for row in self._rows)
+        if not is_late or error.get("code") == "timeout":
+            return error
+        return {"kind": "fatal", "code": "timeout", "message": f"the time of the task was over: {error['message']}"}
 
     def _report_unknown_costs(self) -> None:
         """One warning, whatever the number of jobs: a part is no cost, so the task has none."""
