@@ -95,6 +95,7 @@ class RemoteJobView(Answer):
     failed: int | None
     cancelled: str | None = Field(description="What became of the wish to cancel it.")
     error: dict[str, Any] | None
+    call_error: str | None = Field(description="Why the last call failed, which is repeated; null if it did not.")
     cost: float | None = Field(description="Null if it is not known.")
 
     @classmethod

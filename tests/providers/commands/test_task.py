@@ -133,6 +133,23 @@ def test_a_refused_credential_holds_the_provider_and_its_tasks(open_shell: Calla
     assert shell.jobs() == []
 
 
+def test_a_task_says_which_call_fails(open_shell: Callable[..., Shell]) -> None:
+    shell = open_shell("--fault", "503:route=openai.upload:message=the stairs are swept")
+    id = shell("task", "submit", shell.write_chat("saw"), "--model", "openai/gpt-5-mini").strip()
+    with shell.cli.start("worker"):
+        shell.cli.until("SELECT FROM batchwright.provider_job WHERE failures > 0")
+    assert "the stairs are swept" in shell("task", "show", id)
+    (job,) = shell.json("task", "show", id)["jobs"]
+    assert "the stairs are swept" in job["call_error"]
+
+
+def test_a_task_says_why_its_inputs_cannot_be_read(shell: Shell) -> None:
+    id = shell("task", "submit", "https://nowhere.invalid/a.jsonl", "--model", "openai/gpt-5-mini").strip()
+    with shell.cli.start("worker"):
+        shell.cli.until("SELECT FROM batchwright.job WHERE message IS NOT NULL")
+    assert "nowhere.invalid" in shell("task", "show", id)
+
+
 # Inputs -----------------------------------------------------------------------------------------------------------
 
 
