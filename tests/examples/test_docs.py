@@ -1,6 +1,7 @@
 """What the docs print is run, as a newcomer would."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -154,3 +155,12 @@ def test_the_tasks_of_the_docs_run_as_printed_against_simulated_providers(folder
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 6
     assert '"text":"Transcript of call.wav."' in told.stdout
     assert '"name":"together"' in told.stdout
+
+
+def test_the_provider_batch_of_the_docs_runs_as_printed(folder):
+    script = f"{example('provider-batches.sh')}\nkill $UP $SIMULATOR; wait $UP $SIMULATOR"
+    told = shell(folder, script.replace("--providers --write", "--providers --port 0 --write"))
+    assert told.returncode == 0, told
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert [one["custom_id"] for one in answers] == ["saw", "plane", "chisel"]
+    assert {one["response"]["body"]["model"] for one in answers} == {"claude-haiku-4-5"}
