@@ -223,7 +223,8 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
         (["", "--provider", "azure"], "cannot be read"),
         (["missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
         (["here.wav", "missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
-        (["here.wav", "--provider", "azure"], "'here.wav' is stored where Azure cannot fetch it"),
+        (["here.wav", "--provider", "azure"], "used: here.wav: 'here.wav' is stored where Azure cannot fetch it"),
+        (["empty.wav", "--provider", "sarvam"], "used: empty.wav: 'empty.wav' is empty"),
         (["file-0123", "--provider", "sarvam"], "there is no file 'file-0123'"),
         (["-", "--provider", "sarvam"], "there is no file '-' here"),
         (["here.wav", "--provider", "sarvam", "--option", "languag=en"], "the option 'languag' is unknown"),
@@ -240,6 +241,7 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_made(shell: Shell, arguments: list[str], words: str) -> None:
     shell.write("here.wav")
+    shell.write("empty.wav", b"")
     shell.write_chat("saw", name="here.jsonl")
     assert words in shell.refused("task", "submit", *arguments)
     nothing_was_made(shell)
