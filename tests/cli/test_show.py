@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from batchwright.cli.show import make_table, money, size
+from batchwright.cli.show import make_table, money, print_findings, size
+from batchwright.db.check import Finding, Level
 
 COLUMNS = {
     "id": [Text("0123456789"), Text("9876543210")],
@@ -67,3 +68,14 @@ def test_sizes_are_short(n: float, text: str) -> None:
 )
 def test_money_has_four_digits_below_one(amount: float, text: str) -> None:
     assert money(amount) == text
+
+
+def test_findings_stand_in_columns_whatever_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings(
+        [Finding("clock", Level.OK, "right"), Finding("provider azure_openai", Level.ERROR, "refused", "replace it")]
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "✓ clock                 right",
+        "✗ provider azure_openai refused",
+        "                        → replace it",
+    ]

@@ -1,6 +1,7 @@
 """What the docs print is run, as a newcomer would."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -162,3 +163,12 @@ def test_the_provider_batch_of_the_docs_runs_as_printed(folder):
     assert "6 of 6 lines were answered" in told.stdout
     assert "1 anthropic, 1 openai" in told.stdout
     assert len((folder / "requests.out.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_provider_batch_over_http_runs_as_printed(folder):
+    script = f"{example('provider-batches.sh')}\nkill $UP $SIMULATOR; wait $UP $SIMULATOR"
+    told = shell(folder, script.replace("--providers --write", "--providers --port 0 --write"))
+    assert told.returncode == 0, told
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert [one["custom_id"] for one in answers] == ["saw", "plane", "chisel"]
+    assert {one["response"]["body"]["model"] for one in answers} == {"claude-haiku-4-5"}

@@ -87,6 +87,20 @@ async def test_at_its_timeout_a_task_is_cancelled_there_and_ends_with_what_is_fi
     assert 0 < task.succeeded < 8
 
 
+async def test_a_task_that_ends_without_a_result_because_it_is_late_says_so(stage):
+    stage.work()
+    id = await stage.complete(["openai/gpt-5-mini"], "a")
+    await stage.submitted(id)
+    await make_late(stage, id)
+    async with asyncio.timeout(30):
+        while (await stage.jobs(id))[0].cancelled != "requested":
+            await asyncio.sleep(0.02)
+    stage.server.advance(stage.server.settings.cancel_seconds + 1)
+    task = await stage.until(id, lambda task: task.has_ended)
+    assert (task.status, task.error["code"]) == (TaskStatus.FAILED, "timeout")
+    assert task.error["message"].startswith("the time of the task was over: ")
+
+
 async def test_a_late_job_that_cannot_be_cancelled_fails_its_task(stage):
     stage.work()
     id = await stage.transcribe("sarvam", "one.wav")
@@ -116,6 +130,7 @@ async def test_a_task_that_could_not_be_submitted_in_time_has_failed_and_was_nev
     async with asyncio.timeout(30):
         while not (jobs := await stage.jobs(id)) or not jobs[0].failures:
             await asyncio.sleep(0.02)
+    assert "503" in jobs[0].call_error
     await make_late(stage, id)
     task = await stage.until(id, lambda task: task.has_ended)
     assert (task.status, task.error["code"]) == (TaskStatus.FAILED, "timeout")

@@ -58,8 +58,8 @@ async def nothing_was_made(stage):
         (transcription(inputs=["htp:/x"]), "inputs", "none of the inputs can be used: htp:/x"),
         (transcription(inputs=["https:///x", "gs://bucket"]), "inputs", "none of the inputs can be used"),
         (transcription(inputs=["https://user:word@example.com/x.wav"]), "inputs", "a user and password"),
+        (transcription(inputs=["file:file-0123"]), "inputs", "it must begin with https://"),
         (transcription(inputs=["file-0123"]), "inputs", "there is no file 'file-0123'"),
-        (transcription(inputs=[{"filename": "a.wav"}]), "inputs", "none of the inputs can be used"),
         (transcription(options={"languag": "en"}), "languag", "the option 'languag' is unknown"),
         (transcription(timeout_hours=1_000_000), "timeout_hours", ""),
         (transcription(inputs=[URL] * 1_001), "inputs", "the limit is 1000"),
@@ -72,6 +72,16 @@ async def nothing_was_made(stage):
             "endpoint",
             "the endpoint is '/v1/odd'",
         ),
+        (
+            {"task_type": "completion", "models": ["openai/m"], "inputs": [URL], "options": {"endpoit": CHAT}},
+            "endpoit",
+            "the option 'endpoit' is unknown; there are completion_window, endpoint",
+        ),
+        ({"task_type": "completion", "models": ["openai/m"] * 2, "inputs": [URL]}, "models", "openai/m is named twice"),
+        (transcription(provider="google", models=["long", "long"]), "models", "google/long is named twice"),
+        (transcription(model="a", models=["b"]), "models", "`model` or `models`, not both"),
+        (transcription(inputs=[URL, {"filename": "a.wav"}]), "inputs", "input 2 has neither url nor file_id"),
+        (transcription(inputs=[{"url": URL, "file_id": "file-0123"}]), "inputs", "input 1 has both url and file_id"),
         ({"task_type": "transcription"}, "inputs", ""),
         (transcription(unknown=1), "unknown", ""),
     ],
@@ -139,6 +149,32 @@ async def test_lines_that_cannot_be_sent_fail_the_task_by_number_and_nothing_is_
     assert task.error["code"] == "invalid_inputs"
     assert [problem["message"][:7] for problem in task.error["problems"]] == ["line 2:", "line 3:"]
     assert stage.server.jobs() == []
+
+
+async def test_every_input_that_cannot_be_used_is_named_whole_and_the_rest_goes_on(stage, http):
+    silent = await stage.upload(b"", "silence.wav")
+    bad = ["", "not a url: at all", "https://example.com/" + "x" * 3_000, silent]
+    made = await http.post("/v1/tasks", json=transcription(provider="sarvam", inputs=[*bad, URL]))
+    assert made.status_code == 200, made.text
+    assert made.json()["invalid_urls"] == [*bad[:2], bad[2][:2_000], silent]
+    assert made.json()["inputs"] == 1
+    message = fails(await http.post("/v1/tasks", json=transcription(provider="sarvam", inputs=[silent])), 400)
+    assert message == f"none of the inputs can be used: {silent}: 'silence.wav' is empty"
+
+
+async def test_models_are_shown_as_they_were_named(stage, http):
+    file = await stage.upload(chat_lines("a"), "requests.jsonl")
+    models = ["openai/gpt-5-mini", "azure_openai/gpt-5-mini"]
+    made = (await http.post("/v1/tasks", json={"task_type": "completion", "models": models, "inputs": [file]})).json()
+    assert made["models"] == models
+    stage.work()
+    task = await stage.ended(made["id"])
+    assert [(line["provider"], line["model"]) for line in await stage.result(task)] == [
+        ("openai", "gpt-5-mini"),
+        ("azure_openai", "gpt-5-mini"),
+    ]
+    body = {"task_type": "completion", "provider": "openai", "model": "gpt-5-mini", "inputs": [file]}
+    assert (await http.post("/v1/tasks", json=body)).json()["models"] == ["gpt-5-mini"]
 
 
 async def test_the_same_key_is_the_same_task(stage, http):

@@ -104,11 +104,12 @@ def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
 def print_findings(findings: list[Finding]) -> None:
     """Plain lines, which wrap as the terminal likes: remedies hold commands to be copied."""
     out = console()
+    width = max((len(finding.name) for finding in findings), default=0) + 1
     for finding in findings:
         sign, colour = _SIGNS[finding.level]
-        out.print(Text.assemble((f"{sign} {finding.name:12}", colour), finding.text), soft_wrap=True)
+        out.print(Text.assemble((f"{sign} {finding.name:{width}}", colour), finding.text), soft_wrap=True)
         if finding.remedy:
-            out.print(Text(f"  {'':12}→ {finding.remedy}"), soft_wrap=True)
+            out.print(Text(f"  {'':{width}}→ {finding.remedy}"), soft_wrap=True)
 
 
 # Words, numbers and bars --------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ MARKER = "bw_key"
 """The name of our marker in a provider's metadata."""
 TOKENS_MAX = 2**31 - 1
 _INPUT_LINE_BYTES_MAX = 16 * MIB
+_OPTIONS = frozenset({"completion_window", "endpoint"})
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,10 @@ def check_request(request: Request, abilities: Abilities, endpoints: Iterable[st
         return [Problem(message=f"a task of type {request.task_type} is not for this provider", param="task_type")]
     if len(request.inputs) != 1:
         return [Problem(message="a completion has one input, the file of its requests", param="inputs")]
-    problems = []
+    problems = [
+        Problem(message=f"the option {name!r} is unknown; there are {', '.join(sorted(_OPTIONS))}", param=name)
+        for name in sorted(set(request.options) - _OPTIONS)
+    ]
     input, most = request.inputs[0], abilities.request_bytes_max
     if most is not None and input.bytes is not None and input.bytes > most:
         message = f"the file has {input.bytes} bytes; the provider takes {most}"

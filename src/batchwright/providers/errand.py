@@ -315,7 +315,7 @@ class Errand:
         self._owner.report(
             "provider.call_failed", f"{row.provider}: {error}", level="warning", error_kind=error.kind, code=error.code
         )
-        self.row = await self._jobs.note(row, self._held, seconds=seconds, failures=failures)
+        self.row = await self._jobs.note(row, self._held, seconds=seconds, failures=failures, call_error=str(error))
         return Waits(seconds)
 
     async def _come_back(self, seconds: float) -> Waits:

@@ -52,6 +52,8 @@ async def create_task(
 ) -> TaskView:
     """It is answered at once. Bad URLs are kept in `invalid_urls`, and the rest goes on."""
     app = service(request, TaskServices)
+    if body.model is not None and body.models:
+        raise Refusal("name `model` or `models`, not both", param="models")
     with span("create-task", parent=incoming(request.headers)) as creating:
         wanted = WantedTask(
             tenant=caller.own_tenant,

@@ -28,6 +28,8 @@ from batchwright.providers.contract import Cancelled, Counts, Job, Staged, Statu
 
 SQL = statements(__package__, "jobs.sql")
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_CALL_ERROR = "call_error"
+_CALL_ERROR_CHARACTERS_MAX = 1_000
 _CLEAN_SECONDS = 60.0
 _CLEAN_SECONDS_MAX = 6 * 3600.0
 _TRY_SECONDS = 30.0
@@ -79,6 +81,11 @@ class RemoteJob:
     """Since nobody could be sending it any more; None while somebody may be."""
     stopping_seconds: float | None
     """Since it was to be stopped."""
+
+    @property
+    def call_error(self) -> str | None:
+        """Why the last call failed; None if it did not."""
+        return self.extra.get(_CALL_ERROR) if self.failures and not self.has_ended else None
 
     @property
     def has_ended(self) -> bool:
@@ -203,11 +210,15 @@ class RemoteJobs:
         *,
         seconds: float,
         failures: int = 0,
+        call_error: str | None = None,
         status: Status | None = None,
         document: Mapping[str, Any] | None = None,
     ) -> RemoteJob:
         """What a look has found, and when to look again."""
         counts = status.counts if status is not None else Counts()
+        found = dict(status.found) if status is not None else {}
+        if call_error is not None:
+            found[_CALL_ERROR] = call_error[:_CALL_ERROR_CHARACTERS_MAX]
         return await self._write(
             "note",
             job,
@@ -216,7 +227,7 @@ class RemoteJobs:
             failures=failures,
             document=_json(document),
             raw_status=status.raw_status if status is not None else None,
-            extra=_json(dict(status.found)) if status is not None else None,
+            extra=_json(found) if found else None,
             total=counts.total,
             succeeded=counts.succeeded,
             failed=counts.failed,

@@ -409,7 +409,7 @@ class Run:
         self._report_unknown_costs()
         ending = Ending(
             provider_state=provider_state,
-            error=_task_error(rows) if outcome is state.TaskEnding.FAILED else None,
+            error=self._error() if outcome is state.TaskEnding.FAILED else None,
             succeeded=sum(row.succeeded or 0 for row in rows),
             failed=sum(row.failed or 0 for row in rows) + len(task.invalid_urls),
             input_tokens=_sum(row.input_tokens for row in rows),
@@ -419,6 +419,14 @@ class Run:
             result_file_id=stored.id if stored is not None else None,
         )
         return self._end(self._verb(outcome), ending, stored)
+
+    def _error(self) -> Mapping[str, Any]:
+        """Why there is no result; where the task has stopped its jobs because it was late, that is why."""
+        error = _task_error(self._rows)
+        is_late = self._task.cancel_requested_at is None and any(row.cancelled is not None for row in self._rows)
+        if not is_late or error.get("code") == "timeout":
+            return error
+        return {"kind": "fatal", "code": "timeout", "message": f"the time of the task was over: {error['message']}"}
 
     def _report_unknown_costs(self) -> None:
         """One warning, whatever the number of jobs: a part is no cost, so the task has none."""
@@ -549,14 +557,14 @@ class Harvest:
 
     def _entry(self, result: Result) -> dict[str, Any]:
         if self._task.task_type == "completion":
-            return output_line(result, self._errand.request.model)
+            return output_line(result, self._errand.row.provider, self._errand.request.model)
         return state.make_entry(self._inputs[result.key], result)
 
 
-def output_line(result: Result, model: str | None) -> dict[str, Any]:
-    """A line of a completion's result file: OpenAI's output line, with the model that gave it."""
+def output_line(result: Result, provider: str, model: str | None) -> dict[str, Any]:
+    """A line of a completion's result file: OpenAI's output line, with the provider and the model that gave it."""
     if result.value is not None:
-        return {**result.value, "model": model}
+        return {**result.value, "provider": provider, "model": model}
     error = dict(result.error or {})
     response = error.pop("response", None)
     return {
@@ -564,6 +572,7 @@ def output_line(result: Result, model: str | None) -> dict[str, Any]:
         "custom_id": result.key,
         "response": response,
         "error": {"code": error.get("code"), "message": error.get("message"), "kind": error.get("kind")},
+        "provider": provider,
         "model": model,
     }
 

@@ -107,7 +107,7 @@ def check_inputs(request: Request, abilities: Abilities) -> list[Problem]:
 
 def staged_name(index: int, input: Input) -> str:
     """A name for the copy of an input: unique within its job, plain, and with its own suffix."""
-    name = _UNSAFE.sub("_", PurePosixPath(input.filename).name).strip("._")[-_NAME_CHARACTERS_MAX:]
+    name = _UNSAFE.sub("_", PurePosixPath(input.filename).name).strip(".")[-_NAME_CHARACTERS_MAX:]
     return f"{index:04}-{name or 'audio'}"
 
 

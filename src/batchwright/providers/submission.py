@@ -28,7 +28,11 @@ MODELS_MAX = 32
 URL_CHARACTERS_MAX = 2_000
 _TRIES_MAX = 4
 _PROBE = "bw-" + "0" * 26
+_REASONS_SHOWN = 5
 _FILE = "file-"
+
+Unusable = tuple[str, str]
+"""An input that is left out, by its name, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +131,14 @@ class Submission:
         targets = self._find_targets(wanted, task_type)
         adapters = [self._require(target, task_type) for target in targets]
         targets = [_with_default_model(target, adapter) for target, adapter in zip(targets, adapters, strict=True)]
+        _refuse_doubles(targets)
         inputs, invalid = await self._find_inputs(wanted, task_type, is_stored=is_stored)
         for target, adapter in zip(targets, adapters, strict=True):
             inputs, refused = self._check(wanted, task_type, target, adapter, inputs)
             invalid += refused
         if not inputs:
-            raise InvalidInput(f"none of the inputs can be used: {'; '.join(invalid[:5])}", param="inputs")
+            reasons = "; ".join(f"{name}: {why}" for name, why in invalid[:_REASONS_SHOWN])
+            raise InvalidInput(f"none of the inputs can be used: {reasons}", param="inputs")
         hours = wanted.timeout_hours or max(self._directory.timeout_hours(target.provider) for target in targets)
         if not 0 < hours <= TIMEOUT_HOURS_MAX:
             raise InvalidInput(
@@ -144,7 +150,7 @@ class Submission:
             provider=wanted.provider,
             targets=targets,
             inputs=inputs,
-            invalid_urls=[one.partition(": ")[0] for one in invalid],
+            invalid_urls=[name for name, _ in invalid],
             options=wanted.options,
             metadata=wanted.metadata,
             priority=wanted.priority,
@@ -200,7 +206,7 @@ class Submission:
 
     def _check(
         self, wanted: WantedTask, task_type: TaskType, target: Target, adapter: Adapter, inputs: list[Input]
-    ) -> tuple[list[Input], list[str]]:
+    ) -> tuple[list[Input], list[Unusable]]:
         """The inputs that this provider takes, and why not the others; what is about the whole task is an error."""
         most = adapter.abilities.inputs_max or len(inputs) or 1
         problems: list[Problem] = []
@@ -217,33 +223,41 @@ class Submission:
         for problem in problems:
             if problem.input_id is None or task_type == "completion":
                 raise InvalidInput(f"{target.provider}: {problem.message}", param=problem.param or "inputs")
-        refused = [f"{shown(input)}: {bad[input.id]}" for input in inputs if input.id in bad]
+        refused = [(shown(input), bad[input.id]) for input in inputs if input.id in bad]
         return [input for input in inputs if input.id not in bad], refused
 
     # Inputs -----------------------------------------------------------------------------------------------------
 
     async def _find_inputs(
         self, wanted: WantedTask, task_type: TaskType, *, is_stored: bool
-    ) -> tuple[list[Input], list[str]]:
+    ) -> tuple[list[Input], list[Unusable]]:
         if not wanted.inputs:
             raise InvalidInput("there is no input; name URLs, or ids of stored files", param="inputs")
         most = 1 if task_type == "completion" else self._settings.inputs_max
         if len(wanted.inputs) > most:
             what = "a completion has one input, the file of its requests" if most == 1 else f"the limit is {most}"
             raise InvalidInput(f"there are {len(wanted.inputs)} inputs; {what}", param="inputs")
-        inputs, invalid = list[Input](), list[str]()
+        inputs, invalid = list[Input](), list[Unusable]()
         for number, one in enumerate(wanted.inputs, 1):
-            id = f"in-{number}"
-            if one.file_id is not None and one.sha256 is not None and not is_stored:
-                inputs.append(_input_to_be(id, one))
-            elif one.file_id is not None:
-                inputs.append(await self._stored(id, one, wanted.tenant))
-            elif (problem := _why_no_url(one.url or "")) is not None:
-                invalid.append(f"{(one.url or '')[:URL_CHARACTERS_MAX]}: {problem}")
+            input = await self._find_input(number, one, wanted.tenant, is_stored=is_stored)
+            problem = _why_no_url(one.url) if one.url is not None else _why_no_file(input)
+            if problem is not None:
+                invalid.append((shown(input)[:URL_CHARACTERS_MAX], problem))
             else:
-                assert one.url is not None
-                inputs.append(Input(id=id, uri=one.url, filename=one.filename or _name_of(one.url)))
+                inputs.append(input)
         return inputs, invalid
+
+    async def _find_input(self, number: int, one: WantedInput, tenant: str, *, is_stored: bool) -> Input:
+        id = f"in-{number}"
+        if one.url is not None and one.file_id is not None:
+            raise InvalidInput(f"input {number} has both url and file_id; name one", param="inputs")
+        if one.url is not None:
+            return Input(id=id, uri=one.url, filename=one.filename or _name_of(one.url))
+        if one.file_id is None:
+            raise InvalidInput(f"input {number} has neither url nor file_id", param="inputs")
+        if one.sha256 is not None and not is_stored:
+            return _input_to_be(id, one)
+        return await self._stored(id, one, tenant)
 
     async def _stored(self, id: str, one: WantedInput, tenant: str) -> Input:
         try:
@@ -267,12 +281,24 @@ def _with_default_model(target: Target, adapter: Adapter) -> Target:
     return Target(target.provider, target.model or getattr(adapter.settings, "model", None))
 
 
+def _refuse_doubles(targets: Sequence[Target]) -> None:
+    """The same model of the same provider twice would be paid for twice."""
+    for index, target in enumerate(targets):
+        if target in targets[:index]:
+            name = f"{target.provider}/{target.model}" if target.model else target.provider
+            raise InvalidInput(f"the model {name} is named twice", param="models")
+
+
 def _check_type(task_type: str) -> TaskType:
     if task_type not in TASK_TYPES:
         raise InvalidInput(
             f"there is no task type {task_type[:100]!r}; there are {', '.join(TASK_TYPES)}", param="task_type"
         )
     return task_type
+
+
+def _why_no_file(input: Input) -> str | None:
+    return f"{input.filename!r} is empty" if input.bytes == 0 else None
 
 
 def _why_no_url(url: str) -> str | None:
@@ -299,4 +325,8 @@ def _why_no_url(url: str) -> str | None:
 
 
 def _name_of(url: str) -> str:
-    return PurePosixPath(unquote(urlsplit(url).path)).name[:200] or "input"
+    try:
+        path = urlsplit(url).path
+    except ValueError:
+        path = ""
+    return PurePosixPath(unquote(path)).name[:200] or "input"

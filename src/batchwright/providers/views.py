@@ -11,24 +11,22 @@ from batchwright.api.openai import ExpiresAfter, unix
 from batchwright.api.schemas import Answer, Body, Name, Payload, Priority, Text
 from batchwright.providers.directory import Directory
 from batchwright.providers.jobs import Hold, RemoteJob
-from batchwright.providers.submission import MODELS_MAX, TIMEOUT_HOURS_MAX, URL_CHARACTERS_MAX, WantedInput
+from batchwright.providers.submission import MODELS_MAX, TIMEOUT_HOURS_MAX, WantedInput
 from batchwright.providers.tasks import Task
 from batchwright.states import TaskStatus
-
-_URL = Annotated[Text, Field(min_length=1, max_length=URL_CHARACTERS_MAX)]
 
 
 class TaskInput(Body):
     """One thing to be worked on: `url` or `file_id`."""
 
-    url: _URL | None = Field(None, description="`https:`, `gs:`, `s3:` or `az:`; read by a worker, or by the provider.")
+    url: Text | None = Field(None, description="`https:`, `gs:`, `s3:` or `az:`; read by a worker, or by the provider.")
     file_id: Name | None = Field(None, description="A file that was uploaded to /v1/files.")
     filename: Annotated[Text, Field(min_length=1, max_length=255)] | None = Field(
         None, description="What it is called in the results; unset, the name that it has."
     )
 
     def wanted(self) -> WantedInput:
-        return WantedInput(url=self.url or (None if self.file_id else ""), file_id=self.file_id, filename=self.filename)
+        return WantedInput(url=self.url, file_id=self.file_id, filename=self.filename)
 
 
 class TaskToBe(Body):
@@ -58,7 +56,7 @@ class TaskToBe(Body):
     models: Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=MODELS_MAX)] = Field(
         default_factory=list, description="Each does all inputs; `provider/model` where `provider` is not given."
     )
-    inputs: Annotated[list[_URL | TaskInput], Field(max_length=100_000)] = Field(
+    inputs: Annotated[list[Text | TaskInput], Field(max_length=100_000)] = Field(
         description="URLs or ids of stored files; of a completion, the one file of its requests."
     )
     options: Annotated[dict[Annotated[Text, Field(max_length=100)], Payload], Field(max_length=50)] = Field(
@@ -97,6 +95,7 @@ class RemoteJobView(Answer):
     failed: int | None
     cancelled: str | None = Field(description="What became of the wish to cancel it.")
     error: dict[str, Any] | None
+    call_error: str | None = Field(description="Why the last call failed, which is repeated; null if it did not.")
     cost: float | None = Field(description="Null if it is not known.")
 
     @classmethod
@@ -119,7 +118,7 @@ class TaskView(Answer):
     status: TaskStatus
     task_type: str
     provider: str | None
-    models: list[str]
+    models: list[str] = Field(description="As `provider/model` if there is no one `provider`.")
     inputs: int
     invalid_urls: list[str]
     succeeded: int = Field(description="Results that are good; each model has one for each input or line.")
@@ -146,7 +145,11 @@ class TaskView(Answer):
             status=task.status,
             task_type=task.task_type,
             provider=task.provider,
-            models=[target.model for target in task.targets if target.model is not None],
+            models=[
+                target.model if task.provider is not None else f"{target.provider}/{target.model}"
+                for target in task.targets
+                if target.model is not None
+            ],
             inputs=len(task.inputs),
             invalid_urls=task.invalid_urls,
             succeeded=task.succeeded,

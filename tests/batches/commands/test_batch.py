@@ -202,6 +202,15 @@ def test_a_batch_that_waits_for_the_store_says_so(inside: Inside, folder: Path, 
     assert words in View(Seen(batch=batch), {}).troubles()
 
 
+def test_a_batch_that_failed_says_why_to_those_who_watch_it(inside: Inside, folder: Path, database_url: str) -> None:
+    lines = [request("good"), *({"custom_id": f"bad-{n}"} for n in range(5))]
+    id = ended(database_url, folder, lines).id
+    code, out, _ = inside("batch", "watch", id)
+    assert code == 1
+    assert out.count(" line ") == 3
+    assert f"more: batchwright batch show {id}" in out
+
+
 def test_steering_a_batch_that_waits(inside: Inside, folder: Path, database_url: str) -> None:
     id = waiting(database_url, folder).id
     assert inside("batch", "pause", id) == (0, f"batch {id} is paused at its beginning\n", "")

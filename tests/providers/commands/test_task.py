@@ -133,6 +133,23 @@ def test_a_refused_credential_holds_the_provider_and_its_tasks(open_shell: Calla
     assert shell.jobs() == []
 
 
+def test_a_task_says_which_call_fails(open_shell: Callable[..., Shell]) -> None:
+    shell = open_shell("--fault", "503:route=openai.upload:message=the stairs are swept")
+    id = shell("task", "submit", shell.write_chat("saw"), "--model", "openai/gpt-5-mini").strip()
+    with shell.cli.start("worker"):
+        shell.cli.until("SELECT FROM batchwright.provider_job WHERE failures > 0")
+    assert "the stairs are swept" in shell("task", "show", id)
+    (job,) = shell.json("task", "show", id)["jobs"]
+    assert "the stairs are swept" in job["call_error"]
+
+
+def test_a_task_says_why_its_inputs_cannot_be_read(shell: Shell) -> None:
+    id = shell("task", "submit", "https://nowhere.invalid/a.jsonl", "--model", "openai/gpt-5-mini").strip()
+    with shell.cli.start("worker"):
+        shell.cli.until("SELECT FROM batchwright.job WHERE message IS NOT NULL")
+    assert "nowhere.invalid" in shell("task", "show", id)
+
+
 # Inputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +223,8 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
         (["", "--provider", "azure"], "cannot be read"),
         (["missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
         (["here.wav", "missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
-        (["here.wav", "--provider", "azure"], "'here.wav' is stored where Azure cannot fetch it"),
+        (["here.wav", "--provider", "azure"], "used: here.wav: 'here.wav' is stored where Azure cannot fetch it"),
+        (["empty.wav", "--provider", "sarvam"], "used: empty.wav: 'empty.wav' is empty"),
         (["file-0123", "--provider", "sarvam"], "there is no file 'file-0123'"),
         (["-", "--provider", "sarvam"], "there is no file '-' here"),
         (["here.wav", "--provider", "sarvam", "--option", "languag=en"], "the option 'languag' is unknown"),
@@ -223,6 +241,7 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_made(shell: Shell, arguments: list[str], words: str) -> None:
     shell.write("here.wav")
+    shell.write("empty.wav", b"")
     shell.write_chat("saw", name="here.jsonl")
     assert words in shell.refused("task", "submit", *arguments)
     nothing_was_made(shell)

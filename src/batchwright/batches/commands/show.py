@@ -215,9 +215,7 @@ def print_errors(batch: Batch) -> None:
 def print_problems(found: Sequence[Mapping[str, Any]], total: int, limit: int = _PROBLEMS) -> None:
     out = console()
     for problem in found[:limit]:
-        place = "" if problem.get("line") is None else f"line {number(problem['line'])}: "
-        words = f"{problem.get('code')}: {problem.get('message')}"
-        out.print(Text.assemble((f"✗ {place}", "red"), words), soft_wrap=True)
+        out.print(Text.assemble((f"✗ {problem_place(problem)}", "red"), problem_words(problem)), soft_wrap=True)
     if total > len(found[:limit]):
         out.print(f"  … and {number(total - len(found[:limit]))} more", soft_wrap=True)
 
@@ -228,6 +226,14 @@ def print_problems(found: Sequence[Mapping[str, Any]], total: int, limit: int = 
 def status_text(batch: Batch) -> Text:
     is_paused = batch.paused_at is not None and not batch.has_ended
     return Text(f"{batch.status.value}{', paused' if is_paused else ''}", COLOURS[batch.status])
+
+
+def problem_place(problem: Mapping[str, Any]) -> str:
+    return "" if problem.get("line") is None else f"line {number(problem['line'])}: "
+
+
+def problem_words(problem: Mapping[str, Any]) -> str:
+    return f"{problem.get('code')}: {problem.get('message')}"
 
 
 def progress(batch: Batch) -> str:

@@ -25,7 +25,10 @@ from batchwright.batches.commands.show import (
     count_failed,
     eta_text,
     group_errors,
+    list_problems,
     look_at,
+    problem_place,
+    problem_words,
     progress,
     status_text,
 )
@@ -111,7 +114,7 @@ class View:
         if self.batch.total:
             parts.append(self._bar(options.max_width))
         parts += [Text(f"  {line}") for line in self.lines()]
-        parts += [Text(f"  {line}", "red") for line in self._errors()]
+        parts += [Text(f"  {line}", "red") for line in (*self._errors(), *self.problems())]
         parts += [Text(f"  {text}", "yellow") for text in self.troubles()]
         if self.notice:
             parts.append(Text(f"  {self.notice}", "bold"))
@@ -125,6 +128,12 @@ class View:
             return [f"paused; go on: batchwright batch resume {self.batch.id}"]
         found = (self.trouble, self.sending and self.sending.trouble(), self.batch.waits_for, *self.seen.waiting)
         return list(dict.fromkeys(one for one in found if one))
+
+    def problems(self) -> list[str]:
+        """Why it failed as a whole; `batch show` has them all, and `batch run` prints them itself."""
+        found = list_problems(self.batch) if self.batch.has_ended and self.sending is None else []
+        shown = [f"{problem_place(one)}{problem_words(one)}" for one in found[:_ERRORS_SHOWN]]
+        return shown if len(found) <= _ERRORS_SHOWN else [*shown, f"more: batchwright batch show {self.batch.id}"]
 
     def lines(self) -> list[str]:
         """Two lines: how it goes, and what will come of it."""
@@ -263,7 +272,7 @@ class Lines:
         if text and text != self._said and (view.batch.has_ended or now - self._said_at >= pause):
             self._said, self._said_at = text, now
             _say(view, text)
-        troubles = view.troubles()
+        troubles = [*view.problems(), *view.troubles()]
         for one in troubles:
             if one not in self._troubles:
                 _say(view, one)

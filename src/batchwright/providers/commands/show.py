@@ -41,8 +41,8 @@ _NAMES_SHOWN = 5
 _FAILURES_SHOWN = 20
 _JOB_FIELDS = (
     "number", "provider", "model", "phase", "key", "external_id", "raw_status", "total", "succeeded", "failed",
-    "failures", "cancelled", "error", "input_tokens", "output_tokens", "audio_seconds", "cost", "created_at",
-    "submitting_at", "submitted_at", "ended_at",
+    "failures", "call_error", "cancelled", "error", "input_tokens", "output_tokens", "audio_seconds", "cost",
+    "created_at", "submitting_at", "submitted_at", "ended_at",
 )  # fmt: skip
 
 
@@ -71,8 +71,12 @@ async def look_at(part: ProvidersPart, task: Task) -> Seen:
     if task.has_ended:
         return Seen(task=task, jobs=jobs)
     waiting = [task.waits_for] if task.waits_for is not None else []
+    waiting += dict.fromkeys(f"{name_of(job)}: {job.call_error}" for job in jobs if job.call_error is not None)
+    own = await part.core.queue.get(JobId(task.job_id))
+    if not jobs and own.message is not None and own.message not in waiting:
+        waiting.append(own.message)
     # That it sleeps until its next look is no reason to worry: each job says when that is.
-    reasons = await part.core.views.waiting_on([await part.core.queue.get(JobId(task.job_id))])
+    reasons = await part.core.views.waiting_on([own])
     waiting += [one.message for of_job in reasons.values() for one in of_job if one.reason != "run_after"]
     return Seen(task=task, jobs=jobs, waiting=waiting)
 

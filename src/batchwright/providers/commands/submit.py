@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -134,8 +134,8 @@ def submit(
     async def go(part: ProvidersPart) -> int:
         kind = task_type or await _guess_type(part, found[0], tenant)
         wanted = WantedTask(task_type=kind, inputs=[one.wanted for one in found], **values)
-        new = await part.submission.check(wanted)
-        names = {one.wanted.file_id: str(one.path) for one in found if one.path is not None}
+        names = {one.wanted.file_id or "": str(one.path) for one in found if one.path is not None}
+        new = await _check(part, wanted, names)
         left_out = [names.get(url, url) for url in new.invalid_urls]
         await _inspect(part, new, found, dry_run)
         if dry_run:
@@ -177,6 +177,17 @@ def _find(text: str) -> Given:
     return Given(
         wanted=WantedInput(file_id=new_file_id(), filename=path.name, bytes=size, sha256=hash_file(path)), path=path
     )
+
+
+async def _check(part: ProvidersPart, wanted: WantedTask, names: Mapping[str, str]) -> NewTask:
+    """The task to be; files that are not stored have no id yet that anybody knows, so errors name their paths."""
+    try:
+        return await part.submission.check(wanted)
+    except InvalidInput as error:
+        message = str(error)
+        for id, name in names.items():
+            message = message.replace(id, name)
+        raise InvalidInput(message, param=error.param) from error
 
 
 async def _inspect(part: ProvidersPart, new: NewTask, found: Sequence[Given], is_wanted: bool) -> None:
