@@ -62,7 +62,7 @@ class TaskToBe(Body):
     inputs: Annotated[list[_URL | TaskInput], Field(max_length=100_000)] = Field(
         description="URLs or ids of stored files; of a completion, the one file of its requests."
     )
-    options: dict[Text, Any] = Field(
+    options: Annotated[dict[Annotated[Text, Field(max_length=64)], Any], Field(max_length=32)] = Field(
         default_factory=dict,
         description="Of a transcription: language, languages, diarization, speakers_max, word_timestamps, "
         "provider_options. Of a completion: endpoint, completion_window.",
