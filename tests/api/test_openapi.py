@@ -197,7 +197,8 @@ def unbounded(document: dict[str, Any], schema: dict[str, Any], where: str) -> l
         case "string":
             return [] if "maxLength" in schema or schema.get("format") in ("uuid", "date-time") else [where]
         case "integer" | "number":
-            return [] if {"minimum", "maximum"} <= set(schema) else [where]
+            has_least = "minimum" in schema or "exclusiveMinimum" in schema
+            return [] if has_least and "maximum" in schema else [where]
     return [where]
 
 

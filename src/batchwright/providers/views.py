@@ -11,15 +11,18 @@ from batchwright.api.openai import ExpiresAfter, unix
 from batchwright.api.schemas import Answer, Body, Name, Payload, Priority, Text
 from batchwright.providers.directory import Directory
 from batchwright.providers.jobs import Hold, RemoteJob
-from batchwright.providers.submission import MODELS_MAX, TIMEOUT_HOURS_MAX, WantedInput
+from batchwright.providers.submission import MODELS_MAX, TIMEOUT_HOURS_MAX, URL_CHARACTERS_MAX, WantedInput
 from batchwright.providers.tasks import Task
 from batchwright.states import TaskStatus
+
+_URL = Annotated[Text, Field(max_length=10 * URL_CHARACTERS_MAX)]
+"""One that is too long for a URL is left out of the task like any other bad one; the body must end somewhere."""
 
 
 class TaskInput(Body):
     """One thing to be worked on: `url` or `file_id`."""
 
-    url: Text | None = Field(None, description="`https:`, `gs:`, `s3:` or `az:`; read by a worker, or by the provider.")
+    url: _URL | None = Field(None, description="`https:`, `gs:`, `s3:` or `az:`; read by a worker, or by the provider.")
     file_id: Name | None = Field(None, description="A file that was uploaded to /v1/files.")
     filename: Annotated[Text, Field(min_length=1, max_length=255)] | None = Field(
         None, description="What it is called in the results; unset, the name that it has."
@@ -56,7 +59,7 @@ class TaskToBe(Body):
     models: Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=MODELS_MAX)] = Field(
         default_factory=list, description="Each does all inputs; `provider/model` where `provider` is not given."
     )
-    inputs: Annotated[list[Text | TaskInput], Field(max_length=100_000)] = Field(
+    inputs: Annotated[list[_URL | TaskInput], Field(max_length=100_000)] = Field(
         description="URLs or ids of stored files; of a completion, the one file of its requests."
     )
     options: Annotated[dict[Annotated[Text, Field(max_length=100)], Payload], Field(max_length=50)] = Field(
