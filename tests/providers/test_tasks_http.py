@@ -186,6 +186,14 @@ async def test_the_same_key_is_the_same_task(stage, http):
     fails(await http.post("/v1/tasks", json=transcription(priority=1), headers=headers), 409)
 
 
+async def test_a_repeated_request_is_answered_although_its_file_is_gone(stage, http):
+    file = await stage.upload(b"audio", "one.wav")
+    body, headers = transcription(provider="sarvam", inputs=[file]), {"idempotency-key": "two"}
+    first = await http.post("/v1/tasks", json=body, headers=headers)
+    await stage.batchwright.part(FilesPart).files.delete(file, tenant="default")
+    assert (await http.post("/v1/tasks", json=body, headers=headers)).json()["id"] == first.json()["id"]
+
+
 async def test_tasks_are_their_tenants_own(stage):
     async with serving(stage) as api:
         mine, other = await api.holder(), await api.holder(tenant="other")

@@ -567,13 +567,14 @@ class Batches:
                 return True
         return False
 
-    async def _stop_shards(self, job_id: UUID, reason: str, session: Session) -> None:
+    async def _stop_shards(self, job_id: UUID, reason: str, session: Session, *, wake: bool = True) -> None:
         """Cancel the shards that no worker has; those at a provider are woken, to cancel their jobs there."""
         await owned.cancel_children(
             self.queue, job_id, JobStatus.QUEUED, job_type=SHARD, reason=reason, session=session
         )
-        there = await owned.children(self.queue, job_id, JobStatus.QUEUED, job_type=PROVIDER_SHARD, session=session)
-        await self.queue.wake(there, session=session)
+        if wake:
+            there = await owned.children(self.queue, job_id, JobStatus.QUEUED, job_type=PROVIDER_SHARD, session=session)
+            await self.queue.wake(there, session=session)
 
     async def controls(self, ids: Sequence[str]) -> dict[str, Control]:
         return {row[0]: Control(*row) for row in await self.queue.database.ask(SQL["controls"], {"ids": list(ids)})}
@@ -667,12 +668,13 @@ class Batches:
         return [Stalled(*row) for row in await self.queue.database.ask(SQL["stalled"], params, session)]
 
     @retry_deadlocks
-    async def cancel_queued_shards(self, job_id: UUID, reason: str) -> int:
-        """Cancel the shards that no worker has; some may have come back since the batch was told to stop."""
+    async def stop_queued_shards(self, job_id: UUID, reason: str, *, wake: bool) -> None:
+        """Cancel the shards that no worker has; some may have come back since the batch was told to stop.
+
+        `wake` lets those at a provider look at once: one that was just being put off has not heard of it.
+        """
         async with self.queue.database.transaction() as session:
-            return await owned.cancel_children(
-                self.queue, job_id, JobStatus.QUEUED, job_type=SHARD, reason=reason, session=session
-            )
+            await self._stop_shards(job_id, reason, session, wake=wake)
 
     @retry_deadlocks
     async def cancel_open_shards(self, job_id: UUID, reason: str, *, also_at_providers: bool = True) -> int:

@@ -97,9 +97,11 @@ class Submission:
         """The task with its job, and whether it is new; InvalidInput says what is wrong, and then there is none."""
         from batchwright.providers.operations import task_job  # here, because its schema takes a while to be built
 
-        new = await self._prepare(wanted, is_stored=True)
-        if (repeated := await self._tasks.find_repeated(new)) is not None:
+        # First: what the first request has named may be gone by now.
+        repeated = await self._tasks.find_repeated(wanted.tenant, wanted.idempotency_key, wanted.digest)
+        if repeated is not None:
             return repeated, False
+        new = await self._prepare(wanted, is_stored=True)
         (job,) = await self._catalog.prepare([task_job(new, must_be_served=must_be_served)])
         return await retry_unavailable(lambda: self._tasks.create(new, job), tries_max=_TRIES_MAX)
 

@@ -175,10 +175,10 @@ class Tasks:
                 # Its key was cleared between the two statements, so it can be taken now.
         raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
 
-    async def find_repeated(self, new: NewTask) -> Task | None:
+    async def find_repeated(self, tenant: str, key: str | None, digest: bytes | None) -> Task | None:
         """The task that this idempotency key stands for already; with another digest it is a Conflict."""
-        params = {name: getattr(new, name) for name in ("id", "tenant", "idempotency_key", "idempotency_digest")}
-        return await self._find_known(params, None) if new.idempotency_key is not None else None
+        params = {"id": "", "tenant": tenant, "idempotency_key": key, "idempotency_digest": digest}
+        return await self._find_known(params, None) if key is not None else None
 
     async def _find_known(self, params: Mapping[str, Any], session: Session | None) -> Task | None:
         for digest, *row in await self._database.ask(SQL["known"], params, session):

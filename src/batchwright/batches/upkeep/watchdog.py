@@ -21,6 +21,8 @@ _EVERY_SECONDS = 0.5
 _PAGE = 200
 _TURN_SECONDS = 1.0
 """The upkeep session stays open while a turn lasts, and other rounds wait."""
+_WAKE_SECONDS = 5.0
+"""So long after a batch was told to stop, shards are woken that were just being put off in that moment."""
 _START = (datetime(1, 1, 1, tzinfo=UTC), "")
 _ENDED = {None, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 
@@ -71,7 +73,8 @@ class Watchdog:
             is_over = self._is_over_everywhere(batch)
             await self._batches.cancel_open_shards(batch.job_id, "the batch has ended", also_at_providers=is_over)
         else:
-            await self._batches.cancel_queued_shards(batch.job_id, "the batch stops")
+            is_new = (batch.stopped_seconds or 0.0) < _WAKE_SECONDS
+            await self._batches.stop_queued_shards(batch.job_id, "the batch stops", wake=is_new)
 
     def _is_over_everywhere(self, batch: Stalled) -> bool:
         """A provider takes its time to cancel a job, and what that has done by then is paid for."""

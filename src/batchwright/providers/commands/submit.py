@@ -141,7 +141,9 @@ def submit(
         if dry_run:
             _print_check(new, left_out, json)
             return 0
-        task = await part.tasks.find_repeated(new) or await _create(part, wanted, found)
+        task = await part.tasks.find_repeated(new.tenant, new.idempotency_key, new.idempotency_digest) or await _create(
+            part, wanted, found
+        )
         return await _report(part, task, left_out, wait, json)
 
     on_part(ProvidersPart, go, lambda code: code, database_url, config)
