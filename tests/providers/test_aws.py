@@ -211,7 +211,7 @@ def test_options_of_the_provider_win_but_never_over_our_marker():
 async def test_an_input_from_elsewhere_is_copied_once_and_deleted_after_the_end(account):
     asked = request("file:file-1", filename="ä call.wav")
     job, staged = await account.submit(asked)
-    copy = f"s3://{account.name}/speech/in/{asked.key}/0000-call.wav"
+    copy = f"s3://{account.name}/speech/in/{asked.key}/0000-_call.wav"
     assert staged == {"media": copy, "is_copy": True}
     bucket = account.tools.bucket(f"s3://{account.name}")
     key = copy.removeprefix(f"s3://{account.name}/")

@@ -72,9 +72,10 @@ def _load(database_url: str, made: dict[str, Any], rows: list[dict[str, Any]]) -
                 moved = {
                     name: (datetime.fromisoformat(row[name]) + later).isoformat() for name in times if row.get(name)
                 }
+                columns = ", ".join(row)  # those that have come since have their defaults, as after a migration
                 database.execute(
-                    f"INSERT INTO batchwright.{table} OVERRIDING SYSTEM VALUE "
-                    f"SELECT * FROM jsonb_populate_record(NULL::batchwright.{table}, %s::jsonb)",
+                    f"INSERT INTO batchwright.{table} ({columns}) OVERRIDING SYSTEM VALUE "
+                    f"SELECT {columns} FROM jsonb_populate_record(NULL::batchwright.{table}, %s::jsonb)",
                     [json.dumps(row | moved)],
                 )
             database.execute(f"ALTER TABLE batchwright.{table} ENABLE TRIGGER USER")
