@@ -91,6 +91,8 @@ def test_buckets_are_reached_by_the_variables_alone(cli: Cli, tmp_path: Path) ->
 
 BUCKETS = """
 import asyncio
+import os
+import sys
 from batchwright.providers.buckets import open_bucket
 
 async def data():
@@ -106,4 +108,6 @@ async def main():
         assert [found async for found in bucket.list("a")] == []
 
 asyncio.run(main())
+sys.stdout.flush()
+os._exit(0)  # the threads of the store's client do not always survive the end of the interpreter
 """
