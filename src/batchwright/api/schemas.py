@@ -55,6 +55,8 @@ def _free_for_all(job_type: str) -> str:
     """Operations of batches and tasks are driven by those; enqueued by hand they would act for one that nobody made."""
     if job_type.startswith("batch."):
         raise ValueError(f"{job_type!r} belongs to batches, which POST /v1/batches makes")
+    if job_type in ("ingest.run", "ingest.item", "ingest.gather"):
+        raise ValueError(f"{job_type!r} belongs to runs over documents, which POST /v1/ingest/runs makes")
     if job_type == "provider.task":
         raise ValueError(f"{job_type!r} belongs to tasks, which POST /v1/tasks makes")
     return job_type
