@@ -1,16 +1,22 @@
-"""Make the list of batch prices that comes with Batchwright, from the one that litellm publishes under the MIT licence.
+"""Make the lists of prices that come with Batchwright, from the one that litellm publishes under the MIT licence.
 
-`python tools/prices.py` fetches litellm from the package index, without its dependencies, and writes
-`src/batchwright/providers/prices.json`; `--wheel FILE` takes a wheel that is already there.
+`python tools/prices.py` fetches litellm from the package index, without its dependencies, and writes two lists;
+`--wheel FILE` takes a wheel that is already there.
 
-Prices are those of each provider's batch API. Where the source has only the usual price and the provider grants the
-same discount on all models, the list has the usual price less that discount, and says `derived`. Everything else stays
-out: a price that is unknown is better than one that is wrong.
+`src/batchwright/providers/prices.json` has the prices of each provider's batch API, by kind of provider. Where the
+source has only the usual price and the provider grants the same discount on all models, the list has the usual price
+less that discount, and says `derived`.
+
+`src/batchwright/inference/prices.json` has the usual prices of chat and embedding models, by the provider's name in the
+source, with the batch prices beside them where they are known.
+
+Everything else stays out: a price that is unknown is better than one that is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import re
 import subprocess
@@ -21,10 +27,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchwright.providers.prices import names_of
+from batchwright.inference.prices import names_of
 from batchwright.providers.registry import find_adapters
 
-LIST = Path(__file__).parents[1] / "src" / "batchwright" / "providers" / "prices.json"
+_PACKAGE = Path(__file__).parents[1] / "src" / "batchwright"
+LIST = _PACKAGE / "providers" / "prices.json"
+MODEL_LIST = _PACKAGE / "inference" / "prices.json"
+LICENCE = "MIT, Copyright (c) 2023 Berri AI"
 INSIDE = "litellm/model_prices_and_context_window_backup.json"
 PROVIDERS = {
     "anthropic": ("anthropic", ""),
@@ -36,6 +45,19 @@ PROVIDERS = {
     "vertex": ("vertex_ai", "vertex_ai/"),
 }
 """The source's word for each of our providers, and what stands before the names of its models."""
+MAKERS = {
+    "anthropic": "anthropic",
+    "cohere": None,
+    "gemini": "gemini",
+    "mistral": "mistral",
+    "openai": "openai",
+    "perplexity": None,
+    "voyage": None,
+    "xai": None,
+}
+"""Those who sell models of their own, so that the model's name is enough; and our adapter that knows the discount."""
+HOSTS = {"azure": "azure_openai", "deepseek": None, "fireworks_ai": None, "groq": "groq", "together_ai": None}
+"""Those whose models others have under the same name: only `provider/model` finds them."""
 SPEECH = {"aws": "transcribe/StartTranscriptionJob"}
 """Only what is priced for the calls that we make: of Azure and Google the source has real-time prices."""
 MODES = frozenset({"chat", "completion", "embedding", "responses"})
@@ -66,10 +88,61 @@ def make_list(source: Mapping[str, Mapping[str, Any]], version: str) -> dict[str
             prices[kind] = {"*": {"audio_hour": _rounded(second * 3600)}}
     return {
         "source": f"litellm {version}",
-        "licence": "MIT, Copyright (c) 2023 Berri AI",
+        "licence": LICENCE,
         "unit": "US dollars for a million tokens or an hour of audio, in batches",
         "prices": {kind: dict(sorted(prices[kind].items())) for kind in sorted(prices)},
     }
+
+
+def make_model_list(source: Mapping[str, Mapping[str, Any]], version: str, date: str) -> dict[str, Any]:
+    """The document of usual prices, from the source's."""
+    kinds = find_adapters()
+    prices: dict[str, dict[str, Any]] = {}
+    for provider, kind in sorted((MAKERS | HOSTS).items()):
+        discount = kinds[kind].abilities.batch_discount if kind in kinds else None
+        found: dict[str, Any] = {}
+        for model, said in source.items():
+            name = model.casefold().removeprefix(f"{provider}/")
+            if _is_theirs(provider, name, said) and (price := read_model_price(said, discount)) is not None:
+                found.setdefault(name, price)
+        prices[provider] = dict(sorted(_without_repetitions(found).items()))
+    return {
+        "source": f"litellm {version}",
+        "date": date,
+        "licence": LICENCE,
+        "unit": "US dollars for a million tokens",
+        "makers": sorted(MAKERS),
+        "prices": prices,
+    }
+
+
+def read_model_price(said: Mapping[str, Any], discount: float | None) -> dict[str, Any] | None:
+    """The usual price of one model, with its batch price if that is known."""
+    if said["mode"] == "embedding":
+        said = {**said, "output_cost_per_token": said.get("output_cost_per_token") or 0}
+    usual = {name: value for name, value in said.items() if not name.endswith("_batches")}
+    # Under the names of the batch prices, the usual ones are read as they are.
+    price = read_price({**usual, **{f"{name}_batches": value for name, value in usual.items()}}, None)
+    if price is None:
+        return None
+    batch = read_price(said, discount)
+    return _without_writes({**price, "batch": batch} if batch is not None else price)
+
+
+def _without_writes(price: dict[str, Any]) -> dict[str, Any]:
+    """Servers do not say how much of a prompt they wrote into their cache, so nobody could use this figure."""
+    return {
+        name: _without_writes(value) if isinstance(value, dict) else value
+        for name, value in price.items()
+        if name != "cache_write"
+    }
+
+
+def _is_theirs(provider: str, name: str, said: Mapping[str, Any]) -> bool:
+    """Whether it is a model for text of this provider; those of one region only are left out."""
+    word = str(said.get("litellm_provider")).removesuffix("_chat").removesuffix("-embedding-models")
+    is_named = provider in ("fireworks_ai", "groq", "together_ai") or "/" not in name
+    return said.get("mode") in MODES and word == provider and is_named
 
 
 def read_price(said: Mapping[str, Any], discount: float | None) -> dict[str, Any] | None:
@@ -126,7 +199,7 @@ def _rounded(value: float) -> float:
 
 def write_list(document: Mapping[str, Any]) -> str:
     """JSON with a line for each model, so that changes can be read."""
-    head = [f"  {json.dumps(name)}: {json.dumps(document[name])}," for name in ("source", "licence", "unit")]
+    head = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in document.items() if name != "prices"]
     kinds = []
     for kind, models in document["prices"].items():
         lines = [f"      {json.dumps(model)}: {json.dumps(price)}" for model, price in models.items()]
@@ -142,17 +215,22 @@ def _fetch(folder: str) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the list of batch prices.")
+    parser = argparse.ArgumentParser(description="Make the lists of prices.")
     parser.add_argument("--wheel", type=Path, help="a wheel of litellm; without it, the newest one is fetched")
     wheel = parser.parse_args().wheel
     with tempfile.TemporaryDirectory() as folder:
         path = wheel or _fetch(folder)
         with zipfile.ZipFile(path) as archive:
             source = json.loads(archive.read(INSIDE))
-    document = make_list(source, path.name.split("-")[1])
-    LIST.write_text(write_list(document), encoding="utf-8")
-    counted = ", ".join(f"{kind} {len(models)}" for kind, models in document["prices"].items())
-    sys.stdout.write(f"{document['source']}: {counted}\n")
+    version = path.name.split("-")[1]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    for place, document in (
+        (LIST, make_list(source, version)),
+        (MODEL_LIST, make_model_list(source, version, today)),
+    ):
+        place.write_text(write_list(document), encoding="utf-8")
+        counted = ", ".join(f"{kind} {len(models)}" for kind, models in document["prices"].items())
+        sys.stdout.write(f"{place.parent.name}: {document['source']}: {counted}\n")
     return 0
 
 

@@ -167,6 +167,7 @@ async def test_long_jobs_of_a_user_do_not_keep_batches_from_being_planned_cancel
         release.set()
 
 
+@pytest.mark.thorough
 async def test_more_batches_than_a_worker_plans_at_once_take_turns_without_waiting_for_the_poller(
     database_url, tmp_path
 ):

@@ -218,6 +218,7 @@ async def test_a_worker_does_not_start_with_a_work_folder_that_it_cannot_use(dat
             stage.work()
 
 
+@pytest.mark.thorough
 async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_request(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": 10}) as stage:
         stage.work()

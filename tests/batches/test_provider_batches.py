@@ -20,7 +20,7 @@ from batchwright.states import BatchStatus
 from tests.batches.provider_stage import MODELS, SECRET, provider_stage
 from tests.batches.stage import jsonl, request
 from tests.batches.test_recovery import LEASE, doomed
-from tests.support import raw
+from tests.support import raw, sparsely
 
 
 @pytest.fixture
@@ -62,6 +62,7 @@ async def test_limits_of_the_provider_split_a_batch_into_several_jobs(database_u
         assert max(len(job.items) for job in jobs) <= 4
 
 
+@pytest.mark.thorough
 async def test_a_setting_splits_by_tokens(database_url, tmp_path):
     models = {"gpt": {"provider": "openai", "provider_tokens_max": 100}}
     async with provider_stage(database_url, tmp_path, models=models) as stage:
@@ -108,6 +109,7 @@ async def test_a_job_that_expired_keeps_its_part_and_the_rest_is_sent_once_more(
     assert [len(job.items) for job in stage.remote()] == [4, 2]
 
 
+@pytest.mark.thorough
 async def test_lines_that_expire_again_say_so(stage):
     stage.providers.put_faults("expired:share=0.5")
     stage.work()
@@ -138,6 +140,7 @@ async def test_results_that_are_odd_give_every_line_its_answer_once(stage, fault
     assert ([line["custom_id"] for line in output], errors) == ([f"r{n}" for n in range(4)], [])
 
 
+@pytest.mark.thorough
 async def test_a_line_without_any_result_is_not_sent_for_ever(stage):
     """Its requests cannot be read any more, so that nobody can say which results are missing."""
     stage.providers.put_faults("empty")
@@ -154,6 +157,7 @@ async def test_a_line_without_any_result_is_not_sent_for_ever(stage):
     assert len(stage.remote()) == 2
 
 
+@pytest.mark.thorough
 async def test_a_provider_that_takes_no_more_is_asked_again_later(stage, monkeypatch):
     monkeypatch.setattr(provider, "REFUSED_SECONDS", 0.1)
     stage.providers.put_faults("failed:code=token_limit_exceeded:times=3")
@@ -199,6 +203,7 @@ async def test_a_cancelled_batch_has_what_was_done_by_then(stage, model, done):
     assert len(stage.remote()) == 1
 
 
+@pytest.mark.thorough
 async def test_a_batch_does_not_wait_for_ever_for_a_provider_to_cancel(database_url, tmp_path):
     graces = {"cancel_grace_seconds": 0.0, "provider_grace_seconds": 6.0}  # a worker may take a second or two to look
     async with provider_stage(database_url, tmp_path, batches=graces) as stage:
@@ -236,6 +241,7 @@ async def test_at_the_end_of_its_window_a_batch_takes_what_is_there(stage):
     assert (batch.status, batch.completed, batch.expired) == (BatchStatus.EXPIRED, 2, 2)
 
 
+@pytest.mark.thorough
 async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there(database_url, tmp_path):
     models = {**MODELS, "other": {"provider": "groq"}}
     async with provider_stage(database_url, tmp_path, models=models) as stage:
@@ -359,7 +365,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("at", "when", "call"), POINTS)
+@pytest.mark.parametrize(("at", "when", "call"), sparsely(POINTS, 4))
 async def test_a_worker_that_dies_here_pays_once_and_loses_nothing(database_url, tmp_path, at, when, call):
     quick = {"queue_seconds": 0.0, "run_seconds": 0.0}
     async with provider_stage(database_url, tmp_path, simulator=quick, **LEASE) as stage:
@@ -387,7 +393,7 @@ SECOND = [
 ]
 
 
-@pytest.mark.parametrize(("at", "when", "call"), SECOND)
+@pytest.mark.parametrize(("at", "when", "call"), sparsely(SECOND, 4))
 async def test_a_worker_that_dies_while_a_line_is_sent_again_sends_it_once_more_only(
     database_url, tmp_path, at, when, call
 ):
@@ -403,6 +409,7 @@ async def test_a_worker_that_dies_while_a_line_is_sent_again_sends_it_once_more_
         assert [len(job.items) for job in stage.remote()] == [20, 1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["claude", "gemini-2.5-flash"])
 async def test_a_worker_that_dies_with_its_request_on_the_way_finds_the_job(database_url, tmp_path, model):
     quick = {"queue_seconds": 0.0, "run_seconds": 0.0}
@@ -420,12 +427,15 @@ async def test_a_worker_that_dies_with_its_request_on_the_way_finds_the_job(data
 
 @pytest.mark.parametrize(
     ("at", "when"),
-    [
-        ("batchwright.providers.jobs:RemoteJobs.note_cancel", "before"),
-        ("batchwright.providers.jobs:RemoteJobs.note_cancel", "after"),
-        ("batchwright.batches.store:Batches.register", "before"),
-        ("batchwright.providers.jobs:RemoteJobs.end", "after"),
-    ],
+    sparsely(
+        [
+            ("batchwright.providers.jobs:RemoteJobs.note_cancel", "before"),
+            ("batchwright.providers.jobs:RemoteJobs.note_cancel", "after"),
+            ("batchwright.batches.store:Batches.register", "before"),
+            ("batchwright.providers.jobs:RemoteJobs.end", "after"),
+        ],
+        4,
+    ),
 )
 async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(database_url, tmp_path, at, when):
     slow = {"queue_seconds": 0.0, "run_seconds": 60.0, "cancel_seconds": 0.0}
@@ -511,6 +521,7 @@ async def test_shards_stay_where_the_provider_is_too_dear_or_unable(
         await stage.ended(id)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("is_there", "reason"), [(False, "cannot be read"), (True, "openai refuses its credential")])
 async def test_shards_stay_where_the_credential_is_no_good(database_url, tmp_path, monkeypatch, is_there, reason):
     async with overflow_stage(database_url, tmp_path, monkeypatch) as stage:

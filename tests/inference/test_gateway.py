@@ -16,7 +16,7 @@ import pytest
 
 from batchwright.errors import ConfigurationError
 from batchwright.inference import gateway as gateway_module
-from batchwright.inference.answers import Verdict
+from batchwright.inference.answers import RateHeaders, Verdict
 from batchwright.inference.gateway import Gateway, Gateways, Request
 from batchwright.inference.headers import header_pairs
 from batchwright.inference.settings import GatewaySettings, InferenceSettings
@@ -97,6 +97,17 @@ async def test_an_answer_carries_status_body_and_the_servers_request_id(model_se
     assert (good.status, good.body, good.request_id) == (200, b'{ "choices": [1]}', "up-7")
     assert (busy.verdict, busy.retry_after, busy.is_overload) == (Verdict.UNAVAILABLE, 11.0, True)
     assert model_server.connections == 1
+
+
+async def test_an_answer_carries_what_the_server_says_of_its_limits_if_it_does(model_server):
+    one = gateway(model_server)
+    assert (await one.send(request())).rates is None
+    said = ("limit-requests: 60", "remaining-requests: 59", "reset-requests: 1s", "remaining-tokens: 9000")
+    model_server.replies["/a"] = answer(b"{}", "200 OK", *(f"x-ratelimit-{one}" for one in said))
+    sent = await one.send(request("/a"))
+    assert sent.rates == RateHeaders(
+        requests_limit="60", requests_remaining="59", requests_reset="1s", tokens_remaining="9000"
+    )
 
 
 async def test_chunked_answers_and_ends_by_close_are_read_whole(model_server):

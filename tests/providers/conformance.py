@@ -56,6 +56,10 @@ class Case:
         return self.id or self.name
 
 
+ALIKE = {"groq", "together", "azure_openai", "vertex", "mistral", "google"}
+"""Providers that speak much like another one; what that shows is shown on these by `make test-thorough`."""
+
+
 def all_cases() -> list[Case]:
     from tests.providers import cases
 

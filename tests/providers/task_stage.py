@@ -80,8 +80,9 @@ def chat_lines(*words: str) -> bytes:
 class TaskStage:
     batchwright: AsyncBatchwright
     server: Server
-    http: Http
     environment: dict[str, str]
+    http: Http | None = None
+    """For adapters of our own making; without it they are those of the client."""
     workers: list[tuple[Worker, asyncio.Task[bool]]] = field(default_factory=list)
 
     @property
@@ -217,6 +218,7 @@ async def task_stage(
 def use_tools(stage: TaskStage, folder: Path) -> None:
     """Credentials of our own, and the server's buckets."""
     part = stage.part
+    assert stage.http is not None
     tools = AdapterTools(
         stage.http,
         open_stored=part._read_stored,
@@ -224,4 +226,4 @@ def use_tools(stage: TaskStage, folder: Path) -> None:
         environment=stage.environment,
         may_fetch_private=True,
     )
-    part._directory = Directory(part.providers, part.settings, tools)
+    part._directory = Directory(part.providers, part.settings, tools, open_budget=part.open_budget)

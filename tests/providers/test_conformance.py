@@ -13,10 +13,14 @@ from batchwright.inference.http import Http
 from batchwright.providers.contract import Cancelled, Ending, InDoubt, Job, Phase
 from batchwright.simulator.providers import running
 from batchwright.simulator.providers.server import CREDENTIALS
-from tests.providers.conformance import FAIL, SECRET, VARIABLE, World, all_cases
+from tests.providers.conformance import ALIKE, FAIL, SECRET, VARIABLE, World, all_cases
+
+CASES = [
+    pytest.param(case, marks=pytest.mark.thorough, id=str(case)) if str(case) in ALIKE else case for case in all_cases()
+]
 
 
-@pytest.fixture(params=all_cases(), ids=str)
+@pytest.fixture(params=CASES, ids=str)
 async def world(request, tmp_path):
     case = request.param
     test = request.function.__name__.removeprefix("test_")

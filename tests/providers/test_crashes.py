@@ -15,12 +15,15 @@ from batchwright.providers.directory import Directory
 from batchwright.providers.submission import WantedInput, WantedTask
 from batchwright.states import TaskStatus
 from tests.conftest import skip
+from tests.providers.conformance import ALIKE
 from tests.providers.mortal import ward
 from tests.providers.task_stage import chat_lines, task_stage
 
 SPEECH = ["azure", "aws", "google", "sarvam"]
 COMPLETIONS = ["openai", "groq", "together", "azure_openai", "gemini", "vertex", "anthropic", "mistral"]
-PROVIDERS = [*SPEECH, *COMPLETIONS]
+PROVIDERS = [
+    pytest.param(name, marks=pytest.mark.thorough) if name in ALIKE else name for name in (*SPEECH, *COMPLETIONS)
+]
 POINTS_MAX = 200
 pytestmark = [
     pytest.mark.timeout(300),
@@ -34,7 +37,7 @@ async def hospital(database_url, tmp_path, monkeypatch):
     """Polls are not moved to common moments, which go by the real clock: every life of a task is the same."""
     pace = Directory.pace
     monkeypatch.setattr(Directory, "pace", lambda directory, name: replace(pace(directory, name), offset_seconds=None))
-    tables = {name: {"settle_seconds": None} for name in PROVIDERS}
+    tables = {name: {"settle_seconds": None} for name in (*SPEECH, *COMPLETIONS)}
     tasks = {"poll_interval_seconds": 120.0}
     async with task_stage(database_url, tmp_path, tables=tables, tasks=tasks) as stage, ward(stage, tmp_path) as one:
         yield one

@@ -17,6 +17,7 @@ SEED = 2026
 LEASE_SECONDS = 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 async def test_a_worker_that_is_killed_twenty_times_changes_nothing(database_url, tmp_path):
     chance = Random(SEED)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from batchwright.providers.process import Merge
+from batchwright.providers.results import Merge
 from batchwright.storage import open_store
 from batchwright.storage.settings import StorageSettings
 

@@ -1,13 +1,13 @@
 """How tasks end that do not simply succeed: cancelled, late, refused, abandoned; and who is told."""
 
 import asyncio
+import base64
 
 import pytest
 
 from batchwright.engine.jobs import JobId
 from batchwright.providers import process
 from batchwright.states import TaskStatus
-from batchwright.webhooks.settings import WebhookSettings
 from tests.providers.task_stage import task_stage
 
 LATE = "UPDATE batchwright.task SET deadline_at = now() - interval '1 second' WHERE id = %(id)s RETURNING id"
@@ -123,6 +123,7 @@ async def test_a_job_that_does_not_stop_is_left_ten_minutes_after_the_timeout(st
     assert (task.status, task.error["code"]) == (TaskStatus.FAILED, "timeout")
 
 
+@pytest.mark.thorough
 async def test_a_task_that_could_not_be_submitted_in_time_has_failed_and_was_never_paid(stage):
     stage.server.put_faults("503:route=openai")
     stage.work()
@@ -222,17 +223,33 @@ async def test_one_provider_that_refuses_holds_up_nobody_else(stage):
 # Webhooks ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_end_of_a_task_is_told(database_url, tmp_path):
-    hook = WebhookSettings(url="https://hooks.example.com/x", secret_env="HOOK")
+@pytest.mark.parametrize(("name", "event"), [("one.wav", "task.completed"), ("bad__fail_400__.wav", "task.failed")])
+async def test_the_end_of_a_task_is_told(database_url, tmp_path, name, event):
+    secret = tmp_path / "secret"
+    secret.write_text("whsec_" + base64.b64encode(bytes(32)).decode())
+    hook = {"url": "https://127.0.0.1:9/hooks", "secret_file": str(secret)}
     async with task_stage(database_url, tmp_path, webhooks={"default": [hook]}) as stage:
-        from batchwright.providers.process import EVENTS
-        from batchwright.webhooks.announcer import Announcer
+        stage.work()
+        task = await stage.ended(await stage.transcribe("sarvam", name))
+        told = "SELECT payload -> 'event' FROM batchwright.job WHERE job_type = 'batch.webhook'"
+        ((said,),) = await stage.batchwright.pool.rows(told)
+        assert (said["type"], said["batch_id"]) == (event, task.id)
 
-        batchwright = stage.batchwright
-        announcer = Announcer(batchwright.queue, batchwright.catalog, {"default": (hook,)})
-        async with batchwright.pool.transaction() as session:
-            await announcer.announce("default", "task_1", EVENTS[TaskStatus.PARTIAL_COMPLETE], session)
-        ((payload,),) = await batchwright.pool.rows(
-            "SELECT payload FROM batchwright.job WHERE job_type = 'batch.webhook'"
-        )
-        assert (payload["event"]["type"], payload["event"]["batch_id"]) == ("task.partial_complete", "task_1")
+
+async def test_a_task_that_is_cancelled_while_its_inputs_are_staged_is_not_submitted(stage, monkeypatch):
+    """Staging may take minutes; what was read before it is old by then."""
+    adapter = stage.part.directory.get("openai")
+    stage_really = adapter.stage
+
+    async def cancel_meanwhile(request, staged):
+        async for step in stage_really(request, staged):
+            yield step
+        await stage.part.tasks.cancel(id, tenant=None)
+
+    monkeypatch.setattr(adapter, "stage", cancel_meanwhile)
+    id = await stage.complete(["openai/gpt-5-mini"], "a")
+    stage.work()
+    task = await stage.until(id, lambda task: task.has_ended)
+    assert task.status is TaskStatus.CANCELLED
+    assert stage.server.jobs() == []
+    assert stage.server.requests("openai.create") == []

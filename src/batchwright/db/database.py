@@ -23,6 +23,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_loads
 
+import batchwright.db.raw  # noqa: F401  # a connection knows only what was registered before it was made
 from batchwright.db.sessions import POOLED, require_sessions
 from batchwright.errors import (
     ConfigurationError,

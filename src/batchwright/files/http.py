@@ -193,7 +193,7 @@ async def get_content(
     if part is not None:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.bytes}"
     headers["Content-Length"] = str(end - start)
-    content = await _begin_reading(files, file, start, end)
+    content = await begin_reading(files, file, start, end)
     return Streamed(content, 206 if part else 200, headers, media_type="application/octet-stream")
 
 
@@ -310,7 +310,9 @@ def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
     return start, end
 
 
-async def _begin_reading(files: Files, file: File, start: int, end: int) -> AsyncGenerator[bytes, None]:
+async def begin_reading(
+    files: Files, file: File, start: int = 0, end: int | None = None
+) -> AsyncGenerator[bytes, None]:
     """The bytes, of which the first are read at once: a store that does not answer is told by the status."""
     chunks = files.content(file, start, end)
     first = await anext(chunks, b"")

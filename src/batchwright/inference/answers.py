@@ -70,6 +70,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 UNKNOWN = Usage()
 
 
+class RateHeaders(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's `x-ratelimit-*` headers, as they came."""
+
+    requests_limit: str | None = None
+    requests_remaining: str | None = None
+    requests_reset: str | None = None
+    tokens_limit: str | None = None
+    tokens_remaining: str | None = None
+    tokens_reset: str | None = None
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """What came over the wire, before anyone judged it."""
 
@@ -77,6 +88,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes = b""
     retry_after: str | None = None
     request_id: str | None = None
+    rates: RateHeaders | None = None
     failure: Failure | None = None
     detail: str = ""
     seconds: float = 0.0
@@ -99,6 +111,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     succeeded: bool
     """Whether the server answered with a 2xx, and with a result."""
+    rates: RateHeaders | None = None
+    """What the server said of its limits, if it did."""
 
 
 def classify(reply: Reply, *, now: float) -> Answer:
@@ -123,6 +137,7 @@ def classify(reply: Reply, *, now: float) -> Answer:
         is_overload=status in _OVERLOAD if failure is None else failure is Failure.TIMEOUT,
         seconds=reply.seconds,
         succeeded=is_good and code is None,
+        rates=reply.rates,
     )
 
 

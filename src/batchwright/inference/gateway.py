@@ -14,9 +14,10 @@ from typing import Any, Self
 import msgspec
 import wreq
 from wreq import dns, exceptions, redirect, tls
+from wreq.header import HeaderMap
 
 from batchwright.errors import ConfigurationError
-from batchwright.inference.answers import Answer, Failure, Reply, classify
+from batchwright.inference.answers import Answer, Failure, RateHeaders, Reply, classify
 from batchwright.inference.headers import ENVIRONMENT, FILE, OBJECTIVE
 from batchwright.inference.settings import NO_GATEWAY, SECRETS, GatewaySettings, InferenceSettings, refuse_both
 
@@ -25,6 +26,8 @@ _IDLE_SECONDS = 4.0
 _KEY_BYTES_MAX = 16 * 1024
 _TIMEOUT = Failure.TIMEOUT
 """Looked up with every request, which takes five times as long through the enum."""
+_RATES_SIGN = "x-ratelimit-remaining-requests"
+"""Servers that say how much is left say this, too; others cost one look."""
 _OWN_HEADERS = {"accept": "application/json", "accept-encoding": "identity", "content-type": "application/json"}
 
 
@@ -213,6 +216,7 @@ class Gateway:
             body=body,
             retry_after=_text(headers.get("retry-after")),
             request_id=_text(headers.get("x-request-id")),
+            rates=None if headers.get(_RATES_SIGN) is None else _read_rates(headers),
             seconds=time.monotonic() - started,
         )
 
@@ -346,6 +350,16 @@ def _explain(error: Exception) -> str:
     if "kind: Connect," not in text:
         return ""
     return next((f": {words}" for sign, words in _REASONS.items() if sign in text), "")
+
+
+def _read_rates(headers: HeaderMap) -> RateHeaders:
+    return RateHeaders(
+        **{
+            f"{what}_{part}": _text(headers.get(f"x-ratelimit-{part}-{what}"))
+            for what in ("requests", "tokens")
+            for part in ("limit", "remaining", "reset")
+        }
+    )
 
 
 def _text(value: memoryview | None) -> str | None:

@@ -230,6 +230,8 @@ class Service:
         self._headers = headers
         self._query = query or {}
         self.base_url = base_url.rstrip("/")
+        self.calls = 0
+        """Requests that were sent with its credentials, or tried."""
         self._origin = origin(self.base_url)
 
     def __repr__(self) -> str:
@@ -253,6 +255,7 @@ class Service:
         if json is not None:
             body = orjson.dumps(json)
             all_headers["content-type"] = "application/json"
+        self.calls += 1
         return await self._http.ask(method, url, headers=all_headers, body=body, bytes_max=bytes_max, seconds=seconds)
 
     @asynccontextmanager
@@ -265,6 +268,7 @@ class Service:
         seconds: float = SILENCE_SECONDS,
     ) -> AsyncIterator[Incoming]:
         url = self.url(path, query)
+        self.calls += 1
         async with self._http.open(method, url, headers=await self._headers(), seconds=seconds) as incoming:
             yield incoming
 

@@ -5,7 +5,7 @@ Our own object store admits only keys that we made. Here the keys are other peop
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -32,16 +32,19 @@ class Bucket:
     def __str__(self) -> str:
         return str(self._backend)
 
+    async def head(self, key: str) -> Found | None:
+        """The object as the store describes it; None if there is none."""
+        with _explained():
+            return await self._retry("head", lambda: self._backend.head(key))
+
     async def size(self, key: str) -> int | None:
         """Bytes of the object; None if there is none."""
-        with _explained():
-            found = await self._retry("head", lambda: self._backend.head(key))
+        found = await self.head(key)
         return None if found is None else found.size
 
-    async def read(self, key: str) -> Chunks:
-        """The object, a part at a time; one that is not there is a failed input."""
-        with _explained():
-            found = await self._retry("head", lambda: self._backend.head(key))
+    async def read(self, key: str, found: Found | None = None) -> Chunks:
+        """The object, a part at a time; one that is not there is a failed input, another than `found` a Conflict."""
+        found = found or await self.head(key)
         if found is None:
             raise Fatal(f"there is no object {key} in {self}", scope="item", code="input_not_found")
         start = 0
@@ -60,11 +63,27 @@ class Bucket:
             await self._retry("put", lambda: self._backend.write(key, open()))
 
     async def list(self, prefix: str) -> AsyncIterator[Found]:
-        """Objects in a folder and below it, in the order of their keys."""
-        with _explained():
-            async for page in self._backend.pages(prefix.removesuffix("/"), None):
-                for found in page:
-                    yield found
+        """Objects in a folder and below it, in the order of their keys; a page that fails is asked for again."""
+        after: str | None = None
+        pages: AsyncIterator[Sequence[Found]] | None = None
+
+        async def next_page() -> Sequence[Found]:
+            nonlocal pages
+            pages = pages or self._backend.pages(prefix.removesuffix("/"), after)
+            try:
+                return await anext(pages, None) or ()
+            except StorageError:
+                pages = None
+                raise
+
+        while True:
+            with _explained():
+                page = await self._retry("list", next_page)
+            if not page:
+                return
+            for found in page:
+                yield found
+            after = page[-1].key
 
     async def delete(self, *keys: str) -> None:
         """Those that are missing are as good as deleted."""

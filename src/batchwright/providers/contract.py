@@ -19,7 +19,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from batchwright.errors import Transient
+from batchwright.errors import RateLimited, Transient
 
 if TYPE_CHECKING:
     from batchwright.providers.tools import AdapterTools
@@ -60,6 +60,14 @@ class InDoubt(Transient):
     """The request may have reached the provider: find the job before anything is sent again."""
 
 
+class PutOff(RateLimited):
+    """Our own budget for the provider is used up: nothing was sent, and that is no failure of anybody."""
+
+    def __init__(self, seconds: float, lack: str) -> None:
+        super().__init__(f"our rate budget for it is used up ({lack})", retry_after=seconds, code="rate_budget")
+        self.seconds = seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
     """One thing to be worked on: an audio file, or the file of a completion's requests."""
@@ -79,7 +87,8 @@ class Request:
 
     key: str
     """Our marker of this attempt, `bw-` and lower-case letters and digits: unique, and short enough for everybody."""
-    task_type: TaskType
+    task_type: str
+    """A `TaskType`; an adapter refuses those that it does not do."""
     model: str | None
     inputs: Sequence[Input]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -147,6 +156,10 @@ class Usage:
     cache_written_tokens: int | None = None
     """Of the prompt, put into the provider's cache."""
     audio_seconds: float | None = None
+
+    def __add__(self, other: Usage) -> Usage:
+        """Of both together; what neither says is not known."""
+        return Usage(**{name: _sum(getattr(self, name), getattr(other, name)) for name in Usage.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,3 +281,7 @@ class Adapter(ABC):
     @abstractmethod
     async def check(self) -> str:
         """Try the credentials with a call that costs nothing; what was reached, in words, or one of the errors."""
+
+
+def _sum(one: Any, other: Any) -> Any:
+    return other if one is None else one if other is None else one + other

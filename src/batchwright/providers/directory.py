@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from zlib import crc32
 
 from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.inference.budgets import RateBudget, RateLimits
 from batchwright.providers.contract import Abilities, Adapter, TaskType
 from batchwright.providers.errand import Pace
+from batchwright.providers.metered import MeteredAdapter
 from batchwright.providers.polls import Polls
 from batchwright.providers.registry import find_adapters, read_settings
 from batchwright.providers.settings import ProviderSettings, TaskSettings
@@ -22,11 +24,18 @@ class Directory:
     """Every provider by the name that tasks use: those of the configuration, and the adapters under their own names."""
 
     def __init__(
-        self, providers: Mapping[str, ProviderSettings], tasks: TaskSettings, tools: AdapterTools | None = None
+        self,
+        providers: Mapping[str, ProviderSettings],
+        tasks: TaskSettings,
+        tools: AdapterTools | None = None,
+        *,
+        open_budget: Callable[[str, RateLimits], RateBudget] | None = None,
     ) -> None:
+        """Without `open_budget`, as where there is no database, calls are not counted."""
         self._written = providers
         self._tasks = tasks
         self._tools = tools
+        self._open_budget = open_budget
         self._made: dict[str, Adapter] = {}
         self._polls: dict[str, Polls] = {}
 
@@ -63,8 +72,18 @@ class Directory:
         if name not in self._made:
             kind = self.kind(name)
             assert self._tools is not None, "a directory without tools only knows names"
-            self._made[name] = kind(read_settings(kind, self.settings(name).adapter), self._tools)
+            made = kind(read_settings(kind, self.settings(name).adapter), self._tools)
+            budget = self.budget(name)
+            self._made[name] = made if budget is None else MeteredAdapter(made, budget)
         return self._made[name]
+
+    def budget(self, name: str) -> RateBudget | None:
+        """What the calls to a provider come out of; None if it has no limits."""
+        written = self.settings(name)
+        if self._open_budget is None or (written.requests_per_minute is None and written.concurrency is None):
+            return None
+        limits = RateLimits(requests_per_minute=written.requests_per_minute, concurrency=written.concurrency)
+        return self._open_budget(f"providers/{name}", limits)
 
     def missing(self, name: str) -> str | None:
         """What a provider cannot be used without, in words: a setting, or a credential; None if all is there."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from batchwright.db.database import Session
 from batchwright.engine.owned import Held, absolve, fenced
 from batchwright.errors import Fatal, OperationError, RateLimited, SchemaInvalid, Transient
-from batchwright.providers.contract import Adapter, InDoubt, Job, Phase, Request, Result, Status
+from batchwright.providers.contract import Adapter, InDoubt, Job, Phase, PutOff, Request, Result, Status
 from batchwright.providers.jobs import JobEnding, RemoteJob, RemoteJobs
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class Waits:
     """There is nothing to be done for so many seconds."""
 
     seconds: float
+    reason: str | None = None
+    """Why, if it is not that the provider is at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class Owner(Protocol):
 
     async def referred(self, row: RemoteJob, session: Session) -> None:
         """The job was submitted; in the same commit."""
+
+    async def is_wanted(self) -> bool:
+        """Whether the job is still to be submitted; asked right before that, for it cannot be taken back."""
 
     def report(self, event: str, message: str, **fields: Any) -> None:
         """Something that people want to read in the history."""
@@ -200,6 +205,8 @@ class Errand:
         self.row = await self._jobs.end_staging(self.row, self._held)
 
     async def _submit(self) -> Progress | None:
+        if not await self._owner.is_wanted():
+            return Waits(0.0)
         began = time.monotonic()
         is_alone = not self.adapter.abilities.has_marker
         row = await self._jobs.begin_submit(self.row, self._held, is_alone=is_alone)
@@ -302,6 +309,9 @@ class Errand:
 
     async def _put_off(self, error: OperationError) -> Progress:
         row = self.row
+        if isinstance(error, PutOff):
+            await self._come_back(error.seconds)
+            return Waits(error.seconds, f"{row.provider}: {error}")
         if isinstance(error, Fatal) and error.scope == "credential":
             raise CredentialRefused(row.provider, error) from error
         if row.phase in ("planned", "staged") and isinstance(error, (Fatal, SchemaInvalid)):

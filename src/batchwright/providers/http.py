@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
@@ -17,7 +16,8 @@ from batchwright.api.routes import Streamed
 from batchwright.api.schemas import LIMIT_MAX, EventId, EventView, Page, Text
 from batchwright.api.services import service, services
 from batchwright.engine.jobs import JobId
-from batchwright.errors import Conflict, NotFound, StorageUnavailable
+from batchwright.errors import Conflict, NotFound
+from batchwright.files.http import begin_reading
 from batchwright.providers.services import TaskServices
 from batchwright.providers.submission import WantedInput, WantedTask
 from batchwright.providers.tasks import Task
@@ -156,22 +156,11 @@ async def get_result(request: Request, caller: Reader, id: Id) -> Response:
         raise NotFound(f"{task.id} is {task.status.value}, and has no result", kind="file", id=task.id)
     file = await app.files.get(task.result_file_id, tenant=caller.tenant)
     media_type = "application/jsonl" if task.task_type == "completion" else "application/json"
-    chunks = app.files.content(file)
-    try:
-        first = await anext(chunks, b"")
-    except NotFound as error:
-        raise StorageUnavailable(f"the bytes of {file.id} are not in the store") from error
-
-    async def content() -> AsyncGenerator[bytes, None]:
-        yield first
-        async for chunk in chunks:
-            yield chunk
-
     headers = {
         "content-length": str(file.bytes),
         "content-disposition": f'attachment; filename="{file.filename}"',
     }
-    return Streamed(content(), 200, headers, media_type=media_type)
+    return Streamed(await begin_reading(app.files, file), 200, headers, media_type=media_type)
 
 
 @router.get("/v1/providers", responses=documented(), summary="List providers and what they can do")

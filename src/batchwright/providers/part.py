@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.files.store import Files
+    from batchwright.inference.budgets import RateBudget, RateLimits
+    from batchwright.inference.http import Http
     from batchwright.providers.directory import Directory
     from batchwright.providers.jobs import RemoteJobs
     from batchwright.providers.settings import ProviderSettings, TaskSettings
@@ -47,6 +49,7 @@ class ProvidersPart(Part):
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         self._directory: Directory | None = None
+        self._http: Http | None = None
         self.unstored: dict[str, Path] = {}
         """Files of this machine that are going to be stored, by their ids: until then they are read where they are."""
 
@@ -94,13 +97,19 @@ class ProvidersPart(Part):
         from batchwright.providers.directory import Directory
         from batchwright.providers.tools import AdapterTools
 
+        self._http = Http()
         tools = AdapterTools(
-            Http(),
+            self._http,
             open_stored=self._read_stored,
             place_of_stored=self._place_stored,
             may_fetch_private=self.settings.fetch_private,
         )
-        return Directory(self.providers, self.settings, tools)
+        return Directory(self.providers, self.settings, tools, open_budget=self.open_budget)
+
+    def open_budget(self, name: str, limits: RateLimits) -> RateBudget:
+        from batchwright.inference.budgets import RateBudget
+
+        return RateBudget(self.core.queue.database, name, limits)
 
     async def _read_stored(self, name: str) -> AsyncIterator[bytes]:
         """The bytes of a file of ours, also of one that its user has deleted meanwhile; a name with a slash, which no
@@ -174,6 +183,11 @@ class ProvidersPart(Part):
             tasks=self.tasks,
         )
         return Served(services=services)
+
+    async def close(self) -> None:
+        self._directory, http, self._http = None, self._http, None
+        if http is not None:
+            await http.close()
 
     async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
         """Tasks that wait for a credential which their provider refuses."""

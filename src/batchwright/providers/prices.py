@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +14,11 @@ from typing import Any
 import orjson
 
 from batchwright.errors import ConfigurationError
+from batchwright.inference.prices import DERIVED, EVERY_MODEL, TOKENS_PER_PRICE, WRITTEN, look_up, names_of
 from batchwright.providers.contract import Result, Usage
 
-WRITTEN = "configuration"
-"""The source of a price that the user wrote."""
-ANY = "*"
-"""In a table of prices: every model without a price of its own."""
-_TOKENS_PER_PRICE = 1_000_000
+ANY = EVERY_MODEL
 _SECONDS_PER_HOUR = 3_600
-_FOLDER = re.compile(r"^(?:.*/)?models/")
-_TUNED = re.compile(r"^(ft:[^:]+):.*$")
-_VERSION = re.compile(r"[-@](?:20\d\d-\d\d-\d\d|20\d{6}|00\d|default|latest)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +103,7 @@ def cost(price: ProviderPrice | None, usage: Usage) -> float | None:
         if tokens:
             if per_million is None:
                 return None
-            total += tokens / _TOKENS_PER_PRICE * per_million
+            total += tokens / TOKENS_PER_PRICE * per_million
     return total
 
 
@@ -128,28 +121,18 @@ def _split(price: ProviderPrice, usage: Usage) -> Iterator[tuple[int, float | No
 def find_price(written: Mapping[str, ProviderPrice], kind: str, model: str | None) -> Price | None:
     """What the user's table says of this model, or of all (`*`); else what the list says of the provider's."""
     names = list(names_of(model or ANY))
-    theirs = {name.casefold(): price for name, price in written.items()}
-    for name in (*names, ANY):
-        if (price := theirs.get(name)) is not None:
-            return Price(
-                input=price.input,
-                output=price.output,
-                cached=price.cached,
-                cache_write=price.cache_write,
-                audio_hour=price.audio_hour,
-                source=WRITTEN,
-            )
+    if (price := look_up(written, names)) is not None:
+        return Price(
+            input=price.input,
+            output=price.output,
+            cached=price.cached,
+            cache_write=price.cache_write,
+            audio_hour=price.audio_hour,
+            source=WRITTEN,
+        )
     known = _list().kinds.get(kind, {})
     found = next((known[name] for name in (*names, ANY) if name in known), None)
     return None if found is None else _read(found, _list().source)
-
-
-def names_of(model: str) -> Iterator[str]:
-    """How a model may stand in a list: as it is written, without its path, and without its version."""
-    name = _TUNED.sub(r"\1", _FOLDER.sub("", model.strip().casefold()))
-    yield model.strip().casefold()
-    yield name
-    yield _VERSION.sub("", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +165,6 @@ def _read(entry: Mapping[str, Any], source: str) -> Price:
     tokens = long.pop("tokens", 0)
     return Price(
         **said,
-        source=f"{source}: the usual price less the provider's batch discount" if is_derived else source,
+        source=f"{source}: {DERIVED}" if is_derived else source,
         long_prompt=LongPrompt(tokens=tokens, price=ProviderPrice(**long)) if long else None,
     )

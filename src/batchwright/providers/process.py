@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
-
-import orjson
 
 from batchwright.db.database import Session, wrap_connection
 from batchwright.engine.catalog import Catalog
@@ -36,12 +34,12 @@ from batchwright.errors import (
 )
 from batchwright.files.store import Files, NewFile, new_file_id, object_key
 from batchwright.providers import state
-from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Result, Status, TaskType, Usage
+from batchwright.providers.contract import Counts, Input, Job, Problem, Request, Status, TaskType
 from batchwright.providers.directory import Directory
 from batchwright.providers.errand import CredentialRefused, Errand, Over, Progress, Ready, Refused, Waits
 from batchwright.providers.jobs import Hold, JobEnding, NewRemoteJob, RemoteJob, RemoteJobs
-from batchwright.providers.lines import split_lines
-from batchwright.providers.prices import ANY, Bill, Price, find_price
+from batchwright.providers.prices import ANY, Price, find_price
+from batchwright.providers.results import Harvest, Merge
 from batchwright.providers.tasks import Ending, Task, Tasks
 from batchwright.states import TaskStatus
 from batchwright.storage import Store, Stored
@@ -67,6 +65,8 @@ _STORE_SECONDS = 10.0
 _CONFIGURATION_SECONDS = 60.0
 _NAMES_MAX = 5
 _SNOOZE_SECONDS_MIN = 0.05
+_CANCELLED = {"kind": "fatal", "code": "cancelled", "message": "it was cancelled before anything was submitted"}
+_LATE = {"kind": "fatal", "code": "timeout", "message": "its time was over before it could be submitted"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,21 +95,15 @@ class TaskRunner:
                 raise Fatal(f"{ctx.job_type} belongs to {task.id}, whose own job runs it; enqueue nothing for it")
             if task.has_ended:
                 return Done()
-            return await Run(self.tools, ctx, task).advance()
-        except ConfigurationError as error:
-            return await self._wait_for_configuration(ctx, task, error)
+            run = Run(self.tools, ctx, task)
+            try:
+                return await run.advance()
+            except ConfigurationError as error:
+                return await run.wait_for_configuration(error)
         except (DatabaseError, Fenced) as error:
             raise RetryLater(str(error), 1.0) from error
         except StorageError as error:
             raise RetryLater(str(error), _STORE_SECONDS) from error
-
-    async def _wait_for_configuration(self, ctx: Context, task: Task, error: ConfigurationError) -> Outcome:
-        """Another worker may have it, or this one when it was started anew; until its time is over the task waits."""
-        run = Run(self.tools, ctx, task)
-        if task.seconds_left <= 0 and task.status is TaskStatus.PENDING:
-            return run.end_with_problems([Problem(message=str(error))])
-        await run.park(str(error))
-        raise RetryLater(str(error), _CONFIGURATION_SECONDS) from error
 
 
 class Run:
@@ -124,6 +118,7 @@ class Run:
         self._rows: list[RemoteJob] = []
         self._held_back: dict[str, Hold] = {}
         self._ends_at = 0.0
+        self._slowed: str | None = None
         self._has_begun = task.status is not TaskStatus.PENDING
 
     @property
@@ -134,9 +129,10 @@ class Run:
         """Do what comes next for every job of the task."""
         self._rows = await self._tools.jobs.of(self._task.id)
         if not self._rows:
-            problems = await self._plan()
-            if problems:
-                return self.end_with_problems(problems)
+            if self._must_stop:
+                return self._end_unsubmitted(_CANCELLED if self._task.cancel_requested_at is not None else _LATE)
+            if problems := await self._plan():
+                return self._end_with_problems(problems)
         self._held_back = await self._try_credentials()
         open_rows = sorted((row for row in self._rows if not row.has_ended), key=lambda row: row.due_seconds)
         self._ends_at = time.monotonic() + ROUND_SECONDS
@@ -151,11 +147,6 @@ class Run:
 
     async def _plan(self) -> Sequence[Problem]:
         """Commit the intents, if the inputs are good; what is wrong with them otherwise, and nothing was paid."""
-        if self._must_stop:
-            message = "it was cancelled before anything was submitted"
-            if self._task.cancel_requested_at is None:
-                message = "its time was over before anything could be submitted"
-            return [Problem(message=message)]
         if self._task.task_type not in get_args(TaskType):
             return [Problem(message=f"nothing here does tasks of the type {self._task.task_type!r}", param="task_type")]
         planned = list(plan_jobs(self._task, self._tools.directory))
@@ -227,16 +218,16 @@ class Run:
 
     async def _settle(self, errand: Errand, progress: Progress) -> float:
         match progress:
-            case Waits(seconds):
+            case Waits(seconds, reason):
+                self._slowed = reason or self._slowed
                 if self._task.seconds_left <= 0 and self._may_not_wait(errand):
                     message = f"its job at {errand.row.provider} had not ended when the time of the task was over"
                     await self._fail_job(errand, {"kind": "fatal", "code": "timeout", "message": message})
                     return 0.0
                 return seconds
             case Refused(error):
-                if error.get("code") == "cancelled" and self._task.cancel_requested_at is None:
-                    error = {"kind": "fatal", "code": "timeout", "message": "the task could not be submitted in time"}
-                await self._fail_job(errand, error)
+                is_late = error.get("code") == "cancelled" and self._task.cancel_requested_at is None
+                await self._fail_job(errand, _LATE if is_late else error)
             case Over() | Ready():
                 pass
         return 0.0
@@ -330,10 +321,13 @@ class Run:
     async def referred(self, row: RemoteJob, session: Session) -> None:
         """The first job that is submitted brings the task to IN_PROGRESS, in the same commit."""
         if self._task.status is TaskStatus.PENDING:
-            begun = await self._tools.tasks.begin(self._task.id, self._state([row]), session=session)
+            await self._tools.tasks.begin(self._task.id, self._state([row]), session=session)
             self._has_begun = True
-            if begun is None:
-                log.debug("task %s was begun before", self._task.id)
+
+    async def is_wanted(self) -> bool:
+        """Staging may have taken a while, and its user may have cancelled the task meanwhile."""
+        self._task = await self._tools.tasks.get(self._task.id, tenant=None)
+        return not self._task.has_ended and not self._must_stop
 
     def report(self, event: str, message: str, **fields: Any) -> None:
         self._ctx.emit(event, message, **fields)
@@ -359,12 +353,15 @@ class Run:
 
     # Between rounds ---------------------------------------------------------------------------------------------
 
-    async def park(self, waits_for: str) -> None:
-        """Say what the task cannot go on without."""
+    async def wait_for_configuration(self, error: ConfigurationError) -> Outcome:
+        """Another worker may have it, or this one when it was started anew; until its time is over the task waits."""
+        if self._task.seconds_left <= 0 and not self._has_begun:
+            return self._end_unsubmitted({"kind": "fatal", "code": "misconfigured", "message": str(error)})
         async with fenced(self._tools.tasks.queue, self._held) as session:
             await self._tools.tasks.save(
-                self._task.id, provider_state=None, waits_for=waits_for, cancel_note=None, session=session
+                self._task.id, provider_state=None, waits_for=str(error), cancel_note=None, session=session
             )
+        raise RetryLater(str(error), _CONFIGURATION_SECONDS) from error
 
     async def _come_back(self, waits: Sequence[float]) -> Outcome:
         rows = self._rows
@@ -383,7 +380,7 @@ class Run:
         seconds = max(_SNOOZE_SECONDS_MIN, min(waits, default=1.0))
         if self._task.seconds_left > 0:
             seconds = min(seconds, self._task.seconds_left + 0.1)
-        return Snooze(seconds, waits_for or "the provider is at work", progress=self._progress())
+        return Snooze(seconds, waits_for or self._slowed or "the provider is at work", progress=self._progress())
 
     def _report_progress(self) -> None:
         if (progress := self._progress()) is not None:
@@ -470,15 +467,19 @@ class Run:
             expires_seconds=task.result_expires_seconds,
         )
 
-    def end_with_problems(self, problems: Sequence[Problem]) -> Outcome:
-        """Nothing can be submitted, and nothing was paid."""
-        first = problems[0]
-        error = {
-            "kind": "schema_invalid",
-            "code": "invalid_inputs",
-            "message": first.message,
-            "problems": [_problem_document(problem, self._inputs) for problem in problems],
-        }
+    def _end_with_problems(self, problems: Sequence[Problem]) -> Outcome:
+        """The inputs cannot be sent as they are."""
+        return self._end_unsubmitted(
+            {
+                "kind": "schema_invalid",
+                "code": "invalid_inputs",
+                "message": problems[0].message,
+                "problems": [_problem_document(problem, self._inputs) for problem in problems],
+            }
+        )
+
+    def _end_unsubmitted(self, error: Mapping[str, Any]) -> Outcome:
+        """Nothing was submitted, and nothing was paid."""
         verb = "end_cancelled" if self._task.cancel_requested_at is not None else "fail"
         failed = len(self._task.inputs) + len(self._task.invalid_urls)
         return self._end(verb, Ending(error=error, failed=failed), None)
@@ -496,11 +497,6 @@ class Run:
                 await tools.files.add(file, session=session)
             await tools.announcer.announce(task.tenant, task.id, EVENTS[status], session)
 
-        def tidy(settled: str | None) -> None:
-            if settled == "succeed":
-                self._ctx.logger.info("task %s ended: %s", task.id, verb)
-
-        self._ctx.when_settled(tidy)
         return Done({"task_id": task.id, "succeeded": ending.succeeded, "failed": ending.failed}, write=write)
 
 
@@ -512,119 +508,12 @@ EVENTS: dict[TaskStatus, Any] = {
 }
 
 
-class Harvest:
-    """The results of one job on their way into the store; afterwards it knows how many there were."""
-
-    def __init__(self, task: Task, errand: Errand, status: Status, price: Price | None, inline_bytes_max: int) -> None:
-        self._task = task
-        self._errand = errand
-        self._price = price
-        self._inline_bytes_max = inline_bytes_max
-        self._status = status
-        self._inputs = {input.id: input for input in task.inputs}
-        self._reset()
-
-    def _reset(self) -> None:
-        self.total = 0
-        self.succeeded = 0
-        self.first_error: str | None = None
-        self.usage = Usage()
-        self.bill = Bill(self._price)
-        self._entries: list[dict[str, Any]] = []
-        self._entries_bytes = 0
-
-    async def lines(self) -> AsyncIterator[bytes]:
-        """One pass over the results, a line each."""
-        self._reset()
-        async for result in self._errand.results(self._status):
-            self.total += 1
-            if result.error is None:
-                self.succeeded += 1
-            elif self.first_error is None:
-                self.first_error = str(result.error.get("message"))
-            self.usage = _add(self.usage, result.usage)
-            self.bill.add(result)
-            entry = self._entry(result)
-            line = orjson.dumps(entry) + b"\n"
-            self._entries_bytes += len(line)
-            if self._entries_bytes <= self._inline_bytes_max:
-                self._entries.append(entry)
-            yield line
-
-    def small_entries(self) -> list[dict[str, Any]]:
-        """The results, if they are few enough to stand in the document of their job."""
-        return self._entries if self._entries_bytes <= self._inline_bytes_max else []
-
-    def _entry(self, result: Result) -> dict[str, Any]:
-        if self._task.task_type == "completion":
-            return output_line(result, self._errand.row.provider, self._errand.request.model)
-        return state.make_entry(self._inputs[result.key], result)
-
-
-def output_line(result: Result, provider: str, model: str | None) -> dict[str, Any]:
-    """A line of a completion's result file: OpenAI's output line, with the provider and the model that gave it."""
-    if result.value is not None:
-        return {**result.value, "provider": provider, "model": model}
-    error = dict(result.error or {})
-    response = error.pop("response", None)
-    return {
-        "id": f"batch_req_{result.key}",
-        "custom_id": result.key,
-        "response": response,
-        "error": {"code": error.get("code"), "message": error.get("message"), "kind": error.get("kind")},
-        "provider": provider,
-        "model": model,
-    }
-
-
-class Merge:
-    """The result file of a task, made of the results of its jobs, a piece at a time."""
-
-    def __init__(self, store: Store, task: Task, rows: Sequence[RemoteJob], provider: str) -> None:
-        self._store = store
-        self._task = task
-        self._rows = [row for row in rows if row.results_key is not None]
-        self._provider = provider
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        if self._task.task_type == "completion":
-            for row in self._rows:
-                async for chunk in self._store.get(row.results_key or ""):
-                    yield chunk
-            return
-        if not state.is_merged_by_model(self._provider):
-            yield b'{"transcriptions":['
-            async for chunk in self._entries(self._rows):
-                yield chunk
-            yield b"]}\n"
-            return
-        by_model: dict[str, list[RemoteJob]] = {}
-        for row in self._rows:
-            by_model.setdefault(row.model or "", []).append(row)
-        before = b"{"
-        for model, rows in by_model.items():
-            yield before + orjson.dumps(model) + b':{"transcriptions":['
-            async for chunk in self._entries(rows):
-                yield chunk
-            yield b"]}"
-            before = b","
-        yield b"}\n" if by_model else b"{}\n"
-
-    async def _entries(self, rows: Sequence[RemoteJob]) -> AsyncIterator[bytes]:
-        is_first = True
-        for row in rows:
-            async for line in split_lines(self._store.get(row.results_key or "")):
-                if line is not None:
-                    yield line if is_first else b"," + line
-                    is_first = False
-
-
 def make_request(task: Task, key: str, model: str | None, input_ids: Sequence[str]) -> Request:
     """What a provider is to do for a task with these inputs."""
     inputs = {input.id: input for input in task.inputs}
     return Request(
         key=key,
-        task_type=task.task_type,  # type: ignore[arg-type]  # checked when the task was made
+        task_type=task.task_type,
         model=model,
         inputs=[inputs[id] for id in input_ids],
         options=task.options,
@@ -672,16 +561,6 @@ def _task_error(rows: Sequence[RemoteJob]) -> dict[str, Any]:
 def _problem_document(problem: Problem, inputs: Mapping[str, Input]) -> dict[str, Any]:
     input = inputs.get(problem.input_id or "")
     return {"message": problem.message, "param": problem.param, "input": input and input.filename}
-
-
-def _add(one: Usage, other: Usage) -> Usage:
-    return Usage(
-        input_tokens=_sum((one.input_tokens, other.input_tokens)),
-        output_tokens=_sum((one.output_tokens, other.output_tokens)),
-        cached_tokens=_sum((one.cached_tokens, other.cached_tokens)),
-        cache_written_tokens=_sum((one.cache_written_tokens, other.cache_written_tokens)),
-        audio_seconds=_sum((one.audio_seconds, other.audio_seconds)),
-    )
 
 
 def _sum(values: Iterable[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -85,10 +86,22 @@ class ProviderSettings:
     """Instead of `tasks.task_timeout_hours`, and of what the adapter knows."""
     settle_seconds: float | None = None
     """How long a job may be missing from the provider's list after it was made; unset, what the adapter knows."""
+    requests_per_minute: float | None = None
+    """Calls to it that all worker processes together make in a minute, to submit, ask for and fetch jobs."""
+    concurrency: int | None = None
+    """Such calls at the same time; not jobs, of which as many are open there as tasks want."""
     prices: Mapping[str, ProviderPrice] = field(default_factory=dict)
     """What a model costs here: a million tokens, or an hour of audio; instead of what is known."""
     adapter: Mapping[str, Any] = field(default_factory=dict)
     """The settings of its adapter, which checks them."""
+
+    def __post_init__(self) -> None:
+        for name in ("requests_per_minute", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < inf:
+                raise ConfigurationError(
+                    f"a provider's {name} is {value}; it must be at least 1, and for no limit leave it out"
+                )
 
 
 _COMMON = frozenset(ProviderSettings.__dataclass_fields__) - {"adapter"}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
 import os
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from batchwright.errors import ConfigurationError, Fatal, Transient
+from batchwright.inference.addresses import is_private, resolve
 from batchwright.inference.gateway import Key
 from batchwright.inference.http import Http
 from batchwright.providers.buckets import SCHEMES, Bucket, open_bucket, split_uri
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from batchwright.providers.contract import Input
 
 Chunks = AsyncIterator[bytes]
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Secret:
@@ -137,17 +134,11 @@ class AdapterTools:
         if self._may_fetch_private:
             return
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, None, type=socket.SOCK_STREAM)
+            found = await resolve(parts.hostname)
         except OSError:
             raise Transient(f"the name {parts.hostname} is unknown", code="input_unavailable") from None
-        if any(is_private(ipaddress.ip_address(str(address[0]).partition("%")[0])) for *_, address in found):
+        if any(is_private(address) for address in found):
             raise _private(url)
-
-
-def is_private(address: Address) -> bool:
-    """Whether an address belongs to this machine, to our own network, or to nobody."""
-    mapped = getattr(address, "ipv4_mapped", None)
-    return not (mapped or address).is_global
 
 
 def _private(url: str) -> Fatal:

@@ -70,6 +70,7 @@ def files(cli: Cli) -> int:
 # submit -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("gateway")
 def test_submit_list_show_and_cancel_tell_one_story(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl")
@@ -321,6 +322,7 @@ async def test_watch_follows_a_batch_to_its_end(cli: Cli, folder: Path, database
     assert " completed\n" in done.stdout
 
 
+@pytest.mark.thorough
 async def test_submit_waits_for_the_end_if_it_is_asked_to(
     cli: Cli, folder: Path, tmp_path: Path, database_url: str
 ) -> None:
@@ -488,6 +490,7 @@ def test_results_that_cannot_be_had_are_explained(
     assert "are the same file" in inside("batch", "results", whole.id, "-o", "x", "--errors", "./x")[2]
 
 
+@pytest.mark.thorough
 def test_a_reader_that_had_enough_is_no_error(cli: Cli, folder: Path, database_url: str) -> None:
     batch = ended(database_url, folder, [request(f"r{n}", max_tokens=2000) for n in range(200)])
     command = [sys.executable, "-P", "-m", "batchwright", "batch", "results", batch.id]
@@ -501,6 +504,7 @@ def test_a_reader_that_had_enough_is_no_error(cli: Cli, folder: Path, database_u
         assert reading.wait(45) == 0
 
 
+@pytest.mark.thorough
 async def test_results_of_a_running_batch_are_what_is_finished_and_more_on_demand(
     cli: Cli, folder: Path, database_url: str, tmp_path: Path
 ) -> None:

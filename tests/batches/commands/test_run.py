@@ -24,6 +24,7 @@ from tests.batches.commands.cases import MIXED, ids, read, write
 from tests.batches.stage import request
 from tests.cli.conftest import SECONDS_MAX, Cli, Inside, Running
 from tests.examples.test_docs import example, shell
+from tests.support import sparsely
 from tests.telemetry.test_tracing import Collector, collector, environment, traced
 
 __all__ = ["collector", "environment", "traced"]
@@ -177,6 +178,7 @@ def test_failed_lines_have_a_file_of_their_own_and_an_exit_code(
     assert out.splitlines()[-1].split() == ["1", "odd", "bad"]
 
 
+@pytest.mark.thorough
 def test_answers_that_cannot_be_written_are_kept_and_it_says_so(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def test_answers_that_cannot_be_written_are_kept_and_it_says_so(
     assert simulator.stats()["received"] == 20
 
 
+@pytest.mark.thorough
 def test_a_run_is_one_trace(inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, traced: Collector) -> None:
     write(tmp_path / "in.jsonl")
     assert inside(*command(simulator))[0] == 0
@@ -228,6 +231,7 @@ def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
     assert f"{found['output_tokens']:,} out" in tokens
 
 
+@pytest.mark.thorough
 def test_an_interrupted_retry_counts_what_was_answered_before(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -326,6 +330,7 @@ def test_an_error_file_from_before_does_not_lie(
 # Where it is written ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -347,6 +352,7 @@ def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(
     assert sorted(path.name for path in tmp_path.iterdir() if path != null) == ["data", "in.jsonl", "pipe"]
 
 
+@pytest.mark.thorough
 def test_a_device_that_is_full_is_told_and_answers_are_kept(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -356,7 +362,7 @@ def test_a_device_that_is_full_is_told_and_answers_are_kept(
     assert f"{full} cannot be written: No space left on device; every answer is kept" in said
 
 
-@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("name", sparsely(["-", "/dev/stdout"], 2))
 def test_standard_output_gets_lines_and_nothing_else(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, name: str
 ) -> None:
@@ -439,7 +445,7 @@ def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_fli
     assert len(cli.rows("SELECT FROM batchwright.batch")) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", sparsely([signal.SIGINT, signal.SIGTERM], 2))
 def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -457,6 +463,7 @@ def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
     assert simulator.asked(over=1)["repeated"] == 0
 
 
+@pytest.mark.thorough
 def test_a_run_that_waits_for_its_server_can_be_interrupted_and_goes_on_with_it(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -471,6 +478,7 @@ def test_a_run_that_waits_for_its_server_can_be_interrupted_and_goes_on_with_it(
     assert cli.json(*arguments)["completed"] == 4
 
 
+@pytest.mark.thorough
 def test_the_same_run_twice_at_a_time_is_refused(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl")
     simulator.put_faults(["hang:match=Say r2."])
@@ -481,6 +489,7 @@ def test_the_same_run_twice_at_a_time_is_refused(cli: Cli, simulator: Remote, fo
         )
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_left_can_be_cancelled_and_keeps_its_answers(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -499,6 +508,7 @@ def test_a_run_that_was_left_can_be_cancelled_and_keeps_its_answers(
     assert len(read(tmp_path / "in.out.jsonl")) == found["completed"]
 
 
+@pytest.mark.thorough
 def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
     cli.environment["BATCHWRIGHT_BATCHES_CANCEL_GRACE_SECONDS"] = "0.2"
     write(tmp_path / "in.jsonl", slow(20))
@@ -578,6 +588,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
 # The page -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_what_the_docs_print_works_with_the_embedded_database() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])

@@ -18,7 +18,7 @@ from batchwright.batches.send.dispatch import FIRST_SHARDS_MAX
 from batchwright.batches.send.work import End, Work
 from batchwright.engine.metrics import WorkerCounts
 from batchwright.engine.worker.duty import Site, metrics_of
-from batchwright.inference.budgets import Budget, Rate
+from batchwright.inference.budgets import Budget, Rate, RateBudget, RateLimits
 from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.stage import jsonl, request, staged
 
@@ -123,6 +123,17 @@ async def test_whoever_waits_for_a_budget_holds_no_slot_that_others_need(databas
         async with asyncio.timeout(5):
             await work.quiet.wait()
         assert held[-1] == (0, 0)
+
+
+async def test_a_server_that_refuses_a_batch_stops_whoever_takes_from_the_same_budget(database_url, queue, tmp_path):
+    async with prepared(database_url, tmp_path, 1, prompt="[[fault:429:times=1]]") as (dispatcher, work, entries):
+        dispatcher.begin(work, entries, priority=5)
+        work.sender.budget = Budget(queue.database, "server", Rate(requests=100.0, tokens=1e12))
+        async with asyncio.timeout(10):
+            await work.quiet.wait()
+        assert work.journal.lines == 1
+        other = RateBudget(queue.database, "server", RateLimits(requests_per_minute=6000))
+        assert 0.65 < (await other.describe()).share < 0.75
 
 
 async def test_every_request_bears_a_uuid_that_maps_to_the_id_of_its_line(database_url, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.providers.commands.conftest import Shell
+from tests.support import sparsely
 
 URL = "https://audio.example.com/call.wav"
 SPEECH = {"azure": URL, "aws": "call.wav", "google": "call.wav", "sarvam": "call.wav"}
@@ -60,6 +61,7 @@ def test_a_task_with_a_bad_input_ends_in_part_and_says_so(shell: Shell) -> None:
     assert shell.json("task", "list", "--status", "failed") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("worker")
 def test_a_result_is_written_to_a_file_that_is_only_overwritten_by_force(shell: Shell) -> None:
     requests = shell.write_chat("saw")
@@ -80,6 +82,7 @@ def test_a_result_is_written_to_a_file_that_is_only_overwritten_by_force(shell: 
     assert (shell.folder / "out.jsonl").read_text() == printed
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("worker")
 def test_what_is_watched_as_json_is_an_object_for_each_change(shell: Shell) -> None:
     shell.write("call.wav")
@@ -105,6 +108,7 @@ def test_a_task_that_no_worker_runs_says_so_and_has_no_result_yet(shell: Shell) 
     assert f"task {id} is being cancelled" in shell("task", "cancel", id)
 
 
+@pytest.mark.thorough
 def test_a_task_is_cancelled_at_its_provider(open_shell: Callable[..., Shell]) -> None:
     shell = open_shell("--queue-seconds", "0", "--run-seconds", "3600")
     with shell.cli.start("worker"):
@@ -133,6 +137,7 @@ def test_a_refused_credential_holds_the_provider_and_its_tasks(open_shell: Calla
     assert shell.jobs() == []
 
 
+@pytest.mark.thorough
 def test_a_task_says_which_call_fails(open_shell: Callable[..., Shell]) -> None:
     shell = open_shell("--fault", "503:route=openai.upload:message=the stairs are swept")
     id = shell("task", "submit", shell.write_chat("saw"), "--model", "openai/gpt-5-mini").strip()
@@ -143,6 +148,7 @@ def test_a_task_says_which_call_fails(open_shell: Callable[..., Shell]) -> None:
     assert "the stairs are swept" in job["call_error"]
 
 
+@pytest.mark.thorough
 def test_a_task_says_why_its_inputs_cannot_be_read(shell: Shell) -> None:
     id = shell("task", "submit", "https://nowhere.invalid/a.jsonl", "--model", "openai/gpt-5-mini").strip()
     with shell.cli.start("worker"):
@@ -212,32 +218,38 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        ([URL, "--provider", "azur"], "there is no provider 'azur'; did you mean 'azure'?"),
-        ([URL, "--provider", "openai"], "no tasks of the type transcription; there are aws, azure, google, sarvam"),
-        ([URL], "name a provider for this task; there are aws, azure, google, sarvam"),
-        ([URL, "--provider", "azure", "--type", "song"], "there is no task type 'song'; there are transcription"),
-        (["ftp://example.com/x.wav", "--provider", "azure"], "it must begin with https://"),
-        (["https://", "--provider", "azure"], "none of the inputs can be used: https://"),
-        (["https:/example.com/x.wav", "--provider", "azure"], "there is no file 'https:/example.com/x.wav' here"),
-        (["", "--provider", "azure"], "cannot be read"),
-        (["missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
-        (["here.wav", "missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
-        (["here.wav", "--provider", "azure"], "used: here.wav: 'here.wav' is stored where Azure cannot fetch it"),
-        (["empty.wav", "--provider", "sarvam"], "used: empty.wav: 'empty.wav' is empty"),
-        (["file-0123", "--provider", "sarvam"], "there is no file 'file-0123'"),
-        (["-", "--provider", "sarvam"], "there is no file '-' here"),
-        (["here.wav", "--provider", "sarvam", "--option", "languag=en"], "the option 'languag' is unknown"),
-        (["here.wav", "--provider", "sarvam", "--option", "diarization=maybe"], "diarization must be true or false"),
-        (["here.wav", "--provider", "sarvam", "--option", "x"], "--option 'x' is not NAME=VALUE"),
-        (["here.wav", "--provider", "sarvam", "--metadata", "x"], "--metadata 'x' is not NAME=VALUE"),
-        (["here.wav", "--provider", "sarvam", "--metadata", f"x={'y' * 600}"], "a value at most 512"),
-        (["here.wav", "--provider", "sarvam", "--timeout-hours", "0"], "--timeout-hours 0 is out of range"),
-        (["here.wav", "--provider", "sarvam", "--timeout-hours", "721"], "--timeout-hours 721 is out of range"),
-        (["here.jsonl", "--provider", "openai"], "name the models of a completion"),
-        (["here.jsonl", "--model", "gpt"], "which provider has the model 'gpt'?"),
-        (["here.jsonl", "here.jsonl", "--model", "openai/m"], "a completion has one input"),
-    ],
+    sparsely(
+        [
+            ([URL, "--provider", "azur"], "there is no provider 'azur'; did you mean 'azure'?"),
+            ([URL, "--provider", "openai"], "no tasks of the type transcription; there are aws, azure, google, sarvam"),
+            ([URL], "name a provider for this task; there are aws, azure, google, sarvam"),
+            ([URL, "--provider", "azure", "--type", "song"], "there is no task type 'song'; there are transcription"),
+            (["ftp://example.com/x.wav", "--provider", "azure"], "it must begin with https://"),
+            (["https://", "--provider", "azure"], "none of the inputs can be used: https://"),
+            (["https:/example.com/x.wav", "--provider", "azure"], "there is no file 'https:/example.com/x.wav' here"),
+            (["", "--provider", "azure"], "cannot be read"),
+            (["missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
+            (["here.wav", "missing.wav", "--provider", "sarvam"], "there is no file 'missing.wav' here"),
+            (["here.wav", "--provider", "azure"], "used: here.wav: 'here.wav' is stored where Azure cannot fetch it"),
+            (["empty.wav", "--provider", "sarvam"], "used: empty.wav: 'empty.wav' is empty"),
+            (["file-0123", "--provider", "sarvam"], "there is no file 'file-0123'"),
+            (["-", "--provider", "sarvam"], "there is no file '-' here"),
+            (["here.wav", "--provider", "sarvam", "--option", "languag=en"], "the option 'languag' is unknown"),
+            (
+                ["here.wav", "--provider", "sarvam", "--option", "diarization=maybe"],
+                "diarization must be true or false",
+            ),
+            (["here.wav", "--provider", "sarvam", "--option", "x"], "--option 'x' is not NAME=VALUE"),
+            (["here.wav", "--provider", "sarvam", "--metadata", "x"], "--metadata 'x' is not NAME=VALUE"),
+            (["here.wav", "--provider", "sarvam", "--metadata", f"x={'y' * 600}"], "a value at most 512"),
+            (["here.wav", "--provider", "sarvam", "--timeout-hours", "0"], "--timeout-hours 0 is out of range"),
+            (["here.wav", "--provider", "sarvam", "--timeout-hours", "721"], "--timeout-hours 721 is out of range"),
+            (["here.jsonl", "--provider", "openai"], "name the models of a completion"),
+            (["here.jsonl", "--model", "gpt"], "which provider has the model 'gpt'?"),
+            (["here.jsonl", "here.jsonl", "--model", "openai/m"], "a completion has one input"),
+        ],
+        4,
+    ),
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_made(shell: Shell, arguments: list[str], words: str) -> None:
     shell.write("here.wav")

@@ -48,7 +48,7 @@ from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, window_seconds
 from batchwright.cli.flags import Config, DatabaseUrl, Force, Json, parse_headers, settings_from
 from batchwright.cli.loop import loop_factory, spare_the_collector
-from batchwright.cli.show import console, money, number, print_facts, print_json, seconds, time_text
+from batchwright.cli.show import console, money, number, print_facts, print_json, seconds, show_meanwhile, time_text
 from batchwright.cli.stop import Stop, end, end_if_nobody_reads
 from batchwright.cli.targets import Target, open_target, refuse_same
 from batchwright.engine.worker.worker import Worker
@@ -179,26 +179,13 @@ async def _run(local: LocalRun, targets: Targets, settings: Settings, *, force: 
     stop = Stop()
     stop.listen()
     batchwright = AsyncBatchwright(settings=settings)
-    with _show_meanwhile("starting the database …"):
+    with show_meanwhile("starting the database …"):
         await batchwright.open()
     try:
         with lock_queue(batchwright.part(BatchesPart).workspace.root, local.queue) as lock:
             return await _Command(batchwright, local, targets, stop, json=json).run(lock, force=force)
     finally:
         await batchwright.close()
-
-
-@contextlib.contextmanager
-def _show_meanwhile(text: str) -> Iterator[None]:
-    """On a terminal, for as long as it takes: the first start of the embedded database takes a few seconds."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    typer.echo(text, err=True, nl=False)
-    try:
-        yield
-    finally:
-        typer.echo("\r\x1b[K", err=True, nl=False)
 
 
 class _Command:

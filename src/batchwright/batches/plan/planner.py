@@ -20,7 +20,7 @@ from typing import Any
 
 from batchwright.batches.plan import plan
 from batchwright.batches.plan.plan import Rules
-from batchwright.engine.worker.processes import end_with_parent
+from batchwright.engine.worker.processes import end_with_parent, see_the_end
 
 APART_BYTES = 32 * 1024 * 1024
 """A file of this size is worth the quarter of a second that a process takes to start."""
@@ -64,7 +64,7 @@ async def _make_apart(input: Path, rules: Rules, folder: Path) -> Planned:
     finally:
         if child.returncode is None:
             child.kill()
-            await child.wait()
+            await see_the_end(child)
     if child.returncode != 0:
         raise ChildProcessError(f"the process that planned {input.name} ended with exit code {child.returncode}")
     planned: Planned = pickle.loads(said)  # noqa: S301 (our own child)

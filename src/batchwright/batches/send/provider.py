@@ -152,11 +152,11 @@ class ProviderShardRun(ShardClaim):
 
     async def _settle(self, errand: Errand, progress: Progress, control: Control) -> Outcome:
         match progress:
-            case Waits(seconds):
+            case Waits(seconds, reason):
                 if control.seconds_left > 0:
                     seconds = min(seconds, control.seconds_left + 0.1)
                 done = (errand.row.succeeded or 0) + (errand.row.failed or 0)
-                text = f"{errand.row.provider} is at work"
+                text = reason or f"{errand.row.provider} is at work"
                 return Snooze(max(_SNOOZE_SECONDS_MIN, seconds), text, progress=(done, self.shard.count))
             case Refused(error):
                 await self._give_up(errand, error)
@@ -260,6 +260,11 @@ class ProviderShardRun(ShardClaim):
     async def referred(self, row: RemoteJob, session: Session) -> None:
         """There is nothing to be written together with it."""
 
+    async def is_wanted(self) -> bool:
+        """Staging may have taken a while, and the batch may have been cancelled, paused or late since."""
+        control = (await self._tools.batches.controls([self.shard.batch_id])).get(self.shard.batch_id)
+        return control is not None and not _must_stop(control) and not control.is_paused
+
     def report(self, event: str, message: str, **fields: Any) -> None:
         self._ctx.emit(event, message, **fields)
 
@@ -321,7 +326,7 @@ class Harvest:
             return None
         self.total += 1
         self.succeeded += result.value is not None
-        self.usage = _add(self.usage, result.usage)
+        self.usage += result.usage
         self.bill.add(result)
         if self._ledger.has(offset):
             return None
@@ -392,15 +397,3 @@ def _failure(error: Mapping[str, Any]) -> Answer:
         seconds=0.0,
         succeeded=False,
     )
-
-
-def _add(one: Usage, other: Usage) -> Usage:
-    return Usage(
-        input_tokens=_sum(one.input_tokens, other.input_tokens),
-        output_tokens=_sum(one.output_tokens, other.output_tokens),
-        cached_tokens=_sum(one.cached_tokens, other.cached_tokens),
-    )
-
-
-def _sum(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one + (other or 0)

@@ -194,7 +194,7 @@ class Sender:
         now = self.clock()
         self.limit.heard(sent, answer, now)
         if self.budget is not None:
-            self.budget.settle(_guess_tokens(item.entry), answer.usage.total)
+            self.budget.settle(_guess_tokens(item.entry), answer.usage.total, answer)
         if answer.code is not None and answer.code == Failure.EXPIRED:
             work.stop(End.DEADLINE)
             return None

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from batchwright.batches.journal.checkpoint import Account, Owner
@@ -52,7 +53,7 @@ _HANDED_BACK = {End.BROKEN: "system_error", End.FULL: "system_error", End.LEAVE:
 _LAST_WORDS_SECONDS = 1.5
 
 
-class ShardClaim:
+class ShardClaim(ABC):
     """What every claim of a shard has, whoever answers its requests: its journal, its lines, and what errors mean."""
 
     def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
@@ -91,9 +92,9 @@ class ShardClaim:
                 return await self._wait(reason, str(error))
             raise await self._judge(error) from error
 
+    @abstractmethod
     async def advance(self, control: Control, traceparent: str | None) -> Outcome:
         """Do what comes next; the batch is as `control` says."""
-        raise NotImplementedError
 
     # Before -----------------------------------------------------------------------------------------------------
 
