@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchwright import AsyncBatchwright, Context
-from batchwright.engine.worker.processes import Processes
+from batchwright.engine.worker.processes import Processes, see_the_end
 from batchwright.states import JobStatus
 from tests.chaos.operations import cpu, plain
 from tests.support import noop, put_one, raw, take
@@ -118,7 +118,33 @@ async def test_a_child_killed_while_its_answer_is_on_the_way_is_not_given_the_ne
     running.kill()
     assert await performing == 0
     assert not processes._idle
+    assert child.process.returncode is not None, "nobody would have waited for it"
     assert await perform(queue, batchwright, processes) == 0
+
+
+async def test_a_killed_process_is_not_left_behind_by_whoever_is_cancelled_while_it_dies():
+    """The loop may close right after: what still ran then would never be seen to end."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    seeing = asyncio.create_task(see_the_end(process))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        seeing.cancel()
+    process.kill()
+    with pytest.raises(asyncio.CancelledError):
+        await seeing
+    assert process.returncode is not None
+
+
+async def test_a_job_that_runs_alone_is_given_back_before_its_worker_has_stopped(queue, batchwright, processes):
+    id = await batchwright.enqueue(plain, {"seconds": 600.0})
+    await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
+    isolating = asyncio.create_task(processes.isolate(id))
+    while (await queue.get(id)).message is None:
+        await asyncio.sleep(0.02)
+    isolating.cancel()
+    await asyncio.gather(isolating, return_exceptions=True)
+    await processes.close()
+    assert (await queue.get(id)).status is JobStatus.QUEUED
 
 
 async def perform(queue, batchwright, processes, running=None):

@@ -522,6 +522,7 @@ async def test_a_parent_that_joins_takes_its_number_under_its_own_lock(queue):
 # Idle costs nothing -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_a_thousand_idle_followers_cost_one_trivial_statement_per_look_and_no_connection(
     queue, spy, pool, streams, time
 ):

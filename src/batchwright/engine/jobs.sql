@@ -779,6 +779,13 @@ WHERE job_id = %(id)s AND id > %(after)s
 ORDER BY id
 LIMIT %(limit)s
 
+-- name: events_of_many
+SELECT :event_columns
+FROM batchwright.job_event
+WHERE job_id = ANY(%(ids)s) AND id > %(after)s
+ORDER BY id
+LIMIT %(limit)s
+
 -- name: latest_events
 SELECT :event_columns
 FROM batchwright.job_event

@@ -6,10 +6,12 @@ part calls what is here, or joins `:jobs` in a statement of its own.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from uuid import UUID
+
+import orjson
 
 from batchwright.db.database import Session
 from batchwright.db.statements import shared_parts, statements
@@ -20,7 +22,7 @@ from batchwright.states import JobStatus
 
 SQL = statements(__package__, "owned.sql")
 JOBS_VIEW = shared_parts(__package__, "owned.sql")
-"""For `statements(…, parts=JOBS_VIEW)`: `:jobs` is like a view of jobs with id, parent_job_id, status and is_open."""
+"""For `statements(…, parts=JOBS_VIEW)`: `:jobs` is like a view of id, parent_job_id, status, run_after and is_open."""
 
 
 class OpenChild(NamedTuple):
@@ -48,6 +50,21 @@ async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -
         "workers": [one.worker for one in claims],
     }
     return {id for (id,) in await queue.database.ask(SQL["lock_held"], params, session)}
+
+
+async def lock(queue: Queue, id: UUID, *, session: Session) -> None:
+    """Lock a job, whoever holds it: who writes to a part's rows and then to a job's history must lock the job first."""
+    await queue.database.ask(SQL["lock"], {"id": id}, session)
+
+
+async def note(queue: Queue, held: Held, *events: Mapping[str, Any], session: Session) -> None:
+    """Add to the history of a job in the caller's transaction, so that the events and what they tell of are one commit.
+
+    Nothing is fenced: what was paid for is told also by a worker that has lost the job.
+    """
+    document = orjson.dumps(events, default=str).decode()
+    params = {"id": held.id, "claim": held.claim, "worker": held.worker, "events": document}
+    await queue.database.ask(SQL["note"], params, session)
 
 
 async def children(

@@ -622,6 +622,11 @@ class Queue:
         rows = await self._run(None, "events", id=id, after=after, limit=limit)
         return [as_event(row) for row in rows]
 
+    async def events_of_many(self, ids: Sequence[JobId], *, after: int = 0, limit: int = 1000) -> list[JobEvent]:
+        """The events of some jobs as one history."""
+        rows = await self._run(None, "events_of_many", ids=list(ids), after=after, limit=limit)
+        return [as_event(row) for row in rows]
+
     async def latest_events(self, id: JobId, *, limit: int) -> list[JobEvent]:
         rows = await self._run(None, "latest_events", id=id, limit=limit)
         return [as_event(row) for row in reversed(rows)]

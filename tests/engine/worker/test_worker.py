@@ -1084,6 +1084,7 @@ async def history(queue, id) -> str:
     return "\n".join(f"{one.ts} {one.event} {one.claim} {one.worker} {one.message}" for one in await queue.events(id))
 
 
+@pytest.mark.thorough
 async def test_a_job_that_kills_its_process_every_time_is_parked_and_its_neighbours_are_not(
     queue, database_url, tmp_path
 ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -22,8 +24,8 @@ T = TypeVar("T")
 class Duty:
     """What one part does in one worker process."""
 
-    services: Sequence[object] = ()
-    """What its operations ask for by class: `ctx.service(Kind)`."""
+    services: Sequence[object] | Callable[[], Sequence[object]] = ()
+    """What its operations ask for by class: `ctx.service(Kind)`; a function makes them when one is first asked for."""
     demand: Demand | None = None
     """Jobs that it takes by what it can do with them, beside the worker's slots."""
     rounds: Sequence[Round] = ()
@@ -63,7 +65,13 @@ class Duties:
 
     def __init__(self, parts: Sequence[WorkerPart], site: Site, offers: Sequence[object]) -> None:
         self._duties = [duty for part in parts if (duty := part.work(site)) is not None]
-        self._services = [*offers, *(service for duty in self._duties for service in duty.services)]
+        self._services = list(offers)
+        self._late: list[Callable[[], Sequence[object]]] = []
+        for duty in self._duties:
+            if callable(duty.services):
+                self._late.append(functools.cache(duty.services))
+            else:
+                self._services += duty.services
         demands = [duty.demand for duty in self._duties if duty.demand is not None]
         self.demand: Demand | None = _Demands(demands) if demands else None
 
@@ -73,7 +81,8 @@ class Duties:
 
     def service(self, kind: type[T]) -> T:
         """What an operation asks for."""
-        for service in self._services:
+        late = (service for make in self._late for service in make())
+        for service in itertools.chain(self._services, late):
             if isinstance(service, kind):
                 return service
         raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")

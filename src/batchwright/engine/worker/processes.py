@@ -32,6 +32,7 @@ CHILD_BRIEF = "BATCHWRIGHT_CHILD"
 _LENGTH = struct.Struct(">I")
 _FRAME_BYTES_MAX = 64 * 1024 * 1024
 _IDLE_CHILDREN_MAX = 4
+_GIVING_BACK_SECONDS = 5.0  # of a job that ran alone, by its process, when the worker stops
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,6 +47,18 @@ def end_with_parent(number: signal.Signals) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+async def see_the_end(process: asyncio.subprocess.Process) -> None:
+    """Of a process that was killed: it takes a moment, in which nobody who cancels the caller leaves it behind."""
+    is_cancelled = False
+    while process.returncode is None:
+        try:
+            await process.wait()
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 class Killable(Protocol):
@@ -70,6 +83,7 @@ class Processes:
         self._performing = 0
         self._busy: set[_Child] = set()
         self._idle: list[_Child] = []
+        self._alone: set[_Child] = set()
 
     @property
     def free(self) -> int:
@@ -106,6 +120,7 @@ class Processes:
                 self._idle.append(child)
             else:
                 child.kill()
+                await see_the_end(child.process)
 
     def _take_idle(self) -> _Child | None:
         """A child that lives: even an idle one may have been killed, by whoever was short of memory."""
@@ -121,6 +136,7 @@ class Processes:
         If this worker is killed, the process gives the job back and ends: a job is not to blame for that.
         """
         child = await self._spawn("isolate", str(id))
+        self._alone.add(child)
         claim: int | None = None
         try:
             with contextlib.suppress(asyncio.IncompleteReadError):
@@ -130,13 +146,19 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGTERM)
             raise
+        self._alone.discard(child)
         return claim if code != 0 else None
 
     async def close(self) -> None:
         for child in [*self._idle, *self._busy]:
             child.kill()
-            await child.process.wait()
+            await see_the_end(child.process)
         self._idle.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GIVING_BACK_SECONDS):
+                for child in self._alone:
+                    child.hang_up()
+                    await child.process.wait()
 
     async def _spawn(self, *arguments: str) -> _Child:
         if self._program is None:
@@ -211,6 +233,11 @@ class _Child:
             self.kill()
             raise Died(f"a message of {length} bytes; the limit is {_FRAME_BYTES_MAX}")
         return pickle.loads(await self.process.stdout.readexactly(length))  # noqa: S301 (our own child)
+
+    def hang_up(self) -> None:
+        """As the death of this process would: the child gives back what it has, and ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def kill(self) -> None:
         self.is_fit = False
