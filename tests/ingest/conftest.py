@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from batchwright.db.database import Database
 from batchwright.ingest.limits import Limits
 from batchwright.ingest.sandbox import Sandbox
+from tests.ingest.stored import Shelf
 
 PARSERS = "tests.ingest.parsers"
 SMALL = Limits(
@@ -32,3 +34,12 @@ async def extract(tmp_path):
     yield call
     for sandbox in sandboxes.values():
         await sandbox.close()
+
+
+@pytest.fixture(params=["pgvector", "without"])
+async def shelf(request, pool, clock) -> Shelf:
+    """Collections with and without pgvector; where the server has none, one of the two is enough."""
+    shelf = Shelf(Database(pool, clock=clock), use_pgvector=request.param == "pgvector")
+    if request.param == "pgvector" and not await shelf.spaces.has_pgvector():
+        pytest.skip("this server has no pgvector, so there is nothing to do without")
+    return shelf

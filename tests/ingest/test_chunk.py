@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import ConfigurationError
-from batchwright.ingest.chunk import ChunkSettings, Tokenizer, chunk_id, chunk_text, estimate_tokens, fingerprint
+from batchwright.inference.tokens import estimate_tokens
+from batchwright.ingest.chunk import ChunkSettings, Tokenizer, chunk_id, chunk_text, fingerprint
 from batchwright.ingest.graphemes import is_boundary
 from batchwright.ingest.text import CanonicalText, Page, Section, normalise
 

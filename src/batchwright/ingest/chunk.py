@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from batchwright.errors import ConfigurationError
+from batchwright.inference.tokens import estimate_tokens
 from batchwright.ingest.graphemes import is_boundary
 from batchwright.ingest.text import CanonicalText
 
@@ -38,12 +39,6 @@ class Tokenizer:
 
     name: str
     count: Callable[[str], int]
-
-
-def estimate_tokens(text: str) -> int:
-    """A third of the ASCII characters and all others. A guess: give a tokenizer where the limit is strict."""
-    plain = len(text.encode("ascii", "ignore"))
-    return (plain + 2) // 3 + len(text) - plain
 
 
 ESTIMATE = Tokenizer(name="estimate", count=estimate_tokens)

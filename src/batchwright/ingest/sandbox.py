@@ -24,6 +24,7 @@ from typing import NoReturn, Self
 
 import msgspec
 
+from batchwright.engine.worker.processes import see_the_end
 from batchwright.errors import ConfigurationError, Fatal, OperationError, SchemaInvalid, Transient
 from batchwright.ingest.extract.dispatch import EXTRACTORS
 from batchwright.ingest.limits import Limits
@@ -71,7 +72,10 @@ class Sandbox:
         if server is not None:
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
-            await server.communicate()
+            try:
+                await see_the_end(server)
+            finally:
+                await server.communicate()
 
     def _request(self, path: Path, name: str, limits: Limits) -> Request:
         name = name.encode("utf-8", "replace").decode()

@@ -31,6 +31,7 @@ _BY_EXTENSION = {
     "xhtml": "html",
     "xlsx": "xlsx",
 }
+EXTENSIONS = frozenset(_BY_EXTENSION)
 _BINARY = {"docx", "pdf", "pptx", "xlsx"}
 _OFFICE = {"word/": "docx", "xl/": "xlsx", "ppt/": "pptx"}
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
@@ -63,7 +64,7 @@ _HEAD_BYTES = 65_536
 
 def detect(document: Document) -> str:
     """One of the formats that have an extractor; anything else is refused with what it seems to be."""
-    expected = _BY_EXTENSION.get(PurePath(document.name).suffix.lower().removeprefix("."))
+    expected = expected_format(document.name)
     head = document.data[:_HEAD_BYTES]
     if not head.strip(b"\x00 \t\r\n\f\xef\xbb\xbf\xff\xfe"):
         raise empty()
@@ -81,7 +82,12 @@ def detect(document: Document) -> str:
 
 def is_expected(name: str, format: str) -> bool:
     """Whether a name promises this format, or promises nothing."""
-    return _BY_EXTENSION.get(PurePath(name).suffix.lower().removeprefix("."), format) == format
+    return (expected_format(name) or format) == format
+
+
+def expected_format(name: str) -> str | None:
+    """The format that a name promises; None if it promises nothing."""
+    return _BY_EXTENSION.get(PurePath(name).suffix.lower().removeprefix("."))
 
 
 def _detect_binary(document: Document, head: bytes) -> str | None:

@@ -35,7 +35,7 @@ def extract(document: Document, builder: TextBuilder) -> None:
         builder.begin_page()
         _add_page(builder, text, bookmarks[index])
     if without_text == count:
-        message = f"none of the {count} pages has a text layer: the document is a scan and needs OCR"
+        message = f"no page of {count} has a text layer: the document is a scan and needs OCR"
         raise SchemaInvalid(message, code="no_text_layer")
     if without_text:
         builder.warn(f"{without_text} of {count} pages have no text layer")

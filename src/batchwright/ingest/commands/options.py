@@ -1,0 +1,145 @@
+"""Flags and arguments that several commands of documents share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchwright.errors import InvalidInput
+from batchwright.ingest.config import Overrides
+from batchwright.ingest.sources import FileSource, UrlList, local_roots, parse_source
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.", show_default=False)]
+CollectionName = Annotated[str, typer.Argument(metavar="NAME", help="The collection's name.", show_default=False)]
+OwnTenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the collection.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(metavar="5.00", help="Most dollars that the run may spend on models; then it is parked."),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Print the run's id, and do not wait for its end.")]
+Anew = Annotated[bool, typer.Option("--anew", help="Repeat all steps, also those that are done.")]
+
+
+class LaneChoice(StrEnum):
+    """How models are asked."""
+
+    REALTIME = "realtime"
+    BATCH = "batch"
+    AUTO = "auto"
+
+
+Sources = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Folder or file of this machine, URL, or prefix in an object store, such as s3://bucket/papers.",
+        show_default=False,
+    ),
+]
+Collection = Annotated[
+    str, typer.Option("--collection", "-c", metavar="NAME", help="Collection that gets the documents.")
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Only names like this, such as *.pdf; may be repeated.", show_default=False),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Names to leave out, such as drafts/; may be repeated.", show_default=False),
+]
+Urls = Annotated[Path | None, typer.Option(metavar="FILE", help="File with one URL on each line.", show_default=False)]
+EmbeddingModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="Model for vectors; local needs no server. By default the settings'.", show_default=False
+    ),
+]
+EntityModel = Annotated[
+    str | None,
+    typer.Option(
+        "--entities",
+        metavar="MODEL",
+        help="How to find entities: patterns, none, or a chat model. By default the settings'.",
+        show_default=False,
+    ),
+]
+ChunkCharacters = Annotated[
+    int | None,
+    typer.Option(min=16, max=20_000, help="Most characters of a chunk; by default the settings'.", show_default=False),
+]
+OfLane = Annotated[
+    LaneChoice | None,
+    typer.Option("--lane", help="How to ask models; batch is cheaper and slower.", show_default=False),
+]
+ForceAll = Annotated[bool, typer.Option("--force", help="Read every document again, changed or not.")]
+RunTenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the run and its collection.")]
+
+_TIME = re.compile(r"([0-9]{1,6})([mhd])")
+_UNIT_SECONDS = {"m": 60, "h": 3600, "d": 86_400}
+_SECONDS_MAX = 30 * 86_400
+
+
+def parse_budget(text: str | None) -> Decimal | None:
+    if text is None:
+        return None
+    try:
+        amount = Decimal(text)
+    except InvalidOperation:
+        amount = Decimal("NaN")
+    if not amount.is_finite() or amount <= 0:
+        raise InvalidInput(f"--budget {text!r} is no amount: write dollars above 0, such as 5.00", param="budget")
+    return amount
+
+
+def parse_time(flag: str, text: str | None) -> float | None:
+    """`24h`, `90m`, `7d`: from one minute to thirty days."""
+    if text is None:
+        return None
+    found = _TIME.fullmatch(text)
+    seconds = int(found[1]) * _UNIT_SECONDS[found[2]] if found else 0
+    if not 0 < seconds <= _SECONDS_MAX:
+        raise InvalidInput(f"{flag} {text!r} is out of range: write 1m to 30d, such as 24h", param=flag.lstrip("-"))
+    return float(seconds)
+
+
+def name_sources(given: Sequence[str], urls: Path | None) -> list[str]:
+    """Whole paths: a worker may stand in another folder. What is not there is an error before anything is created."""
+    texts = [*given, *([f"@{urls}"] if urls is not None else [])]
+    if not texts:
+        raise InvalidInput("there is no source: name folders, files or URLs, or a file of URLs with --urls")
+    return [_name_source(text) for text in texts]
+
+
+def _name_source(text: str) -> str:
+    source = parse_source(text)
+    if not isinstance(source, FileSource | UrlList):
+        return text
+    if not source.path.exists():
+        raise InvalidInput(f"there is no file or folder {str(source.path)!r} on this machine")
+    return f"@{source.path}" if isinstance(source, UrlList) else str(source.path)
+
+
+def make_overrides(
+    sources: Sequence[str],
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    embedding_model: str | None,
+    entities: str | None,
+    chunk_characters: int | None,
+    force: bool,
+) -> Overrides:
+    return Overrides(
+        include=include or None,
+        exclude=exclude or None,
+        embedding_model=embedding_model,
+        entities=entities,
+        chunk_characters=chunk_characters,
+        roots=local_roots(sources),
+        force=force,
+    )

@@ -1,0 +1,242 @@
+"""What a step sees of its document, its run, and the worker that it runs in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from batchwright.engine.owned import Held
+from batchwright.engine.queue import Queue
+from batchwright.errors import NotFound, SchemaInvalid, StorageError
+from batchwright.inference.tokens import estimate_tokens
+from batchwright.ingest.chunk import Chunk, ChunkSettings, chunk_id, chunk_text, fingerprint
+from batchwright.ingest.items import Item
+from batchwright.ingest.ledger import Answers, ItemLedger
+from batchwright.ingest.library import Library
+from batchwright.ingest.machine import Live, Machine
+from batchwright.ingest.metrics import IngestCounts
+from batchwright.ingest.models import Models
+from batchwright.ingest.money import Prices
+from batchwright.ingest.rates import Rates
+from batchwright.ingest.requests import Requests
+from batchwright.ingest.results import OutputLost
+from batchwright.ingest.runs import Run
+from batchwright.ingest.sandbox import Sandbox
+from batchwright.ingest.sources import Sources
+from batchwright.ingest.spaces import Spaces
+from batchwright.ingest.text import CanonicalText
+from batchwright.storage import Store
+
+T = TypeVar("T")
+FETCHED = "FETCHED"
+CONTENT_EXTRACTED = "CONTENT_EXTRACTED"
+CHUNKED = "CHUNKED"
+EMBEDDED = "EMBEDDED"
+ENTITY_EXTRACTED = "ENTITY_EXTRACTED"
+PERSISTED = "PERSISTED"
+INDEXED = "INDEXED"
+FOLDER = "ingest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A chunk with its text and the names by which it is known."""
+
+    number: int
+    chunk: Chunk
+    key: str
+    """Of this place in this text."""
+    hash: bytes
+    """Of the words alone: equal passages are embedded once."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a worker process keeps for its documents."""
+
+    queue: Queue
+    store: Store
+    folder: Path
+    """For files that last as long as one step."""
+    answers: Answers
+    counts: IngestCounts
+    library: Library
+    models: Models
+    prices: Prices
+    rates: Rates
+    requests: Requests
+    sandboxes: Sandboxes
+    sources: Sources
+    spaces: Spaces
+    turns: asyncio.Semaphore
+    """For work in threads: as many at once as there are cores."""
+
+
+class Sandboxes:
+    """Some sandboxes, each for one document at a time; they start when they are first used."""
+
+    def __init__(self, count: int) -> None:
+        self._all = [Sandbox() for _ in range(count)]
+        self._free: asyncio.LifoQueue[Sandbox] = asyncio.LifoQueue()
+        for sandbox in self._all:
+            self._free.put_nowait(sandbox)
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[Sandbox]:
+        sandbox = await self._free.get()
+        try:
+            yield sandbox
+        finally:
+            self._free.put_nowait(sandbox)
+
+    async def close(self) -> None:
+        for sandbox in self._all:
+            await sandbox.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class StepContext:
+    """A step's line to everything else; one for each run of an item's job."""
+
+    tools: Tools
+    machine: Machine
+    held: Held
+    _texts: dict[str, asyncio.Task[CanonicalText]] = field(default_factory=dict, repr=False)
+
+    @property
+    def item(self) -> Item:
+        return self.machine.item
+
+    @property
+    def run(self) -> Run:
+        return self.machine.run
+
+    @property
+    def live(self) -> Live | None:
+        """The version of the document that search finds now."""
+        return self.machine.live
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The settings of the run, as they were when it was created."""
+        return self.run.config
+
+    @property
+    def outputs(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the steps before have returned, by name."""
+        return self.machine.outputs
+
+    async def text(self) -> CanonicalText:
+        """The canonical text, which all steps read."""
+        key = self.outputs[CONTENT_EXTRACTED]["text_key"]
+        if key not in self._texts:
+            self._texts = {key: asyncio.ensure_future(self._load_text(key))}
+        try:
+            return await asyncio.shield(self._texts[key])
+        except (OutputLost, StorageError):
+            self._texts.pop(key, None)  # it may be there the next time
+            raise
+
+    async def passages(self) -> list[Passage]:
+        """The chunks of the text: a pure function, so that each branch computes them for itself."""
+        return await self.compute(plan_passages, await self.text(), self.config)
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what takes a while in a thread; few at once, or the event loop would get too little of Python."""
+        async with self.tools.turns:
+            return await asyncio.to_thread(function, *args)
+
+    def ledger(self, fingerprint: str) -> ItemLedger:
+        """Where a step writes down what it pays for."""
+        return ItemLedger(
+            queue=self.tools.queue,
+            held=self.held,
+            run=self.run,
+            item=self.item,
+            fingerprint=fingerprint,
+            prices=self.tools.prices,
+            rates=self.tools.rates,
+            counts=self.tools.counts,
+        )
+
+    def object_key(self, name: str) -> str:
+        """Where an object of this document is in the store."""
+        return f"{FOLDER}/{self.item.collection_id}/{self.item.document_id}/{name}"
+
+    @contextlib.contextmanager
+    def folder(self) -> Any:
+        """A folder of this step's own, which only we can read."""
+        self.tools.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=self.tools.folder, prefix="step-") as made:
+            yield Path(made)
+
+    async def _load_text(self, key: str) -> CanonicalText:
+        try:
+            packed = b"".join([piece async for piece in self.tools.store.get(key)])
+        except NotFound:
+            raise OutputLost(CONTENT_EXTRACTED) from None
+        return await asyncio.to_thread(msgspec.msgpack.decode, packed, type=CanonicalText)
+
+
+def chunk_settings(config: Mapping[str, Any]) -> ChunkSettings:
+    return ChunkSettings(**config["chunk"])
+
+
+def plan_passages(text: CanonicalText, config: Mapping[str, Any]) -> list[Passage]:
+    settings = chunk_settings(config)
+    print_ = fingerprint(settings)
+    digest = text.digest
+    passages = []
+    for number, chunk in enumerate(chunk_text(text, settings)):
+        words = text.text[chunk.start : chunk.end]
+        passages.append(
+            Passage(
+                number=number,
+                chunk=chunk,
+                key=chunk_id(digest, print_, chunk),
+                hash=hashlib.sha256(words.encode()).digest(),
+                text=words,
+            )
+        )
+    if not passages:
+        raise SchemaInvalid("the document has no text to cut into chunks", code="no_text")
+    return passages
+
+
+def digest_of(passages: Sequence[Passage]) -> str:
+    """Names the whole plan: two branches that agree on it have cut the text in the same places."""
+    return hashlib.sha256("".join(passage.key for passage in passages).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Some passages in a row, about which one question is asked."""
+
+    start: int
+    hash: bytes
+    text: str
+
+
+def plan_windows(text: CanonicalText, passages: Sequence[Passage], per_window: int) -> list[Window]:
+    """They do not overlap but for what chunks repeat, so that hardly anything is found twice."""
+    windows = []
+    for first in range(0, len(passages), per_window):
+        some = passages[first : first + per_window]
+        start = some[0].chunk.start + (some[0].chunk.overlap if first else 0)
+        words = text.text[start : some[-1].chunk.end]
+        if words.strip():
+            windows.append(Window(start=start, hash=hashlib.sha256(words.encode()).digest(), text=words))
+    return windows
+
+
+def count_tokens(passages: Sequence[Passage]) -> int:
+    return sum(estimate_tokens(passage.text) for passage in passages)

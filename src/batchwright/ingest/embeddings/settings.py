@@ -1,0 +1,33 @@
+"""What `compute_embeddings` may read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from batchwright.errors import ConfigurationError
+
+_TABLE = re.compile(r"[^.\s]+\.(?:[^.\s]+|\*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSettings:
+    """The operation `compute_embeddings`."""
+
+    tables: tuple[str, ...] = ()
+    """Tables of the database that users may have embedded, such as "public.articles" or "shop.*". They are read by the
+    role of Batchwright itself, so everybody who may submit jobs can read these, of whatever tenant."""
+
+    def __post_init__(self) -> None:
+        for name in self.tables:
+            if not _TABLE.fullmatch(name):
+                raise ConfigurationError(f'embeddings.tables has {name!r}; write "schema.table", or "schema.*" for all')
+
+    def allows(self, schema: str, table: str) -> bool:
+        """Never Batchwright's own tables, and never the server's."""
+        return not is_internal(schema) and (f"{schema}.{table}" in self.tables or f"{schema}.*" in self.tables)
+
+
+def is_internal(schema: str) -> bool:
+    """Of Batchwright, or of the server."""
+    return schema in ("batchwright", "information_schema") or schema.startswith("pg_")

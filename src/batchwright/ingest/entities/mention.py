@@ -1,0 +1,45 @@
+"""A mention of an entity, and what finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from batchwright.inference.calls import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """Words of a window that name something: `window[start:end] == text`."""
+
+    type: str
+    text: str
+    start: int
+    end: int
+
+
+class EntityExtractor(Protocol):
+    """Finds mentions in windows of text."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints are the same question; equal windows then need no second answer."""
+
+    @property
+    def model(self) -> str | None:
+        """None for one that works here and costs nothing."""
+
+    async def extract(self, windows: Mapping[bytes, str], ledger: Ledger) -> None:
+        """Settle the mentions of each window under its key, or raise after all that could be was settled."""
+
+
+def dump_mentions(mentions: Iterable[Mention]) -> bytes:
+    """As a ledger keeps them: a JSON list of {type, text, start, end}."""
+    return msgspec.json.encode(list(mentions))
+
+
+def load_mentions(value: bytes) -> list[Mention]:
+    return msgspec.json.decode(value, type=list[Mention])

@@ -1,0 +1,12 @@
+-- What an estimate asks of the database.
+
+-- Of these sources, those whose live version was made of the same content by the same recipe.
+-- name: unchanged
+SELECT document.source
+FROM jsonb_to_recordset(%(listed)s::jsonb) AS listed (source text, etag text)
+JOIN batchwright.ingest_collection AS collection
+    ON collection.tenant = %(tenant)s AND collection.name = %(collection)s AND collection.deleted_at IS NULL
+JOIN batchwright.ingest_document AS document
+    ON document.collection_id = collection.id AND md5(document.source) = md5(listed.source)
+JOIN batchwright.ingest_version AS version ON version.id = document.live_version
+WHERE document.etag = listed.etag AND version.recipe = %(recipe)s

@@ -1,0 +1,340 @@
+"""The lines of a batch that asks for documents: what they hold, and what came of them. Nothing here sends or stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import orjson
+
+from batchwright.errors import Fatal, OperationError, RateLimited, SchemaInvalid, Transient
+from batchwright.inference.answers import Answer, Reply, Usage, classify
+from batchwright.inference.calls import EMBEDDING, ENTITIES, Refused, error_of
+from batchwright.inference.embeddings import RemoteEmbedder
+from batchwright.inference.tokens import estimate_tokens
+from batchwright.inference.vectors import URL as EMBEDDINGS_URL
+from batchwright.inference.vectors import embedding_body, read_vectors
+from batchwright.ingest.entities.bodies import URL as CHAT_URL
+from batchwright.ingest.entities.bodies import entity_body, find_entities
+from batchwright.ingest.entities.mention import dump_mentions
+from batchwright.ingest.entities.model import ModelExtractor
+from batchwright.jsonl import one_line
+
+FAILURES_MAX = 3
+"""So often a request is sent again that has failed for a passing reason, until its document hears of it."""
+_INPUTS_MAX = 100
+_TOKENS_MAX = 100_000
+_SMALLER = 10
+"""A refused line is asked again in lines of a tenth: halves would take many more batches, of hours each."""
+_MONEY = Decimal("1e-12")
+_LINE = "line-"
+
+
+class Ask(Protocol):
+    """How one model is asked in batches."""
+
+    kind: str
+    model: str
+    fingerprint: str
+    url: str
+    inputs_max: int
+    answer_tokens: int
+    optional: frozenset[str]
+    """Fields that some servers refuse, and that a request can do without."""
+
+    def tokens(self, text: str) -> int: ...
+
+    def body(self, texts: Sequence[str], left_out: frozenset[str]) -> dict[str, Any]: ...
+
+    def read(self, body: bytes, texts: Sequence[str]) -> list[bytes | None]:
+        """A value for each text, None where it is of no use; raises SchemaInvalid if all of it is."""
+
+
+class EmbeddingAsk:
+    """Many texts in one line."""
+
+    kind = EMBEDDING
+    url = EMBEDDINGS_URL
+    inputs_max = _INPUTS_MAX
+    answer_tokens = 0
+    optional = frozenset({"encoding_format"})
+
+    def __init__(self, embedder: RemoteEmbedder) -> None:
+        self.model = embedder.model
+        self.fingerprint = embedder.fingerprint
+        self._embedder = embedder
+
+    def tokens(self, text: str) -> int:
+        return estimate_tokens(text)
+
+    def body(self, texts: Sequence[str], left_out: frozenset[str]) -> dict[str, Any]:
+        is_base64 = "encoding_format" not in left_out
+        return embedding_body(self.model, texts, self._embedder.asked_dimensions, is_base64=is_base64)
+
+    def read(self, body: bytes, texts: Sequence[str]) -> list[bytes | None]:
+        vectors = read_vectors(body, len(texts))
+        for vector in vectors:
+            if vector is not None:
+                self._embedder.learn(vector)
+        return vectors
+
+
+class EntityAsk:
+    """One window in each line."""
+
+    kind = ENTITIES
+    url = CHAT_URL
+    inputs_max = 1
+    optional = frozenset({"temperature", "max_completion_tokens"})
+
+    def __init__(self, extractor: ModelExtractor) -> None:
+        self.answer_tokens = extractor.answer_tokens
+        self.model = extractor.model
+        self.fingerprint = extractor.fingerprint
+        self._extractor = extractor
+
+    def tokens(self, text: str) -> int:
+        return self._extractor.question_tokens + estimate_tokens(text)
+
+    def body(self, texts: Sequence[str], left_out: frozenset[str]) -> dict[str, Any]:
+        body = entity_body(self.model, self._extractor.types, texts[0], answer_tokens=self.answer_tokens)
+        return {name: value for name, value in body.items() if name not in left_out}
+
+    def read(self, body: bytes, texts: Sequence[str]) -> list[bytes | None]:
+        found = find_entities(body, texts[0], types=self._extractor.types)
+        self._extractor.dropped += found.dropped
+        return [dump_mentions(found.mentions)]
+
+
+def ask_of(model: Any) -> Ask:
+    """How an embedder or an extractor is asked in batches."""
+    return EmbeddingAsk(model) if isinstance(model, RemoteEmbedder) else EntityAsk(model)
+
+
+# Before --------------------------------------------------------------------------------------------------------------
+
+
+class Unsent(NamedTuple):
+    """A request that is in no batch yet."""
+
+    hash: bytes
+    tokens: int
+    bytes: int
+    pack: int | None
+    left_out: str
+
+
+def pack(unsent: Sequence[Unsent], inputs_max: int, bytes_max: int) -> list[list[Unsent]]:
+    """Lines for one batch, in the order of the rows; what does not fit is left for the next one."""
+    lines: list[list[Unsent]] = []
+    tokens = size = 0
+    for one in unsent:
+        more = 2 * one.bytes + 64  # quotes and line breaks take two bytes in JSON
+        last = lines[-1] if lines else None
+        is_like = last is not None and (last[0].pack, last[0].left_out) == (one.pack, one.left_out)
+        fits = (
+            is_like and len(last or ()) < min(inputs_max, one.pack or inputs_max) and tokens + one.tokens <= _TOKENS_MAX
+        )
+        more += 0 if fits else 4096
+        if lines and size + more > bytes_max:
+            break
+        if fits and last is not None:
+            last.append(one)
+            tokens += one.tokens
+        else:
+            lines.append([one])
+            tokens = one.tokens
+        size += more
+    return lines
+
+
+def line_bytes(ask: Ask, number: int, texts: Sequence[str], left_out: str) -> bytes:
+    """The same for the same rows, byte for byte."""
+    body = ask.body(texts, frozenset(filter(None, left_out.split(","))))
+    line = {"custom_id": f"{_LINE}{number}", "method": "POST", "url": ask.url, "body": body}
+    return one_line(orjson.dumps(line)) + b"\n"
+
+
+# After ---------------------------------------------------------------------------------------------------------------
+
+
+class Sent(NamedTuple):
+    """A request in a batch."""
+
+    line: int
+    hash: bytes
+    item_id: str
+    input: str
+    tokens: int
+    failures: int
+    left_out: str
+
+
+class Back(NamedTuple):
+    """A request that leaves its batch without an answer: to be sent again, or with an error."""
+
+    hash: bytes
+    failures: int
+    pack: int | None
+    left_out: str
+    error: dict[str, Any] | None
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+    request_id: str | None = None
+
+
+class _Error(msgspec.Struct):
+    code: str
+    status_code: int | None = None
+    body: msgspec.Raw | None = None
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+def read_line(line: bytes) -> tuple[int, Answer]:
+    """The number of a line of an output or error file, and what it says; ValueError if it is none of ours."""
+    found = _decode(line)
+    if not found.custom_id.startswith(_LINE):
+        raise ValueError(f"a line of a batch has the custom_id {found.custom_id[:40]!r}")
+    number = int(found.custom_id.removeprefix(_LINE))
+    if found.response is not None:
+        said = found.response
+        reply = Reply(status=said.status_code, body=bytes(said.body), request_id=said.request_id)
+        return number, classify(reply, now=0.0)
+    error = found.error or _Error(code="no_answer")
+    return number, unanswered(error.code, error.status_code, b"" if error.body is None else bytes(error.body))
+
+
+def unanswered(code: str, status: int | None = None, body: bytes = b"") -> Answer:
+    """A line that has no answer, for a reason of ours."""
+    answer = classify(Reply(status=status, body=body), now=0.0)
+    return msgspec.structs.replace(answer, code=code, succeeded=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class Settled:
+    """What becomes of one line."""
+
+    line: int
+    rows: Sequence[Sent]
+    usage: Usage
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    back: list[Back] = field(default_factory=list)
+    error: OperationError | None = None
+    is_answered: bool = True
+    """Whether a server has seen it; a line that never went out is not told on its own."""
+    is_paid: bool = False
+    credential: str | None = None
+    """No request can succeed until a person has corrected this."""
+    refused_field: str | None = None
+    """The server does not know this field; requests can do without it."""
+
+
+def settle_line(ask: Ask, rows: Sequence[Sent], answer: Answer) -> Settled:
+    """Read the answer to a line; its rows get their values, or go back, or get an error."""
+    settled = Settled(
+        line=rows[0].line,
+        rows=rows,
+        usage=answer.usage,
+        is_answered=answer.status is not None,
+        is_paid=answer.succeeded,
+    )
+    settled.error = error_of(answer, inputs=len(rows))
+    if settled.error is not None:
+        _send_back(ask, settled, settled.error)
+        return settled
+    try:
+        values = ask.read(answer.body, [row.input for row in rows])
+    except SchemaInvalid as error:
+        settled.error = error
+        settled.back = [_failed(row, error) for row in rows]
+        return settled
+    for row, value in zip(rows, values, strict=True):
+        if value is not None:
+            settled.values[row.hash] = value
+        else:
+            unusable = SchemaInvalid("the vector is zero or not finite", code="invalid_vector")
+            settled.back.append(_failed(row, unusable))
+    return settled
+
+
+def _send_back(ask: Ask, settled: Settled, error: OperationError) -> None:
+    rows = settled.rows
+    match error:
+        case Fatal(scope="credential"):
+            settled.credential = str(error)
+            settled.back = [_again(row, row.failures) for row in rows]
+        case Transient() | RateLimited():
+            is_over = [row.failures + 1 >= FAILURES_MAX for row in rows]
+            settled.back = [
+                _failed(row, error) if over else _again(row, row.failures + 1)
+                for row, over in zip(rows, is_over, strict=True)
+            ]
+        case Refused(param=str() as param) if param in ask.optional and param not in rows[0].left_out.split(","):
+            settled.refused_field = param
+            left_out = join_fields(rows[0].left_out, param)
+            settled.back = [_again(row, row.failures)._replace(left_out=left_out) for row in rows]
+        case Refused() if len(rows) > 1 and (error.param is None or error.param.startswith("input")):
+            smaller = max(1, len(rows) // _SMALLER)
+            settled.back = [_again(row, row.failures)._replace(pack=smaller) for row in rows]
+        case _:
+            settled.back = [_failed(row, error) for row in rows]
+
+
+def join_fields(left_out: str, *more: str) -> str:
+    return ",".join(sorted({*filter(None, left_out.split(",")), *more}))
+
+
+def _again(row: Sent, failures: int) -> Back:
+    return Back(row.hash, failures, None, row.left_out, None)
+
+
+def _failed(row: Sent, error: OperationError) -> Back:
+    shown = {"kind": type(error).__name__ if not isinstance(error, Refused) else "SchemaInvalid"}
+    shown |= {"code": error.code or error.kind, "message": str(error)}
+    return Back(row.hash, row.failures + 1, None, row.left_out, shown)
+
+
+def share_money(cost: Decimal, weights: Sequence[int]) -> list[Decimal]:
+    """Parts in proportion to the weights, whose sum is exactly the cost."""
+    if not sum(weights):
+        weights = [1] * len(weights)
+    whole = sum(weights)
+    ends = [(cost * end / whole).quantize(_MONEY) for end in accumulate(weights)]
+    ends[-1] = cost
+    return [end - start for start, end in pairwise([Decimal(0), *ends])]
+
+
+def split_lines(pieces: Sequence[bytes], rest: bytes) -> tuple[list[bytes], bytes]:
+    """Whole lines, and the beginning of the next one."""
+    *whole, rest = (rest + b"".join(pieces)).split(b"\n")
+    return [line for line in whole if line], rest
+
+
+def error_from(shown: Mapping[str, Any]) -> OperationError:
+    """As it was when the batch came home."""
+    kinds: dict[str, type[OperationError]] = {"Transient": Transient, "RateLimited": Transient, "Fatal": Fatal}
+    kind = kinds.get(str(shown.get("kind")), SchemaInvalid)
+    message, code = str(shown.get("message")), shown.get("code")
+    return Fatal(message, scope="item", code=code) if kind is Fatal else kind(message, code=code)
+
+
+def numbered(lines: Sequence[Sequence[Unsent]]) -> Iterator[tuple[Unsent, int, int]]:
+    """Each request with its line and its place there."""
+    for line, rows in enumerate(lines):
+        for place, row in enumerate(rows):
+            yield row, line, place

@@ -1,0 +1,84 @@
+"""How documents are read, cut, embedded and kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batchwright.errors import ConfigurationError
+from batchwright.inference.prices import Price
+from batchwright.ingest.chunk import ChunkSettings
+from batchwright.ingest.limits import Limits
+from batchwright.ingest.sources.settings import FetchSettings
+
+LOCAL = "local"
+HASH = "hash"
+NONE = "none"
+PATTERNS = "patterns"
+Lane = Literal["realtime", "batch", "auto"]
+_LANGUAGE = re.compile(r"[a-z_]{1,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestSettings(FetchSettings):
+    """Documents: where they may come from, and what is made of them."""
+
+    answers_kept_days: float = 90.0
+    """How long an answer of a model that no document uses any more is kept, in case the same text comes again."""
+    batch_deadline_margin_seconds: float = 3600.0
+    """In the lane `auto`: so long before the deadline of a run, what no batch has answered is asked in realtime."""
+    batch_from_documents: int = 200
+    """In the lane `auto`: runs that have more documents to do than this go through batches."""
+    batch_wait_seconds: float = 30.0
+    """In the batch lane: how long requests are gathered from many documents before they become a batch."""
+    chunk_characters: int = 1_500
+    """Most characters of a chunk, its overlap included."""
+    chunk_overlap: int = 150
+    """Most characters that a chunk repeats from the one before."""
+    chunk_tokens: int | None = None
+    """Most tokens of a chunk, where the model has such a limit."""
+    embedding_dimensions: int | None = None
+    """Numbers of a vector, where the model lets one choose."""
+    embedding_model: str = LOCAL
+    """A model that a gateway serves; `local` embeds in the worker without a network, `hash` without weights either."""
+    entities: str = PATTERNS
+    """How entities are found: `patterns`, `none`, or a chat model that a gateway serves."""
+    entity_chunks: int = 2
+    """Chunks that one question to the model covers: more of them cost less and find less."""
+    entity_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Words to be found as entities, by type, in the form { product = ["Batchwright"] }; with `patterns`."""
+    entity_types: tuple[str, ...] = ("person", "organization", "location", "product", "event")
+    """Types of entities that the model is asked for."""
+    lane: Lane = "auto"
+    """How models are asked: `realtime`, `batch` (cheaper, hours later), or `auto`: small runs in realtime."""
+    language: str = "english"
+    """The text search configuration of PostgreSQL by which words are found: `english`, `german`, `simple`, …"""
+    limits: Limits = field(default_factory=Limits)
+    """What one extraction may use."""
+    max_retries: int = 5
+    """How often a step that failed for a passing reason is tried again."""
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    """What a million tokens of a model cost in dollars; these win over the list that comes with Batchwright."""
+    sandboxes: int = 0
+    """Documents that one worker process extracts at the same time; 0 means one for each core."""
+    steps: tuple[str, ...] = ()
+    """Modules, files or folders with steps of your own; installed packages are found by themselves."""
+
+    def __post_init__(self) -> None:
+        # `super()` without arguments does not know a class that was made anew for its slots.
+        FetchSettings.__post_init__(self)
+        for name in ("entity_chunks", "max_retries", "answers_kept_days", "batch_wait_seconds"):
+            if getattr(self, name) < (0 if name == "max_retries" else 1):
+                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it is too small")
+        for name in ("batch_deadline_margin_seconds", "batch_from_documents"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it must not be negative")
+        if not _LANGUAGE.fullmatch(self.language):
+            raise ConfigurationError(f"ingest.language is {self.language!r}; write one like english, german or simple")
+        if self.embedding_dimensions is not None and not 1 <= self.embedding_dimensions <= 16_000:
+            raise ConfigurationError(
+                f"ingest.embedding_dimensions is {self.embedding_dimensions}; 1 to 16000 are possible"
+            )
+        ChunkSettings(characters=self.chunk_characters, overlap=self.chunk_overlap, tokens=self.chunk_tokens)

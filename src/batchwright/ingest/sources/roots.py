@@ -1,0 +1,86 @@
+"""Whose files and buckets may be read: what is read with our own rights must lie under a root.
+
+A URL is fetched without any rights, so it needs no root. A file or an object is read as this process: a caller over
+HTTP who could name any would read whatever the server can.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import assert_never
+
+from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.ingest.sources.parse import (
+    FileSource,
+    ObjectSource,
+    Source,
+    UrlList,
+    UrlSource,
+    parse_source,
+    uri_of,
+)
+
+
+class Roots:
+    """Folders and prefixes of buckets, under which documents may be read."""
+
+    def __init__(self, roots: Iterable[str]) -> None:
+        parsed = [parse_source(root) for root in roots]
+        self._files = [str(root.path) for root in parsed if isinstance(root, FileSource)]
+        self._objects = [root.uri.rstrip("/") for root in parsed if isinstance(root, ObjectSource)]
+
+    def holds_file(self, real: str) -> bool:
+        """Whether a path without links lies under a root, wherever the links of the root lead now."""
+        return any(_is_under(real, os.path.realpath(root)) for root in self._files)
+
+    def holds_object(self, uri: str) -> bool:
+        return any(_is_under(uri.rstrip("/"), root) for root in self._objects)
+
+    def check(self, source: Source, shown: str) -> None:
+        """InvalidInput for a source outside, shown as it was written: where it leads is not for everybody."""
+        match source:
+            case FileSource() | UrlList():
+                is_held = self.holds_file(os.path.realpath(source.path))
+            case ObjectSource():
+                is_held = self.holds_object(source.uri)
+            case UrlSource():
+                return
+            case _:
+                assert_never(source)
+        if not is_held:
+            raise InvalidInput(
+                f"{shown!r} may not be read: it is under none of the roots; an operator can add its folder or bucket "
+                "to `roots` in [ingest], or run the command on the server",
+                param="sources",
+            )
+
+
+def local_roots(sources: Iterable[str]) -> tuple[str, ...]:
+    """The roots for somebody who runs commands on this machine: what they name themselves."""
+    roots: list[str] = []
+    for source in map(parse_source, sources):
+        match source:
+            case FileSource() | UrlList():
+                roots.append(uri_of(str(source.path)))
+            case ObjectSource():
+                roots.append(source.uri)
+            case UrlSource():
+                pass
+    return tuple(dict.fromkeys(roots))
+
+
+def check_root(root: str) -> None:
+    """ConfigurationError for a root that is neither a whole path nor a bucket."""
+    try:
+        is_root = not root.startswith("@") and (root.startswith("/") or isinstance(parse_source(root), ObjectSource))
+    except InvalidInput:
+        is_root = False
+    if not is_root:
+        raise ConfigurationError(
+            f"ingest.roots has {root!r}; write a whole path like /data/papers, or s3://bucket/prefix"
+        )
+
+
+def _is_under(name: str, root: str) -> bool:
+    return name == root or name.startswith(root.rstrip("/") + "/")

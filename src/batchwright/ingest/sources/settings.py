@@ -1,0 +1,59 @@
+"""What a fetch may take, and from where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchwright.errors import ConfigurationError, InvalidInput
+from batchwright.ingest.limits import MEGABYTE
+from batchwright.ingest.sources.patterns import Patterns
+from batchwright.ingest.sources.roots import Roots, check_root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSettings:
+    """Limits and rules of listing and fetching."""
+
+    bytes_max: int = 100 * MEGABYTE
+    """The largest document that is fetched."""
+    documents_max: int = 1_000_000
+    """The most documents of one listing; with more, it ends there and is not complete."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of names that are left out, such as `drafts/` or `*.tmp`; these win over `include`."""
+    follow_links: bool = False
+    """Whether symbolic links in folders are followed; they must lead to somewhere under a root."""
+    hidden: bool = False
+    """Whether files and folders whose names begin with a dot are taken."""
+    include: tuple[str, ...] = ()
+    """Patterns of names that are taken, whatever their extensions are; empty, all formats that can be read."""
+    private: bool = False
+    """Whether URLs may lead to private addresses, such as those of a wiki in your own network."""
+    redirects_max: int = 5
+    """How often a URL may lead to another."""
+    roots: tuple[str, ...] = ()
+    """Folders and bucket prefixes (`s3://bucket/prefix`) that callers over HTTP may name. They are read with this
+    machine's own rights, so without roots such callers can name URLs alone, also when they call from this machine."""
+    seconds: float = 120.0
+    """The longest that fetching one document may take."""
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_max", "documents_max", "seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it must be above 0")
+        if self.redirects_max < 0:
+            raise ConfigurationError(f"ingest.redirects_max is {self.redirects_max}; it must be at least 0")
+        try:
+            Patterns(self.include, self.exclude)
+        except InvalidInput as error:
+            raise ConfigurationError(f"ingest.include or ingest.exclude: {error}") from None
+        for root in self.roots:
+            check_root(root)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What one listing takes."""
+
+    patterns: Patterns
+    roots: Roots
+    settings: FetchSettings

@@ -1,0 +1,1 @@
+"""The steps that every document goes through; one file each."""

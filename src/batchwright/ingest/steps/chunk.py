@@ -1,0 +1,28 @@
+"""CHUNKED: where the text is cut. Each branch computes that for itself; this one writes down what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchwright.ingest.chunk import fingerprint
+from batchwright.ingest.context import (
+    CHUNKED,
+    CONTENT_EXTRACTED,
+    StepContext,
+    chunk_settings,
+    count_tokens,
+    digest_of,
+)
+from batchwright.ingest.pipeline import step
+
+
+def chunker(config: Mapping[str, Any]) -> str:
+    """What the chunks depend on besides the text."""
+    return fingerprint(chunk_settings(config))
+
+
+@step(CHUNKED, after=CONTENT_EXTRACTED, fingerprint=chunker)
+async def chunk(ctx: StepContext) -> dict[str, Any]:
+    passages = await ctx.passages()
+    return {"count": len(passages), "plan": digest_of(passages), "tokens": count_tokens(passages)}
