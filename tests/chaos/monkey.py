@@ -159,17 +159,22 @@ class Monkey:
         self._wakers: set[asyncio.Task[None]] = set()
 
     async def play(self, seconds: float) -> None:
+        """For so long, and then until each deed was done once: on a busy machine restarts may take most of the time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         deck: list[Deed] = []
-        while loop.time() < until:
+        while loop.time() < until or (self._undone and loop.time() < until + seconds):
             if not deck:
-                deck = self._random.sample(DECK, len(DECK))
+                deck = self._random.sample(DECK, len(DECK)) if loop.time() < until else self._undone
             await self._do(deck.pop())
             await asyncio.sleep(min(self._random.uniform(0.5, 3.0), max(0.0, until - loop.time())))
         for waker in self._wakers:
             waker.cancel()
         await asyncio.gather(*self._wakers, return_exceptions=True)
+
+    @property
+    def _undone(self) -> list[Deed]:
+        return [deed for deed in dict.fromkeys(DECK) if not self.done[deed]]
 
     async def _do(self, deed: Deed) -> None:
         match deed:

@@ -179,7 +179,7 @@ class Play:
         os.environ.update(self._environment)  # our own submissions look for credentials too
         async with AsyncBatchwright(settings=load_settings(environment={}, file=config)) as batchwright:
             assert batchwright.embedded is not None
-            stage = Stage(batchwright=batchwright, server=self.server, http=None, environment={})  # type: ignore[arg-type]
+            stage = Stage(batchwright=batchwright, server=self.server, environment={})
             post = Post(
                 kind="worker",
                 command=("batchwright", "worker", "--config", str(config)),

@@ -18,6 +18,7 @@ async def test_no_line_of_a_batch_is_lost_or_doubled_while_workers_and_the_datab
     assert result.counts["asked again"] <= result.asked_again_max, as_text(result)
 
 
+@pytest.mark.thorough
 @pytest.mark.chaos
 @pytest.mark.timeout(180)
 async def test_small_batches_that_begin_and_end_while_perturbed_workers_are_killed_lose_nothing():

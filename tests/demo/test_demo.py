@@ -107,6 +107,7 @@ def test_the_demo_loses_no_answer_and_touches_no_database_of_the_users(cli: Cli)
     assert_gone(said)
 
 
+@pytest.mark.thorough
 def test_the_pipeline_loses_nothing_and_touches_no_database_of_the_users(cli: Cli) -> None:
     said = cli("demo", "--pipeline", "--children", "20", seconds=SLOW).stdout
     assert "with SIGKILL while it held" in said

@@ -13,11 +13,13 @@ from batchwright.errors import InvalidInput
 from batchwright.telemetry.logs import configure_logs
 
 if TYPE_CHECKING:
+    from batchwright.demo.documents import DocumentReport
     from batchwright.demo.pipeline import Tally
     from batchwright.demo.report import Report
 
 _REQUESTS = 3_000
 _CHILDREN = 200
+_REPORTS = 60
 
 
 def demo(
@@ -35,26 +37,38 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    documents: Annotated[
+        bool,
+        typer.Option("--documents", help="Take a folder of documents through their steps instead, and search them."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run a batch of requests to three models, kill one of its workers, and show that nothing is lost.
 
-    The model server is simulated: no model runs, and nothing is paid for. The exit code is 1 if the numbers do not add
-    up.
+    The model server is simulated: no model runs, and nothing is paid for. With --documents, embeddings are made by a
+    small model in the worker, without a network. The exit code is 1 if the numbers do not add up.
 
     Database and files are the demo's own, in a temporary folder that is removed afterwards.
     """
     if children is not None and not pipeline:
         raise InvalidInput("--children is for the pipeline; write --pipeline too, or --requests for a larger batch")
+    if documents and (pipeline or requests is not None):
+        raise InvalidInput("--documents is a demo of its own; leave --pipeline and --requests out")
     if requests is not None and pipeline:
         raise InvalidInput("--requests is for the batch; leave --pipeline out, or write --children for more jobs")
     configure_logs("ERROR", "text")
     out = Console(quiet=True) if json else console()
-    ended = run(_run(requests, pipeline, children, out))
+    ended = run(_run_documents(out) if documents else _run(requests, pipeline, children, out))
     if json:
         print_json(ended)
     if not ended.is_right:
         raise typer.Exit(1)
+
+
+async def _run_documents(out: Console) -> DocumentReport:
+    from batchwright.demo.documents import run_documents
+
+    return await run_documents(_REPORTS, out)
 
 
 async def _run(requests: int | None, pipeline: bool, children: int | None, out: Console) -> Report | Tally:

@@ -29,3 +29,16 @@ WHERE segment.batch_id = %(batch_id)s
 -- name: adopted
 -- Answers of a dead worker that were on the disk and not registered, and that its heirs kept.
 SELECT coalesce(sum((fields ->> 'answers')::integer), 0) FROM batchwright.job_event WHERE event = 'batch.answers_adopted'
+
+-- name: steps
+-- Steps of the documents of a run: completed, completed more than once, and started.
+SELECT count(DISTINCT (event.item, event.step)) FILTER (WHERE event.event = 'step_completed'),
+       count(*) FILTER (WHERE event.event = 'step_completed')
+           - count(DISTINCT (event.item, event.step)) FILTER (WHERE event.event = 'step_completed'),
+       count(*) FILTER (WHERE event.event = 'step_started')
+FROM (
+    SELECT item.id AS item, job_event.fields ->> 'step' AS step, job_event.event
+    FROM batchwright.ingest_item AS item
+    JOIN batchwright.job_event ON job_event.job_id = ANY(item.job_ids)
+    WHERE item.run_id = %(run_id)s AND job_event.event IN ('step_started', 'step_completed')
+) AS event

@@ -104,9 +104,11 @@ async def run_workers(environment: dict[str, str], folder: Path, name: str, *arg
             await process.wait()
 
 
-async def wait_until_ready(batchwright: AsyncBatchwright, processes: Sequence[Tethered]) -> None:
+async def wait_until_ready(
+    batchwright: AsyncBatchwright, processes: Sequence[Tethered], workers: int = WORKERS
+) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while len(await batchwright.views.workers()) < WORKERS:
+    while len(await batchwright.views.workers()) < workers:
         lost = next((one for one in processes if one.has_ended), None)
         if lost is not None or time.monotonic() > deadline:
             raise BatchwrightError(f"the demo's workers did not start: {(lost or processes[0]).last_lines()}")
