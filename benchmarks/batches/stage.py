@@ -1,21 +1,17 @@
 """What the sections stand on: a database and a folder of their own, a simulated model server, and real workers."""
 
 import asyncio
-import contextlib
-import os
 import shutil
-import socket
-import sys
 import tempfile
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -24,33 +20,25 @@ from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, Batches, NewBatch
 from batchwright.batches.submission import create, store_input
 from batchwright.files.store import Files
-from batchwright.settings import CONFIG, PREFIX, load_settings
+from batchwright.settings import load_settings
 from batchwright.simulator import Remote, running_process
+from benchmarks.tools import sections
 from benchmarks.tools.measure import cpu_seconds
 from benchmarks.tools.prefixes import TEXT
-from benchmarks.tools.server import Server
+from benchmarks.tools.workers import environment_of, in_thread, running_worker, worker_log
 
-T = TypeVar("T")
 BYTES_MAX = 1 << 30
 ENDPOINT = "/v1/chat/completions"
 INSTANT = ("--profile", "instant", "--any-model")
 LOOK_SECONDS = 0.02
 MODEL = "bench"
-START_SECONDS = 150.0
 WARM_UP_REQUESTS = 200
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ground:
+class Ground(sections.Ground):
     """What all sections share."""
 
-    folder: Path
-    is_quick: bool
-    server: Server
-    tell: Callable[[str], None]
-
-    def pick(self, full: int, quick: int) -> int:
-        return quick if self.is_quick else full
+    __slots__ = ()
 
     @asynccontextmanager
     async def stage(self, *simulator: str, **settings: Any) -> AsyncIterator["Stage"]:
@@ -71,32 +59,6 @@ class Ground:
                     await client.close()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@asynccontextmanager
-async def in_thread(blocking: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Begins and ends beside the event loop, where others are being measured."""
-    found = await asyncio.to_thread(blocking.__enter__)
-    try:
-        yield found
-    finally:
-        await asyncio.to_thread(blocking.__exit__, *sys.exc_info())
-
-
-def environment_of(folder: Path, database_url: str, simulator_url: str, settings: dict[str, Any]) -> dict[str, str]:
-    """The settings of a stage as the environment of its workers; nothing of the user's own ones."""
-    (folder / "batchwright.toml").touch()
-    values = {
-        "database_url": database_url,
-        "database_folder": folder,
-        "global_inference_gateway_url": simulator_url,
-        "log_level": "WARNING",
-        "worker_stop_grace_seconds": 0.5,
-        **settings,
-    }
-    own = {f"{PREFIX}{name.upper()}": str(value) for name, value in values.items()}
-    others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "OTEL_"))}
-    return {**others, **own, CONFIG: str(folder / "batchwright.toml")}
 
 
 def fixed(limit: int) -> dict[str, int]:
@@ -125,34 +87,11 @@ class Stage:
     def files(self) -> Files:
         return self.client.part(BatchesPart).files
 
-    @asynccontextmanager
-    async def worker(self) -> AsyncIterator[psutil.Process]:
-        """`batchwright worker`, ready to work; it ends with us, and with this block."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with ours, (self.folder / "worker.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "batchwright", "worker", "--tether", str(theirs.fileno())),
-                cwd=self.folder,
-                env=self.environment,
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-            theirs.close()
-            try:
-                async with asyncio.timeout(START_SECONDS):
-                    if not await asyncio.get_running_loop().sock_recv(ours, 1):
-                        raise RuntimeError(f"a worker did not start: {self.worker_log()}")
-                yield psutil.Process(process.pid)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-                await process.wait()
+    def worker(self) -> AbstractAsyncContextManager[psutil.Process]:
+        return running_worker(self.folder, self.environment)
 
     def worker_log(self) -> str:
-        return (self.folder / "worker.log").read_text(errors="replace")[-600:]
+        return worker_log(self.folder)
 
     async def submit(self, file: Path, *, seconds: float | None = None, window: str = "24h") -> Batch:
         """`seconds` is a shorter window than users may have; it is written into the row before a worker is told."""
