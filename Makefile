@@ -4,15 +4,21 @@ BIN := .venv/bin
 # The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench bench-batch bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-failover chaos-queue chaos-tasks \
-	clean demo \
-	docs lint lock prices test test-external test-models test-perturbed test-postgres16
+.PHONY: bench bench-batch bench-ingest bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-documents \
+	chaos-failover chaos-queue chaos-tasks clean collect demo \
+	docs lint lock prices test test-external test-models test-perturbed test-postgres16 test-thorough
 
 demo: .venv/ready
 	@$(BIN)/batchwright demo
+	@$(BIN)/batchwright demo --documents
 
-test: lint
-	$(BIN)/pytest -n 3 --dist loadgroup
+test: .venv/ready
+	@$(MAKE) --no-print-directory --jobs 2 lint collect
+	$(BIN)/pytest -n 4 --dist loadgroup
+
+# What pytest makes of the tests before it runs them: once here, and not once in each of its processes.
+collect: .venv/ready
+	@$(BIN)/pytest --collect-only --quiet --quiet > /dev/null
 
 lint: .venv/ready
 	@! grep -rniI 'w[i]ndlass' --exclude=CHANGELOG.md --exclude-dir=.git --exclude-dir='.venv*' --exclude-dir='.*_cache' \
@@ -24,12 +30,16 @@ lint: .venv/ready
 
 # The statements on one more version; commands, examples and chaos have had theirs on two.
 test-postgres16: .venv/ready
-	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 3 --dist loadgroup \
+	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 4 --dist loadgroup \
 		--ignore tests/batches/commands --ignore tests/chaos --ignore tests/cli --ignore tests/demo --ignore tests/examples
+
+# What `make test` shows on one provider, on the others; and what takes long.
+test-thorough: .venv/ready
+	BATCHWRIGHT_TEST_THOROUGH=1 $(BIN)/pytest -n 4 --dist loadgroup -m thorough
 
 # The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready
-	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 3 --dist loadgroup
+	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 4 --dist loadgroup
 
 # Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
 test-perturbed: .venv/ready
@@ -40,13 +50,16 @@ test-models: .venv/ready
 	test -e .venv-models/ready || { sh tests/models/build.sh && touch .venv-models/ready; } || true
 	BATCHWRIGHT_TEST_MODELS=1 $(BIN)/pytest -rs tests/models
 
-chaos: chaos-queue chaos-batches chaos-crowd chaos-failover chaos-tasks
+chaos: chaos-queue chaos-batches chaos-crowd chaos-documents chaos-failover chaos-tasks
 
 chaos-batches: .venv/ready
 	$(BIN)/python -m tests.chaos.batches $(ARGS)
 
 chaos-crowd: .venv/ready
 	$(BIN)/python -m tests.chaos.crowd $(ARGS)
+
+chaos-documents: .venv/ready
+	$(BIN)/python -m tests.chaos.documents $(ARGS)
 
 chaos-failover: .venv/ready
 	$(BIN)/python -m tests.chaos.failover $(ARGS)
@@ -57,10 +70,13 @@ chaos-queue: .venv/ready
 chaos-tasks: .venv/ready
 	$(BIN)/python -m tests.chaos.tasks $(ARGS)
 
-bench: bench-batch bench-plan bench-queue
+bench: bench-batch bench-ingest bench-plan bench-queue
 
 bench-batch: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.batch $(ARGS)
+
+bench-ingest: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.ingest $(ARGS)
 
 bench-plan: .venv/ready
 	$(BIN)/python -m benchmarks.plan $(ARGS)
@@ -71,7 +87,7 @@ bench-queue: .venv-bench/ready
 docs: .venv/ready
 	$(BIN)/python docs/generate.py
 
-# The list of batch prices, from the newest litellm that the package index has.
+# The lists of prices, from the newest litellm that the package index has.
 prices: .venv/ready
 	$(BIN)/python tools/prices.py $(ARGS)
 
@@ -89,7 +105,7 @@ lock: .venv/ready
 .venv-bench/ready: requirements.lock pyproject.toml benchmarks/requirements.txt
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
-	.venv-bench/bin/pip install --quiet --disable-pip-version-check --editable .
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check --editable '.[documents]'
 	@touch $@
 
 clean:

@@ -105,7 +105,9 @@ def _notes(kind: type) -> dict[str, str]:
         said = {name: note for name, notes in tables.items() for note in notes if isinstance(note, str)}
         return {**_notes(Settings), **said}
     (tree,) = ast.parse(inspect.getsource(kind)).body
-    notes: dict[str, str] = {}
+    notes = {
+        name: note for base in kind.__bases__ if dataclasses.is_dataclass(base) for name, note in _notes(base).items()
+    }
     for node, after in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             notes[node.target.id] = " ".join(str(after.value.value).split())

@@ -68,7 +68,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A run on another server repeats only what touches the server."""
+    """A run on another server repeats only what touches the server; what is `thorough` runs where it is asked for."""
+    for item in items:  # one at a time: each has workers of its own, and holds them to times
+        if item.get_closest_marker("chaos"):
+            item.add_marker(pytest.mark.xdist_group("chaos"))
+    if os.environ.get("BATCHWRIGHT_TEST_THOROUGH") != "1":
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if os.environ.get("BATCHWRIGHT_TEST_SERVERS") or MAJOR != 18:
         by_use: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:

@@ -11,6 +11,8 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
+import pytest
+
 from batchwright import Job, NewJob
 from batchwright.db.database import Database, DatabaseSettings, Pool
 from batchwright.engine.catalog import Catalog
@@ -53,6 +55,16 @@ def let_children_hear_signals() -> None:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def sparsely(points: Sequence[Any], every: int) -> list[Any]:
+    """Of points that are alike `make test` takes every so many, and `make test-thorough` the others."""
+    return [
+        point
+        if number % every == 0
+        else pytest.param(*(point if isinstance(point, tuple) else (point,)), marks=pytest.mark.thorough)
+        for number, point in enumerate(points)
+    ]
 
 
 class Clock:

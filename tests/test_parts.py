@@ -24,7 +24,7 @@ from batchwright.errors import ConfigurationError, InvalidInput
 from batchwright.files.part import FilesPart
 from batchwright.part import Part
 from batchwright.plugins import load, part_kinds
-from batchwright.settings import _replaced_whole, load_settings, settings_class
+from batchwright.settings import _adapter, _replaced_whole, load_settings, settings_class
 from tests.cli.conftest import SAMPLE, Cli
 from tests.examples.test_docs import example
 from tests.support import OneDuty
@@ -101,18 +101,20 @@ def letters(cli: Cli) -> Cli:
 
 def test_a_package_of_one_file_brings_an_operation_a_route_and_settings(letters: Cli) -> None:
     with letters.start("up") as up:
-        up.until(r"worker .* runs letter\.write")
+        up.until(r"worker .* runs .*letter\.write")
         assert submit(letters, "letter.write", {"name": "Ada"}) == LETTER
         assert json.loads(get(letters, "/v1/letters/Ada")) == {"letter": LETTER}
         assert "/v1/letters/{name}" in json.loads(get(letters, "/openapi.json"))["paths"]
 
 
+@pytest.mark.thorough
 def test_the_same_file_brings_a_command_and_a_check(letters: Cli) -> None:
     assert letters("letter", "Ada").stdout == f"{LETTER}\n"
     assert "Print a letter." in letters("--help").stdout
     assert "they begin with 'Hello'" in letters("check").stdout
 
 
+@pytest.mark.thorough
 def test_a_part_brings_services_demand_rounds_metrics_and_pages_beside_ours(cli: Cli) -> None:
     """With a gateway configured, so that batches and webhooks have their own demand in the same worker."""
     install_parcels(cli.folder / "site")
@@ -161,7 +163,7 @@ print(client.parts[-1].name, [name for name in ("fastapi", "starlette", "parcels
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder from which this process imports; parts are looked for anew, and forgotten afterwards."""
-    caches = (part_kinds, settings_class, _replaced_whole)
+    caches = (part_kinds, settings_class, _adapter, _replaced_whole)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     for cached in caches:

@@ -194,6 +194,7 @@ def test_timed():
 """
 
 
+@pytest.mark.thorough
 def test_a_run_stops_at_the_first_failure_and_says_how_to_repeat_it_and_leaves_out_timed_tests(tmp_path):
     """In a process of its own, as `make test-perturbed` runs it."""
     (tmp_path / "test_some.py").write_text(FAILING)

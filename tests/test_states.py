@@ -13,9 +13,27 @@ from batchwright.engine.queue import SQL, Queue
 from batchwright.errors import DatabaseError
 from batchwright.files.uploads import SQL as UPLOADS_SQL
 from batchwright.files.uploads import Uploads
+from batchwright.ingest.items import SQL as ITEMS_SQL
+from batchwright.ingest.items import Items
+from batchwright.ingest.runs import SQL as RUNS_SQL
+from batchwright.ingest.runs import Runs
 from batchwright.providers.tasks import SQL as TASKS_SQL
 from batchwright.providers.tasks import Tasks
-from batchwright.states import BATCH, JOB, LIFECYCLES, TASK, UPLOAD, BatchStatus, JobStatus, TaskStatus, UploadStatus
+from batchwright.states import (
+    BATCH,
+    ITEM,
+    JOB,
+    LIFECYCLES,
+    RUN,
+    TASK,
+    UPLOAD,
+    BatchStatus,
+    ItemStatus,
+    JobStatus,
+    RunStatus,
+    TaskStatus,
+    UploadStatus,
+)
 from tests.engine.steps import claim_one, dead, hand_over, release, retry
 from tests.support import allows, fail, put_one, raw, snooze, succeed, take_one, verbs
 
@@ -54,6 +72,8 @@ STORES = {
     "batch": (BATCHES_SQL, Batches),
     "upload": (UPLOADS_SQL, Uploads),
     "task": (TASKS_SQL, Tasks),
+    "run": (RUNS_SQL, Runs),
+    "item": (ITEMS_SQL, Items),
 }
 """The statements that move each kind of object, and the class that runs them."""
 VERBS = [(lifecycle.name, verb) for lifecycle in LIFECYCLES for verb in verbs(lifecycle)]
@@ -62,19 +82,25 @@ SETTLED = {("job", verb) for verb in ("succeed", "fail", "retry", "snooze", "rel
 INSIDE = {("job", "join")}
 """Verbs that nobody calls: other verbs lead to them."""
 PARAMETERS = {
+    "anew": 0,
+    "cause": "STEP:Fatal:broken",
+    "error": "{}",
+    "error_kind": "Fatal",
     "file_id": "file-1",
     "input_sha256": "",
     "limit": 10,
     "models": ["m"],
     "failed": 0,
     "part_ids": [],
+    "message": "why",
     "provider_state": "{}",
+    "reason": "user",
     "resends_max": 1,
     "succeeded": 0,
     "tenant": "default",
     "total": 1,
 }
-"""For the statements of batches, uploads and tasks; what is not here is null."""
+"""For the statements of batches, uploads, tasks, runs and items; what is not here is null."""
 
 
 async def move(queue, id, target):
@@ -481,3 +507,145 @@ async def test_a_task_in_progress_has_a_state_and_an_ended_one_a_time(queue):
     }.items():
         with pytest.raises(DatabaseError, match=constraint):
             await raw(queue, f"UPDATE batchwright.task SET {change} WHERE id = %(id)s", id=id)
+
+
+async def put_run(queue):
+    id = f"run_{uuid.uuid4().hex}"
+    await raw(
+        queue,
+        "WITH collection AS (INSERT INTO batchwright.ingest_collection (tenant, name, created_at) "
+        "VALUES ('default', %(id)s, now()) RETURNING id) "
+        "INSERT INTO batchwright.ingest_run (id, tenant, collection_id, kind, sources, config, recipe, lane, priority, "
+        "job_id, created_at) SELECT %(id)s, 'default', id, 'folder', '[]', '{}', '', 'auto', 5, gen_random_uuid(), "
+        "now() FROM collection RETURNING id",
+        id=id,
+    )
+    return id
+
+
+async def move_run(queue, id, target):
+    ended = "now()" if target in RUN.terminal else "NULL"
+    parked = "'user'" if target is RunStatus.PARKED else "NULL"
+    sql = (
+        f"UPDATE batchwright.ingest_run SET status = '{target}', ended_at = {ended}, parked_reason = {parked} "
+        "WHERE id = %(id)s RETURNING status::text"
+    )
+    return await raw(queue, sql, id=id)
+
+
+async def bring_run(queue, id, target):
+    """By legal moves only."""
+    if target is not RunStatus.PENDING:
+        await move_run(queue, id, RunStatus.RUNNING)
+    if target not in (RunStatus.PENDING, RunStatus.RUNNING):
+        await move_run(queue, id, target)
+
+
+async def test_the_database_allows_exactly_the_moves_of_a_run_that_are_listed(queue):
+    for source, target in itertools.permutations(RunStatus, 2):
+        id = await put_run(queue)
+        await bring_run(queue, id, source)
+        if allows(RUN, source, target):
+            assert await move_run(queue, id, target) == [(target.value,)]
+        else:
+            with pytest.raises(DatabaseError, match=f"illegal move of run {id}: {source} to {target}"):
+                await move_run(queue, id, target)
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.run_status))::text")
+    assert [status for (status,) in rows] == [status.value for status in RunStatus]
+
+
+@pytest.mark.parametrize("verb", verbs(RUN))
+async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_run_that_are_listed(queue, verb):
+    for source in RunStatus:
+        id = await put_run(queue)
+        await bring_run(queue, id, source)
+        sql = RUNS_SQL[verb].replace("%(job_id)s", "gen_random_uuid()")
+        await apply(queue, sql, id)
+        target = move_of(RUN, verb, source)
+        assert await raw(queue, "SELECT status::text FROM batchwright.ingest_run WHERE id = %(id)s", id=id) == [
+            (target,)
+        ]
+
+
+async def put_item(queue):
+    run_id, id = await put_run(queue), f"item_{uuid.uuid4().hex}"
+    await raw(
+        queue,
+        "INSERT INTO batchwright.ingest_item (id, run_id, tenant, collection_id, document_id, source, name, job_ids, "
+        "created_at) SELECT %(id)s, run.id, 'default', run.collection_id, 1, 'file:///a', 'a', "
+        "ARRAY[gen_random_uuid()], now() FROM batchwright.ingest_run AS run WHERE run.id = %(run_id)s RETURNING id",
+        id=id,
+        run_id=run_id,
+    )
+    return id, run_id
+
+
+async def move_item(queue, id, target):
+    ended = "now()" if target in ITEM.terminal else "NULL"
+    sql = (
+        f"UPDATE batchwright.ingest_item SET status = '{target}', ended_at = {ended}, last_error_kind = 'Fatal', "
+        "cause = 'STEP:Fatal:broken' WHERE id = %(id)s RETURNING status::text"
+    )
+    return await raw(queue, sql, id=id)
+
+
+async def test_the_database_allows_exactly_the_moves_of_an_item_that_are_listed(queue):
+    for source, target in itertools.permutations(ItemStatus, 2):
+        id, _ = await put_item(queue)
+        if source is not ITEM.initial:
+            await move_item(queue, id, source)
+        if allows(ITEM, source, target):
+            assert await move_item(queue, id, target) == [(target.value,)]
+        else:
+            with pytest.raises(DatabaseError, match=f"illegal move of item {id}: {source} to {target}"):
+                await move_item(queue, id, target)
+    rows = await raw(queue, "SELECT unnest(enum_range(NULL::batchwright.item_status))::text")
+    assert [status for (status,) in rows] == [status.value for status in ItemStatus]
+
+
+@pytest.mark.parametrize("verb", verbs(ITEM))
+async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_an_item_that_are_listed(queue, verb):
+    """And counts them in the run."""
+    for source in ItemStatus:
+        id, run_id = await put_item(queue)
+        if source is not ITEM.initial:
+            await move_item(queue, id, source)
+        await raw(queue, COUNT_ITEMS, run_id=run_id)
+        names = set(re.findall(r"%\((\w+)\)s", ITEMS_SQL[verb]))
+        given = {name: PARAMETERS.get(name) for name in names} | {"id": id, "run_id": run_id, "ids": [id]}
+        given |= {"cause": None, "only_inbox": False, "only_latest": False} if verb == "retry" else {}
+        await raw(queue, ITEMS_SQL[verb], **{name: given[name] for name in names})
+        target = move_of(ITEM, verb, source)
+        assert await raw(queue, "SELECT status::text FROM batchwright.ingest_item WHERE id = %(id)s", id=id) == [
+            (target,)
+        ]
+        counts = await raw(queue, f"SELECT {COUNTERS} FROM batchwright.ingest_run WHERE id = %(id)s", id=run_id)
+        expected = tuple(int(target is one) for one in COUNTED)
+        assert counts == [expected]
+
+
+COUNTED = (ItemStatus.DONE, ItemStatus.UNCHANGED, ItemStatus.FAILED, ItemStatus.CANCELLED)
+COUNTERS = ", ".join(f"item_count_{status.value.lower()}" for status in COUNTED)
+COUNT_ITEMS = (
+    "UPDATE batchwright.ingest_run SET "
+    + ", ".join(
+        f"item_count_{status.value.lower()} = (SELECT count(*) FROM batchwright.ingest_item AS item "
+        f"WHERE item.run_id = ingest_run.id AND item.status = '{status}')"
+        for status in COUNTED
+    )
+    + " WHERE id = %(run_id)s RETURNING id"
+)
+
+
+async def test_a_run_that_is_parked_has_a_reason_and_an_item_that_failed_an_error(queue):
+    id, run_id = await put_item(queue)
+    await move_run(queue, run_id, RunStatus.RUNNING)
+    for table, key, change, constraint in (
+        ("ingest_run", run_id, "status = 'PARKED'", "parked_means_a_reason"),
+        ("ingest_run", run_id, "parked_reason = 'user'", "parked_means_a_reason"),
+        ("ingest_run", run_id, "status = 'COMPLETED'", "run_ended_means_a_last_status"),
+        ("ingest_item", id, "status = 'FAILED', ended_at = now()", "failed_means_an_error"),
+        ("ingest_item", id, "status = 'DONE'", "item_ended_means_a_last_status"),
+    ):
+        with pytest.raises(DatabaseError, match=constraint):
+            await raw(queue, f"UPDATE batchwright.{table} SET {change} WHERE id = %(id)s", id=key)

@@ -21,6 +21,7 @@ BUILT_IN = (
     "batchwright.webhooks.part:WebhooksPart",
     "batchwright.providers.part:ProvidersPart",
     "batchwright.batches.part:BatchesPart",
+    "batchwright.ingest.part:IngestPart",
 )
 """The parts that come with Batchwright, by name, so that nothing below them imports them."""
 PARTS = "batchwright.parts"

@@ -131,7 +131,7 @@ def load_settings(
         _merge(merged, layer)
     _refuse_unknown(merged)
     try:
-        return pydantic.TypeAdapter(settings_class()).validate_python(merged)
+        return _adapter().validate_python(merged)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -140,12 +140,18 @@ def load_settings(
 
 def settings_document(settings: Settings) -> dict[str, Any]:
     """The settings as JSON, for another process of ours."""
-    document: dict[str, Any] = pydantic.TypeAdapter(settings_class()).dump_python(settings, mode="json")
+    document: dict[str, Any] = _adapter().dump_python(settings, mode="json")
     return document
 
 
 def settings_of(document: Mapping[str, Any]) -> Settings:
-    return pydantic.TypeAdapter(settings_class()).validate_python(document)
+    return _adapter().validate_python(document)
+
+
+@functools.cache
+def _adapter() -> pydantic.TypeAdapter[Settings]:
+    """Made once: that takes longer than all else here."""
+    return pydantic.TypeAdapter(settings_class())
 
 
 def _from_file(environment: Mapping[str, str], file: Path | None) -> dict[str, Any]:

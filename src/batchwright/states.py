@@ -60,6 +60,28 @@ class TaskStatus(StrEnum):
     CANCELLED = "CANCELLED"
 
 
+class RunStatus(StrEnum):
+    """Where a run over documents stands."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    PARKED = "PARKED"
+    COMPLETED = "COMPLETED"
+    COMPLETED_WITH_ERRORS = "COMPLETED_WITH_ERRORS"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+class ItemStatus(StrEnum):
+    """Where a document of a run stands; while it is OPEN, its `step` says how far it is."""
+
+    OPEN = "OPEN"
+    DONE = "DONE"
+    UNCHANGED = "UNCHANGED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One arrow of a lifecycle."""
@@ -200,4 +222,62 @@ TASK = Lifecycle(
     ),
 )
 
-LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH, UPLOAD, TASK)
+_RUN_PENDING, _RUN_RUNS, _RUN_PARKED, _RUN_DONE, _RUN_ERRORS, _RUN_FAILED, _RUN_CANCELLED = RunStatus
+
+RUN = Lifecycle(
+    name="run",
+    initial=_RUN_PENDING,
+    meanings={
+        _RUN_PENDING: "Waits for a worker that lists its sources. Creating it puts it here.",
+        _RUN_RUNS: "Its sources are listed, and its documents go through their steps.",
+        _RUN_PARKED: "Waits for a person: `parked_reason` says why. Steps in progress end; no new ones start.",
+        _RUN_DONE: "Every document is done or unchanged.",
+        _RUN_ERRORS: "Every document has ended, and some have failed: they are in the inbox, and can be retried.",
+        _RUN_FAILED: "Its sources could not be listed, or something broke for good: `error` says why.",
+        _RUN_CANCELLED: "Ended by a user. Documents that were done stay; the others can be retried.",
+    },
+    terminal=frozenset({_RUN_DONE, _RUN_ERRORS, _RUN_FAILED, _RUN_CANCELLED}),
+    moves=(
+        Move("begin", _RUN_PENDING, _RUN_RUNS, "a worker begins to list its sources"),
+        Move("park", _RUN_PENDING, _RUN_PARKED, "a user parks it before it begins"),
+        Move("fail", _RUN_PENDING, _RUN_FAILED, "its job ended before it could begin"),
+        Move("cancel", _RUN_PENDING, _RUN_CANCELLED, "a user cancels it before it begins"),
+        Move("park", _RUN_RUNS, _RUN_PARKED, "its budget is used up, a credential is refused, or a user parks it"),
+        Move("complete", _RUN_RUNS, _RUN_DONE, "every document is done or unchanged"),
+        Move("complete_with_errors", _RUN_RUNS, _RUN_ERRORS, "every document has ended, and some have failed"),
+        Move("fail", _RUN_RUNS, _RUN_FAILED, "its sources could not be listed, or its job failed"),
+        Move("cancel", _RUN_RUNS, _RUN_CANCELLED, "a user cancels it, with its open documents"),
+        Move("resume", _RUN_PARKED, _RUN_RUNS, "a person says that it may continue"),
+        Move("fail", _RUN_PARKED, _RUN_FAILED, "its job failed while it was parked"),
+        Move("cancel", _RUN_PARKED, _RUN_CANCELLED, "a user cancels it, with its open documents"),
+        Move("reopen", _RUN_ERRORS, _RUN_RUNS, "failed documents are retried"),
+        Move("reopen", _RUN_FAILED, _RUN_RUNS, "it is retried, or failed documents are"),
+        Move("reopen", _RUN_CANCELLED, _RUN_RUNS, "cancelled documents are retried"),
+    ),
+)
+
+_ITEM_OPEN, _ITEM_DONE, _ITEM_UNCHANGED, _ITEM_FAILED, _ITEM_CANCELLED = ItemStatus
+
+ITEM = Lifecycle(
+    name="item",
+    initial=_ITEM_OPEN,
+    meanings={
+        _ITEM_OPEN: "Goes through its steps, from ENQUEUED on; `step` is the last one that it has reached.",
+        _ITEM_DONE: "Every step is done, and search finds this version of the document.",
+        _ITEM_UNCHANGED: "Nothing had to be done: neither the document nor the settings have changed.",
+        _ITEM_FAILED: "A step failed for good: `last_error` says which and why. Stays in the inbox until it is "
+        "retried or dismissed; the version before stays searchable.",
+        _ITEM_CANCELLED: "Its run was cancelled before it was done.",
+    },
+    terminal=frozenset({_ITEM_DONE, _ITEM_UNCHANGED, _ITEM_FAILED, _ITEM_CANCELLED}),
+    moves=(
+        Move("complete", _ITEM_OPEN, _ITEM_DONE, "its last step is done"),
+        Move("skip", _ITEM_OPEN, _ITEM_UNCHANGED, "its content and the settings are those of its live version"),
+        Move("fail", _ITEM_OPEN, _ITEM_FAILED, "a step failed for good, or its retries are used up"),
+        Move("cancel", _ITEM_OPEN, _ITEM_CANCELLED, "its run was cancelled"),
+        Move("retry", _ITEM_FAILED, _ITEM_OPEN, "a person has it tried again, from the step that failed"),
+        Move("retry", _ITEM_CANCELLED, _ITEM_OPEN, "a person has it tried again, from the step that it had reached"),
+    ),
+)
+
+LIFECYCLES: tuple[Lifecycle, ...] = (JOB, BATCH, UPLOAD, TASK, RUN, ITEM)

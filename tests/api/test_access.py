@@ -70,8 +70,14 @@ async def test_which_scope_a_route_needs(api: Api) -> None:
     verbs = ("cancel", "limits", "pause", "priority", "resume", "retry")
     assert found[Scope.SUBMIT] == {
         "DELETE /v1/files/{id}",
+        "DELETE /v1/collections/{name}",
+        "DELETE /v1/collections/{name}/documents/{id}",
         "POST /v1/batches",
         "POST /v1/files",
+        "POST /v1/ingest/estimates",
+        "POST /v1/ingest/runs",
+        *(f"POST /v1/ingest/runs/{{id}}/{verb}" for verb in ("cancel", "park", "resume", "retry")),
+        *(f"POST /v1/ingest/items/{{id}}/{verb}" for verb in ("dismiss", "retry")),
         "POST /v1/jobs",
         "POST /v1/tasks",
         "POST /v1/tasks/{id}/cancel",
@@ -153,6 +159,8 @@ async def test_every_route_with_another_tenants_object_finds_nothing_and_changes
         ids = ids[4:] if route.path.startswith(("/v1/files", "/v1/batches")) else ids[:4]
         if route.path.startswith("/v1/models"):
             continue  # models are everybody's
+        if route.path.startswith(("/v1/collections", "/v1/ingest")):
+            continue  # see tests/ingest/test_http.py
         ids = [theirs.upload] if route.path.startswith("/v1/uploads") else ids
         names = ids if "{id}" in route.path else [theirs.schedule, schedule_id]
         (method,) = route.methods

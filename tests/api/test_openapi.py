@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from batchwright import AsyncBatchwright, NewJob
@@ -18,11 +20,14 @@ from batchwright.batches.operations import process_job
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import NewBatch
 from batchwright.files.uploads import NewUpload, Uploads, new_upload_id
+from batchwright.ingest.part import IngestPart
+from batchwright.ingest.submission import WantedRun
 from batchwright.testing import drain
 from tests.api.conftest import GATEWAY, OPERATIONS, Api, configured, routes, stored_file
 
 EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_FUZZ_EXAMPLES", "3"))
 """Cases per route in the fuzzing phase; a thousand are good company over lunch."""
+PHASES = ("examples", "coverage", "fuzzing")
 
 CONFIG = """\
 seed = {seed}
@@ -53,7 +58,7 @@ ignored_auth.enabled = false
 
 [dictionaries]
 ids.values = {ids}
-names.values = ["nightly", "default"]
+names.values = ["nightly", "default", "papers"]
 
 # Who follows the results of an open batch waits for its end.
 [[operations]]
@@ -74,7 +79,12 @@ checks.allow_header_conformance.enabled = false
 
 
 @pytest.mark.timeout(120 + 60 * EXAMPLES)
-async def test_the_server_keeps_to_its_document_whatever_is_sent(database_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "examples"), [(("fuzzing",), 1), pytest.param(PHASES, EXAMPLES, marks=pytest.mark.thorough)]
+)
+async def test_the_server_keeps_to_its_document_whatever_is_sent(
+    database_url: str, tmp_path: Path, phases: Sequence[str], examples: int
+) -> None:
     settings = configured(database_url, tmp_path)
     offers_batches = dataclasses.replace(settings, global_inference_gateway=GATEWAY)
     async with (
@@ -86,20 +96,23 @@ async def test_the_server_keeps_to_its_document_whatever_is_sent(database_url: s
         await drain(batchwright, fast_forward=False)
         key = await batchwright.keys.create("fuzzer", scopes=["read", "submit", "operate", "admin"])
         config = tmp_path / "schemathesis.toml"
-        ids = json.dumps([*map(str, jobs), *await files_and_batches(front)])
-        config.write_text(CONFIG.format(seed=1, secret=key.secret, examples=EXAMPLES, ids=ids))
+        ids = json.dumps([*map(str, jobs), *await files_and_batches(front), *await runs_and_documents(front)])
+        config.write_text(CONFIG.format(seed=1, secret=key.secret, examples=examples, ids=ids))
         server, worker = await front.server(), batchwright.worker()
         running = [server.start(), asyncio.create_task(worker.run())]
         try:
-            code, said = await fuzz(f"{server.url}/openapi.json", config)
+            # The document is made when it is first asked for, which the fuzzer would wait for ten seconds only.
+            async with httpx.AsyncClient(timeout=60) as http:
+                assert (await http.get(f"{server.url}/openapi.json")).status_code == 200
+            code, said = await fuzz(f"{server.url}/openapi.json", config, phases)
         finally:
             worker.stop()
             await server.close()
             await asyncio.gather(*running)
     assert code == 0, said
     assert f"Tested: {len(routes(application(server._services)))}" in said
-    for phase in ("Examples", "Coverage", "Fuzzing"):
-        assert f"✅ {phase}" in said
+    for phase in phases:
+        assert f"✅ {phase.title()}" in said
 
 
 async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
@@ -118,8 +131,23 @@ async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
     return ids
 
 
-async def fuzz(url: str, config: Path) -> tuple[int | None, str]:
-    command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(config), "run", url]
+async def runs_and_documents(batchwright: AsyncBatchwright) -> list[str]:
+    """A run whose documents wait, of a collection that is empty; the sources lead nowhere."""
+    part = batchwright.part(IngestPart)
+    ids = []
+    for n in range(3):
+        wanted = WantedRun(tenant="default", collection="papers", sources=[f"http://127.0.0.1:9/{n}"])
+        run, _ = await part.submission.create(wanted)
+        ids.append(run.id)
+    async with batchwright.queue.database.transaction() as session:
+        listed = [{"source": "http://127.0.0.1:9/a", "name": "a"}]
+        await part.runs.add_items(run, listed, force=False, session=session)
+    return [*ids, *(item.id for item in await part.items.list(run.id)), "1"]
+
+
+async def fuzz(url: str, config: Path, phases: Sequence[str]) -> tuple[int | None, str]:
+    command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(config)]
+    command += ["run", "--phases", ",".join(phases), url]
     process = await asyncio.create_subprocess_exec(
         *command, cwd=config.parent, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )

@@ -106,6 +106,7 @@ async def measure_waits(pool, until):
     return waits
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 async def test_500_clients_see_every_event_once_while_a_worker_runs_at_full_speed(database_url):
     dice = random.Random(500)

@@ -147,7 +147,7 @@ def test_the_list_of_commands_is_printed_without_loading_any_of_them() -> None:
     there = loaded("--help")
     assert there.isdisjoint(HEAVY)
     ours = {name for name in there if name.startswith("batchwright.")}
-    names = ("files", "webhooks", "batches", "providers")
+    names = ("files", "webhooks", "batches", "providers", "ingest")
     parts = {*names, *(f"{name}.part" for name in names), "builtin", "part"}
     assert ours == {
         f"batchwright.{name}" for name in ("cli", "cli.exit_codes", "commands", "errors", "plugins", "states", *parts)

@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from batchwright import NewJob
 from batchwright.db.database import Blocking, Database, complete
 from batchwright.engine.metrics import fold, read_counts
@@ -18,6 +20,7 @@ SETTLED = """
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_process_keeps_what_it_had_written(cli, database_url):
     database, clock = Blocking(DATABASE, database_url), Clock()
     queue = Queue(Database(database, clock=clock))

@@ -94,6 +94,7 @@ def test_a_worker_whose_guard_has_tripped_says_so_to_the_probe_gives_its_jobs_ba
     assert guarded.rows("SELECT id FROM batchwright.worker WHERE left_at IS NULL") == []
 
 
+@pytest.mark.thorough
 def test_a_supervisor_starts_a_broken_worker_again_and_every_process_has_the_next_port(guarded: Cli) -> None:
     (guarded.folder / "go").touch()
     port = two_free_ports()

@@ -204,6 +204,7 @@ def test_two_processes_share_a_server_and_the_last_stops_it(root: Path) -> None:
         assert nobody_left(root)
 
 
+@pytest.mark.thorough
 def test_stopping_waits_for_the_last_process_of_the_server(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     postgres = EmbeddedPostgres(root, settings=FAST)
     postgres.start()
@@ -249,6 +250,7 @@ def test_forked_child_cannot_take_the_server_from_its_parent(root: Path) -> None
     assert nobody_left(root)
 
 
+@pytest.mark.thorough
 def test_child_that_outlives_its_parent_does_not_hold_the_locks(root: Path) -> None:
     postgres = EmbeddedPostgres(root, settings=FAST)
     postgres.start()
@@ -283,6 +285,7 @@ def test_killed_server_comes_back_with_what_was_committed(root: Path) -> None:
     assert nobody_left(root)
 
 
+@pytest.mark.thorough
 def test_users_who_lose_the_server_together_get_one_server(root: Path) -> None:
     with ExitStack() as stack:
         users = [stack.enter_context(User(root)) for _ in range(3)]
@@ -297,6 +300,7 @@ def test_users_who_lose_the_server_together_get_one_server(root: Path) -> None:
     assert nobody_left(root)
 
 
+@pytest.mark.thorough
 def test_nothing_starts_while_an_orphaned_backend_lives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "START_SECONDS", 1)
     with EmbeddedPostgres(root, settings=DURABLE) as postgres, psycopg.connect(postgres.url) as connection:
@@ -321,6 +325,7 @@ def test_ensure_running_restarts_nothing_for_one_who_has_left(root: Path) -> Non
     assert nobody_left(root)
 
 
+@pytest.mark.thorough
 def test_user_whose_lock_file_was_deleted_takes_the_new_one(root: Path) -> None:
     with EmbeddedPostgres(root, settings=FAST) as postgres:
         postgres.pg_ctl("stop", "-m", "immediate")
@@ -375,6 +380,7 @@ def test_pid_file_of_a_live_server_is_left_alone(root: Path, base: Path) -> None
     by_hand.pg_ctl("stop", "-m", "immediate")
 
 
+@pytest.mark.thorough
 def test_interrupted_initdb_is_begun_anew(base: Path) -> None:
     with User(base / "root") as victim:
         victim.say("start")
@@ -421,6 +427,7 @@ def test_path_too_long_for_a_socket_gets_a_private_folder(root: Path, base: Path
     deep.rename(root)
 
 
+@pytest.mark.thorough
 def test_private_folder_of_somebody_else_is_not_used(root: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "SOCKET_PATH_BYTES", len(str(base)) + 40)
     comma = base / "one, two"
@@ -451,6 +458,7 @@ def test_path_with_blanks_and_quotes_works(root: Path, base: Path) -> None:
         EmbeddedPostgres(base / "$HOME")
 
 
+@pytest.mark.thorough
 def test_processes_that_start_at_once_get_one_server(base: Path) -> None:
     with ExitStack() as stack:
         users = [stack.enter_context(User(base / "root")) for _ in range(4)]
@@ -465,6 +473,7 @@ def test_processes_that_start_at_once_get_one_server(base: Path) -> None:
     assert nobody_left(base / "root")
 
 
+@pytest.mark.thorough
 def test_arrival_that_crosses_the_last_leave_finds_a_server(root: Path) -> None:
     def come_and_go(user: EmbeddedPostgres) -> None:
         for _ in range(5):
@@ -477,6 +486,7 @@ def test_arrival_that_crosses_the_last_leave_finds_a_server(root: Path) -> None:
     assert nobody_left(root)
 
 
+@pytest.mark.thorough
 def test_processes_that_come_and_go_never_lose_the_server(root: Path) -> None:
     with User(root) as leaving, User(root) as arriving:
         leaving.ask("start")

@@ -16,6 +16,7 @@ import pytest
 from batchwright import AsyncBatchwright
 from batchwright.testing import drain
 from tests.conftest import skip
+from tests.ingest.stage import ingest_stage
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -118,6 +119,7 @@ def shell(folder: Path, script: str, **settings: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_story_of_the_readme_ends_well_although_its_worker_is_killed(folder):
     shutil.copytree(ROOT / "examples", folder / "examples")
     told = shell(folder, example("story.sh"))
@@ -130,6 +132,7 @@ def test_the_story_of_the_readme_ends_well_although_its_worker_is_killed(folder)
     assert "emission_recalc" in shown
 
 
+@pytest.mark.thorough
 def test_the_http_examples_work_as_printed(folder):
     (folder / "hello.py").write_text(example("hello.py"))
     start = """
@@ -146,6 +149,7 @@ def test_the_http_examples_work_as_printed(folder):
     assert lines[-1].startswith("20")
 
 
+@pytest.mark.thorough
 def test_the_tasks_of_the_docs_run_as_printed_against_simulated_providers(folder):
     script = f"{example('tasks.sh')}\n{example('tasks-http.sh')}\nkill $UP $SIMULATOR; wait $UP $SIMULATOR"
     told = shell(folder, script.replace("--providers --write", "--providers --port 0 --write"))
@@ -157,6 +161,7 @@ def test_the_tasks_of_the_docs_run_as_printed_against_simulated_providers(folder
     assert '"name":"together"' in told.stdout
 
 
+@pytest.mark.thorough
 def test_the_provider_batch_of_the_docs_runs_as_printed(folder):
     told = shell(folder, example("provider-batch.sh").replace("--providers --write", "--providers --port 0 --write"))
     assert told.returncode == 0, told
@@ -165,6 +170,7 @@ def test_the_provider_batch_of_the_docs_runs_as_printed(folder):
     assert len((folder / "requests.out.jsonl").read_text().splitlines()) == 6
 
 
+@pytest.mark.thorough
 def test_a_provider_batch_over_http_runs_as_printed(folder):
     script = f"{example('provider-batches.sh')}\nkill $UP $SIMULATOR; wait $UP $SIMULATOR"
     told = shell(folder, script.replace("--providers --write", "--providers --port 0 --write"))
@@ -172,3 +178,23 @@ def test_a_provider_batch_over_http_runs_as_printed(folder):
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [one["custom_id"] for one in answers] == ["saw", "plane", "chisel"]
     assert {one["response"]["body"]["model"] for one in answers} == {"claude-haiku-4-5"}
+
+
+def test_documents_are_read_and_found_as_printed(folder):
+    """The second run is over the same files, and finds nothing to do."""
+    told = shell(folder, example("documents.sh"))
+    assert told.returncode == 0, told
+    assert "tides.md" in told.stdout
+    assert "east pier" in told.stdout
+    assert re.search(r"2 unchanged", told.stdout), told.stdout
+
+
+async def test_a_step_of_ones_own_is_the_file_that_is_printed(database_url, tmp_path):
+    (tmp_path / "languages.py").write_text(example("languages.py"))
+    async with ingest_stage(database_url, tmp_path, ingest={"steps": [str(tmp_path / "languages.py")]}) as stage:
+        stage.write("a.txt", "Das ist nicht der Anfang und nicht das Ende.")
+        stage.work()
+        run = await stage.succeed()
+        (item,) = (await stage.items(run.id)).values()
+        (found,) = [one for one in await stage.part.items.steps(item.id) if one.step == "LANGUAGE_FOUND"]
+        assert found.output == {"language": "de"}

@@ -22,7 +22,7 @@ from batchwright.operations.registry import Registry
 from tests.cli.conftest import Cli
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "emissions"
-READY = "runs csv_ingest, emission_recalc, factor_ingest, provider.task, unit_sync"
+READY = "runs .*csv_ingest, emission_recalc, factor_ingest, .*provider.task, unit_sync"
 ROWS = 6_000
 PAGE_ROWS = 500
 
@@ -121,6 +121,7 @@ def test_a_suspect_job_that_runs_alone_has_the_database_too(cli: Cli) -> None:
     assert (status, result["added"]) == ("SUCCEEDED", 12)
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_costs_one_page_and_another_one_finishes(cli: Cli) -> None:
     make_large = generator()
     with (cli.folder / "data" / "travel_large.csv").open("w", encoding="utf-8", newline="") as file:

@@ -293,6 +293,7 @@ async def doomed(briefs: list[dict[str, Any]]) -> list[int]:
     return codes
 
 
+@pytest.mark.thorough
 async def test_a_server_that_is_killed_between_two_steps_leaves_no_half_file(api: Api, database_url: str) -> None:
     """Four processes, each killed at another step; whoever sends the request again gets the one file."""
     http = await api.client()

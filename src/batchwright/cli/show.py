@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,6 +111,21 @@ def print_findings(findings: list[Finding]) -> None:
         out.print(Text.assemble((f"{sign} {finding.name:{width}}", colour), finding.text), soft_wrap=True)
         if finding.remedy:
             out.print(Text(f"  {'':{width}}→ {finding.remedy}"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def show_meanwhile(text: str) -> Iterator[None]:
+    """On a terminal, for as long as it takes: the first start of the embedded database takes a few seconds."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
 # Words, numbers and bars --------------------------------------------------------------------------------------------

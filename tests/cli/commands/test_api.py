@@ -42,6 +42,7 @@ def serving(cli: Cli, *arguments: str) -> Iterator[tuple[Running, httpx.Client]]
         yield running, http
 
 
+@pytest.mark.thorough
 def test_up_goes_on_serving_when_its_worker_is_killed_and_the_job_ends(cli: Cli) -> None:
     cli.environment["BATCHWRIGHT_ENGINE_LEASE_SECONDS"] = "1"
     with serving(cli, "up", SAMPLE) as (up, http):
@@ -60,6 +61,7 @@ def test_up_goes_on_serving_when_its_worker_is_killed_and_the_job_ends(cli: Cli)
         assert up.ended() == 0
 
 
+@pytest.mark.thorough
 def test_an_open_stream_does_not_keep_the_server_from_leaving(cli: Cli) -> None:
     with serving(cli, "api") as (api, http):
         cli.rows(

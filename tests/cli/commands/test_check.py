@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ async def find(pool: Pool, name: str, **options) -> Finding:
 
 def test_a_database_without_schema_is_an_error_with_its_remedy(empty_cli: Cli) -> None:
     said = empty_cli("check", SAMPLE, code=1).stdout
-    assert "✓ operations  sample.block, sample.fail" in said
+    assert re.search(r"✓ operations +sample.block, sample.fail", said)
     assert "✗ schema" in said
     assert "→ run: batchwright migrate" in said
 

@@ -94,6 +94,7 @@ def test_recover_and_rerun_say_why_not(cli: Cli, inside: Inside) -> None:
     assert inside.json("job", "recover", id)["status"] == "QUEUED"
 
 
+@pytest.mark.thorough
 def test_wait_and_watch_end_with_the_job(cli: Cli) -> None:
     """One worker for all of it: results, exit codes, and what is printed without a terminal."""
     with cli.start("worker", SAMPLE) as worker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 import orjson
+import pytest
 
 from batchwright import NewJob
 from tests.cli.conftest import SAMPLE, Cli, Inside
@@ -60,6 +61,7 @@ def test_one_that_is_not_there_is_named(inside: Inside, stage: Stage) -> None:
     assert stage.status(root) == "QUEUED"
 
 
+@pytest.mark.thorough
 def test_watching_ends_with_the_pipeline(cli: Cli, publish: None) -> None:
     id = cli("job", "submit", "sample.family", "-p", '{"children": 3}').stdout.strip()
     with cli.start("worker", SAMPLE):

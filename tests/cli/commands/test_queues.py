@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from batchwright import NewJob
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.cli.sample import greet
@@ -40,6 +42,7 @@ def test_pause_and_resume_take_many_and_name_what_is_not_there(inside: Inside, s
     assert inside("queue", "pause")[2] == "error: Missing argument 'NAME...'. See: batchwright queue pause --help\n"
 
 
+@pytest.mark.thorough
 def test_a_worker_goes_on_with_a_queue_that_was_resumed(cli: Cli, publish: None) -> None:
     cli("job", "submit", "sample.greet", "--queue", "letters", "--delay", "3600")
     cli("queue", "pause", "letters")

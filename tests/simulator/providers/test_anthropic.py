@@ -4,6 +4,9 @@ import pytest
 
 from tests.simulator.providers.support import KEY, blocking, finish, opened, sdk
 
+pytestmark = pytest.mark.thorough
+"""The judges are clients that `.ci/run` installs."""
+
 
 def anthropic(server):
     return opened(sdk("anthropic").Anthropic(base_url=server.urls["anthropic"], api_key=KEY, max_retries=0))

@@ -6,6 +6,9 @@ import pytest
 
 from tests.simulator.providers.support import KEY, blocking, finish, jsonl, opened, parsed, sdk
 
+pytestmark = pytest.mark.thorough
+"""The judges are clients that `.ci/run` installs."""
+
 ENDPOINT = "/v1/chat/completions"
 
 

@@ -9,6 +9,9 @@ import pytest
 from batchwright.simulator.providers import running
 from tests.simulator.providers.support import KEY, blocking, finish, opened, sdk
 
+pytestmark = pytest.mark.thorough
+"""The judges are clients that `.ci/run` installs."""
+
 SUBMIT = "/transcriptions:submit?api-version=2024-11-15"
 
 

@@ -251,10 +251,10 @@ async def _work(launch: Launch, settings: Settings) -> int:
     operations = load_operations(settings, launch.sources)
     has_more = settings.has_gateways or bool(settings.table("providers", dict))
     if not operations.names() and not launch.or_none and not has_more:
-        raise ConfigurationError(
-            "there is nothing to run: name the source of operations (batchwright worker hello.py), or configure a "
-            "model server for batches ([global_inference_gateway] in batchwright.toml), or providers for tasks "
-            "([providers.openai])"
+        log.warning(
+            "this worker runs documents only: name the source of your operations (batchwright worker hello.py), or "
+            "configure a model server for batches ([global_inference_gateway] in batchwright.toml), or providers for "
+            "tasks ([providers.openai])"
         )
     batchwright = await _open(settings, operations, is_up=False)
     try:
