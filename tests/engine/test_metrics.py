@@ -118,7 +118,7 @@ async def test_rescues_are_counted_by_the_worker_that_saw_them(pool, queue, cloc
     await put(queue)
     await take(queue)
     await clock.advance(queue, 31)
-    await worker._upkeep.run_due()
+    await worker._upkeep.run_all()
     await worker.close()
     found = await page(queue)
     assert found["jobs_rescued_total",] == 1
@@ -279,7 +279,7 @@ async def test_upkeep_folds(pool, queue, clock):
     await row.write()
     await clock.advance(queue, GONE)
     worker = make_worker(pool, queue=queue)
-    await worker._upkeep.run_due()
+    await worker._upkeep.run_all()
     await worker.close()
     assert await raw(queue, "SELECT FROM batchwright.worker_counts WHERE worker = 'w1' AND folded_at IS NOT NULL")
     assert await total(queue) == 3

@@ -483,6 +483,7 @@ async def test_upkeep_fires_schedules(queue, clock, schedules, pool):
     worker = make_worker(pool, queue=queue)
     upkeep = Upkeep(queue, worker._processes, OPERATIONS, schedules.rounds())
     await schedules.create("daily", EVERY_MINUTE, REPORT)
+    await upkeep.run_due()
     clock.time += MINUTE
     await upkeep.run_due()
     assert (await schedules.get("daily")).fires == 1

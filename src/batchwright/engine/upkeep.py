@@ -1,4 +1,8 @@
-"""Rounds that keep the queue healthy. There is no leader: any worker's round runs if it gets the round's lock."""
+"""Rounds that keep the queue healthy: each runs once per period over all workers.
+
+When a round is due stands in a row, which is locked while the round runs. There is no leader to elect: whoever ran the
+rescue last keeps all rounds; the others look now and then, and take over what is late.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ import logging
 import math
 import random
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from batchwright.db.database import Database, Session
 from batchwright.db.statements import statements
@@ -28,7 +34,11 @@ _DEAD_WORKER_SECONDS = 300.0
 _SUSPECTS_MAX = 100
 _PAUSE_SECONDS_MIN = 0.3
 _PAUSE_SECONDS_MAX = 0.7
+_WATCH_SECONDS = 2.0
+_PATIENCE_SECONDS = 1.0
+"""So late a round must be before somebody who does not keep it takes it over."""
 _WAKE_SECONDS = 0.1
+_RESCUE = "rescue"
 
 OnRescued = Callable[[Sequence[Rescued]], None]
 """Called with what was rescued, after the commit."""
@@ -36,7 +46,7 @@ OnRescued = Callable[[Sequence[Rescued]], None]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Something to do every so often, by one process at a time; parts of Batchwright may add their own.
+    """Something to do every so often, by one process of all; parts of Batchwright may add their own.
 
     A run that answers True has left work behind and gets the next turn, half a second later.
     """
@@ -60,11 +70,15 @@ def wake_when_due(rescued: Iterable[Rescued], wake: Callable[[set[str]], None]) 
 
 
 @contextlib.asynccontextmanager
-async def lock_round(database: Database, name: str) -> AsyncIterator[Session | None]:
+async def lock_round(
+    database: Database, name: str, every_seconds: float = 0.0, *, if_due: bool = False
+) -> AsyncIterator[Session | None]:
     """A transaction that only one process at a time gets for this round; None for the others."""
+    if not if_due:
+        await database.ask(SQL["add_rounds"], {"names": [name], "every_seconds": [every_seconds], "keeper": ""})
+    params = {"name": name, "every_seconds": every_seconds, "if_due": if_due}
     async with database.transaction() as session:
-        ((is_mine,),) = await database.ask(SQL["lock_round"], {"round": name}, session)
-        yield session if is_mine else None
+        yield session if await database.ask(SQL["lock_round"], params, session) else None
 
 
 async def make_event_partitions(database: Database, *, session: Session | None = None) -> int:
@@ -74,7 +88,10 @@ async def make_event_partitions(database: Database, *, session: Session | None =
 
 
 class Upkeep:
-    """Rescue, expiry, partitions and dead workers; and, in each worker, suspects that must run alone."""
+    """Rescue, expiry, partitions and dead workers; and, in each worker, suspects that must run alone.
+
+    `name` is who this is among those that keep the same database.
+    """
 
     def __init__(
         self,
@@ -83,10 +100,13 @@ class Upkeep:
         operations: Operations,
         rounds: Sequence[Round] = (),
         *,
+        name: str | None = None,
         queues: Sequence[str] | None = None,
         on_rescued: OnRescued = lambda rescued: None,
     ) -> None:
         self._queue = queue
+        self._database = queue.database
+        self._name = name or uuid.uuid4().hex
         self._processes = processes
         self._operations = operations
         self._queues = queues
@@ -96,10 +116,10 @@ class Upkeep:
         self._rescued: list[Rescued] = []
         """By a round that is not committed yet."""
         self._alone: asyncio.Task[None] | None = None
-        self._due: dict[str, float] = {}
+        self._pause = 0.0
         workers = Workers(queue.database)
         self._rounds = (
-            Round("rescue", 0.5, self._rescue),
+            Round(_RESCUE, 0.5, self._rescue),
             Round("expire", 1.0, lambda session: queue.expire(session=session)),
             Round("partitions", 3600.0, lambda session: make_event_partitions(queue.database, session=session)),
             Round("workers", 60.0, lambda session: workers.remove_dead(_DEAD_WORKER_SECONDS, session=session)),
@@ -126,39 +146,87 @@ class Upkeep:
                     unknown_at = time.monotonic() + 60
                     with contextlib.suppress(DatabaseError):
                         await self._report_unknown_types()
-                await asyncio.sleep(self._pause_seconds())
+                await asyncio.sleep(self._pause)
         finally:
             if self._alone is not None:
                 self._alone.cancel()
                 await asyncio.gather(self._alone, return_exceptions=True)
 
-    def _pause_seconds(self) -> float:
-        """Until the next round is due, but with room between rounds, and not in step with other workers."""
-        first = min(self._due.get(round.name, 0.0) for round in self._rounds) - time.monotonic()
-        return max(_PAUSE_SECONDS_MIN, min(first, random.uniform(_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX)))
-
     async def run_due(self) -> None:
+        """Run the rounds that are due and ours, or so late that their keeper must be gone."""
+        late: dict[str, float] = {}
+        with self._survive("look for rounds"):
+            late = await self._look()
         for round in self._rounds:
-            if time.monotonic() >= self._due.get(round.name, 0.0):
-                self._due[round.name] = time.monotonic() + round.every_seconds
-                try:
-                    await self.run_round(round)
-                except DatabaseBusy as error:
-                    log.warning("the upkeep round %r must be repeated: %s", round.name, error)
-                except DatabaseUnavailable:
-                    self.note_outage()
-                except Exception:  # a round that a part has added must not stop the worker
-                    log.exception("the upkeep round %r failed", round.name)
+            if late.get(round.name, -1.0) >= 0:
+                with self._survive(f"round {round.name!r}"):
+                    await self._run_due(round)
 
-    async def run_round(self, round: Round) -> bool:
+    async def run_all(self) -> None:
+        """Run every round, due or not, unless another process is at it."""
+        for round in self._rounds:
+            with self._survive(f"round {round.name!r}"):
+                await self.run_round(round)
+
+    async def run_round(self, round: Round, *, if_due: bool = False) -> bool:
         """Run one round unless another process is at it."""
-        async with lock_round(self._queue.database, round.name) as session:
+        database, every_seconds = self._database, round.every_seconds
+        async with lock_round(database, round.name, every_seconds, if_due=if_due) as session:
             if session is None:
                 return False
-            if await round.run(session) is True:
-                self._due[round.name] = 0.0
+            has_more = await round.run(session) is True
+            await self._end(round, 0.0 if has_more else every_seconds, session)
         self._announce()
         return True
+
+    async def _run_due(self, round: Round) -> None:
+        try:
+            await self.run_round(round, if_due=True)
+        except Exception:
+            with contextlib.suppress(DatabaseError):  # it is repeated after its period, and not at once by everybody
+                await self._end(round, round.every_seconds)
+            raise
+
+    @contextlib.contextmanager
+    def _survive(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DatabaseBusy as error:
+            log.warning("the upkeep must be repeated (%s): %s", what, error)
+        except DatabaseUnavailable:
+            self.note_outage()
+        except Exception:  # a round that a part has added must not stop the worker
+            log.exception("the upkeep failed (%s)", what)
+
+    async def _look(self) -> dict[str, float]:
+        """By how many seconds the rounds are late that we may run now; and decide when to look again."""
+        self._pause = random.uniform(0.75, 1.0) * _WATCH_SECONDS
+        found = await self._read_board()
+        if len(found) < len(self._rounds):
+            await self._database.ask(SQL["add_rounds"], {**self._periods, "keeper": self._name})
+            found = await self._read_board()
+        keeper, rescue_late = found[_RESCUE]
+        if keeper == self._name or rescue_late >= _PATIENCE_SECONDS:
+            first = -max(late for _, late in found.values())
+            self._pause = max(_PAUSE_SECONDS_MIN, min(first, random.uniform(_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX)))
+            return {name: late for name, (_, late) in found.items()}
+        return {name: late for name, (_, late) in found.items() if late >= _PATIENCE_SECONDS}
+
+    async def _read_board(self) -> dict[str, tuple[str, float]]:
+        """By round: who ran it last, and by how many seconds it is late."""
+        rows = await self._database.ask(SQL["look"], self._periods)
+        return {name: (keeper, late) for name, keeper, late in rows}
+
+    async def _end(self, round: Round, seconds: float, session: Session | None = None) -> None:
+        params = {"name": round.name, "every_seconds": seconds, "keeper": self._name}
+        await self._database.ask(SQL["end_round"], params, session)
+
+    @property
+    def _periods(self) -> dict[str, Any]:
+        return {
+            "names": [round.name for round in self._rounds],
+            "every_seconds": [round.every_seconds for round in self._rounds],
+        }
 
     def _announce(self) -> None:
         """What was rescued, once that is committed."""

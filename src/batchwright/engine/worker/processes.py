@@ -32,7 +32,7 @@ CHILD_BRIEF = "BATCHWRIGHT_CHILD"
 _LENGTH = struct.Struct(">I")
 _FRAME_BYTES_MAX = 64 * 1024 * 1024
 _IDLE_CHILDREN_MAX = 4
-_GIVING_BACK_SECONDS = 5.0  # of a job that ran alone, by its process, when the worker stops
+_GIVING_BACK_SECONDS = 10.0  # of a job that ran alone, by its process, when the worker stops
 _PR_SET_PDEATHSIG = 1
 
 

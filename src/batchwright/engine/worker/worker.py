@@ -159,6 +159,7 @@ class Worker:
             self._processes,
             operations,
             self._duties.rounds,
+            name=self.id,
             queues=self.settings.queues,
             on_rescued=self._note_rescued,
         )

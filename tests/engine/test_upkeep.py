@@ -1,0 +1,143 @@
+"""Rounds of upkeep: once per period over all workers, whoever of them comes, goes, fails or stands still."""
+
+import asyncio
+
+import pytest
+
+from batchwright.engine import upkeep as module
+from batchwright.engine.upkeep import Round, Upkeep, lock_round
+from batchwright.engine.worker.processes import Processes
+from tests.support import BASIC, raw
+
+
+class Tally:
+    """A round that says who ran it."""
+
+    def __init__(self, queue, every_seconds=10.0):
+        self.queue, self.every_seconds, self.ran = queue, every_seconds, []
+
+    def keeper(self, name, *, run=None, round="tally"):
+        async def note(session):
+            self.ran.append(name)
+            return None if run is None else await run(session)
+
+        return Upkeep(self.queue, Processes(None, 1), BASIC, [Round(round, self.every_seconds, note)], name=name)
+
+
+@pytest.fixture
+async def tally(queue, clock):
+    await clock.advance(queue, 0)
+    return Tally(queue)
+
+
+async def test_a_new_database_has_nothing_to_keep_up_yet_and_one_that_slept_has(tally, clock):
+    await tally.keeper("first").run_due()
+    assert tally.ran == []
+    await clock.advance(tally.queue, 86_400)
+    await tally.keeper("later").run_due()
+    assert tally.ran == ["later"]
+
+
+async def test_a_round_runs_once_in_its_period_however_many_look_for_it(tally, clock):
+    keepers = [tally.keeper(f"w{n}") for n in range(5)]
+    for _ in range(40):
+        await asyncio.gather(*(keeper.run_due() for keeper in keepers))
+        await clock.advance(tally.queue, 1.0)
+    assert len(tally.ran) in (3, 4), tally.ran
+
+
+async def test_one_of_them_keeps_all_rounds_and_the_others_only_look(tally, clock):
+    keepers = [tally.keeper(f"w{n}") for n in range(3)]
+    for keeper in keepers * 2:
+        await keeper.run_due()
+    pauses = [keeper._pause for keeper in keepers]
+    assert pauses[0] <= module._PAUSE_SECONDS_MAX
+    assert min(pauses[1:]) >= 0.75 * module._WATCH_SECONDS
+    await clock.advance(tally.queue, 10.1)
+    for keeper in reversed(keepers):
+        await keeper.run_due()
+    assert tally.ran == ["w2"], "late by more than the patience of those who look"
+    for _ in range(3):
+        await clock.advance(tally.queue, 10.1)
+        for keeper in keepers:
+            await keeper.run_due()
+    assert len(tally.ran) == 4
+
+
+async def test_who_looks_waits_until_a_round_is_late_and_then_keeps_all(tally, clock):
+    keeper, other = tally.keeper("keeper"), tally.keeper("other")
+    await keeper.run_due()
+    await clock.advance(tally.queue, 10.0)
+    await keeper.run_due()
+    await clock.advance(tally.queue, 9.9)
+    await keeper.run_due()
+    await clock.advance(tally.queue, 0.4)
+    await other.run_due()
+    assert tally.ran == ["keeper"], "it is due, and its keeper has time"
+    await clock.advance(tally.queue, 1.2)
+    await other.run_due()
+    assert tally.ran == ["keeper", "other"]
+    assert other._pause <= module._PAUSE_SECONDS_MAX
+    await keeper.run_due()
+    assert keeper._pause >= 0.75 * module._WATCH_SECONDS, "whoever stood still sees that another keeps them"
+
+
+async def test_a_round_that_only_one_worker_knows_runs_there(tally, clock):
+    keeper, other = tally.keeper("keeper", round="one"), tally.keeper("other", round="two")
+    for _ in range(3):
+        await keeper.run_due()
+        await other.run_due()
+        await clock.advance(tally.queue, 11.5)
+    assert tally.ran == ["keeper", "other"] * 2
+
+
+async def test_a_round_that_fails_is_not_tried_by_everybody_at_once(tally, clock, caplog):
+    async def fail(session):
+        raise ValueError("broken")
+
+    keepers = [tally.keeper(f"w{n}", run=fail) for n in range(4)]
+    for keeper in keepers:
+        await keeper.run_due()
+    await clock.advance(tally.queue, 20)
+    for keeper in keepers * 2:
+        await keeper.run_due()
+    assert len(tally.ran) == 1
+    assert "the upkeep failed (round 'tally')" in caplog.text
+    await clock.advance(tally.queue, 20)
+    for keeper in keepers:
+        await keeper.run_due()
+    assert len(tally.ran) == 2
+
+
+async def test_a_round_that_left_work_behind_has_the_next_turn(tally, clock):
+    async def leave(session):
+        return len(tally.ran) < 3
+
+    keeper = tally.keeper("w", run=leave)
+    await keeper.run_due()
+    await clock.advance(tally.queue, 10)
+    for _ in range(5):
+        await keeper.run_due()
+    assert len(tally.ran) == 3
+
+
+async def test_a_round_that_runs_elsewhere_is_left_alone(tally, clock):
+    keeper = tally.keeper("w")
+    await keeper.run_due()
+    await clock.advance(tally.queue, 10)
+    async with lock_round(tally.queue.database, "tally") as session:
+        assert session is not None
+        await asyncio.wait_for(keeper.run_due(), 5)
+    assert tally.ran == []
+    await keeper.run_due()
+    assert tally.ran == ["w"]
+
+
+async def test_a_clock_that_was_set_back_puts_nothing_off(tally, clock):
+    keeper = tally.keeper("w")
+    await keeper.run_due()
+    await raw(tally.queue, "UPDATE batchwright.upkeep SET due_at = due_at + interval '1 year' RETURNING name")
+    await keeper.run_due()
+    await clock.advance(tally.queue, 10)
+    await keeper.run_due()
+    assert len(tally.ran) >= 1
