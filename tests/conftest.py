@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("BATCHWRIGHT_TEST_RUN", uuid.uuid4().hex[:12])
     global SERVER_ROOT
     SERVER_ROOT = roomy_folder() / f"batchwright-tests-{os.environ['BATCHWRIGHT_TEST_RUN']}"
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(roomy_folder()))  # where `tmp_path` is
 
 
 def roomy_folder() -> Path:
