@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchwright.app import AsyncBatchwright
+from batchwright.inference.spending import Sums
 from batchwright.ingest.items import Item
 from batchwright.ingest.part import IngestPart
 from batchwright.ingest.runs import Run
@@ -57,6 +58,8 @@ class Evidence:
     is_live: dict[str, bool]
     bill: Sequence[dict[str, Any]]
     bad: set[str]
+    spent: Sums
+    """By the tenant, who has had no other run."""
 
     @classmethod
     async def collect(
@@ -73,6 +76,7 @@ class Evidence:
             is_live=dict(await pool.rows(LIVE, params)),
             bill=bill,
             bad=bad,
+            spent=(await part.spending.costs(run.tenant, days=2)).total,
         )
 
     def told(self, *events: str) -> list[tuple[Any, ...]]:
@@ -149,6 +153,8 @@ def _counters(found: Evidence) -> Iterator[Breach]:
     counted_calls = (run.calls, run.prompt_tokens, run.completion_tokens)
     if counted_calls != (len(told), prompt, answer):
         yield "calls", f"{counted_calls} in the run, {(len(told), prompt, answer)} in the events"
+    if (found.spent.calls, found.spent.cost) != (run.calls, run.spent):
+        yield "spending", f"{found.spent} of the tenant, {run.calls} calls for {run.spent} in the run"
     if sum(item.cost for item in found.items) != run.spent:
         yield "money", f"{run.spent} in the run, {sum(item.cost for item in found.items)} in its items"
 

@@ -647,3 +647,19 @@ async def test_runs_need_the_scope_to_submit_and_the_inbox_that_to_operate(stage
     fails(await reader.delete("/v1/collections/papers"), 403, "forbidden")
     for verb in ("retry", "dismiss"):
         assert "'operate'" in fails(await submitter.post(f"/v1/ingest/inbox/{verb}", json={"all": True}), 403)
+
+
+async def test_costs_are_those_of_the_callers_tenant(stage, api, http):
+    await stage.rows(
+        "INSERT INTO batchwright.spending (tenant, day, model, lane, calls, prompt_tokens, cost) "
+        "SELECT tenant, (now() AT TIME ZONE 'UTC')::date, 'small', 'realtime', 2, 100, cost "
+        "FROM (VALUES ('default', 0.5), ('other', 1.5)) AS given (tenant, cost) RETURNING tenant"
+    )
+    found = (await http.get("/v1/ingest/costs")).json()
+    sums = {"calls": 2, "unpriced": 0, "prompt_tokens": 100, "completion_tokens": 0, "cost": 0.5}
+    part = {"tenant": "default", "model": "small", "lane": "realtime", "sums": sums}
+    assert found == {"object": "ingest.costs", "days": 30, "total": sums, "data": [part], "has_more": False}
+    everyone = (await http.get("/v1/ingest/costs", params={"limit": 1, "tenant": "*"})).json()
+    assert [part["tenant"] for part in everyone["data"]] == ["other"]
+    assert (everyone["total"]["cost"], everyone["has_more"]) == (2.0, True)
+    fails(await http.get("/v1/ingest/costs", params={"days": 0}), 400, param="days")

@@ -89,6 +89,9 @@ async def check_books(stage: Stage, provider: FakeProvider, run_id: str) -> None
     )
     assert run.reserved == 0
     assert await stage.rows("SELECT id FROM batchwright.ingest_call") == []
+    spent = (await stage.part.spending.costs(run.tenant, days=1)).total
+    assert (spent.calls, spent.unpriced) == (run.calls, 0)
+    assert (spent.prompt_tokens, spent.completion_tokens, spent.cost) == (prompt, completion, cost)
 
 
 def billed_texts(provider: FakeProvider) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from batchwright.engine.owned import Held, fenced, note
 from batchwright.errors import NotFound, RetryLater
 from batchwright.files.store import Files
 from batchwright.inference.answers import Answer
+from batchwright.inference.spending import Spending, Spent, Sums
 from batchwright.inference.tokens import share_out
 from batchwright.ingest.ledger import Answers
 from batchwright.ingest.lines import Ask, Settled, read_line, settle_line, share_money, split_lines, unanswered
@@ -76,6 +77,7 @@ class Collector:
         self._pending = pending
         self._prices = prices
         self._runs = Runs(pending.queue)
+        self._spending = Spending(pending.queue.database)
 
     async def collect(self, home: Home, batch: Batch) -> set[str]:
         """Settle every line; answers the fields that the server has refused. Lines that no file has go back."""
@@ -145,7 +147,8 @@ class Collector:
     async def _commit(self, home: Home, settled: Sequence[Settled]) -> None:
         """Jobs first, then items, then the run, then requests: in this order all lock."""
         costs = [self._cost(home.ask, one) for one in settled]
-        charges = _charges(settled, costs)
+        charges, sums = _charges(settled, costs), _sums(settled, costs)
+        tokens = sum(row.tokens for one in settled for row in one.rows)
         credential = next((one.credential for one in settled if one.credential), None)
         async with fenced(self._pending.queue, home.held) as session:
             await self._tell(home, settled, costs, session)
@@ -153,9 +156,11 @@ class Collector:
             run = await self._runs.lock(home.run.id, tenant=None, session=session)
             await self._move_rows(home, settled, session)
             await self._pending.charge_items(charges, session=session)
-            await self._pending.settle(home.run.id, home.batch_id, _sums(settled, costs), session=session)
+            await self._pending.settle(home.run.id, home.batch_id, tokens, sums, session=session)
             if credential is not None and home.may_park(run):
                 await self._park(home, credential, session)
+            if sums.calls:
+                await self._spending.add(Spent(run.tenant, home.ask.model, "batch", sums), session=session)
         for one, cost in zip(settled, costs, strict=True):
             self._counts.paid(home.ask.model, "batch", one.usage.input or 0, one.usage.output or 0, cost)
 
@@ -238,12 +243,11 @@ def _charges(settled: Sequence[Settled], costs: Sequence[Decimal | None]) -> dic
     return charges
 
 
-def _sums(settled: Sequence[Settled], costs: Sequence[Decimal | None]) -> dict[str, Any]:
-    return {
-        "tokens": sum(row.tokens for one in settled for row in one.rows),
-        "cost": sum((cost for cost in costs if cost is not None), Decimal(0)),
-        "is_unknown": any(cost is None for cost in costs),
-        "prompt_tokens": sum(one.usage.input or 0 for one in settled),
-        "completion_tokens": sum(one.usage.output or 0 for one in settled),
-        "calls": sum(one.is_answered for one in settled),
-    }
+def _sums(settled: Sequence[Settled], costs: Sequence[Decimal | None]) -> Sums:
+    return Sums(
+        calls=sum(one.is_answered for one in settled),
+        unpriced=sum(cost is None for cost in costs),
+        prompt_tokens=sum(one.usage.input or 0 for one in settled),
+        completion_tokens=sum(one.usage.output or 0 for one in settled),
+        cost=sum((cost for cost in costs if cost is not None), Decimal(0)),
+    )

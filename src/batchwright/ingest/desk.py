@@ -23,6 +23,7 @@ SQL = statements(__package__, "desk.sql")
 _ROUNDS = {
     "end_abandoned": 15.0,
     "evict_answers": 3_600.0,
+    "forget_spending": 3_600.0,
     "remove_collections": 60.0,
     "remove_runs": 3_600.0,
     "remove_versions": 300.0,

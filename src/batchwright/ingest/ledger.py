@@ -24,6 +24,7 @@ from batchwright.engine.queue import Queue
 from batchwright.errors import Conflict, OperationError
 from batchwright.inference.answers import Answer, Failure, Usage
 from batchwright.inference.calls import Call, share_usage
+from batchwright.inference.spending import Spending, Spent, Sums
 from batchwright.ingest.items import Item
 from batchwright.ingest.lines import Ask, Unsent
 from batchwright.ingest.metrics import IngestCounts
@@ -222,6 +223,9 @@ class ItemLedger:
         message = None if error is None else str(error)
         kind = None if error is None else error.kind
         await self._note(session, event, message, call, usage=usage, cost=cost, error_kind=kind)
+        sums = Sums.of_call(usage.input, usage.output, cost)
+        spent = Spent(self.item.tenant, call.model, self.lane, sums)
+        await Spending(self.queue.database).add(spent, session=session)
 
     async def _note(
         self,

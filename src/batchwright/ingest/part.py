@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.inference.embeddings import Embedder
+    from batchwright.inference.spending import Spending
     from batchwright.ingest.collections import Collections
     from batchwright.ingest.context import Tools
     from batchwright.ingest.export import Export
@@ -60,6 +61,7 @@ class IngestPart(Part):
         "batchwright.ingest.http_runs:router",
         "batchwright.ingest.http_items:router",
         "batchwright.ingest.http_collections:router",
+        "batchwright.ingest.http_costs:router",
     )
     commands = {
         "ingest": Command(
@@ -153,6 +155,12 @@ class IngestPart(Part):
 
             self._sources = Sources(self.settings)
         return self._sources
+
+    @property
+    def spending(self) -> Spending:
+        from batchwright.inference.spending import Spending
+
+        return Spending(self.core.queue.database)
 
     @property
     def submission(self) -> Submission:

@@ -23,6 +23,7 @@ from batchwright.db.statements import statements
 from batchwright.engine import owned
 from batchwright.engine.jobs import JobId
 from batchwright.engine.queue import Queue
+from batchwright.inference.spending import Sums
 from batchwright.ingest.lines import Ask, Back, Sent, Unsent, numbered
 from batchwright.ingest.runs import Run
 
@@ -214,8 +215,20 @@ class Pending:
         }
         await self._ask("charge_items", session, **params)
 
-    async def settle(self, run_id: str, batch_id: str, values: Mapping[str, Any], *, session: Session) -> None:
-        await self._ask("settle", session, run_id=run_id, batch_id=batch_id, **values)
+    async def settle(self, run_id: str, batch_id: str, tokens: int, sums: Sums, *, session: Session) -> None:
+        """The run bears what lines have cost; `tokens` is what was guessed of them."""
+        await self._ask(
+            "settle",
+            session,
+            run_id=run_id,
+            batch_id=batch_id,
+            tokens=tokens,
+            cost=sums.cost,
+            is_unknown=sums.unpriced > 0,
+            prompt_tokens=sums.prompt_tokens,
+            completion_tokens=sums.completion_tokens,
+            calls=sums.calls,
+        )
 
     async def close(self, batch_id: str, *, session: Session) -> None:
         """Free what is reserved for a batch of which nothing is left."""

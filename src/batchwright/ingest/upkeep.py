@@ -8,6 +8,7 @@ import time
 from batchwright.db.database import Session
 from batchwright.engine.retention import RetentionSettings
 from batchwright.errors import StorageError
+from batchwright.inference.spending import Spending
 from batchwright.ingest.collections import Collections
 from batchwright.ingest.context import FOLDER, Tools
 from batchwright.ingest.items import ItemFailure, Items
@@ -39,6 +40,7 @@ class DocumentUpkeep:
         self._spaces = tools.spaces
         self._collections = collections
         self._answers = tools.answers
+        self._spending = Spending(tools.queue.database)
         self._store = tools.store
         self._settings = settings
         self._retention = retention
@@ -96,6 +98,9 @@ class DocumentUpkeep:
     async def evict_answers(self, session: Session) -> bool:
         keep_seconds = self._settings.answers_kept_days * _DAY
         return await self._answers.evict(keep_seconds, 10 * _PAGE, session=session) == 10 * _PAGE
+
+    async def forget_spending(self, session: Session) -> bool:
+        return await self._spending.forget(_PAGE, session=session) == _PAGE
 
     async def remove_runs(self, session: Session) -> bool:
         """Runs that ended long ago, with their items; documents stay, and so does what search finds."""

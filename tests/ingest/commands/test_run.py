@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable
 
+import psycopg
 import pytest
 
 from tests.ingest.commands.conftest import Shell
@@ -244,3 +245,25 @@ def test_an_estimate_says_which_price_is_missing(shell: Shell, provider: Callabl
     assert found["cost"]["realtime"] is None
     assert any("the price of 'unheard-of' is not known" in one for one in found["unknown"])
     assert "unknown" in shell("estimate", "papers", "-c", "papers", "--embedding-model", "unheard-of")
+
+
+def test_costs_are_listed_by_tenant_and_model(shell: Shell, database_url: str) -> None:
+    assert shell("costs").startswith("no model was called in the last 30 days")
+    assert shell.json("costs")["parts"] == []
+    add = (
+        "INSERT INTO batchwright.spending (tenant, day, model, lane, calls, unpriced, prompt_tokens, cost) "
+        "SELECT tenant, (now() AT TIME ZONE 'UTC')::date, model, 'realtime', 2000, unpriced, 12345, cost FROM (VALUES "
+        "('acme', 'small', 0, 0.5), ('acme', 'new', 2000, 0), ('other', 'mixed', 3, 0.25)) "
+        "AS given (tenant, model, unpriced, cost)"
+    )
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        connection.execute(add)
+    lines = [" ".join(line.split()) for line in shell("costs").splitlines()]
+    assert lines[1:] == [
+        "acme small realtime 2,000 12,345 0 $0.5",
+        "other mixed realtime 2,000 12,345 0 $0.25 and 3 calls without a price",
+        "acme new realtime 2,000 12,345 0 not known",
+        "in all 6,000 37,035 0 $0.75 and 2,003 calls without a price",
+    ]
+    assert "other" not in shell("costs", "--tenant", "acme")
+    assert shell.json("costs", "--limit", "1")["has_more"] is True

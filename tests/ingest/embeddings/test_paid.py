@@ -11,6 +11,7 @@ from batchwright.engine.queue import Queue
 from batchwright.errors import JobFailed
 from batchwright.ingest.embeddings.batch import BatchRunner
 from batchwright.ingest.embeddings.operations import embed_batch
+from batchwright.ingest.part import IngestPart
 from batchwright.operations.registry import Registry
 from batchwright.states import JobStatus
 from tests.ingest.embeddings.stage import embedding_stage, jsonl, rows
@@ -118,6 +119,9 @@ async def test_another_tenant_pays_for_itself(stage, provider):
     result = await stage.batchwright.wait(id, timeout=30)
     assert (result["asked"], provider.bill["requests"]) == (3, 2)
     assert len((await stage.content(result["file_id"], tenant="other")).splitlines()) == 3
+    costs = await stage.batchwright.part(IngestPart).spending.costs(None, days=1)
+    assert {part.tenant: part.sums.calls for part in costs.parts} == {"default": 1, "other": 1}
+    assert costs.total.cost == Decimal(provider.bill["input_tokens"]) * 2 / 1_000_000
 
 
 async def test_a_worker_that_dies_between_its_part_and_its_settle_is_paid_once(stage, provider):

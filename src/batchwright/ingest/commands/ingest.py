@@ -9,6 +9,7 @@ import typer
 from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, open_part, run
 from batchwright.cli.show import print_json
 from batchwright.ingest.commands.collections import collection, collections, delete, documents, export
+from batchwright.ingest.commands.costs import costs
 from batchwright.ingest.commands.estimate import estimate
 from batchwright.ingest.commands.inbox import dismiss, inbox, retry
 from batchwright.ingest.commands.items import item, items
@@ -131,7 +132,7 @@ def cancel(id: RunId, json: Json = False, database_url: DatabaseUrl = None, conf
         typer.echo(f"{found.id} is {found.status.value}")
 
 
-for command in (items, item, inbox, retry, dismiss, search, collections, collection, documents, export, delete):
+for command in (items, item, inbox, retry, dismiss, search, collections, collection, documents, export, delete, costs):
     app.command(command.__name__)(command)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from batchwright.db.database import Session
 from batchwright.db.statements import statements
 from batchwright.engine import owned
 from batchwright.engine.jobs import JobEvent, JobId
@@ -25,6 +26,7 @@ from batchwright.files.store import persist
 from batchwright.inference.answers import Answer, Failure, Usage
 from batchwright.inference.calls import Call, share_usage
 from batchwright.inference.prices import ListedPrice, cost_of
+from batchwright.inference.spending import Spending, Spent, Sums
 from batchwright.ingest.ledger import Answers
 from batchwright.ingest.rates import Rates
 
@@ -159,8 +161,15 @@ class BatchLedger:
                     await answers.keep(self.tenant, self.fingerprint, values, tokens, session=session)
                 if await self.queue.database.ask(SQL["end"], {"id": call.id}, session):
                     await note(self.queue, self.held, event, session=session)
+                    await self._add_up(event, session)
 
         await persist(commit)
+
+    async def _add_up(self, event: Mapping[str, Any], session: Session) -> None:
+        if event["event"] != IN_DOUBT:
+            sums = Sums.of_call(event["prompt_tokens"], event["completion_tokens"], event["cost"])
+            spent = Spent(self.tenant, event["model"], "realtime", sums)
+            await Spending(self.queue.database).add(spent, session=session)
 
     async def _settle_rate(self, call: Call, usage: Usage, answer: Answer) -> None:
         """A budget that cannot be corrected now corrects itself with time; what was paid for must be kept."""
