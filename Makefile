@@ -28,10 +28,10 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# The statements on one more version; commands, examples and chaos have had theirs on two.
+# The statements on one more version, without what speaks to the server through commands.
+ABOVE_STATEMENTS := $(addprefix --ignore tests/,batches/commands chaos cli demo examples ingest/commands providers/commands)
 test-postgres16: .venv/ready
-	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 4 --dist loadgroup \
-		--ignore tests/batches/commands --ignore tests/chaos --ignore tests/cli --ignore tests/demo --ignore tests/examples
+	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 4 --dist loadgroup $(ABOVE_STATEMENTS)
 
 # What `make test` shows on one provider, on the others; and what takes long.
 test-thorough: .venv/ready
@@ -39,7 +39,7 @@ test-thorough: .venv/ready
 
 # The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready
-	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 4 --dist loadgroup
+	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 4 --dist loadgroup $(ARGS)
 
 # Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
 test-perturbed: .venv/ready

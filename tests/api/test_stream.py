@@ -277,6 +277,7 @@ async def test_more_streams_than_the_limit_are_refused_until_one_leaves(queue, u
         await stream.close()
 
 
+@pytest.mark.thorough
 async def test_closing_ends_500_open_streams_quickly_and_without_an_end_message(database_url):
     """Without `end` the clients know that the job goes on, and come back."""
     async with serving(database_url, noop, other) as (batchwright, server):

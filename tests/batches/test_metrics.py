@@ -500,6 +500,7 @@ async def test_a_shard_that_another_worker_has_is_not_counted_as_put_back(databa
     assert not [key for key in found if key[0] == "jobs_processed_total"]
 
 
+@pytest.mark.thorough
 async def test_pauses_deploys_and_snoozes_are_no_recoveries_and_a_death_is_one(database_url, tmp_path):
     slow = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}, **LEASE) as stage:

@@ -85,6 +85,7 @@ async def test_a_line_that_fails_there_is_in_the_error_file(stage, model):
     assert sum(count for count, _ in batch.error_summary.values()) == 1
 
 
+@pytest.mark.thorough
 async def test_failed_lines_are_retried_in_a_new_job(stage):
     stage.providers.put_faults("partial:every=2:times=1")
     stage.work()
@@ -96,6 +97,7 @@ async def test_failed_lines_are_retried_in_a_new_job(stage):
     assert [len(job.items) for job in stage.remote()] == [4, 2]
 
 
+@pytest.mark.thorough
 async def test_a_job_that_expired_keeps_its_part_and_the_rest_is_sent_once_more(stage):
     stage.providers.put_faults("expired:share=0.5:times=1")
     stage.work()
@@ -124,6 +126,7 @@ async def test_lines_that_expire_again_say_so(stage):
     assert len(output) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["missing:times=1", "malformed:times=1", "duplicate", "stranger", "shuffled"])
 async def test_results_that_are_odd_give_every_line_its_answer_once(stage, fault):
     stage.providers.put_faults(fault)
@@ -259,6 +262,7 @@ async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 2)
 
 
+@pytest.mark.thorough
 async def test_a_refused_credential_is_waited_for(stage, monkeypatch):
     monkeypatch.setattr(jobs, "_TRY_SECONDS", 0.2)
     monkeypatch.setattr(provider, "_HELD_SECONDS_MAX", 0.2)
@@ -308,6 +312,7 @@ async def test_embeddings_go_there_too(stage):
     assert output[0]["response"]["body"]["data"]
 
 
+@pytest.mark.thorough
 async def test_the_pace_of_a_batch_is_that_of_its_providers(stage):
     stage.work()
     id = await stage.submit([request(f"r{n}", model="gpt") for n in range(10)])
@@ -393,6 +398,7 @@ SECOND = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("at", "when", "call"), sparsely(SECOND, 4))
 async def test_a_worker_that_dies_while_a_line_is_sent_again_sends_it_once_more_only(
     database_url, tmp_path, at, when, call
@@ -425,6 +431,7 @@ async def test_a_worker_that_dies_with_its_request_on_the_way_finds_the_job(data
         assert len(stage.remote()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("at", "when"),
     sparsely(
@@ -481,6 +488,7 @@ async def events(stage, name):
     return await stage.batchwright.pool.rows(sql, {"name": name})
 
 
+@pytest.mark.thorough
 async def test_shards_of_a_late_batch_that_nobody_has_begun_go_to_the_provider(database_url, tmp_path, monkeypatch):
     async with overflow_stage(database_url, tmp_path, monkeypatch) as stage:
         stage.work()

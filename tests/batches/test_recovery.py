@@ -85,6 +85,7 @@ CANCEL_POINTS = [
 """The first is the moment after the cancellation, with requests in flight."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("point", sparsely(CANCEL_POINTS, 3))
 async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(database_url, tmp_path, point):
     fate = {"at": point, "when": "after", "call": 1} if point else {}
@@ -111,6 +112,7 @@ async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(da
         assert stage.simulator.stats()["received"] == sent, "nothing is sent after a cancellation"
 
 
+@pytest.mark.thorough
 async def test_a_client_that_dies_inside_its_cancellation_changes_nothing(database_url, tmp_path):
     """Its transaction has cancelled the shards and not yet moved the batch."""
     point = {"at": "batchwright.engine.owned:cancel_children", "when": "after", "call": 1}

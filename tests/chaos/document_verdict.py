@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from batchwright.app import AsyncBatchwright
@@ -35,6 +36,10 @@ SELECT count(*), count(*) FILTER (WHERE status = 'DONE'), count(*) FILTER (WHERE
 FROM batchwright.ingest_item WHERE run_id = %(id)s
 """
 CALLS = "SELECT id, is_doubtful FROM batchwright.ingest_call WHERE run_id = %(id)s"
+SPENT = """
+SELECT coalesce(sum(calls), 0)::integer, coalesce(sum(spent), 0) FROM batchwright.ingest_run WHERE tenant = %(tenant)s
+"""
+
 LIVE = """
 SELECT item.id, document.live_version = version.id FROM batchwright.ingest_item AS item
 JOIN batchwright.ingest_document AS document ON document.id = item.document_id
@@ -59,7 +64,9 @@ class Evidence:
     bill: Sequence[dict[str, Any]]
     bad: set[str]
     spent: Sums
-    """By the tenant, who has had no other run."""
+    """By the tenant."""
+    by_runs: tuple[int, Decimal]
+    """Calls and cost in all runs of the tenant."""
 
     @classmethod
     async def collect(
@@ -77,6 +84,7 @@ class Evidence:
             bill=bill,
             bad=bad,
             spent=(await part.spending.costs(run.tenant, days=2)).total,
+            by_runs=tuple((await pool.rows(SPENT, {"tenant": run.tenant}))[0]),
         )
 
     def told(self, *events: str) -> list[tuple[Any, ...]]:
@@ -153,8 +161,8 @@ def _counters(found: Evidence) -> Iterator[Breach]:
     counted_calls = (run.calls, run.prompt_tokens, run.completion_tokens)
     if counted_calls != (len(told), prompt, answer):
         yield "calls", f"{counted_calls} in the run, {(len(told), prompt, answer)} in the events"
-    if (found.spent.calls, found.spent.cost) != (run.calls, run.spent):
-        yield "spending", f"{found.spent} of the tenant, {run.calls} calls for {run.spent} in the run"
+    if (found.spent.calls, found.spent.cost) != found.by_runs:
+        yield "spending", f"{found.spent} of the tenant, {found.by_runs} in its runs"
     if sum(item.cost for item in found.items) != run.spent:
         yield "money", f"{run.spent} in the run, {sum(item.cost for item in found.items)} in its items"
 

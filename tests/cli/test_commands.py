@@ -176,6 +176,7 @@ def test_a_command_of_one_part_loads_no_other_part() -> None:
     assert ours == {"batchwright.batches.part"}
 
 
+@pytest.mark.thorough
 @pytest.mark.timed("CPU time is compared")
 def test_the_list_of_commands_takes_at_most_twice_the_cpu_of_loading_typer_and_rich() -> None:
     """With all of rich that Typer draws any help with. Several runs: others use this machine, too."""

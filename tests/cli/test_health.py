@@ -70,6 +70,7 @@ def two_free_ports() -> int:
                 return port
 
 
+@pytest.mark.thorough
 def test_a_worker_whose_guard_has_tripped_says_so_to_the_probe_gives_its_jobs_back_and_exits_with_an_error(
     guarded: Cli,
 ) -> None:

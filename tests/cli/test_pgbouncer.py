@@ -95,6 +95,7 @@ def test_a_pooler_that_refuses_our_options_is_explained(inside: Inside, database
             assert (code, err.count("\n"), remedy in err) == (1, 1, True)
 
 
+@pytest.mark.thorough
 async def test_a_session_pool_that_is_too_small_is_explained(database_url: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("batchwright.db.sessions._ANSWER_SECONDS_MAX", 0.5)
     said = r"second of two connections no answer within 0\.5 s, while answers on the first took up to \d\.\d\d s"

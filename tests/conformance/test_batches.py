@@ -86,6 +86,7 @@ async def _verified(running: Running, id: str) -> list[Finding]:
     )
 
 
+@pytest.mark.thorough
 async def test_more_than_a_hundred_batches_are_listed_over_several_pages(
     client: Client, running: Running, tenant: str
 ) -> None:

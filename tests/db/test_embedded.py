@@ -137,6 +137,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("major", [16, 18])
 def test_first_start_makes_a_private_cluster_and_the_next_finds_its_data(base: Path, major: int) -> None:
     parent = base / "parent"
@@ -178,6 +179,7 @@ def test_start_and_stop_may_be_repeated(root: Path) -> None:
     postgres.stop()
 
 
+@pytest.mark.thorough
 def test_settings_of_the_caller_win(root: Path) -> None:
     with EmbeddedPostgres(root, settings={**FAST, "work_mem": "7MB"}) as postgres:
         assert query(postgres.url, "SHOW work_mem") == ("7MB",)
@@ -408,6 +410,7 @@ def test_failed_start_shows_the_log(root: Path) -> None:
         assert query(repaired.url, "SELECT 1") == (1,)
 
 
+@pytest.mark.thorough
 def test_path_too_long_for_a_socket_gets_a_private_folder(root: Path, base: Path) -> None:
     deep = base / ("d" * 60) / ("e" * 60)
     deep.parent.mkdir(mode=0o711)
@@ -550,6 +553,7 @@ def test_folder_that_the_system_user_cannot_enter_is_named(base: Path) -> None:
     assert mode(closed) == 0o700
 
 
+@pytest.mark.thorough
 @as_root
 def test_wheel_that_the_system_user_cannot_read_is_copied_once(
     root: Path, base: Path, monkeypatch: pytest.MonkeyPatch

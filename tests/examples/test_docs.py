@@ -180,6 +180,7 @@ def test_a_provider_batch_over_http_runs_as_printed(folder):
     assert {one["response"]["body"]["model"] for one in answers} == {"claude-haiku-4-5"}
 
 
+@pytest.mark.thorough
 def test_documents_are_read_and_found_as_printed(folder):
     """The second run is over the same files, and finds nothing to do."""
     told = shell(folder, example("documents.sh"))

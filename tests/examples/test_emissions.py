@@ -98,6 +98,7 @@ def totals(cli: Cli) -> dict[tuple[str, str], Decimal]:
     return {(organisation_unit, activity): kg for organisation_unit, activity, kg in rows}
 
 
+@pytest.mark.thorough
 def test_the_sample_files_become_the_totals_that_anybody_can_compute(cli: Cli) -> None:
     with cli.start("worker") as worker:
         worker.until(READY)

@@ -128,6 +128,11 @@ async def test_an_item_that_waits_says_for_what(stage, provider):
     assert waits_for == "batch"
     assert message.startswith("embeddings by embedder: 1 in ")
     assert " UTC" in message
+    ((seconds,),) = await stage.rows(
+        "SELECT max(extract(epoch FROM run_after - now())) FROM batchwright.job "
+        "WHERE job_type = 'ingest.item' AND status = 'QUEUED'"
+    )
+    assert seconds is None or seconds <= 5, "it looks again soon: whoever woke it may have come too early"
     provider.set(delay_seconds=0.0)
     assert (await stage.ended(run_id)).status is RunStatus.COMPLETED
 
@@ -158,6 +163,7 @@ async def test_a_server_that_refuses_a_field_is_asked_without_it(stage, provider
     await check_books(stage, provider, run.id)
 
 
+@pytest.mark.thorough
 async def test_a_batch_that_expires_keeps_what_is_answered_and_the_rest_is_asked_again(stage, provider, monkeypatch):
     monkeypatch.setattr(gather, "ROWS_MAX", 4)
     write(stage, 4)
@@ -244,6 +250,7 @@ async def test_auto_asks_for_small_runs_in_realtime(database_url, tmp_path, prov
         await check_books(stage, provider, run.id)
 
 
+@pytest.mark.thorough
 async def test_auto_sends_the_first_documents_of_a_large_run_ahead(database_url, tmp_path, provider, monkeypatch):
     monkeypatch.setattr("batchwright.ingest.requests.FIRST_ITEMS", 2)
     async with lanes(database_url, tmp_path, provider, lane="auto", entities="none", batch_from_documents=3) as stage:
@@ -258,6 +265,7 @@ async def test_auto_sends_the_first_documents_of_a_large_run_ahead(database_url,
         await check_books(stage, provider, run.id)
 
 
+@pytest.mark.thorough
 async def test_auto_goes_on_in_realtime_when_the_deadline_comes_near(database_url, tmp_path, provider, monkeypatch):
     monkeypatch.setattr("batchwright.ingest.requests.FIRST_ITEMS", 0)
     monkeypatch.setattr("batchwright.ingest.requests._CANCELLED_SECONDS", 0.2)

@@ -218,6 +218,7 @@ async def test_without_the_file_of_requests_results_are_delivered_all_the_same()
     assert [one.key for one in await reconciled([Result(key="b", value={})], None)] == ["b"]
 
 
+@pytest.mark.thorough
 async def test_many_results_take_little_memory():
     """As 80 MB in 20 000 lines."""
     text = "x" * 4000

@@ -200,6 +200,7 @@ def test_polls_of_a_provider_are_due_at_the_same_moments(monkeypatch, now, hint)
     assert Pace(poll_seconds=120.0, settle_seconds=0.0).until_poll(hint) == max(120.0, hint or 0)
 
 
+@pytest.mark.thorough
 async def test_many_tasks_of_one_provider_cost_few_requests(database_url, tmp_path):
     pace = {"poll_interval_seconds": 2.0, "jobs_at_once": MANY}
     async with task_stage(database_url, tmp_path, tasks=pace) as stage:

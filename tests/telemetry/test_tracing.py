@@ -563,6 +563,7 @@ def ill(request):
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", [STOPPED, LEFT], ids=["stopped", "left"])
 def test_a_collector_that_is_ill_delays_nothing_and_is_mentioned_once(ill, program):
     done = run(program, OTEL_EXPORTER_OTLP_ENDPOINT=ill)

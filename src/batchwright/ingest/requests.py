@@ -36,8 +36,10 @@ _OTHERS_SECONDS = (3.0, 60.0)
 """Nobody wakes an item whose answers another run has asked for: it looks by itself."""
 _CANCELLED_SECONDS = 15.0
 _AGE_SHARE = 0.5
+_FIRST_SECONDS = 5.0
 _WAIT_SECONDS = (120.0, 1800.0)
-"""Whoever gathers wakes the items; they look by themselves now and then, less often the longer they wait."""
+"""Whoever gathers wakes the items; they look by themselves now and then, less often the longer they wait. The first
+time they look soon: a batch that was quick may be home before it was written down that the item waits for it."""
 
 
 class Requests:
@@ -117,8 +119,9 @@ class Requests:
         if not states:
             return None  # they have just come
         is_woken = all(state.run_id == ctx.run.id for state in states)
+        age = max(state.age for state in states)
         least, most = _WAIT_SECONDS if is_woken else _OTHERS_SECONDS
-        seconds = min(most, max(least, _AGE_SHARE * max(state.age for state in states)))
+        seconds = min(most, max(least, _AGE_SHARE * age)) if age >= _FIRST_SECONDS else _FIRST_SECONDS
         return Deferred(describe(ask, states), seconds, waits_for="batch")
 
     @retry_deadlocks

@@ -188,13 +188,9 @@ class _Orphanage:
         while os.read(sys.stdin.fileno(), 1):
             pass
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended anyway
-            self._loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(self._worker.hurry, _ORPHAN_GRACE_SECONDS)
         time.sleep(_ORPHAN_SECONDS_MAX)
         os._exit(1)
-
-    def _stop(self) -> None:
-        self._worker.settings = dataclasses.replace(self._worker.settings, stop_grace_seconds=_ORPHAN_GRACE_SECONDS)
-        self._worker.stop()
 
 
 def _parts(brief: dict[str, Any], pool: Pool, registry: Registry) -> Sequence[WorkerPart]:

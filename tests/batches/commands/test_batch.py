@@ -454,6 +454,7 @@ def test_facts_are_whole_on_a_narrow_terminal(
 # Results ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_results_of_an_ended_batch_are_its_files(
     inside: Inside, cli: Cli, folder: Path, database_url: str, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def test_one_file_may_mix_the_endpoints_of_its_lines(
     assert "'/v1/audio/speech' takes no batches: it answers with audio" in " ".join(out.split())
 
 
+@pytest.mark.thorough
 def test_headers_of_the_command_line_go_with_each_request_and_are_not_stored(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +363,7 @@ def test_a_device_that_is_full_is_told_and_answers_are_kept(
     assert f"{full} cannot be written: No space left on device; every answer is kept" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sparsely(["-", "/dev/stdout"], 2))
 def test_standard_output_gets_lines_and_nothing_else(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, name: str
@@ -377,6 +379,7 @@ def test_standard_output_gets_lines_and_nothing_else(
     assert simulator.stats()["received"] == 3
 
 
+@pytest.mark.thorough
 def test_a_file_that_exists_is_overwritten_only_by_force_or_by_the_run_that_wrote_it(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
@@ -445,6 +448,7 @@ def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_fli
     assert len(cli.rows("SELECT FROM batchwright.batch")) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", sparsely([signal.SIGINT, signal.SIGTERM], 2))
 def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, number: signal.Signals

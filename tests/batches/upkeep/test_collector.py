@@ -968,12 +968,15 @@ async def test_upkeep_runs_the_rounds_and_gives_turns_until_nothing_is_left(stag
     assert foreseen.deleted_files.count == 2
     upkeep = Upkeep(stage.queue, Processes(None, 0), Registry([]), stage.collector.rounds())
     for round in upkeep._rounds[-3:]:
-        upkeep._due[round.name] = -1.0
-        for _ in range(100):
-            assert await upkeep.run_round(round)
-            if upkeep._due[round.name] != 0.0:
-                break
-            upkeep._due[round.name] = -1.0
+        assert await upkeep.run_round(round)
+    for _ in range(100):
+        await upkeep.run_due()
+        ((left,),) = await stage.queue.database.rows(
+            "SELECT count(*) FROM batchwright.upkeep WHERE name = ANY(%(names)s) AND due_at <= ran_at",
+            {"names": [round.name for round in upkeep._rounds[-3:]]},
+        )
+        if not left:
+            break
     assert await stage.collect() == Collected()
 
 

@@ -20,6 +20,7 @@ from tests.cli.stage import Stage
 pytestmark = pytest.mark.usefixtures("publish")
 
 
+@pytest.mark.thorough
 def test_submit_list_show_and_cancel_tell_one_story(cli: Cli) -> None:
     id = cli("job", "submit", "sample.greet", "--payload", '{"name": "Ada"}', "--queue", "letters").stdout.strip()
     (listed,) = cli.json("job", "list", "--status", "queued", "--queue", "letters")

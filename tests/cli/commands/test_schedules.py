@@ -107,6 +107,7 @@ def test_bad_words_are_answered_in_one_line(inside: Inside) -> None:
         assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_a_worker_fires_what_is_due(cli: Cli) -> None:
     cli("schedule", "create", "often", "--cron", "* * * * *", "--type", "sample.greet", "-p", '{"name": "Ada"}')
     cli.rows("UPDATE batchwright.schedule SET next_at = date_trunc('minute', now()) RETURNING next_at")

@@ -63,6 +63,7 @@ def test_a_thread_that_does_not_end_cannot_keep_the_process(cli: Cli) -> None:
     assert stands(cli, id) == ("QUEUED", 0, "job.released")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job_type", ["sample.linger", "sample.block"])
 def test_a_second_sigterm_leaves_at_once_whatever_the_loop_does(cli: Cli, job_type: str) -> None:
     cli.environment["BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS"] = "60"
@@ -128,6 +129,7 @@ def test_a_second_sigterm_takes_the_children_along(cli: Cli) -> None:
     assert all(map(is_gone, pids))
 
 
+@pytest.mark.thorough
 def test_a_signal_to_the_whole_group_is_one_signal_and_running_jobs_are_given_back(cli: Cli) -> None:
     """As systemd sends it by default: the children hear it from there, and from their supervisor."""
     with cli.start("up", "--processes", "2", SAMPLE) as supervisor:
@@ -141,6 +143,7 @@ def test_a_signal_to_the_whole_group_is_one_signal_and_running_jobs_are_given_ba
     assert stands(cli, id) == ("QUEUED", 0, "job.released")
 
 
+@pytest.mark.thorough
 def test_children_that_cannot_start_end_their_supervisor(cli: Cli) -> None:
     said = cli("worker", "--processes", "2", "nowhere", code=1).stderr
     assert "error: there is no module 'nowhere'" in said

@@ -44,6 +44,7 @@ def test_documents_that_fail_are_told_by_the_exit_code_and_by_the_inbox(shell: S
     assert "batchwright ingest inbox --run run_" in said
 
 
+@pytest.mark.thorough
 def test_a_second_run_over_unchanged_files_does_nothing_and_a_removed_file_goes(shell: Shell) -> None:
     shell.write("whales.md", WHALES)
     gone = shell.write("trees.txt", "Trees grow slowly in the north.")
@@ -129,6 +130,7 @@ def test_an_open_run_with_other_settings_is_not_taken_for_the_same(shell: Shell)
     assert shell.detach() == run, "the same sources into the same collection are the same run"
 
 
+@pytest.mark.thorough
 def test_beside_a_worker_the_command_only_watches(shell: Shell) -> None:
     many(shell, 5)
     with shell.cli.start("worker"):

@@ -89,6 +89,7 @@ async def test_a_page_that_keeps_failing_is_a_gap_and_other_sources_go_on(s3, pu
     assert "only a part of it could be listed" in listing.skipped[0].message
 
 
+@pytest.mark.thorough
 async def test_a_later_page_that_fails_is_asked_for_again_behind_what_was_seen(s3, put, sources):
     await asyncio.gather(*(put(f"p/{n:04}.txt") for n in range(1_005)))
     s3.fail("", 503)

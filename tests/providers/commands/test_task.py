@@ -25,6 +25,7 @@ def nothing_was_made(shell: Shell) -> None:
 # submit, watch and result -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("worker")
 def test_every_simulated_provider_brings_a_result(shell: Shell) -> None:
     audio, requests = shell.write("call.wav"), shell.write_chat("saw", "plane")
@@ -122,6 +123,7 @@ def test_a_task_is_cancelled_at_its_provider(open_shell: Callable[..., Shell]) -
     assert "is CANCELLED" in shell("task", "cancel", id)
 
 
+@pytest.mark.thorough
 def test_a_refused_credential_holds_the_provider_and_its_tasks(open_shell: Callable[..., Shell]) -> None:
     shell = open_shell("--queue-seconds", "0", "--run-seconds", "0", SIMULATED_PROVIDER_KEY="wrong")
     shell.write("call.wav")

@@ -142,6 +142,7 @@ class Worker:
         self._lanes_on_demand = None if demand is None else LanesOnDemand(demand)
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._out_of_time = asyncio.Event()
         self._processes = Processes(program.child, self.settings.processes_max or os.cpu_count() or 1)
         self._doorbell = Doorbell(pool)
         self._runner = Runner(
@@ -220,6 +221,11 @@ class Worker:
         self._wake.set()
         self._runner.say_stopping()
 
+    def hurry(self, grace_seconds: float) -> None:
+        """Stop, and give back after this grace what is running then, also if a longer one has begun."""
+        self.stop()
+        asyncio.get_running_loop().call_later(grace_seconds, self._out_of_time.set)
+
     async def run_once(self, *, limit: int | None = None) -> int:
         """Claim one round, run it to its end and settle it; answers how many jobs that were."""
         self._runner.open()
@@ -260,8 +266,9 @@ class Worker:
 
     async def _wind_down(self, lease: Lease) -> bool:
         """Let jobs end within the grace, interrupt the rest, and release what is left as the last act."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._runner.wait_until_empty(), self.settings.stop_grace_seconds)
+        waits = [asyncio.create_task(wait()) for wait in (self._runner.wait_until_empty, self._out_of_time.wait)]
+        await asyncio.wait(waits, timeout=self.settings.stop_grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(*waits)
         self._runner.interrupt_all("stop")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._runner.wait_until_empty(), 2.0)
