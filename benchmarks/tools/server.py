@@ -14,7 +14,7 @@ from psycopg import sql
 SETTINGS = {
     "checkpoint_timeout": "30min",
     "fsync": "on",
-    "max_connections": "200",
+    "max_connections": "500",
     "max_wal_size": "4GB",
     "shared_buffers": "1GB",
     "synchronous_commit": "on",

@@ -40,6 +40,8 @@ Params = Mapping[str, Any]
 Row = tuple[Any, ...]
 _NONE: Params = {}
 _RECONNECT_SECONDS_MAX = 1.0
+_IDLE_SECONDS = 60.0
+"""After that a connection that nobody needed is closed, but for one."""
 PER_WORKER = 2
 """Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
 _SHORT_OF_RESOURCES = "53"
@@ -129,6 +131,7 @@ class Pool:
             kwargs={"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)},
             min_size=1,
             max_size=settings.pool_size,
+            max_idle=_IDLE_SECONDS,
             timeout=settings.statement_timeout_seconds,
             reconnect_timeout=_RECONNECT_SECONDS_MAX,
             reconnect_failed=self._try_again,

@@ -14,7 +14,7 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,14 @@ from batchwright.engine.worker.processes import Processes
 from batchwright.engine.workers import Workers
 from batchwright.errors import DatabaseBusy, DatabaseError, DatabaseUnavailable
 
-SQL = statements(__package__, "upkeep.sql")
+SQL = statements(__package__, "parts.sql", "upkeep.sql")
 log = logging.getLogger(__name__)
 
 _DEAD_WORKER_SECONDS = 300.0
 _SUSPECTS_MAX = 100
 _PAUSE_SECONDS_MIN = 0.3
 _PAUSE_SECONDS_MAX = 0.7
-_WATCH_SECONDS = 2.0
+_WATCH_SECONDS = 3.0
 _PATIENCE_SECONDS = 1.0
 """So late a round must be before somebody who does not keep it takes it over."""
 _WAKE_SECONDS = 0.1
@@ -54,6 +54,17 @@ class Round:
     name: str
     every_seconds: float
     run: Callable[[Session], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look has found."""
+
+    rounds: Mapping[str, tuple[str, float]]
+    """By round: who ran it last, and by how many seconds it is late."""
+    due_queues: Sequence[str]
+    """Queues that have due jobs and are not paused."""
+    has_suspects: bool
 
 
 def wake_when_due(rescued: Iterable[Rescued], wake: Callable[[set[str]], None]) -> None:
@@ -117,6 +128,9 @@ class Upkeep:
         """By a round that is not committed yet."""
         self._alone: asyncio.Task[None] | None = None
         self._pause = 0.0
+        self._news = asyncio.Event()
+        self._seen: Seen | None = None
+        """What the worker has seen when it looked for jobs."""
         workers = Workers(queue.database)
         self._rounds = (
             Round(_RESCUE, 0.5, self._rescue),
@@ -139,28 +153,50 @@ class Upkeep:
         unknown_at = time.monotonic() + 5
         try:
             while True:
-                await self.run_due()
-                if self._processes.can_isolate and (self._alone is None or self._alone.done()):
-                    self._alone = asyncio.create_task(self.isolate_suspects())
+                seen = await self.run_due()
+                if seen is not None and seen.has_suspects:
+                    self._isolate_soon()
                 if time.monotonic() >= unknown_at:
                     unknown_at = time.monotonic() + 60
                     with contextlib.suppress(DatabaseError):
                         await self._report_unknown_types()
-                await asyncio.sleep(self._pause)
+                await self._rest()
         finally:
             if self._alone is not None:
                 self._alone.cancel()
                 await asyncio.gather(self._alone, return_exceptions=True)
 
-    async def run_due(self) -> None:
+    async def look(self) -> Seen:
+        """Look for due jobs, which is the caller's business, and for late rounds, which is ours."""
+        seen = self._seen = await self._look()
+        self._news.set()
+        return seen
+
+    async def _rest(self) -> None:
+        """Until something was seen, or it is time to look again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._pause):
+                await self._news.wait()
+
+    def _isolate_soon(self) -> None:
+        if self._processes.can_isolate and (self._alone is None or self._alone.done()):
+            self._alone = asyncio.create_task(self.isolate_suspects())
+
+    async def run_due(self) -> Seen | None:
         """Run the rounds that are due and ours, or so late that their keeper must be gone."""
-        late: dict[str, float] = {}
+        self._news.clear()
+        seen, self._seen = self._seen, None
         with self._survive("look for rounds"):
-            late = await self._look()
+            seen = seen or await self._look()
+        if seen is None:
+            self._pause = _PAUSE_SECONDS_MAX
+            return None
+        late = self._choose(seen)
         for round in self._rounds:
             if late.get(round.name, -1.0) >= 0:
                 with self._survive(f"round {round.name!r}"):
                     await self._run_due(round)
+        return seen
 
     async def run_all(self) -> None:
         """Run every round, due or not, unless another process is at it."""
@@ -198,24 +234,35 @@ class Upkeep:
         except Exception:  # a round that a part has added must not stop the worker
             log.exception("the upkeep failed (%s)", what)
 
-    async def _look(self) -> dict[str, float]:
+    def _choose(self, seen: Seen) -> dict[str, float]:
         """By how many seconds the rounds are late that we may run now; and decide when to look again."""
-        self._pause = random.uniform(0.75, 1.0) * _WATCH_SECONDS
-        found = await self._read_board()
-        if len(found) < len(self._rounds):
-            await self._database.ask(SQL["add_rounds"], {**self._periods, "keeper": self._name})
-            found = await self._read_board()
-        keeper, rescue_late = found[_RESCUE]
+        keeper, rescue_late = seen.rounds[_RESCUE]
         if keeper == self._name or rescue_late >= _PATIENCE_SECONDS:
-            first = -max(late for _, late in found.values())
+            first = -max(late for _, late in seen.rounds.values())
             self._pause = max(_PAUSE_SECONDS_MIN, min(first, random.uniform(_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX)))
-            return {name: late for name, (_, late) in found.items()}
-        return {name: late for name, (_, late) in found.items() if late >= _PATIENCE_SECONDS}
+            return {name: late for name, (_, late) in seen.rounds.items()}
+        self._pause = random.uniform(0.75, 1.0) * _WATCH_SECONDS
+        return {name: late for name, (_, late) in seen.rounds.items() if late >= _PATIENCE_SECONDS}
 
-    async def _read_board(self) -> dict[str, tuple[str, float]]:
-        """By round: who ran it last, and by how many seconds it is late."""
-        rows = await self._database.ask(SQL["look"], self._periods)
-        return {name: (keeper, late) for name, keeper, late in rows}
+    async def _look(self) -> Seen:
+        seen = await self._look_once()
+        if len(seen.rounds) < len(self._rounds):
+            await self._database.ask(SQL["add_rounds"], {**self._periods, "keeper": self._name})
+            seen = await self._look_once()
+        return seen
+
+    async def _look_once(self) -> Seen:
+        rounds: dict[str, tuple[str, float]] = {}
+        due_queues, has_suspects = list[str](), False
+        for kind, name, keeper, late in await self._database.ask(SQL["look"], self._periods):
+            match kind:
+                case "round":
+                    rounds[name] = (keeper, late)
+                case "queue":
+                    due_queues.append(name)
+                case _:
+                    has_suspects = True
+        return Seen(rounds, due_queues, has_suspects)
 
     async def _end(self, round: Round, seconds: float, session: Session | None = None) -> None:
         params = {"name": round.name, "every_seconds": seconds, "keeper": self._name}

@@ -11,13 +11,37 @@ FROM unnest(%(names)s::text[], %(every_seconds)s::float8[]) AS round (name, ever
 ON CONFLICT (name) DO NOTHING
 RETURNING name
 
--- A clock that was set back must not put a round off for longer than its period.
+-- All that an idle worker asks: the rounds, the queues that have due jobs, and whether any of these must run alone. Of
+-- each queue and priority only the head is read. A clock that was set back must not put a round off for longer than its
+-- period.
 -- name: look
-SELECT upkeep.name, upkeep.keeper,
+WITH RECURSIVE head AS (
+    (SELECT job.queue, job.priority, job.run_after FROM batchwright.job AS job
+     WHERE job.status = 'QUEUED'
+     ORDER BY job.queue, job.priority, job.run_after, job.id
+     LIMIT 1)
+    UNION ALL
+    SELECT next.queue, next.priority, next.run_after
+    FROM head
+    CROSS JOIN LATERAL (
+        SELECT job.queue, job.priority, job.run_after FROM batchwright.job AS job
+        WHERE job.status = 'QUEUED' AND (job.queue, job.priority) > (head.queue, head.priority)
+        ORDER BY job.queue, job.priority, job.run_after, job.id
+        LIMIT 1
+    ) AS next
+)
+SELECT 'round', upkeep.name, upkeep.keeper,
     CASE WHEN upkeep.due_at > :now + make_interval(secs => round.every_seconds) THEN 0
          ELSE extract(epoch FROM :now - upkeep.due_at) END::float8
 FROM unnest(%(names)s::text[], %(every_seconds)s::float8[]) AS round (name, every_seconds)
 JOIN batchwright.upkeep AS upkeep ON upkeep.name = round.name
+UNION ALL
+SELECT DISTINCT 'queue', head.queue, NULL, NULL::float8 FROM head
+WHERE head.run_after <= :now AND head.queue <> ALL (:paused_queues)
+UNION ALL
+SELECT 'suspects', NULL, NULL, NULL WHERE EXISTS (
+    SELECT FROM batchwright.job AS job
+    WHERE job.status = 'QUEUED' AND job.rescues >= :deaths_max AND job.run_after <= :now)
 
 -- name: lock_round
 SELECT upkeep.name FROM batchwright.upkeep AS upkeep

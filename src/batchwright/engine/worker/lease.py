@@ -1,7 +1,8 @@
 """The threads that keep a worker's claims alive, whatever the event loop is doing.
 
 The first has a connection of its own. Every second it reads what the database says that this worker holds, so that a
-cancel needs no doorbell; every third of a lease it renews. It may hang for as long as the connection does.
+cancel needs no doorbell; every third of a lease it renews. It may hang for as long as the connection does. A worker that
+holds nothing, and cannot hold anything without knowing it, asks nothing.
 
 The second is the timer. It makes no calls. It stops jobs a little before their lease is over, because another worker
 may have them after that.
@@ -10,6 +11,7 @@ may have them after that.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,6 +28,8 @@ from batchwright.states import JobStatus
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
+_DOUBT_SECONDS = 60.0
+"""So long after its answer was lost a claim may still be committed: longer than any statement lasts."""
 _MARGIN_SECONDS_MAX = 2.0
 _LOST_ANSWER = "the answer to the claim was lost"
 _CUT_OFF = "the worker was cut off from the database"
@@ -49,6 +53,8 @@ class Holder:
     """The claims that the worker believes to hold."""
     claims_under_way: Callable[[], tuple[int, int]]
     """How many claims have begun but not ended, and how many have ended."""
+    claims_in_doubt: Callable[[], int] | None = None
+    """How many claims have ended without an answer; without it the database is asked even while nothing is held."""
     on_news: Callable[[dict[ClaimKey, JobStatus | None]], object]
     """Told which claims were cancelled or expired, and (None) which are lost."""
     beat: Callable[[Queue], None] = lambda queue: None
@@ -82,6 +88,10 @@ class Lease(threading.Thread):
         self._newly_cut_off: deque[ClaimKey] = deque()
         """Claims that were stopped because the database did not answer; from the timer to the other thread."""
         self._cut_off: set[ClaimKey] = set()
+        self._doubts = 0
+        self._doubted_until = -math.inf
+        self._clear_since: tuple[int, int] | None = None
+        """The claims that had been when the database said that we hold nothing."""
         self.failures = 0
 
     def start(self) -> None:
@@ -117,6 +127,9 @@ class Lease(threading.Thread):
     def look(self) -> None:
         """Compare what we believe to hold with what the database says."""
         before, busy_before = list(self._holder.held()), self._holder.claims_under_way()
+        may_hold = bool(before or busy_before[0] or self._newly_cut_off or self._cut_off) or self._has_doubts()
+        if not may_hold and busy_before == self._clear_since:
+            return
         found = complete(self._queue.holdings(self._worker))
         after, busy_after = set(self._holder.held()), self._holder.claims_under_way()
         news: dict[ClaimKey, JobStatus | None] = {
@@ -128,6 +141,15 @@ class Lease(threading.Thread):
         if busy_before == busy_after and busy_before[0] == 0:
             unknown = [key for key in found if key not in after and key not in set(before)]
             self._release(unknown, found)
+            self._clear_since = None if found or may_hold else busy_before
+
+    def _has_doubts(self) -> bool:
+        """Whether a claim without an answer may still be committed, or must be looked for in any case."""
+        if self._holder.claims_in_doubt is None:
+            return True
+        if (doubts := self._holder.claims_in_doubt()) != self._doubts:
+            self._doubts, self._doubted_until = doubts, time.monotonic() + _DOUBT_SECONDS
+        return time.monotonic() < self._doubted_until
 
     def renew(self) -> bool:
         """Whether every lease was renewed; a row that somebody is just changing is left out."""

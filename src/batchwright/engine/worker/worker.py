@@ -135,6 +135,7 @@ class Worker:
         self._duties = Duties(parts, site, [pool])
         demand = self._duties.demand
         self._claims_under_way = 0
+        self._claims_in_doubt = 0
         self._claim_generation = 0
         self._has_backlog = False
         self._demand = demand
@@ -300,6 +301,7 @@ class Worker:
         holder = Holder(
             held=self._runner.held.copy,
             claims_under_way=lambda: (self._claims_under_way, self._claim_generation),
+            claims_in_doubt=None if self._program.revive is not None else lambda: self._claims_in_doubt,
             on_news=lambda news: loop.call_soon_threadsafe(self._runner.hear, news),
             beat=beat,
         )
@@ -311,7 +313,7 @@ class Worker:
     # Claim ------------------------------------------------------------------------------------------------------
 
     async def _claim_until_stopped(self) -> None:
-        pause = self.settings.poll_seconds_min
+        pause, is_called = self.settings.poll_seconds_min, True
         while not self._stopping.is_set():
             if self.broken is not None:
                 log.error("this worker is broken: it gives its jobs back and leaves: %s", self.broken)
@@ -320,25 +322,32 @@ class Worker:
             self._wake.clear()
             claimed, wanted = 0, self._slots_free()
             try:
-                if wanted:
-                    claimed = await self._claim(wanted)
-                if await self._claim_on_demand():
-                    self._has_backlog = True  # there may be more, for which there was no room yet
+                if is_called or await self._has_due():
+                    if wanted:
+                        claimed = await self._claim(wanted)
+                    if await self._claim_on_demand():
+                        self._has_backlog = True  # there may be more, for which there was no room yet
             except DatabaseUnavailable as error:
                 self._report_outage(error)
             except DatabaseError:
                 log.exception("claiming failed")
             if claimed == 0 or claimed < wanted:
                 pause = self.settings.poll_seconds_min if claimed else min(self.settings.poll_seconds_max, pause * 2)
-                await self._rest(pause)
+                is_called = await self._rest(pause)
             elif not self._slots_free():
-                await self._rest(self.settings.poll_seconds_max)
+                is_called = await self._rest(self.settings.poll_seconds_max)
 
-    async def _rest(self, seconds: float) -> None:
-        """Until something happens that makes a claim worth while, but never longer than the poller allows."""
+    async def _rest(self, seconds: float) -> bool:
+        """Until something happens that makes a claim worth while (True), but never longer than the poller allows."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
-                await self._wake.wait()
+                return await self._wake.wait()
+        return False
+
+    async def _has_due(self) -> bool:
+        """Whether a claim is worth while although nobody has called for it. An idle worker asks nothing else."""
+        seen = await self._upkeep.look()
+        return bool(self._runner.freed_keys) or any(map(self._serves, seen.due_queues))
 
     def _report_outage(self, error: DatabaseUnavailable) -> None:
         if isinstance(error, DatabaseBusy):
@@ -438,6 +447,9 @@ class Worker:
         self._claims_under_way += 1
         try:
             yield
+        except BaseException:
+            self._claims_in_doubt += 1
+            raise
         finally:
             self._claims_under_way -= 1
             self._claim_generation += 1
@@ -479,9 +491,12 @@ class Worker:
             self._doorbell.ring(queues)
 
     def _hear_ring(self, queue: str) -> None:
-        on_demand = self._lanes_on_demand
-        if self._lanes.serves(queue) or (on_demand is not None and on_demand.serves(queue)):
+        if self._serves(queue):
             self._wake.set()
+
+    def _serves(self, queue: str) -> bool:
+        on_demand = self._lanes_on_demand
+        return self._lanes.serves(queue) or (on_demand is not None and on_demand.serves(queue))
 
 
 async def _wait_for_first(*tasks: asyncio.Task[Any]) -> None:

@@ -1,0 +1,1 @@
+"""Sections about many workers on one PostgreSQL."""
