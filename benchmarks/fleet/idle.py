@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 
+from batchwright import AsyncBatchwright
 from benchmarks.tools import report
 from benchmarks.tools.sections import Ground
 from benchmarks.tools.workers import environment_of, running_worker
@@ -21,6 +22,8 @@ TRANSACTIONS_MAX = 1.0
 CORE_PERCENT_MAX = 0.05
 CONNECTIONS_MAX = 3.0
 ROUNDS_GROWTH_MAX = 1.25
+GATEWAY = "http://127.0.0.1:9"
+"""A server that nobody asks anything; workers that have one are ready for batches."""
 SETTLED_SECONDS = 90
 MEASURED_SECONDS = 60
 SETTINGS = f"""
@@ -43,6 +46,7 @@ async def measure(ground: Ground) -> dict[str, Any]:
     settled, measured = ground.pick(SETTLED_SECONDS, 20), ground.pick(MEASURED_SECONDS, 30)
     fleets: dict[int, dict[str, float]] = {}
     with ground.server.database() as url:
+        await migrate(url)
         async with AsyncExitStack() as workers:
             for before, size in pairwise((0, *sizes)):
                 await start(workers, ground.folder, url, size - before)
@@ -52,8 +56,17 @@ async def measure(ground: Ground) -> dict[str, Any]:
     return {"fleets": fleets, "each": each_further(fleets)}
 
 
+async def migrate(url: str) -> None:
+    client = AsyncBatchwright(database_url=url)
+    await client.open(migrated=False)
+    try:
+        await client.migrate()
+    finally:
+        await client.close()
+
+
 async def start(workers: AsyncExitStack, folder: Path, url: str, count: int) -> None:
-    environment = environment_of(folder, url, "", {})
+    environment = environment_of(folder, url, GATEWAY, {})
     turns = asyncio.Semaphore(STARTING_MAX)
 
     async def one() -> None:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from batchwright.engine.jobs import NewJob
 from batchwright.engine.named_queues import NamedQueues
 from batchwright.engine.queue import Queue
 from batchwright.engine.worker.lease import Holder, Lease
 from batchwright.states import JobStatus
-from tests.support import DATABASE, make_worker, noop, put_one, raw, working
+from tests.support import DATABASE, make_worker, noop, put, put_one, raw, working
 
 NOTHING_TO_HOLD = (0, 7)
 
@@ -51,6 +52,11 @@ async def test_who_has_nothing_to_do_claims_nothing(idle):
     assert idle.claims == 0
 
 
+async def put_in(queue, name, **options):
+    (id,) = await put(queue, NewJob("noop", queue=name, **options))
+    return id
+
+
 async def success(queue, id):
     while (await queue.get(id)).status is not JobStatus.SUCCEEDED:
         await asyncio.sleep(0.01)
@@ -66,14 +72,14 @@ async def test_a_job_for_which_nobody_rang_is_found(idle, queue):
 
 
 async def test_a_job_of_a_queue_that_is_new_is_found(idle, queue):
-    id = await put_one(queue, queue="never seen before")
+    id = await put_in(queue, "never seen before")
     await success(queue, id)
 
 
 async def test_jobs_that_are_not_due_or_paused_or_private_are_no_reason_to_claim(idle, queue):
-    await put_one(queue, queue="later", delay_seconds=3600)
-    await put_one(queue, queue="~of others")
-    await put_one(queue, queue="paused", delay_seconds=3600)
+    await put_in(queue, "later", delay_seconds=3600)
+    await put_in(queue, "~of others")
+    await put_in(queue, "paused", delay_seconds=3600)
     await NamedQueues(queue.database).pause("paused")
     await raw(queue, "UPDATE batchwright.job SET run_after = now() WHERE queue = 'paused' RETURNING id")
     await idle.more(20)
@@ -86,7 +92,7 @@ async def test_jobs_that_are_not_due_or_paused_or_private_are_no_reason_to_claim
 async def test_a_look_finds_every_queue_with_due_jobs_whatever_lies_before_them(pool, queue, clock):
     await clock.advance(queue, 0)
     for name, priority, delay in [("a", 5, 0), ("a", 1, 900), ("b", 3, 900), ("c", 9, 0), ("d", 0, 900), ("d", 2, 0)]:
-        await put_one(queue, queue=name, priority=priority, delay_seconds=delay)
+        await put_in(queue, name, priority=priority, delay_seconds=delay)
     worker = make_worker(pool, queue=queue)
     seen = await worker._upkeep.look()
     assert (sorted(seen.due_queues), seen.has_suspects) == (["a", "c", "d"], False)

@@ -1,8 +1,8 @@
 """The threads that keep a worker's claims alive, whatever the event loop is doing.
 
 The first has a connection of its own. Every second it reads what the database says that this worker holds, so that a
-cancel needs no doorbell; every third of a lease it renews. It may hang for as long as the connection does. A worker that
-holds nothing, and cannot hold anything without knowing it, asks nothing.
+cancel needs no doorbell; every third of a lease it renews. It may hang for as long as the connection does. A worker
+that holds nothing, and cannot hold anything without knowing it, asks nothing.
 
 The second is the timer. It makes no calls. It stops jobs a little before their lease is over, because another worker
 may have them after that.
