@@ -32,6 +32,7 @@ from batchwright.batches.store import Batch
 from batchwright.batches.submission import IN_FLIGHT_MAX
 from batchwright.cli.flags import BatchId, Config, DatabaseUrl, Json, OfTenant, open_part, run
 from batchwright.cli.loop import spare_the_collector
+from batchwright.cli.paging import read_pages
 from batchwright.cli.show import number, print_json
 from batchwright.inference.prices import Price
 from batchwright.settings import Settings
@@ -229,15 +230,11 @@ async def _finish(id: str, settings: Settings) -> Batch:
 async def _fetch_newest(
     part: BatchesPart, tenant: str | None, statuses: list[BatchStatus] | None, limit: int
 ) -> list[Batch]:
-    batches: list[Batch] = []
-    while len(batches) < limit:
-        after = batches[-1].id if batches else None
-        size = min(_LIST_PAGE, limit - len(batches))
-        page = await part.batches.list(tenant, after=after, limit=size, statuses=statuses)
-        batches += page
-        if len(page) < size:
-            break
-    return batches
+    return await read_pages(
+        lambda last, n: part.batches.list(tenant, after=last.id if last else None, limit=n, statuses=statuses),
+        limit,
+        page=_LIST_PAGE,
+    )
 
 
 def _act(

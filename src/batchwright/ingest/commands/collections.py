@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from batchwright.cli.flags import Config, DatabaseUrl, Force, Json, OutputFile, Yes, on_part, open_part, run
+from batchwright.cli.paging import read_pages
 from batchwright.cli.show import (
     as_dict,
     compact,
@@ -56,14 +57,11 @@ def collections(
 
     async def go() -> list[Collection]:
         async with open_part(IngestPart, database_url, config) as part:
-            found: list[Collection] = []
-            while len(found) < limit:
-                wanted = min(_PAGE, limit - len(found))
-                page = await part.collections.page(tenant, after=found[-1].name if found else "", limit=wanted)
-                found += page
-                if len(page) < wanted:
-                    break
-            return found
+            return await read_pages(
+                lambda last, n: part.collections.page(tenant, after=last.name if last else "", limit=n),
+                limit,
+                page=_PAGE,
+            )
 
     found = run(go())
     if json:
@@ -108,15 +106,11 @@ def documents(
 
     async def go() -> list[StoredDocument]:
         async with open_part(IngestPart, database_url, config) as part:
-            found: list[StoredDocument] = []
-            while len(found) < limit:
-                wanted = min(_PAGE, limit - len(found))
-                after = found[-1].id if found else 0
-                page = await part.collections.documents(tenant, name, after=after, limit=wanted)
-                found += page
-                if len(page) < wanted:
-                    break
-            return found
+            return await read_pages(
+                lambda last, n: part.collections.documents(tenant, name, after=last.id if last else 0, limit=n),
+                limit,
+                page=_PAGE,
+            )
 
     found = run(go())
     if json:

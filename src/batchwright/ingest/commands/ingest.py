@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Sequence
 from typing import Annotated
 
 import typer
 
 from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, open_part, run
+from batchwright.cli.paging import read_pages
 from batchwright.cli.show import print_json
 from batchwright.ingest.commands.collections import collection, collections, delete, documents, export
 from batchwright.ingest.commands.costs import costs
@@ -48,15 +50,12 @@ def list_(
 
     async def go() -> list[Run]:
         async with open_part(IngestPart, database_url, config) as part:
-            runs: list[Run] = []
-            while len(runs) < limit:
-                wanted = min(_LIST_PAGE, limit - len(runs))
-                after = runs[-1].id if runs else None
-                page = await part.runs.list(tenant, after=after, limit=wanted, statuses=status, collection=collection)
-                runs += page
-                if len(page) < wanted:
-                    break
-            return runs
+
+            def fetch(last: Run | None, n: int) -> Awaitable[Sequence[Run]]:
+                after = last.id if last else None
+                return part.runs.list(tenant, after=after, limit=n, statuses=status, collection=collection)
+
+            return await read_pages(fetch, limit, page=_LIST_PAGE)
 
     runs = run(go())
     if json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from batchwright.cli.flags import Config, DatabaseUrl, Json, open_part, run
+from batchwright.cli.paging import read_pages
 from batchwright.cli.show import as_dict, console, money, number, print_facts, print_json, print_table, seconds, size
 from batchwright.engine.jobs import JobEvent, JobId
 from batchwright.ingest.commands.options import RunId
@@ -55,18 +56,13 @@ def items(
     async def go() -> list[Item]:
         async with open_part(IngestPart, database_url, config) as part:
             run_id = (await part.runs.get(id, tenant=None)).id
-            found: list[Item] = []
-            while len(found) < limit:
-                wanted = min(_PAGE, limit - len(found))
-                after = found[-1].id if found else None
-                upper = step.upper() if step is not None else None
-                page = await part.items.list(
-                    run_id, after=after, limit=wanted, statuses=status, step=upper, cause=cause
-                )
-                found += page
-                if len(page) < wanted:
-                    break
-            return found
+            upper = step.upper() if step is not None else None
+
+            def fetch(last: Item | None, n: int) -> Awaitable[Sequence[Item]]:
+                after = last.id if last else None
+                return part.items.list(run_id, after=after, limit=n, statuses=status, step=upper, cause=cause)
+
+            return await read_pages(fetch, limit, page=_PAGE)
 
     found = run(go())
     if json:

@@ -17,6 +17,7 @@ from batchwright.cli.flags import (
     open_part,
     run,
 )
+from batchwright.cli.paging import read_pages
 from batchwright.cli.show import compact, print_json, size
 from batchwright.cli.stop import end_if_nobody_reads
 from batchwright.cli.targets import STANDARD_OUTPUT, open_target
@@ -166,15 +167,11 @@ def result(
 async def _fetch_newest(
     part: ProvidersPart, tenant: str | None, statuses: list[TaskStatus] | None, limit: int
 ) -> list[Task]:
-    tasks: list[Task] = []
-    while len(tasks) < limit:
-        after = tasks[-1].id if tasks else None
-        size = min(_LIST_PAGE, limit - len(tasks))
-        page = await part.tasks.list(tenant, after=after, limit=size, statuses=statuses)
-        tasks += page
-        if len(page) < size:
-            break
-    return tasks
+    return await read_pages(
+        lambda last, n: part.tasks.list(tenant, after=last.id if last else None, limit=n, statuses=statuses),
+        limit,
+        page=_LIST_PAGE,
+    )
 
 
 def _without_jobs(task: Task) -> dict[str, Any]:
