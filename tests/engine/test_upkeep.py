@@ -1,13 +1,14 @@
 """Rounds of upkeep: once per period over all workers, whoever of them comes, goes, fails or stands still."""
 
 import asyncio
+import time
 
 import pytest
 
 from batchwright.engine import upkeep as module
 from batchwright.engine.upkeep import Round, Upkeep, lock_round
 from batchwright.engine.worker.processes import Processes
-from tests.support import BASIC, raw
+from tests.support import BASIC, put_one, raw, take_one
 
 
 class Tally:
@@ -131,6 +132,22 @@ async def test_a_round_that_runs_elsewhere_is_left_alone(tally, clock):
     assert tally.ran == []
     await keeper.run_due()
     assert tally.ran == ["w"]
+
+
+async def test_who_only_looks_knows_when_an_outage_was_over(tally, clock, monkeypatch):
+    """Long afterwards it takes over, and lets nobody wait for another lease."""
+    keeper, other = tally.keeper("keeper"), tally.keeper("other")
+    await keeper.run_due()
+    other.note_outage()
+    await other.run_due()
+    over_at = time.monotonic()
+    assert other._no_rescue_until <= over_at + tally.queue.settings.lease_seconds
+    monkeypatch.setattr(other, "_no_rescue_until", over_at)
+    id = await put_one(tally.queue)
+    await take_one(tally.queue)
+    await clock.advance(tally.queue, 100)
+    await other.run_due()
+    assert (await tally.queue.get(id)).rescues == 1
 
 
 async def test_a_clock_that_was_set_back_puts_nothing_off(tally, clock):

@@ -148,6 +148,12 @@ class Upkeep:
         """
         self._is_cut_off = True
 
+    def _note_contact(self) -> None:
+        """The database answers: if there was an outage, it ends here, also for those who only look."""
+        if self._is_cut_off:
+            self._is_cut_off = False
+            self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
+
     async def run(self) -> None:
         """Until cancelled."""
         unknown_at = time.monotonic() + 5
@@ -262,6 +268,7 @@ class Upkeep:
                     due_queues.append(name)
                 case _:
                     has_suspects = True
+        self._note_contact()
         return Seen(rounds, due_queues, has_suspects)
 
     async def _end(self, round: Round, seconds: float, session: Session | None = None) -> None:
@@ -286,9 +293,7 @@ class Upkeep:
 
     async def _rescue(self, session: Session) -> None:
         self._rescued = []  # those of a round whose commit failed
-        if self._is_cut_off:
-            self._is_cut_off = False
-            self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
+        self._note_contact()
         if time.monotonic() < self._no_rescue_until:
             return
         self._rescued = await self._queue.rescue(session=session)
