@@ -29,7 +29,8 @@ lint: .venv/ready
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # Other servers repeat what sends statements, without what goes through commands and programs.
-ABOVE_STATEMENTS := $(addprefix --ignore tests/,batches/commands chaos cli demo examples ingest/commands providers/commands)
+ABOVE_STATEMENTS := $(addprefix --ignore tests/,\
+	batches/commands chaos cli demo examples ingest/commands perturbed providers/commands)
 test-postgres16: .venv/ready
 	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 4 --dist loadgroup $(ABOVE_STATEMENTS)
 
@@ -39,7 +40,7 @@ test-thorough: .venv/ready
 
 # The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
 test-external: .venv/ready
-	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 4 --dist loadgroup $(ABOVE_STATEMENTS)
+	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 3 --dist loadgroup $(ABOVE_STATEMENTS)
 
 # Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
 test-perturbed: .venv/ready
