@@ -30,7 +30,7 @@ lint: .venv/ready
 
 # Other servers repeat what sends statements, without what goes through commands and programs.
 ABOVE_STATEMENTS := $(addprefix --ignore tests/,\
-	batches/commands chaos cli demo examples ingest/commands perturbed providers/commands)
+	batches/commands chaos cli demo examples ingest/commands providers/commands)
 test-postgres16: .venv/ready
 	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 4 --dist loadgroup $(ABOVE_STATEMENTS)
 
