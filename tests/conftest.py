@@ -70,11 +70,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A run on another server repeats only what touches the server; what is `thorough` runs where it is asked for."""
-    for item in items:
-        if item.get_closest_marker("chaos"):  # one at a time: each has workers of its own, and holds them to times
+    for item in items:  # one at a time: each has workers of its own, and holds them to times
+        if item.get_closest_marker("chaos"):
             item.add_marker(pytest.mark.xdist_group("chaos"))
-        elif shares_fixtures(item):  # in one process, so that what the module shares is made once
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if os.environ.get("BATCHWRIGHT_TEST_THOROUGH") != "1":
         thorough = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=thorough)
@@ -85,12 +83,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             by_use["server" in getattr(item, "fixturenames", ())].append(item)
         config.hook.pytest_deselected(items=by_use[False])
         items[:] = by_use[True]
-
-
-def shares_fixtures(item: pytest.Item) -> bool:
-    """Whether the test uses something that is made once for its module."""
-    found = getattr(item, "_fixtureinfo", None)
-    return found is not None and any(made[-1].scope == "module" for made in found.name2fixturedefs.values())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
