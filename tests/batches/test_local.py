@@ -11,7 +11,7 @@ import pytest
 
 from batchwright.batches.local import LocalRun, lock_queue, private_settings, use_server
 from batchwright.batches.plan.lines import MODEL_CHARACTERS_MAX
-from batchwright.batches.process import shard_queue
+from batchwright.batches.store import shard_queue
 from batchwright.errors import ConfigurationError, Conflict
 from batchwright.settings import Settings, load_settings
 

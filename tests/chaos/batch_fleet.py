@@ -47,14 +47,14 @@ class Post:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def posts(config: Path, *, perturbed: int | None = None) -> list[Post]:
-    """Two workers and the HTTP server. With a seed the workers are perturbed, each in its own way at every start."""
+def posts(config: Path, *, perturbed: int | None = None, workers: int = 2) -> list[Post]:
+    """Workers and the HTTP server. With a seed the workers are perturbed, each in its own way at every start."""
     settings = ("--config", str(config))
     worker = Post(kind="worker", command=("batchwright", "worker", *settings))
     if perturbed is not None:
         command = ("tests.perturbed.process", "{name}", "worker", *settings)
         worker = Post(kind="worker", command=command, environment={SEED: str(perturbed)})
-    return [worker, worker, Post(kind="api", command=("tests.chaos.api", *settings))]
+    return [*[worker] * workers, Post(kind="api", command=("tests.chaos.api", *settings))]
 
 
 @dataclass(slots=True, eq=False)

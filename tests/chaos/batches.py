@@ -1,8 +1,9 @@
 """Chaos for batches: a batch of 20,000 requests while workers, the HTTP server and PostgreSQL are killed under it.
 
-Then a crowd of small batches that begin and end at random on perturbed workers, which are killed as well.
+Then twelve workers on one batch, which give each other parts of their shards while they are killed. And a crowd of
+small batches that begin and end at random on perturbed workers, which are killed as well.
 
-python -m tests.chaos.batches [--seed N] [--json] [--keep] [--short]
+python -m tests.chaos.batches [--seed N] [--json] [--keep] [--short] [--shared]
 
 client ─ upload, create, poll, read on ─▶ ┌─────┐   ┌─────────┐
                                           │ API │ ─ │ workers │ ─▶ simulated model server (never killed: it counts)
@@ -43,7 +44,6 @@ from tests.chaos.queue import Goal, breaches_as_json, breaches_as_text, goals_as
 from tests.chaos.recovery import percentile
 from tests.chaos.verdict import Breach
 
-_HURRY = 10
 _IN_FLIGHT_MIN = 10
 """For each model: refusals that have nothing to do with load would otherwise make the workers ever slower."""
 _LEAVE_SECONDS = 3.0
@@ -70,6 +70,14 @@ class Size:
     kills_min: int
     kills_max: int
     seconds_max: float
+    workers: int = 2
+    models: Sequence[str] = MODELS
+    splits_min: int = 0
+    """So often at least a shard must have given a part away."""
+    hurry: float = 10.0
+    """How much faster the server is once enough was killed."""
+    is_timed: bool = True
+    """Whether the time after a kill counts: it cannot where twelve workers start on two cores."""
 
 
 LONG = Size(
@@ -105,6 +113,25 @@ SHORT = Size(
     kills_max=5,
     seconds_max=120.0,
 )
+SHARED = Size(
+    requests=1_500,
+    lease_seconds=3.0,
+    tokens_per_second=8.0,
+    in_flight=10,
+    upload_seconds=0.5,
+    ambushes={"finalizing": (0.1, ("worker",))},
+    deck={"worker": 20, "postgres": 1},
+    draws_from="in_progress",
+    pause_seconds=(1.0, 5.0),
+    kills_min=8,
+    kills_max=24,
+    seconds_max=600.0,
+    workers=12,
+    models=MODELS[:1],
+    splits_min=3,
+    hurry=1.0,
+    is_timed=False,
+)
 
 
 @dataclass(slots=True)
@@ -128,12 +155,16 @@ class Run:
     def goals(self) -> list[Goal]:
         counted = [Goal(name, 0, len(found)) for name, found in self.breaches.items()]
         most = self.size.lease_seconds + 2.0
+        timed = [
+            Goal("shards free again, seconds at most", most, percentile(self.resumed.rescued, 1.0)),
+            Goal("the next answer after a kill, seconds at most", most, percentile(self.resumed.answered, 1.0)),
+        ]
         return [
             Goal(f"kills short of {self.size.kills_min}", 0, max(0, self.size.kills_min - self.counts["SIGKILL"])),
             *counted,
+            Goal(f"splits short of {self.size.splits_min}", 0, max(0, self.size.splits_min - self.counts["splits"])),
             Goal("requests asked again", self.asked_again_max, self.counts["asked again"]),
-            Goal("shards free again, seconds at most", most, percentile(self.resumed.rescued, 1.0)),
-            Goal("the next answer after a kill, seconds at most", most, percentile(self.resumed.answered, 1.0)),
+            *(timed if self.size.is_timed else ()),
         ]
 
 
@@ -165,7 +196,8 @@ async def _play(
 ) -> None:
     size = result.size
     port = free_port()
-    fleet = Fleet(posts(_configured(postgres.root, size, simulator.url, port)), postgres.root, logs)
+    config = _configured(postgres.root, size, simulator.url, port)
+    fleet = Fleet(posts(config, workers=size.workers), postgres.root, logs)
     scene = Scene()
     monkey = Monkey(
         fleet,
@@ -180,7 +212,7 @@ async def _play(
         seed=result.seed,
         say=say,
     )
-    work = workload(size.requests, result.seed)
+    work = workload(size.requests, result.seed, size.models)
     client = Client(f"http://127.0.0.1:{port}", work, scene, upload_seconds=size.upload_seconds)
     sampler = Sampler(simulator)
     watches = [asyncio.create_task(sampler.watch()), asyncio.create_task(_watch(scene, postgres.url, say))]
@@ -207,8 +239,8 @@ async def _hurry(monkey: Monkey, simulator: Remote, size: Size) -> None:
     """A monkey that waits for slow machines must not be late for the end."""
     while monkey.is_playing and len(monkey.kills) < size.kills_min:
         await asyncio.sleep(_SAMPLE_SECONDS)
-    for model in MODELS:
-        await asyncio.to_thread(simulator.change, model, decode_rate=_HURRY * size.tokens_per_second)
+    for model in size.models:
+        await asyncio.to_thread(simulator.change, model, decode_rate=size.hurry * size.tokens_per_second)
 
 
 def _configured(folder: Path, size: Size, url: str, port: int) -> Path:
@@ -302,6 +334,7 @@ def _counts(result: Run, evidence: Evidence, monkey: Monkey, scene: Scene, simul
         "workers stopped": monkey.stopped,
         **{f"killed while {phase}": phases[phase] for phase in _PHASES},
         "shards": sum(job.job_type == "batch.shard" for job in evidence.history.jobs.values()),
+        "splits": events["job.split"],
         "claims": events["job.started"],
         "rescues": events["job.rescued"],
         "segments": len(evidence.segments),
@@ -335,7 +368,7 @@ def as_json(result: Run) -> dict[str, Any]:
 
 def as_text(result: Run) -> str:
     size = result.size
-    lines = [f"chaos of batches: {size.requests:,} requests, 2 workers, lease {size.lease_seconds:g} s"]
+    lines = [f"chaos of batches: {size.requests:,} requests, {size.workers} workers, lease {size.lease_seconds:g} s"]
     lines += [f"seed {result.seed}", ""]
     lines += [f"  {name:<36}{value:>10,}" for name, value in result.counts.items()]
     lines += ["", f"  {'seconds after the SIGKILL of a worker until':<64}{'n':>6}{'p50':>7}{'p99':>7}{'max':>7}"]
@@ -368,6 +401,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the database, the files and the logs behind")
     parser.add_argument("--quiet", action="store_true", help="do not tell what the monkey does")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    parser.add_argument("--shared", action="store_true", help="only the batch on twelve workers")
     parser.add_argument("--short", action="store_true", help="a small batch, as in `make test`")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -378,20 +412,25 @@ def main() -> int:
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     say(f"seed {arguments.seed}")
-    size, many = (SHORT, crowd.SHORT_KILLED) if arguments.short else (LONG, crowd.KILLED)
-    result = asyncio.run(run(size, arguments.seed, keep=arguments.keep, say=say))
-    say("a crowd of small batches")
-    others = asyncio.run(crowd.run(many, arguments.seed, keep=arguments.keep, say=say))
-    sys.stdout.write(_told(result, others, as_document=arguments.json) + "\n")
-    return 0 if all(goal.met for goal in [*result.goals, *others.goals]) else 1
+    sizes = [SHORT] if arguments.short else [SHARED] if arguments.shared else [LONG, SHARED]
+    results = [asyncio.run(run(size, arguments.seed, keep=arguments.keep, say=say)) for size in sizes]
+    others = None
+    if not arguments.shared:
+        say("a crowd of small batches")
+        many = crowd.SHORT_KILLED if arguments.short else crowd.KILLED
+        others = asyncio.run(crowd.run(many, arguments.seed, keep=arguments.keep, say=say))
+    sys.stdout.write(_told(results, others, as_document=arguments.json) + "\n")
+    goals = [goal for one in [*results, *filter(None, [others])] for goal in one.goals]
+    return 0 if all(goal.met for goal in goals) else 1
 
 
-def _told(result: Run, others: crowd.Run, *, as_document: bool) -> str:
+def _told(results: Sequence[Run], others: crowd.Run | None, *, as_document: bool) -> str:
     if not as_document:
-        return f"{as_text(result)}\n\n{crowd.as_text(others)}"
-    document, more = as_json(result), crowd.as_json(others)
-    goals = [*document["goals"], *({**goal, "name": f"crowd: {goal['name']}"} for goal in more["goals"])]
-    return orjson.dumps({**document, "crowd": more, "goals": goals}).decode()
+        return "\n\n".join([*map(as_text, results), *([crowd.as_text(others)] if others else [])])
+    document = {f"{one.size.workers} workers": as_json(one) for one in results}
+    document |= {"crowd": crowd.as_json(others)} if others else {}
+    goals = [{**goal, "name": f"{part}: {goal['name']}"} for part, one in document.items() for goal in one["goals"]]
+    return orjson.dumps({**document, "goals": goals}).decode()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.chaos import crowd
-from tests.chaos.batches import SHORT, as_text, run
+from tests.chaos.batches import SHARED, SHORT, as_text, run
 
 
 @pytest.mark.chaos
@@ -16,6 +16,14 @@ async def test_no_line_of_a_batch_is_lost_or_doubled_while_workers_and_the_datab
     assert result.counts["PostgreSQL killed"], as_text(result)
     assert result.counts["rescues"], as_text(result)
     assert result.counts["asked again"] <= result.asked_again_max, as_text(result)
+
+
+@pytest.mark.thorough
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+async def test_twelve_workers_that_give_each_other_work_lose_nothing_while_they_are_killed():
+    result = await run(SHARED, seed=2026)
+    assert all(goal.met for goal in result.goals), as_text(result)
 
 
 @pytest.mark.thorough

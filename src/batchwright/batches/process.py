@@ -30,16 +30,17 @@ from batchwright.batches.output.assemble import Assembly
 from batchwright.batches.output.finalize import Finalizer, Result
 from batchwright.batches.plan import plan, planner
 from batchwright.batches.plan.lines import Problem
-from batchwright.batches.plan.shards import Shard, last_journal_number, shards_of
+from batchwright.batches.plan.shards import BRANCH_REQUESTS_MIN, Shard, last_journal_number, shards_of
 from batchwright.batches.send.desk import Desk
 from batchwright.batches.store import (
     AWAY_SECONDS,
-    QUEUE,
-    SHARD_QUEUE,
+    SHARD,
     Batch,
     Ending,
+    later_priority,
     provider_queue,
     require_own_job,
+    shard_queue,
 )
 from batchwright.batches.tally import LineStatus
 from batchwright.batches.toolbox import Toolbox
@@ -57,6 +58,7 @@ from batchwright.errors import (
     Transient,
 )
 from batchwright.files.store import File
+from batchwright.inference.budgets import live_workers
 from batchwright.states import BatchStatus
 from batchwright.telemetry import tracing
 
@@ -69,11 +71,6 @@ class EndingVerb(Protocol):
     """A verb of `Batches` that makes the last move of a batch."""
 
     def __call__(self, id: str, ending: Ending, *, session: Session | None = None) -> Awaitable[BatchStatus | None]: ...
-
-
-def shard_queue(queue: str, model: str) -> str:
-    """Shards of ordinary batches wait in one queue per model, those of a private queue in queues below it."""
-    return f"{SHARD_QUEUE}{model}" if queue == QUEUE else f"{queue}/{SHARD_QUEUE}{model}"
 
 
 class Processor:
@@ -276,7 +273,13 @@ class Run:
     async def _hand_over(self) -> Outcome:
         """The shards, each a job of its own; when the last one has ended we come back."""
         with self._workspace.use(self._batch.id):
-            return self._wait_for(await self._finalizer.shards(self._batch))
+            return self._wait_for(await self._finalizer.shards(self._batch, workers=await self._count_workers()))
+
+    async def _count_workers(self) -> int:
+        """For how many the shards are divided. A small batch is not, and one that is private has but this worker."""
+        if self._batch.total < 2 * BRANCH_REQUESTS_MIN or self._batch.is_private:
+            return 1
+        return await live_workers(self._batches.queue.database, SHARD)
 
     def _wait_for(self, shards: Sequence[Shard]) -> Outcome:
         batch = self._batch
@@ -294,7 +297,7 @@ class Run:
                     operation,
                     one,
                     queue=queue,
-                    priority=batch.priority if is_first else min(9, batch.priority + 1),
+                    priority=batch.priority if is_first else later_priority(batch.priority),
                     owner=batch.id,
                     traceparent=tracing.current_traceparent() or batch.traceparent,
                 )

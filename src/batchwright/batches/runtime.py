@@ -13,12 +13,12 @@ from batchwright.batches.journal.checkpoint import Checkpoints
 from batchwright.batches.journal.segments import Segments
 from batchwright.batches.journal.unregistered import UnregisteredAnswers
 from batchwright.batches.metrics import BatchCounts, load_of
-from batchwright.batches.process import Processor, shard_queue
+from batchwright.batches.process import Processor
 from batchwright.batches.send.desk import Desk
 from batchwright.batches.send.disk import Disk
 from batchwright.batches.send.dispatch import Dispatcher
 from batchwright.batches.send.runner import ShardRunner
-from batchwright.batches.store import PROCESS, PROVIDER_SHARD, QUEUE, SHARD, Batches, provider_queue
+from batchwright.batches.store import PROCESS, PROVIDER_SHARD, QUEUE, SHARD, Batches, provider_queue, shard_queue
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import Waits
 from batchwright.engine.queue import Queue
@@ -69,7 +69,9 @@ class Runtime:
         segments = Segments(tools.workspace, tools.files.store)
         unregistered = UnregisteredAnswers(tools.batches, segments, checkpoints)
         self.desk = _make_desk(part, site, tools)
-        self.shards = ShardRunner(tools, self.dispatcher, checkpoints, unregistered, part.seal, self.desk)
+        self.shards = ShardRunner(
+            tools, self.dispatcher, checkpoints, unregistered, part.seal, self.desk, ring=site.ring
+        )
         endings = part.make_endings(tools.batches, tools.counts)
         models = None if gateways.models is None else gateways.models | set(self.desk.plans)
         processor = Processor(tools, endings, unregistered, models=models, desk=self.desk)

@@ -321,6 +321,11 @@ def require_own_job(ctx: Context, batch_id: str, job_id: UUID) -> None:
         raise WrongJob(f"{ctx.job_type} belongs to {batch_id}, whose own job runs it; enqueue nothing for it")
 
 
+def later_priority(priority: int) -> int:
+    """Of all shards of a batch but the first, before which the first ones of others go."""
+    return min(9, priority + 1)
+
+
 def window_seconds(window: str) -> int:
     """`24h`, `90m`, `7d`: from one minute to thirty days."""
     found = _WINDOW.fullmatch(window)
@@ -332,6 +337,11 @@ def window_seconds(window: str) -> int:
             param="completion_window",
         )
     return seconds
+
+
+def shard_queue(queue: str, model: str) -> str:
+    """Shards of ordinary batches wait in one queue per model, those of a private queue in queues below it."""
+    return f"{SHARD_QUEUE}{model}" if queue == QUEUE else f"{queue}/{SHARD_QUEUE}{model}"
 
 
 def provider_queue(queue: str, provider: str) -> str:
@@ -641,6 +651,16 @@ class Batches:
         """In the order of their numbers."""
         children = await owned.open_children(self.queue, job_id)
         return [OpenShard(one.id, Shard(**one.payload), one.is_untouched) for one in children]
+
+    async def split(self, held: owned.Held, kept: Shard, given: Mapping[UUID, Shard], *, batch_priority: int) -> bool:
+        """Let others have branches of a shard; False if the shard is lost. After a lost answer, call it again."""
+        return await self.queue.split(
+            (held.id, held.claim),
+            held.worker,
+            kept=asdict(kept),
+            given={id: asdict(one) for id, one in given.items()},
+            priority=later_priority(batch_priority),
+        )
 
     @retry_deadlocks
     async def redirect(self, batch: Batch, one: OpenShard, shard: Shard, cost: float, *, cost_max: float) -> bool:

@@ -491,6 +491,47 @@ events AS (
 )
 SELECT id FROM moved
 
+-- name: split
+-- A held child keeps a part of its work; each of the other parts becomes a child of the same parent, which waits for it
+-- too. The parent is written first, so that nothing happens if it waits no more.
+WITH held AS MATERIALIZED (
+    SELECT job.* FROM batchwright.job
+    WHERE job.id = %(id)s AND job.claims = %(claim)s AND job.locked_by IS NOT DISTINCT FROM %(worker)s::text AND :is_held
+    FOR NO KEY UPDATE
+),
+parent AS (
+    UPDATE batchwright.job
+    SET children_open = job.children_open + cardinality(%(ids)s::uuid[]),
+        progress_total = job.progress_total + cardinality(%(ids)s::uuid[])
+    FROM held
+    WHERE job.id = held.parent_job_id AND job.waits = held.round AND job.children_open > 0
+    RETURNING job.id
+),
+kept AS (
+    UPDATE batchwright.job SET payload = %(kept)s::jsonb
+    FROM held, parent
+    WHERE job.id = held.id
+    RETURNING job.id, job.claims, job.attempts
+),
+given AS (
+    INSERT INTO batchwright.job (
+        id, job_type, queue, tenant, owner, priority, run_after, deadline, payload, max_attempts, pipeline_id,
+        parent_job_id, round, traceparent, created_at)
+    SELECT part.id, held.job_type, held.queue, held.tenant, held.owner, %(priority)s, :now, held.deadline, part.payload,
+        held.max_attempts, held.pipeline_id, held.parent_job_id, held.round, held.traceparent, :now
+    FROM held, parent, unnest(%(ids)s::uuid[], %(payloads)s::jsonb[]) AS part (id, payload)
+    RETURNING id
+),
+events AS (
+    INSERT INTO batchwright.job_event (job_id, ts, event, status, claim, attempt, worker, fields)
+    SELECT kept.id, :now, 'job.split', NULL::batchwright.job_status, kept.claims, kept.attempts, %(worker)s,
+        jsonb_build_object('jobs', to_jsonb(%(ids)s::uuid[]))
+    FROM kept
+    UNION ALL
+    SELECT given.id, :now, 'job.enqueued', 'QUEUED', 0, 0, NULL, NULL FROM given
+)
+SELECT id FROM given
+
 -- name: shift_priority
 UPDATE batchwright.job SET priority = least(9, greatest(0, priority + %(by)s))
 WHERE id = ANY(%(ids)s::uuid[]) AND finished_at IS NULL AND %(by)s <> 0

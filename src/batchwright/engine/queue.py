@@ -484,6 +484,37 @@ class Queue:
         document = orjson.dumps(payload).decode()
         return bool(await self._run(session, "redirect", id=id, job_type=job_type, queue=queue, payload=document))
 
+    @retry_deadlocks
+    async def split(
+        self,
+        claim: ClaimKey,
+        worker: str,
+        *,
+        kept: Mapping[str, Any],
+        given: Mapping[UUID, Mapping[str, Any]],
+        priority: int,
+    ) -> bool:
+        """Divide the work of a held child: it keeps one payload, and each of the others becomes a child of its parent.
+
+        False if the claim is lost, or the parent waits no more. After a lost answer, call it again with the same ids.
+        """
+        id, number = claim
+        try:
+            rows = await self._run(
+                None,
+                "split",
+                id=id,
+                claim=number,
+                worker=worker,
+                kept=orjson.dumps(kept).decode(),
+                ids=list(given),
+                payloads=[orjson.dumps(payload).decode() for payload in given.values()],
+                priority=priority,
+            )
+        except UniqueViolation:  # the call whose answer was lost has done it
+            return True
+        return bool(rows)
+
     async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
         """Move open jobs up (below 0) or down among their likes; answers how many."""
         return len(await self._run(session, "shift_priority", ids=list(ids), by=by))

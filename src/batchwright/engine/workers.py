@@ -9,6 +9,10 @@ from batchwright.db.statements import statements
 
 SQL = statements(__package__, "parts.sql", "workers.sql")
 
+_SILENT_SECONDS = 30.0
+"""A worker beats every ten seconds; one that was silent for so long may be dead."""
+_IDLE_MAX = 32
+
 
 class Workers:
     """The worker processes of this database."""
@@ -29,6 +33,12 @@ class Workers:
     async def leave(self, worker: str) -> None:
         """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""
         await self._database.ask(SQL["leave"], {"id": worker})
+
+    async def count_idle(self, queue: str, job_type: str) -> int:
+        """Workers that take jobs of this queue on demand and have none, while none is due. At most 32."""
+        params = {"queue": queue, "job_type": job_type, "silent_seconds": _SILENT_SECONDS, "limit": _IDLE_MAX}
+        ((idle,),) = await self._database.ask(SQL["idle"], params)
+        return int(idle)
 
     async def remove_dead(self, silent_seconds: float, *, session: Session | None = None) -> int:
         """Forget the workers that were silent for so long; answers how many."""

@@ -29,3 +29,25 @@ RETURNING id
 
 -- name: remove_dead
 DELETE FROM batchwright.worker WHERE heartbeat_at < :now - make_interval(secs => %(silent_seconds)s) RETURNING id
+
+-- name: idle
+-- Workers that take jobs of this queue on demand and have none of them, while no job of it is due: whoever has much to do
+-- there may give them a part. Of many workers some are looked at.
+SELECT count(*)
+FROM (
+    SELECT worker.id FROM batchwright.worker
+    WHERE left_at IS NULL AND stopping_at IS NULL AND broken IS NULL
+        AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+        AND %(job_type)s = ANY(on_demand_types)
+        AND EXISTS (
+            SELECT FROM unnest(on_demand_queues) AS served (queue)
+            WHERE served.queue = %(queue)s OR (right(served.queue, 1) = '/' AND starts_with(%(queue)s, served.queue)))
+    ORDER BY random()
+    LIMIT %(limit)s
+) AS live
+WHERE NOT EXISTS (
+        SELECT FROM batchwright.job AS held
+        WHERE held.locked_by = live.id AND held.queue = %(queue)s)
+    AND NOT EXISTS (
+        SELECT FROM batchwright.job AS waiting
+        WHERE waiting.status = 'QUEUED' AND waiting.queue = %(queue)s AND waiting.run_after <= :now)

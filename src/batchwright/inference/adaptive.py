@@ -114,6 +114,11 @@ class AdaptiveLimit:
         self._before: _Load | None = None
         self._window = _Window(now, self.WINDOW_ANSWERS)
 
+    @property
+    def round_seconds(self) -> float:
+        """How long an answer takes of late; 0 before the first."""
+        return self._round_seconds
+
     def wait_seconds(self, now: float) -> float:
         """How long to send nothing, because one request after the other was refused and none answered."""
         return self._quiet_until - now if now < self._quiet_until else 0.0

@@ -683,13 +683,14 @@ class Duel:
         "change": 2,
         "finish": 14,
         "hand_out": 16,
+        "offer": 4,
         "pass_time": 6,
         "send_again": 9,
         "sleep_until_due": 2,
         "withdraw": 2,
     }
     NAMES = ("a1", "a2", "a3", "b1", "b2", "c1")  # the letter is the tenant
-    OPEN = ("unsent", "in flight", "waiting", "due")
+    OPEN = ("unsent", "in flight", "waiting", "due", "offered")
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -779,6 +780,32 @@ class Duel:
         for request in [*waiting, *unsent]:
             request.state = "gone"
 
+    def offer(self):
+        """The end of the last offer, or a new one."""
+        if out := [backlog for backlog in self.backlogs if backlog.offered]:
+            self.conclude(self.random.choice(out), is_given=self.random.random() < 0.5)
+            return
+        backlog = self.random.choice(self.backlogs[-6:] or [self.schedule.add("a1", "a", 9, [])])
+        wanted = self.random.choice([1, 2, 4, 50])
+        taken = self.schedule.offer(backlog, wanted)
+        unsent = self.reference.of("unsent", backlog=backlog)
+        last = unsent[len(unsent) - len(taken) :]
+        assert len(taken) <= wanted
+        assert list(taken) == [request.entry for request in last]
+        assert all(each.leader is None or each.leader.state == "unsent" for each in last), "a group that has begun"
+        for request in last:
+            request.state = "offered"
+
+    def conclude(self, backlog, *, is_given):
+        offered = self.reference.of("offered", backlog=backlog)
+        self.schedule.conclude(backlog, is_given=is_given)
+        for request in offered:
+            request.state = "gone" if is_given or backlog.is_withdrawn else "unsent"
+            if request.leader is not None and request.leader.state != "unsent":  # it was sent meanwhile
+                request.leader = next((each for each in offered if each.entry.group == request.entry.group), None)
+                request.leader = None if request.leader is request else request.leader
+        assert not backlog.offered
+
     def pass_time(self):
         self.now += self.random.choice([0.5, 1.0, 3.0])
 
@@ -803,12 +830,17 @@ class Duel:
         assert schedule.most_urgent == min((reference.batches[name]["priority"] for name in active), default=None)
         counted = Counter((request.backlog, request.state) for request in reference.requests)
         for backlog in self.backlogs:
-            unsent, in_flight, waiting, due = (counted[backlog, state] for state in self.OPEN)
+            unsent, in_flight, waiting, due, offered = (counted[backlog, state] for state in self.OPEN)
             assert (backlog.unsent, backlog.in_flight, backlog.retrying) == (unsent, in_flight, waiting + due)
-            assert backlog.is_empty == (unsent + in_flight + waiting + due == 0)
+            assert len(backlog.offered) == offered
+            assert backlog.left == unsent + in_flight + waiting + due + offered
+            assert backlog.is_empty == (backlog.left == 0)
 
     def play_to_the_end(self):
         """Whatever happened, all of it gets out once it may."""
+        for backlog in [each for each in self.backlogs if each.offered]:
+            self.conclude(backlog, is_given=False)
+            self.reference.look()
         for name in self.NAMES:
             self.schedule.change(name, in_flight_max=None)
             self.reference.batch(name)["cap"] = None
@@ -959,3 +991,51 @@ class TestHoldingLeadersBack:
         assert schedule.next(0) is None
         schedule.followers_max = 3
         assert schedule.next(0).backlog.batch == "c"
+
+
+class TestOffers:
+    def test_the_last_entries_are_set_aside_until_it_is_known_who_has_them(self):
+        schedule = Schedule()
+        backlog = schedule.add("b", "t", 0, lines(10))
+        take(schedule, 1)
+        assert [entry.offset for entry in schedule.offer(backlog, 4)] == [6, 7, 8, 9]
+        assert offsets(take(schedule, 9)) == [1, 2, 3, 4, 5]
+        assert (schedule.unsent, backlog.left) == (0, 10)
+        schedule.conclude(backlog, is_given=False)
+        assert offsets(take(schedule, 9)) == [6, 7, 8, 9]
+
+    def test_what_was_given_is_not_waited_for(self):
+        schedule = Schedule()
+        backlog = schedule.add("b", "t", 0, lines(4))
+        items = take(schedule, 2)
+        schedule.offer(backlog, 9)
+        for item in items:
+            schedule.finished(item)
+        assert not backlog.is_empty, "it may still have to be sent here"
+        schedule.conclude(backlog, is_given=True)
+        assert backlog.is_empty
+        assert schedule.next(0.0) is None
+
+    def test_something_always_stays(self):
+        schedule = Schedule()
+        backlog = schedule.add("b", "t", 0, lines(3))
+        assert [entry.offset for entry in schedule.offer(backlog, 9)] == [1, 2]
+        schedule.conclude(backlog, is_given=True)
+        assert schedule.offer(backlog, 9) == ()
+
+    def test_an_offer_ends_at_a_group_if_one_begins_near_its_end_and_never_has_one_that_was_begun(self):
+        schedule = Schedule()
+        backlog = schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2, 2, 3, 3, 3, 3))
+        assert [entry.offset for entry in schedule.offer(backlog, 5)] == [6, 7, 8, 9]
+        schedule.conclude(backlog, is_given=False)
+        take(schedule, 2)
+        assert [entry.offset for entry in schedule.offer(backlog, 9)] == [6, 7, 8, 9]
+
+    def test_a_withdrawn_backlog_drops_its_offer_and_makes_no_other(self):
+        schedule = Schedule()
+        backlog = schedule.add("b", "t", 0, lines(4))
+        schedule.offer(backlog, 2)
+        assert [item.entry.offset for item in schedule.withdraw(backlog)] == [0, 1]
+        schedule.conclude(backlog, is_given=False)
+        assert (backlog.is_empty, schedule.unsent, schedule.next(0.0)) == (True, 0, None)
+        assert schedule.offer(backlog, 2) == ()

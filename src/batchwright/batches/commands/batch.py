@@ -28,7 +28,7 @@ from batchwright.batches.commands.watch import begin_view, follow
 from batchwright.batches.commands.watch import watch as watch_batch
 from batchwright.batches.local import finish_abandoned, work_until_ended
 from batchwright.batches.part import BatchesPart
-from batchwright.batches.store import Batch
+from batchwright.batches.store import Batch, shard_queue
 from batchwright.batches.submission import IN_FLIGHT_MAX
 from batchwright.cli.flags import BatchId, Config, DatabaseUrl, Json, OfTenant, open_part, run
 from batchwright.cli.loop import spare_the_collector
@@ -146,8 +146,6 @@ def resume(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, co
     """Resume a paused batch."""
 
     async def act(part: BatchesPart) -> Batch:
-        from batchwright.batches.process import shard_queue  # here, because it loads what does the work
-
         batch = await part.batches.resume(id, tenant=None)
         part.core.doorbell.ring([batch.queue, *(shard_queue(batch.queue, model) for model in batch.models or ())])
         return batch

@@ -67,6 +67,11 @@ class Account:
     """Held while a range of it is on its way. Shards that end at the same moment must not wait for one another."""
 
     @property
+    def registered_bytes(self) -> int:
+        """How much of the journal is registered, as far as is known."""
+        return self.journal.size - self.journal.untaken if self.pending is None else self.pending.start
+
+    @property
     def is_settled(self) -> bool:
         return self.pending is None and self.journal.untaken == 0
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from batchwright.batches.journal.journal import valid_end
-from batchwright.batches.journal.workspace import JOURNAL, Workspace, fetch_object, segments_folder, shard_of_key
+from batchwright.batches.journal.workspace import JOURNAL, Workspace, fetch_object, journal_of_key, segments_folder
 from batchwright.batches.store import Segment
 from batchwright.errors import NotFound, StorageError
 from batchwright.storage import Store
@@ -49,20 +49,29 @@ class Segments:
         return path if path.is_file() else None
 
     async def find_unregistered(
-        self, batch_id: str, segments: Sequence[Segment], *, shard: int | None = None
+        self,
+        batch_id: str,
+        segments: Sequence[Segment],
+        *,
+        shard: int | None = None,
+        is_wanted: Callable[[int], bool] = lambda journal_number: True,
     ) -> Mapping[int, Sequence[Piece]]:
         """What no row covers, by shard: the ends of journals of this machine, and objects of the store."""
         found: defaultdict[int, list[Piece]] = defaultdict(list)
-        for number, piece in await asyncio.to_thread(self._find_tails, batch_id, segments, shard):
+        for number, piece in await asyncio.to_thread(self._find_tails, batch_id, segments, shard, is_wanted):
             found[number].append(piece)
         known = {segment.key for segment in segments}
         async for stored in self._store.list(segments_folder(batch_id, shard)):
             if stored.key not in known and stored.key.endswith(JOURNAL):
-                with suppress(NotFound):  # the collector of garbage was quicker
-                    found[shard_of_key(stored.key)].append(await self._fetch_stray(batch_id, stored.key))
+                number, journal_number = journal_of_key(stored.key)
+                if is_wanted(journal_number):
+                    with suppress(NotFound):  # the collector of garbage was quicker
+                        found[number].append(await self._fetch_stray(batch_id, stored.key))
         return found
 
-    def _find_tails(self, batch_id: str, segments: Iterable[Segment], shard: int | None) -> list[tuple[int, Piece]]:
+    def _find_tails(
+        self, batch_id: str, segments: Iterable[Segment], shard: int | None, is_wanted: Callable[[int], bool]
+    ) -> list[tuple[int, Piece]]:
         """What journals hold beyond what is registered of them, up to their last whole records. Blocks."""
         registered: defaultdict[tuple[int, int], int] = defaultdict(int)
         for one in segments:
@@ -71,7 +80,7 @@ class Segments:
         found = []
         for number, claim, path in self._workspace.journals(batch_id, shard):
             start = registered[number, claim]
-            if path.stat().st_size > start and (end := valid_end(path, start)) > start:
+            if is_wanted(claim) and path.stat().st_size > start and (end := valid_end(path, start)) > start:
                 found.append((number, Piece(path, start, end)))
         return found
 

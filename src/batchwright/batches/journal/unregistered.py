@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from batchwright.batches.journal.checkpoint import Checkpoints, Owner
@@ -27,12 +27,18 @@ class UnregisteredAnswers:
         self._segments = segments
         self._checkpoints = checkpoints
 
-    async def recover_for_shard(self, owner: Owner, journal: Journal, offsets: set[int]) -> tuple[set[int], int]:
-        """Which of these lines have their answer, and how many answers were copied into the journal for that."""
-        segments = await self._batches.segments(owner.batch_id, shard=owner.shard)
+    async def recover_for_shard(
+        self, owner: Owner, journal: Journal, offsets: set[int], *, is_wanted: Callable[[int], bool]
+    ) -> tuple[set[int], int]:
+        """Which of these lines have their answer, and how many answers were copied into the journal for that.
+
+        Of the shard's journals only those are read whose number is wanted: the others have answers to other lines.
+        """
+        known = await self._batches.segments(owner.batch_id, shard=owner.shard)
+        segments = [one for one in known if is_wanted(one.claim)]
         own = Piece(journal.path, 0, journal.size)
         answered = await asyncio.to_thread(_read_offsets, [own, *await self._segments.fetch(segments)])
-        found = await self._segments.find_unregistered(owner.batch_id, segments, shard=owner.shard)
+        found = await self._segments.find_unregistered(owner.batch_id, segments, shard=owner.shard, is_wanted=is_wanted)
         strays = [piece for piece in found.get(owner.shard, ()) if piece.path != journal.path]
         copied = await asyncio.to_thread(_copy, strays, journal, offsets - answered)
         return answered | copied, len(copied)

@@ -58,9 +58,10 @@ def segment_key(batch_id: str, shard: int, claim: int, host: str, start: int, en
     return f"{segments_folder(batch_id, shard)}/{claim}.{host[:_HOST_DIGITS]}.{start}-{end}{JOURNAL}"
 
 
-def shard_of_key(key: str) -> int:
-    """The shard whose answers are in this object."""
-    return int(key.split("/")[3])
+def journal_of_key(key: str) -> tuple[int, int]:
+    """The shard whose answers are in this object, and the number of the journal that it is a range of."""
+    _, _, _, shard, name = key.split("/")
+    return int(shard), int(name.partition(".")[0])
 
 
 class InputDamaged(StorageError):

@@ -78,10 +78,10 @@ class Finalizer:
         strays = [piece for pieces in unregistered.values() for piece in pieces]
         return await self._assemble(batch, segments, strays, is_damaged=True)
 
-    async def shards(self, batch: Batch) -> list[Shard]:
-        """The shards into which its plan is cut."""
+    async def shards(self, batch: Batch, *, workers: int = 1) -> list[Shard]:
+        """The shards into which its plan is cut, divided for so many workers."""
         folder = await self._workspace.fetch_plan(batch.id, self._files.store)
-        return await asyncio.to_thread(lambda: list(shards_of(batch.id, folder)))
+        return await asyncio.to_thread(lambda: list(shards_of(batch.id, folder, workers=workers)))
 
     async def shards_with(self, batch: Batch, offsets: set[int]) -> list[Shard]:
         """Those that hold one of these lines."""

@@ -1,9 +1,15 @@
-"""Cuts the plan of a batch into shards, each the work of one child job."""
+"""Cuts the plan of a batch into shards, each the work of one child job.
+
+    plan ──▶ shards of 1,000, which have numbers ──▶ branches: smaller and smaller, for several workers
+
+A shard may be divided: before it is handed out, so that several workers end at the same time; and while it runs, when
+others have nothing to do. Its branches have its number, so whoever looks for the answers of a shard finds all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import orjson
@@ -12,7 +18,12 @@ from batchwright.batches.plan.planfile import MODEL_MAP, Entry, plan_path, read_
 
 SHARD_BYTES_MAX = 16 * 1024 * 1024
 SHARD_REQUESTS_MAX = 1000
+BRANCH_REQUESTS_MIN = 64
+"""Shards are divided before they are handed out only into branches of about this size: each costs some statements."""
+_BRANCHES_PER_WORKER = 2
+"""A branch is such a part of each worker's share of what is left: the earlier ones are large, the last ones small."""
 _CLAIMS_PER_ROUND = 1_000_000
+_CLAIMS_PER_BRANCH = 100_000_000
 _CLAIMS_OF_SHARDS = 1_000_000_000_000
 
 
@@ -38,13 +49,18 @@ class PlanRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The payload of a shard: its number in the batch, and the entries `start` to `start + count` of a model's plan."""
+    """The payload of a shard, or of a branch of one: the entries `start` to `start + count` of a model's plan."""
 
     batch_id: str
     model: str
     number: int
+    """In the batch; branches have that of their shard."""
     start: int
     count: int
+    branch: int = 0
+    """How far behind the beginning of its shard it begins; so no two branches have the same."""
+    donors: Sequence[int] = ()
+    """The branches that it was a part of: their journals may hold answers to its lines."""
     round: int = 0
     """How often the batch was sent before because lines had no answer at its end."""
     provider: str | None = None
@@ -52,9 +68,33 @@ class Shard:
     provider_model: str | None = None
     """What the provider calls the model."""
 
+    @property
+    def name(self) -> str:
+        """In its batch."""
+        return f"{self.number}-{self.branch}" if self.branch else str(self.number)
+
     def journal_number(self, claim: int) -> int:
-        """Each claim of each round writes a journal of its own."""
-        return self.round * _CLAIMS_PER_ROUND + claim
+        """Each claim of each branch and round writes a journal of its own."""
+        return self.branch * _CLAIMS_PER_BRANCH + self.round * _CLAIMS_PER_ROUND + claim
+
+    def may_be_in(self, journal_number: int) -> bool:
+        """Whether this journal of the shard may hold answers to lines of this branch."""
+        return self.round > 0 or journal_number // _CLAIMS_PER_BRANCH in (self.branch, *self.donors)
+
+    def split(self, *places: int) -> tuple[Shard, list[Shard]]:
+        """What is left of it, and the branches that begin at these entries of the plan."""
+        ends = [*places[1:], self.start + self.count]
+        given = [
+            replace(
+                self,
+                start=start,
+                count=end - start,
+                branch=self.branch + start - self.start,
+                donors=[*self.donors, self.branch],
+            )
+            for start, end in zip(places, ends, strict=True)
+        ]
+        return replace(self, count=places[0] - self.start), given
 
 
 def last_journal_number(claim: int) -> int:
@@ -62,24 +102,39 @@ def last_journal_number(claim: int) -> int:
     return _CLAIMS_OF_SHARDS + claim
 
 
-def shards_of(batch_id: str, folder: Path) -> Iterator[Shard]:
-    """The shards of a planned batch; the same plan gives the same shards."""
+def shards_of(batch_id: str, folder: Path, *, workers: int = 1) -> Iterator[Shard]:
+    """The shards of a planned batch; the same plan gives the same shards. For several workers they are divided."""
     found = orjson.loads((folder / MODEL_MAP).read_bytes())
     number = 0
     for model, safe in sorted(found["model_to_safe"].items()):
         there = ProviderPlan(**found["providers"][model]) if model in found.get("providers", ()) else None
         limits = {} if there is None else {"requests_max": there.requests_max, "bytes_max": there.bytes_max}
-        for shard in cut(read_entries(plan_path(folder, safe)), **limits):
-            yield Shard(
+        entries = read_entries(plan_path(folder, safe))
+        for one in cut(entries, **limits):
+            shard = Shard(
                 batch_id=batch_id,
                 model=model,
                 number=number,
-                start=shard.start,
-                count=shard.count,
+                start=one.start,
+                count=one.count,
                 provider=None if there is None else there.provider,
                 provider_model=None if there is None else there.model,
             )
+            yield from [shard] if there is not None else divide(shard, entries, workers)
             number += 1
+
+
+def divide(shard: Shard, entries: Sequence[Entry], workers: int) -> Iterator[Shard]:
+    """Branches for so many workers; `entries` is the whole plan of the model. One worker has it whole."""
+    place, end = shard.start, shard.start + shard.count
+    while workers > 1 and end - place > BRANCH_REQUESTS_MIN:
+        size = max(BRANCH_REQUESTS_MIN, (len(entries) - place) // (_BRANCHES_PER_WORKER * workers))
+        until = _end(entries, place, size, SHARD_BYTES_MAX)
+        until = end if end - until < BRANCH_REQUESTS_MIN // 2 else until
+        yield replace(shard, start=place, count=until - place, branch=place - shard.start)
+        place = until
+    if place < end:
+        yield replace(shard, start=place, count=end - place, branch=place - shard.start)
 
 
 def cut(
@@ -102,12 +157,13 @@ def _end(entries: Sequence[Entry], start: int, requests_max: int, bytes_max: int
     size = 0
     for end in range(start, len(entries)):
         if 4 * (end - start) >= 3 * requests_max or 4 * size >= 3 * bytes_max:
-            best = end if _is_boundary(entries, end) else best
+            best = end if is_boundary(entries, end) else best
         size += entries[end].length
         if end > start and (end - start == requests_max or size > bytes_max):
             return best or end
     return len(entries)
 
 
-def _is_boundary(entries: Sequence[Entry], end: int) -> bool:
+def is_boundary(entries: Sequence[Entry], end: int) -> bool:
+    """Whether no group goes on over the beginning of this entry."""
     return entries[end].group == 0 or entries[end].group != entries[end - 1].group

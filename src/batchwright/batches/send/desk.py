@@ -107,7 +107,7 @@ class Desk:
             entries = await asyncio.to_thread(read_entries, plan, shard.start, shard.count)
             descriptor = os.open(input, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                stored = await self.write_requests(shard, str(shard.number), descriptor, entries)
+                stored = await self.write_requests(shard, shard.name, descriptor, entries)
                 found = await self._inspect(shard, batch.endpoint, stored)
                 problems += await asyncio.to_thread(_translate, found, shard.provider, descriptor, entries)
             finally:
@@ -127,7 +127,7 @@ class Desk:
     async def _inspect(self, shard: Shard, endpoint: str, stored: Stored) -> Sequence[contract.Problem]:
         assert shard.provider is not None
         adapter = self.directory.get(shard.provider)
-        request = self.request(_NO_KEY, shard, str(shard.number), endpoint, size=stored.size)
+        request = self.request(_NO_KEY, shard, shard.name, endpoint, size=stored.size)
         return [*adapter.validate(request)] or await adapter.inspect(request)
 
     # While its shards are there ---------------------------------------------------------------------------------

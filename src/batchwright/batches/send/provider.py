@@ -70,7 +70,7 @@ class ProviderShardRun(ShardClaim):
         super().__init__(runner, ctx, shard)
         self._desk = runner.desk
         self._held = Held(ctx.job_id, ctx.claim, ctx.worker)
-        self._name = f"{shard.batch_id}/{shard.number}"
+        self._name = f"{shard.batch_id}/{shard.name}"
         """The owner of its jobs at the provider, which are numbered."""
         self._batch: Batch
         self._traceparent: str | None = None
@@ -114,14 +114,14 @@ class ProviderShardRun(ShardClaim):
 
     async def _plan_job(self, rows: Sequence[RemoteJob]) -> list[RemoteJob]:
         """Commit the intent to have the lines without an answer answered; nothing if there are none."""
-        shard, name = self.shard, str(self.shard.number)
+        shard, name = self.shard, self.shard.name
         if rows or shard.round:
             if (waiting := await self._find_shortage()) is not None:
                 raise RetryLater(waiting, _HELD_SECONDS_MAX)
             async with self._open_ledger() as ledger:
                 if not (pending := ledger.pending):
                     return []
-                name = f"{shard.number}.{len(rows)}-{self._ctx.claim}"
+                name = f"{shard.name}.{len(rows)}-{self._ctx.claim}"
                 await self._desk.write_requests(shard, name, ledger.descriptor, pending)
         assert shard.provider is not None
         new = NewRemoteJob(len(rows), shard.provider, shard.provider_model, [name])

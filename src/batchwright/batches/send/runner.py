@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from batchwright.batches.journal.checkpoint import Checkpoints
@@ -19,11 +19,13 @@ from batchwright.batches.send.dispatch import Dispatcher
 from batchwright.batches.send.overflow import Overflow
 from batchwright.batches.send.provider import ProviderShardRun
 from batchwright.batches.send.shard import ShardClaim, ShardRun
+from batchwright.batches.send.sharing import Gift, Sharing
 from batchwright.batches.store import SHARD, Control
 from batchwright.batches.toolbox import Toolbox
 from batchwright.batches.waits import DISK
 from batchwright.engine.context import Context
 from batchwright.engine.outcomes import Outcome
+from batchwright.engine.workers import Workers
 from batchwright.errors import BatchwrightError, DatabaseError
 from batchwright.inference.budgets import live_workers
 from batchwright.telemetry import tracing
@@ -49,6 +51,8 @@ class ShardRunner:
         unregistered: UnregisteredAnswers,
         seal: Seal,
         desk: Desk,
+        *,
+        ring: Callable[[Iterable[str]], None],
     ) -> None:
         self.tools = tools
         self.dispatcher = dispatcher
@@ -56,6 +60,8 @@ class ShardRunner:
         self.unregistered = unregistered
         self.seal = seal
         self.desk = desk
+        self._ring = ring
+        self._sharing = Sharing(Workers(tools.batches.queue.database))
         self._sending: set[ShardRun] = set()
         self._paces: dict[str, RecentPace] = {}
         self._noted_at = float("-inf")
@@ -163,6 +169,16 @@ class ShardRunner:
         self._paces = {id: pace for id, pace in self._paces.items() if id in still}
         self._relieve_at = {id: due for id, due in self._relieve_at.items() if id in still}
         await self._note_full_disk(still)
+        await self._share_work()
+
+    async def _share_work(self) -> None:
+        """Give a part of what is not sent yet to workers that have nothing to do."""
+        for gift in await self._sharing.choose(self._sending):
+            self._do_aside(self._give(gift))
+
+    async def _give(self, gift: Gift) -> None:
+        if await gift.run.share(gift.requests, gift.parts):
+            self._ring([gift.run.queue])
 
     async def _note_full_disk(self, batch_ids: set[str]) -> None:
         """The dispatcher sends nothing while too little is free; whoever asks should be told why."""

@@ -28,6 +28,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from batchwright.batches.plan.planfile import Entry
+from batchwright.batches.plan.shards import is_boundary
 from batchwright.errors import Conflict
 
 EXPRESS_REQUESTS = 256
@@ -78,10 +79,13 @@ class Backlog:
 
     batch: str
     shard: int
+    """Shards of a batch take turns by this."""
     unsent: int = 0
     in_flight: int = 0
     retrying: int = 0
     """Waiting for their next try, whether or not it is due."""
+    offered: Sequence[Entry] = ()
+    """Set aside, until it is known whether another worker has them."""
     is_withdrawn: bool = False
     _entries: Sequence[Entry] = ()
     _position: int = 0
@@ -91,17 +95,22 @@ class Backlog:
     @property
     def left(self) -> int:
         """Requests that have no final answer yet."""
-        return self.unsent + self.in_flight + self.retrying
+        return self.unsent + self.in_flight + self.retrying + len(self.offered)
 
     @property
     def is_empty(self) -> bool:
-        """Every request has its final answer or was taken back."""
-        return not (self.in_flight or self.unsent or self.retrying)
+        """Every request has its final answer, or was taken back or given away."""
+        return not (self.in_flight or self.unsent or self.retrying or self.offered)
 
     @property
     def has_ready(self) -> bool:
         """There is an entry that waits for nobody."""
         return self._position < len(self._entries) or bool(self._released)
+
+    @property
+    def untouched(self) -> int:
+        """Entries at the end that wait for nobody; but for the first of all, which stays."""
+        return len(self._entries) - max(1, self._position)
 
     @property
     def leads_next(self) -> bool:
@@ -127,6 +136,18 @@ class Backlog:
 
     def release(self, followers: Followers) -> None:
         heappush(self._released, [followers.start, followers.end])
+
+    def set_aside(self, count: int) -> None:
+        """Offer the last so many entries, or a few less so that no group is divided."""
+        entries = self._entries
+        place = len(entries) - count
+        latest = place + count // 4
+        boundary = next((at for at in range(place, latest + 1) if is_boundary(entries, at)), place)
+        self._entries, self.offered = entries[:boundary], entries[boundary:]
+        self.unsent -= len(self.offered)
+
+    def take_back(self) -> None:
+        self._entries, self.offered = (*self._entries, *self.offered), ()
 
     def take_all(self, held: list[Followers]) -> list[Entry]:
         """Everything unsent, in plan order; `held` are the followers that still wait. This ends the backlog."""
@@ -294,6 +315,34 @@ class Schedule:
         self._close_if_empty(batch, backlog)
         self._place(batch)
         return taken
+
+    def offer(self, backlog: Backlog, count: int) -> Sequence[Entry]:
+        """Sets up to so many of the last entries aside, whose groups have not begun; `conclude` must follow."""
+        assert not backlog.offered, f"shard {backlog.shard} of batch {backlog.batch} has an offer out already"
+        if backlog.is_withdrawn or not (count := min(count, backlog.untouched)) > 0:
+            return ()
+        batch = self._active[backlog.batch]
+        backlog.set_aside(count)
+        self.unsent -= len(backlog.offered)
+        if not backlog.has_ready:
+            batch.ready = [ready for ready in batch.ready if ready[1] is not backlog]
+            heapify(batch.ready)
+        self._place(batch)
+        return backlog.offered
+
+    def conclude(self, backlog: Backlog, *, is_given: bool) -> None:
+        """What was offered has another worker now; or it is to be sent here after all."""
+        batch, count = self._active[backlog.batch], len(backlog.offered)
+        if is_given or backlog.is_withdrawn:
+            backlog.offered = ()
+            self._close_if_empty(batch, backlog)
+        else:
+            if not backlog.has_ready:
+                heappush(batch.ready, (backlog.shard, backlog))
+            backlog.take_back()
+            backlog.unsent += count
+            self.unsent += count
+        self._place(batch)
 
     def change(
         self,

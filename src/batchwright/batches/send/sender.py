@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from batchwright.batches.journal.envelopes import answered, unanswered
 from batchwright.batches.metrics import BatchCounts
@@ -83,10 +84,16 @@ class Sender:
         waiting = schedule.unsent + schedule.retrying
         return waiting < enough or waiting - schedule.held_back < enough
 
+    @property
+    def seconds_left(self) -> float:
+        """How long what waits here will take; nobody knows before the first answer."""
+        rounds = (self.schedule.unsent + self.schedule.retrying) / self.limit.adaptive.limit
+        return rounds * (self.limit.adaptive.round_seconds or inf) if rounds else 0.0
+
     def add(self, work: Work, entries: list[Entry], *, priority: int, weight: int) -> None:
         work.sender = self
         work.backlog = self.schedule.add(
-            work.batch_id, work.tenant, work.number, entries, priority=priority, weight=weight
+            work.batch_id, work.tenant, work.place, entries, priority=priority, weight=weight
         )
         self.work[work.backlog] = work
         self._has_asked = False

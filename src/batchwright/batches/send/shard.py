@@ -11,24 +11,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
+import random
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from batchwright.batches.journal.checkpoint import Account, Owner
 from batchwright.batches.plan.planfile import Entry, plan_path, read_entries, safe_name
-from batchwright.batches.plan.shards import Shard
-from batchwright.batches.send.sender import ABORT_SECONDS
+from batchwright.batches.plan.shards import Shard, cut
+from batchwright.batches.send.sender import ABORT_SECONDS, Sender
 from batchwright.batches.send.work import End, Work
-from batchwright.batches.store import AWAY_SECONDS, Batch, Control, WrongJob, require_own_job
+from batchwright.batches.store import AWAY_SECONDS, Batch, Control, WrongJob, require_own_job, shard_queue
 from batchwright.batches.waits import DISK, KEY, STORE, reason_to_wait
 from batchwright.engine.context import Context
+from batchwright.engine.jobs import new_id
 from batchwright.engine.outcomes import Done, Outcome, Snooze, Verb
+from batchwright.engine.owned import Held
 from batchwright.errors import (
     ConfigurationError,
     Conflict,
     DatabaseError,
+    DatabaseUnavailable,
     Fatal,
     NotFound,
     OperationError,
@@ -136,7 +143,9 @@ class ShardClaim(ABC):
         """The offsets that have their answer from an earlier claim."""
         offsets = {entry.offset for entry in entries}
         unregistered = self._runner.unregistered
-        answered, copied = await unregistered.recover_for_shard(account.owner, account.journal, offsets)
+        answered, copied = await unregistered.recover_for_shard(
+            account.owner, account.journal, offsets, is_wanted=self.shard.may_be_in
+        )
         if self._ctx.after_death:
             self._tools.counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if answered else "re_enqueued")
         if copied:
@@ -194,8 +203,14 @@ class ShardRun(ShardClaim):
     def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
         super().__init__(runner, ctx, shard)
         self._account: Account
-        """Its journal; this and the work are there as soon as it sends."""
+        """Its journal; this, its lines and the work are there as soon as it sends."""
+        self._entries: list[Entry]
         self._work: Work
+        self._recovered_bytes = 0
+        """The beginning of its journal, with answers that it took over."""
+        self._batch_queue: str
+        self._batch_priority = 0
+        self._is_sharing = False
 
     async def advance(self, control: Control, traceparent: str | None) -> Outcome:
         shard = self.shard
@@ -214,22 +229,24 @@ class ShardRun(ShardClaim):
 
     async def _run(self, control: Control, traceparent: str | None) -> Outcome:
         batch = await self._tools.batches.get(self.shard.batch_id, tenant=None)
+        self._batch_queue = batch.queue
         try:
             headers = await self._open_headers(batch)
         except ConfigurationError as error:
             return await self._wait(KEY, str(error))
         descriptor = await self._open_input(batch)
         try:
-            entries = await self._read_entries()
+            entries = self._entries = await self._read_entries()
             account = self._account = await self._checkpoints.open(self._owner(traceparent))
             try:
                 answered = await self._recover(account, entries)
+                self._recovered_bytes = account.journal.size
                 self._tools.waits.end(batch.id)
                 self._work = Work(
                     total=len(entries),
                     batch_id=batch.id,
                     tenant=batch.tenant,
-                    number=self.shard.number,
+                    place=self.shard.start,
                     model=self.shard.model,
                     traceparent=traceparent,
                     deadline=time.monotonic() + control.seconds_left,
@@ -296,7 +313,7 @@ class ShardRun(ShardClaim):
             work.stop(End.LOST)
             work.abort()
         if work.end is None:
-            self._ctx.progress(work.total - work.backlog.left)
+            self._ctx.progress(work.total - work.backlog.left, work.total)
 
     def follow(self, control: Control | None) -> None:
         """Do what the batch is told."""
@@ -314,8 +331,72 @@ class ShardRun(ShardClaim):
         else:
             self._apply(control)
 
+    @property
+    def queue(self) -> str:
+        return shard_queue(self._batch_queue, self.shard.model)
+
+    @property
+    def sender(self) -> Sender:
+        return self._work.sender
+
+    @property
+    def spare(self) -> int:
+        """Requests that it could give to other workers.
+
+        None before the answers that it took over are registered: whoever gets their lines would take them over too.
+        """
+        if self._is_sharing or self._work.end is not None or self._account.is_lost:
+            return 0
+        return self._work.backlog.untouched if self._account.registered_bytes >= self._recovered_bytes else 0
+
+    async def share(self, count: int, parts: int) -> bool:
+        """Give about so many of the last requests to other workers, in parts that become shards; False if it stays.
+
+        They are set aside meanwhile. Whatever happens to this process, they are either in its shard or in another.
+        """
+        work, is_given = self._work, False
+        schedule, backlog = work.sender.schedule, work.backlog
+        if not (offered := schedule.offer(backlog, min(count, self.spare))):
+            return False
+        self._is_sharing = True
+        try:
+            kept, given = self.shard.split(*self._find_places(offered, parts))
+            is_given = await self._give({new_id(): one for one in given}, kept)
+            if is_given:
+                self.shard, work.total = kept, work.total - (self.shard.count - kept.count)
+                text = f"{len(offered)} requests go to other workers, which had nothing to do"
+                self._ctx.emit("batch.shard_split", text, requests=len(offered), shards=len(given))
+        except asyncio.CancelledError:
+            work.stop(End.LEAVE)
+            raise
+        finally:
+            self._is_sharing = False
+            schedule.conclude(backlog, is_given=is_given)
+            work.sender.wake.set()
+            work.look()
+        return is_given
+
+    def _find_places(self, offered: Sequence[Entry], parts: int) -> list[int]:
+        """Where the parts begin in the plan."""
+        places = {entry.offset: place for place, entry in enumerate(self._entries, self._work.place)}
+        firsts = cut(offered, requests_max=math.ceil(len(offered) / parts))
+        return [places[offered[one.start].offset] for one in firsts]
+
+    async def _give(self, given: Mapping[UUID, Shard], kept: Shard) -> bool:
+        """Until the database says whether that is done; or until the shard ends, which sends none of it then."""
+        held = Held(self._ctx.job_id, self._ctx.claim, self._ctx.worker)
+        while True:
+            try:
+                return await self._tools.batches.split(held, kept, given, batch_priority=self._batch_priority)
+            except DatabaseUnavailable as error:
+                if self._work.end is not None:
+                    return False
+                log.debug("whether a shard of %s was split is not known: %s", self.shard.batch_id, error)
+            await asyncio.sleep(random.uniform(0.1, 0.5))
+
     def _apply(self, control: Control) -> None:
         sender = self._work.sender
+        self._batch_priority = control.priority
         sender.schedule.change(
             control.id,
             priority=control.priority,

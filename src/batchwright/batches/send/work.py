@@ -38,7 +38,8 @@ class Work:
 
     batch_id: str
     tenant: str
-    number: int
+    place: int
+    """Where the shard begins in the plan."""
     total: int
     """Requests of the shard, those answered before included."""
     model: str

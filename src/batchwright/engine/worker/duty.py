@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -42,6 +42,8 @@ class Site:
     queue: Queue
     queues: Sequence[str] | None
     """The queues that the worker serves; None for all of them."""
+    ring: Callable[[Iterable[str]], None] = lambda queues: None
+    """Tells the other workers that these queues have got jobs."""
     worker: str = ""
     """The id of the worker."""
 

@@ -131,7 +131,14 @@ class Worker:
         self._named_queues = NamedQueues(self.queue.database)
         self._operations = operations
         self._program = program = program or Program()
-        site = Site(counts=self.counts, queue=self.queue, queues=self.settings.queues, worker=self.id)
+        self._doorbell = Doorbell(pool)
+        site = Site(
+            counts=self.counts,
+            queue=self.queue,
+            queues=self.settings.queues,
+            ring=self._doorbell.ring,
+            worker=self.id,
+        )
         self._duties = Duties(parts, site, [pool])
         demand = self._duties.demand
         self._claims_under_way = 0
@@ -145,7 +152,6 @@ class Worker:
         self._stopping = asyncio.Event()
         self._out_of_time = asyncio.Event()
         self._processes = Processes(program.child, self.settings.processes_max or os.cpu_count() or 1)
-        self._doorbell = Doorbell(pool)
         self._runner = Runner(
             site,
             operations,

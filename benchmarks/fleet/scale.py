@@ -1,0 +1,89 @@
+"""One batch on 1, 2, 4 and 8 workers: requests per second beside the ideal."""
+
+import statistics
+import time
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.batches.stage import Ground, Stage, fixed, write_lines
+from benchmarks.tools import report
+
+NAME = "scale"
+TITLE = "One batch on several workers"
+SECONDS_MAX = 1_200.0
+FLEETS = (1, 2, 4, 8)
+SLOTS = 16
+ANSWER_SECONDS = 0.5
+TOKENS = 130
+SMALL = 1_000
+SMALL_RUNS = 5
+SHARE_MIN = 90
+SPEED_UP_MIN = 6
+SIMULATOR = ("--profile", "instant", "--any-model", "--decode", str(TOKENS / ANSWER_SECONDS))
+SETTINGS = f"""
+    Workers with {SLOTS} requests in flight each, answers of {ANSWER_SECONDS} s. Workers are added until there are 1, 2,
+    4 and 8. A batch has 1,000 requests for each worker and 1,000 more. One of {SMALL:,} is sent by one worker and
+    by eight ({SMALL_RUNS} times, the median counts). The clock runs from the submission of a batch until its files are
+    written. The ideal is {SLOTS} ÷ {ANSWER_SECONDS} requests per second and worker, and no time for anything else.
+"""
+
+
+async def measure(ground: Ground) -> dict[str, Any]:
+    sizes = FLEETS if not ground.is_quick else (1, 4)
+    large: dict[int, dict[str, float]] = {}
+    small: dict[int, float] = {}
+    async with ground.stage(*SIMULATOR, **fixed(SLOTS)) as stage, AsyncExitStack() as workers:
+        for before, size in pairwise((0, *sizes)):
+            for _ in range(size - before):
+                await workers.enter_async_context(stage.worker())
+            await run(stage, 200 * size)
+            large[size] = await compare(stage, size, ground.pick(1_000 * (size + 1), 250 * (size + 1)))
+            ground.tell(
+                f"  {size} workers: {large[size]['rate']:.1f} requests/s, {large[size]['share']:.1f} % of the ideal"
+            )
+            if size in (sizes[0], sizes[-1]):
+                runs = 1 if size == 1 else SMALL_RUNS
+                small[size] = statistics.median([await run(stage, SMALL) for _ in range(runs)])
+                ground.tell(f"  {size} workers: {SMALL:,} requests in {small[size]:.2f} s")
+    return {"large": large, "small": small, "speed_up": small[sizes[0]] / small[sizes[-1]]}
+
+
+async def compare(stage: Stage, workers: int, requests: int) -> dict[str, float]:
+    seconds = await run(stage, requests)
+    rate, ideal = requests / seconds, workers * SLOTS / ANSWER_SECONDS
+    return {"requests": requests, "seconds": seconds, "rate": rate, "ideal": ideal, "share": 100 * rate / ideal}
+
+
+async def run(stage: Stage, requests: int) -> float:
+    """Seconds from the submission of a batch to its files."""
+    file = write_lines(stage.folder / "scale.jsonl", requests, line_bytes=1024, max_tokens=TOKENS)
+    began = time.monotonic()
+    await stage.run(file, seconds=600.0)
+    return time.monotonic() - began
+
+
+def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
+    most = max(figures["large"]) if figures else FLEETS[-1]
+    share = figures["large"][most]["share"] if figures else None
+    speed_up = figures["speed_up"] if figures else None
+    return [
+        report.at_least(f"9,000 requests on {most} workers, of the ideal", SHARE_MIN, share, " %"),
+        report.at_least(f"{SMALL:,} requests on {most} workers, faster than on one", SPEED_UP_MIN, speed_up, " x"),
+    ]
+
+
+def tables(figures: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{size} workers",
+            f"{one['requests']:,.0f}",
+            *(f"{one[name]:.1f}" for name in ("seconds", "rate", "ideal", "share")),
+        ]
+        for size, one in figures["large"].items()
+    ]
+    rows += [
+        [f"{size} workers", f"{SMALL:,}", f"{seconds:.2f}", f"{SMALL / seconds:.1f}", "", ""]
+        for size, seconds in figures["small"].items()
+    ]
+    return report.table(["", "requests", "seconds", "requests/s", "ideal", "% of it"], rows)

@@ -1,0 +1,79 @@
+"""Decides when a worker gives a part of its requests away, because others have nothing to do.
+
+A worker that has more than a second of work left looks whether others that serve the same model have none, while no
+shard waits for them. Each of those should have as much as it keeps for itself. Nobody is sent anything: a part becomes
+a shard of its own, and who has nothing to do claims it. The giver claims it too, once it has little left itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from batchwright.batches.send.shard import ShardRun
+from batchwright.batches.store import SHARD
+from batchwright.engine.workers import Workers
+
+WORTH_SECONDS = 1.0
+"""What a worker sends in less time than this it keeps: to hand a part over takes a good part of that."""
+PART_MIN = 16
+"""Requests in a part: each costs some statements."""
+_PAUSE_SECONDS = (0.4, 8.0)
+"""How long to ask nothing after nobody was idle; each time twice as long."""
+
+
+class Gift(NamedTuple):
+    """What a shard should give away."""
+
+    run: ShardRun
+    requests: int
+    parts: int
+
+
+class Sharing:
+    """For all shards of a worker process."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._pauses: dict[str, tuple[float, float]] = {}
+        """By queue: until when nothing is asked, and for how long."""
+
+    async def choose(self, sending: set[ShardRun]) -> list[Gift]:
+        """At most one gift of each queue; `sending` may change meanwhile."""
+        gifts = []
+        for queue in self._find_busy(sending):
+            idle = await self._workers.count_idle(queue, SHARD)
+            self._note(queue, idle)
+            if idle and (gift := _choose_gift([run for run in sending if run.queue == queue], idle)) is not None:
+                gifts.append(gift)
+        return gifts
+
+    def _find_busy(self, sending: Iterable[ShardRun]) -> list[str]:
+        """The queues whose shards here have much left, and that were not asked for just now."""
+        now, spare = time.monotonic(), defaultdict[str, int](int)
+        for run in sending:
+            if run.sender.seconds_left >= WORTH_SECONDS:
+                spare[run.queue] = max(spare[run.queue], run.spare)
+        self._pauses = {queue: pause for queue, pause in self._pauses.items() if queue in spare}
+        paused = {queue for queue, (until, _) in self._pauses.items() if until > now}
+        return [queue for queue, most in spare.items() if most >= PART_MIN and queue not in paused]
+
+    def _note(self, queue: str, idle: int) -> None:
+        shortest, longest = _PAUSE_SECONDS
+        if idle:
+            self._pauses.pop(queue, None)
+        else:
+            pause = min(longest, 2 * self._pauses.get(queue, (0.0, shortest / 2))[1])
+            self._pauses[queue] = (time.monotonic() + pause, pause)
+
+
+def _choose_gift(runs: list[ShardRun], idle: int) -> Gift | None:
+    """Of the shard that can give most: so much that each of the idle would have as much as stays here."""
+    run = max(runs, key=lambda run: run.spare, default=None)
+    if run is None:
+        return None
+    unsent = run.sender.schedule.unsent
+    requests = min(run.spare, unsent * idle // (idle + 1))
+    return Gift(run, requests, min(idle, requests // PART_MIN)) if requests >= PART_MIN else None
