@@ -5,7 +5,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench bench-batch bench-idle bench-ingest bench-plan bench-queue chaos chaos-batches chaos-crowd chaos-documents \
-	chaos-failover chaos-queue chaos-tasks clean collect demo \
+	chaos-failover chaos-hosts chaos-queue chaos-tasks clean collect demo \
 	docs lint lock prices test test-external test-models test-perturbed test-postgres16 test-thorough
 
 demo: .venv/ready
@@ -64,6 +64,10 @@ chaos-documents: .venv/ready
 
 chaos-failover: .venv/ready
 	$(BIN)/python -m tests.chaos.failover $(ARGS)
+
+# Two hosts in network namespaces, of which one is cut off; needs root and `ip`, so `make chaos` leaves it out.
+chaos-hosts: .venv/ready
+	$(BIN)/python -m tests.chaos.hosts $(ARGS)
 
 chaos-queue: .venv/ready
 	$(BIN)/python -m tests.chaos.queue $(ARGS)
