@@ -4,8 +4,8 @@ BIN := .venv/bin
 # The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench bench-batch bench-idle bench-ingest bench-plan bench-queue bench-scale chaos chaos-batches chaos-crowd chaos-documents \
-	chaos-failover chaos-queue chaos-tasks clean collect demo \
+.PHONY: bench bench-batch bench-idle bench-ingest bench-plan bench-queue bench-scale chaos chaos-batches chaos-crowd \
+	chaos-documents chaos-failover chaos-hosts chaos-queue chaos-tasks clean collect demo \
 	docs lint lock prices test test-external test-models test-perturbed test-postgres16 test-thorough
 
 demo: .venv/ready
@@ -64,6 +64,10 @@ chaos-documents: .venv/ready
 
 chaos-failover: .venv/ready
 	$(BIN)/python -m tests.chaos.failover $(ARGS)
+
+# Two hosts in network namespaces, of which one is cut off; needs root and `ip`, so `make chaos` leaves it out.
+chaos-hosts: .venv/ready
+	$(BIN)/python -m tests.chaos.hosts $(ARGS)
 
 chaos-queue: .venv/ready
 	$(BIN)/python -m tests.chaos.queue $(ARGS)

@@ -45,6 +45,8 @@ class Post:
     command: Sequence[str]
     """What follows `python -m`; the line to us is added to it. `{name}` is another name at every start."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    launcher: Sequence[str] = ()
+    """What stands before `python`: a program that becomes it, elsewhere."""
 
 
 def posts(config: Path, *, perturbed: int | None = None, workers: int = 2) -> list[Post]:
@@ -176,8 +178,7 @@ class Fleet:
         command = [name if part == "{name}" else part for part in post.command]
         with (self._logs / f"{post.kind}-{place}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", *command, "--tether", str(theirs.fileno())),
+                *(*post.launcher, sys.executable, "-m", *command, "--tether", str(theirs.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

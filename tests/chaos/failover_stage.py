@@ -7,7 +7,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -86,28 +86,29 @@ def configure(machine: Path, shared: Shared) -> Path:
     return path
 
 
-def machines(folder: Path, shared: Shared) -> Fleet:
-    """One worker on each; to the database they are hosts of different names."""
+def machines(folder: Path, shared: Shared, launchers: Mapping[str, Sequence[str]] | None = None) -> Fleet:
+    """One worker on each; to the database they are hosts of different names. Launchers put them where they belong."""
     posts = []
     logs = folder / "logs"
     logs.mkdir()
     for name in MACHINES:
         command = ("batchwright", "worker", "tests.chaos.operations", "--config", str(configure(folder / name, shared)))
         environment = {**shared.environment, "HOSTNAME": name}
-        posts.append(Post(kind="worker", command=command, environment=environment))
+        launcher = (launchers or {}).get(name, ())
+        posts.append(Post(kind="worker", command=command, environment=environment, launcher=launcher))
     return Fleet(posts, folder, logs)
 
 
 @contextlib.contextmanager
-def store(kind: StoreKind, folder: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
+def store(kind: StoreKind, folder: Path, address: str = "127.0.0.1") -> Iterator[tuple[str, Mapping[str, str]]]:
     """The URL of a store that all machines share, and the environment that it needs."""
     if kind == "folder":
         yield f"file://{folder / 'store'}", {}
         return
-    with subprocess.Popen([sys.executable, _S3], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen([sys.executable, _S3, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        s3 = S3(int(server.stdout.readline()))
+        s3 = S3(int(server.stdout.readline()), address)
         keys = {"AWS_ACCESS_KEY_ID": "the-key-id", "AWS_SECRET_ACCESS_KEY": "the-secret", "AWS_REGION": "us-east-1"}
         try:
             yield f"s3://{s3.bucket}/batchwright", {"AWS_ENDPOINT_URL": s3.endpoint, **keys}

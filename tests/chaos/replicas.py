@@ -1,4 +1,4 @@
-"""A PostgreSQL on loopback that fails over on demand: with a streaming standby beside it, or alone.
+"""A PostgreSQL that fails over on demand: with a streaming standby beside it, or alone.
 
     asynchronous    primary ── walsender ──▶ standby     a commit is answered before the standby has it
     synchronous     primary ── walsender ──▶ standby     a commit is answered once the standby has it
@@ -33,6 +33,7 @@ from tests.conftest import roomy_folder
 Mode = Literal["asynchronous", "synchronous", "crash"]
 MODES: tuple[Mode, ...] = ("asynchronous", "synchronous", "crash")
 DATABASE = "batchwright"
+LOOPBACK = "127.0.0.1"
 USER = "batchwright"
 _DEBIAN = Path("/usr/lib/postgresql")
 _MAJOR_MIN = 15
@@ -43,7 +44,6 @@ _SETTINGS: Mapping[str, str] = {
     "bgwriter_lru_maxpages": "0",  # and so does writing a dirty page
     "checkpoint_timeout": "1h",
     "fsync": "off",  # the operating system survives, and with it all that was written
-    "listen_addresses": "127.0.0.1",
     "max_connections": "60",
     "max_wal_size": "4GB",
     "shared_buffers": "64MB",
@@ -72,29 +72,33 @@ def binaries(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One PostgreSQL: its programs, its data folder, its port and the user that it runs as."""
+    """One PostgreSQL: its programs, its data folder, its address and the user that it runs as."""
 
     programs: Path
     data: Path
     port: int
     owner: Owner | None
+    address: str = LOOPBACK
 
     @property
     def url(self) -> str:
-        return f"postgresql://{USER}@127.0.0.1:{self.port}/{DATABASE}"
+        return f"postgresql://{USER}@{self.address}:{self.port}/{DATABASE}"
 
     def create(self) -> None:
         options = ["--auth=trust", "--encoding=UTF8", "--locale=C", "--no-instructions", "--no-sync"]
         self._run("initdb", *options, f"--username={USER}", "-D", str(self.data))
+        if self.address != LOOPBACK:
+            with (self.data / "pg_hba.conf").open("a") as rules:
+                rules.write(f"host all all {self.address}/24 trust\n")
 
     def copy_from(self, other: Server) -> None:
         """Become a standby of the other, which runs."""
-        source = f"host=127.0.0.1 port={other.port} user={USER} application_name=standby"
+        source = f"host={other.address} port={other.port} user={USER} application_name=standby"
         options = ["--checkpoint=fast", "--no-sync", "--wal-method=stream", "--write-recovery-conf"]
         self._run("pg_basebackup", *options, "-d", source, "-D", str(self.data))
 
     def start(self, **settings: str) -> None:
-        chosen = {**_SETTINGS, "port": str(self.port), **settings}
+        chosen = {**_SETTINGS, "listen_addresses": self.address, "port": str(self.port), **settings}
         options = " ".join(f"-c {name}='{value}'" for name, value in chosen.items())
         self.pg_ctl("-l", f"{self.data}.log", "-o", options, "start")
 
@@ -144,13 +148,16 @@ def temporary_folder(*, keep: bool = False) -> Iterator[Path]:
 class Cluster:
     """The database of a round, at one address that stays the same through the failover. Every call blocks."""
 
-    def __init__(self, folder: Path, mode: Mode) -> None:
+    def __init__(self, folder: Path, mode: Mode, address: str = LOOPBACK) -> None:
         self.mode: Mode = mode
         owner = system_user() if os.geteuid() == 0 else None
         give(folder, owner)
         programs = binaries(folder)
         names = ["primary"] if mode == "crash" else ["primary", "standby"]
-        self.servers = [Server(programs=programs, data=folder / name, port=free_port(), owner=owner) for name in names]
+        self.servers = [
+            Server(programs=programs, data=folder / name, port=free_port(), owner=owner, address=address)
+            for name in names
+        ]
         self.primary = self.servers[0]
         """The server that takes writes; after a failover it is another one."""
         self._cleaner: subprocess.Popen[bytes] | None = None
@@ -158,7 +165,7 @@ class Cluster:
     @property
     def url(self) -> str:
         """As users write it: all servers, of which the driver takes the one that accepts writes."""
-        hosts = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        hosts = ",".join(f"{server.address}:{server.port}" for server in self.servers)
         return f"postgresql://{USER}@{hosts}/{DATABASE}?target_session_attrs=read-write"
 
     @property

@@ -21,8 +21,8 @@ from tests.conftest import skip
 class S3:
     """A running S3 server, with a bucket of this test's own."""
 
-    def __init__(self, port: int) -> None:
-        self.endpoint = f"http://127.0.0.1:{port}"
+    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+        self.endpoint = f"http://{address}:{port}"
         self.bucket = f"test-{uuid.uuid4().hex[:12]}"
         self._call("PUT", f"/{self.bucket}")
         self.fail()  # nothing that an earlier test had left over

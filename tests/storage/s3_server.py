@@ -1,8 +1,8 @@
-"""An S3 on loopback that fails on demand, run as a program: moto behind a gate.
+"""An S3 that fails on demand, run as a program: moto behind a gate.
 
-It prints its port and serves until its standard input ends. `PUT /_faults` takes a JSON list of faults for the next
-requests: a status to answer with, "deaf" (the request is done, the answer lost), "drop" (neither), "whole" (it is not
-heard that only a range was asked for), "" (none).
+It listens on loopback, or on the address that it is given, prints its port and serves until its standard input ends.
+`PUT /_faults` takes a JSON list of faults for the next requests: a status to answer with, "deaf" (the request is done,
+the answer lost), "drop" (neither), "whole" (it is not heard that only a range was asked for), "" (none).
 """
 
 import io
@@ -55,7 +55,7 @@ def serve(environ, start_response):
         return list(S3(environ, start_response))
 
 
-server = make_server("127.0.0.1", 0, application, threaded=True)
+server = make_server(sys.argv[1] if sys.argv[1:] else "127.0.0.1", 0, application, threaded=True)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stdout.write(f"{server.port}\n")
 sys.stdout.flush()
