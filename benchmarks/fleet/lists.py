@@ -27,6 +27,12 @@ JOBS = 1_000_000
 EVENTS = 10
 TIMES = 3
 MILLISECONDS_MAX = 100.0
+SEARCH_MILLISECONDS_MAX = 1_000.0
+SEARCHES = frozenset(
+    f"job list {flags}"
+    for flags in ("--type (few)", "--queue (none)", "--code", "--status failed --type", "--status succeeded")
+)
+"""Lists that look at up to 100,000 jobs one by one, because no index knows what they ask for, and then say so."""
 ROOT = JobId(UUID(int=1))
 """A parent with a fifth of all jobs below it."""
 SETTINGS = f"""
@@ -135,11 +141,14 @@ def measuring(client: AsyncBatchwright) -> dict[str, Question]:
 
 
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
-    slowest = {stage: max(of_stage.values()) for stage, of_stage in (figures or {}).items()}
-    return [
-        report.at_most(f"slowest question, {stage}", MILLISECONDS_MAX, slowest.get(stage), " ms")
-        for stage in ("past", "backlog")
-    ]
+    found = []
+    for stage in ("past", "backlog"):
+        asked = (figures or {}).get(stage, {})
+        plain = max((taken for name, taken in asked.items() if name not in SEARCHES), default=None)
+        search = max((taken for name, taken in asked.items() if name in SEARCHES), default=None)
+        found.append(report.at_most(f"slowest question, {stage}", MILLISECONDS_MAX, plain, " ms"))
+        found.append(report.at_most(f"slowest search, {stage}", SEARCH_MILLISECONDS_MAX, search, " ms"))
+    return found
 
 
 def tables(figures: dict[str, Any]) -> str:

@@ -215,7 +215,10 @@ class Items:
     # The inbox --------------------------------------------------------------------------------------------------
 
     async def inbox(self, tenant: str | None, *, run_id: str | None = None, limit: int = 100) -> Sequence[Cause]:
-        """Failed items by cause, the largest group first; without a run, only the latest of each document."""
+        """Failed items by cause, the largest group first; without a run, only the latest of each document.
+
+        At most 20,000 are counted.
+        """
         params = {"tenant": tenant, "run_id": run_id, "limit": limit, "count_max": _INBOX_COUNT_MAX}
         return [Cause(*row) for row in await self._ask("inbox", None, **params)]
 
