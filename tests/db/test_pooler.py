@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from batchwright import NewJob
+from batchwright import Done, NewJob
 from batchwright.app import VERSION
 from batchwright.db.check import Level, check_database, explained
 from batchwright.db.database import Blocking, Database, Pool, complete
@@ -218,6 +218,36 @@ async def _renewed(connection: psycopg.Connection[tuple[object, ...]], id: objec
         if connection.execute(sql, [id]).fetchone() != before:
             return
         await asyncio.sleep(0.01)
+
+
+async def test_jobs_survive_a_server_that_throws_the_pooler_out_again_and_again(pool, database_url) -> None:
+    """What is heard then are two errors at once: the server's last words, and the pooler's own."""
+    queue = Queue(Database(pool), EngineSettings(lease_seconds=3.0))
+    await pool.rows("CREATE TABLE effect (n int)")
+
+    @operation("writes")
+    async def writes(n: int) -> Done:
+        async def write(connection: psycopg.AsyncConnection[tuple[object, ...]]) -> None:
+            await connection.execute("INSERT INTO effect VALUES (%s)", [n])
+
+        return Done(n, write=write)
+
+    throw_out = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        async with working(pool, writes, queue=queue, concurrency=5, poll_seconds_max=0.2) as worker:
+            ids = await put(queue, *[NewJob("writes", {"n": n}) for n in range(100)], operations=worker._operations)
+            while admin.execute("SELECT FROM effect").rowcount < len(ids):
+                admin.execute(throw_out)
+                for _ in range(10):  # so that a statement has a chance to come through
+                    await asyncio.sleep(0.01)
+            while admin.execute("SELECT FROM batchwright.job WHERE finished_at IS NULL").rowcount:
+                await asyncio.sleep(0.01)
+        found = admin.execute("SELECT status::text, attempts, error FROM batchwright.job GROUP BY 1, 2, 3").fetchall()
+        assert found == [("SUCCEEDED", 1, None)]
+        assert admin.execute("SELECT n FROM effect ORDER BY n").fetchall() == [(n,) for n in range(100)]
 
 
 @pytest.mark.thorough

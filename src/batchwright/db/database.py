@@ -433,7 +433,10 @@ def translate_errors() -> Iterator[None]:
         kind = DatabaseBusy if is_short else DatabaseUnavailable
         raise kind(str(error).strip() or type(error).__name__) from error
     except psycopg.Error as error:
-        raise DatabaseError(str(error)) from error
+        # Of a server that died a pooler hands on the last words, and adds its own: two answers to a BEGIN or a COMMIT
+        # are too many for the driver. An internal error that has no code is the driver's own, not the server's.
+        is_garbled = isinstance(error, psycopg.InternalError) and error.sqlstate is None
+        raise (DatabaseUnavailable if is_garbled else DatabaseError)(str(error)) from error
 
 
 @contextlib.contextmanager
