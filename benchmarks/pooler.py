@@ -2,7 +2,7 @@
 
     python -m benchmarks.pooler [--quick] [--json] [--database-url URL]
 
-It needs `pgbouncer`; BATCHWRIGHT_BENCH_PGBOUNCER names another one, such as one that keeps statements prepared.
+It needs `pgbouncer`; BENCH_PGBOUNCER names another one, such as one that keeps statements prepared.
 """
 
 from benchmarks.fleet import pooler

@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from batchwright import AsyncBatchwright, NewJob
+from batchwright import AsyncBatchwright, NewJob, operation
 from batchwright.db.database import DatabaseSettings, session_settings
 from batchwright.settings import load_settings
-from benchmarks.peers.batchwright_ops import noop
 from benchmarks.tools import measure as measures
 from benchmarks.tools import report
 from benchmarks.tools.sections import Ground
@@ -36,13 +35,18 @@ SETTINGS = """
 """
 
 
+@operation("noop")
+async def noop(n: int) -> None:
+    pass
+
+
 async def measure(ground: Ground) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {}
     prepares = {}
-    for _ in range(ground.pick(5, 2)):
+    for _ in range(ground.pick(3, 2)):
         for concurrency in CONCURRENCIES:
             for way in WAYS:
-                jobs = ground.pick(20_000, 5_000)
+                jobs = ground.pick(20_000, 4_000)
                 name = f"{way}, {concurrency} slots"
                 figures, prepares[way] = await run(ground, way, concurrency, jobs)
                 runs.setdefault(name, []).append(figures)
@@ -115,7 +119,7 @@ unix_socket_dir =
         pooled = make_conninfo(host="127.0.0.1", port=port, user="bench", dbname=str(parts["dbname"]))
         yield pooled, psutil.Process(process.pid)
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
 
 
@@ -133,7 +137,7 @@ def wait_listening(port: int) -> None:
 
 
 def program() -> str:
-    found = os.environ.get("BATCHWRIGHT_BENCH_PGBOUNCER") or shutil.which(
+    found = os.environ.get("BENCH_PGBOUNCER") or shutil.which(
         "pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin"
     )
     if found is None:

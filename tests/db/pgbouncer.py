@@ -21,6 +21,11 @@ _PROGRAM = os.environ.get("BATCHWRIGHT_TEST_PGBOUNCER")
 """Another one than that of the system."""
 
 
+def keeping(statements: int) -> list[str]:
+    """The setting by which it keeps so many statements prepared, if it can."""
+    return [f"max_prepared_statements = {statements}"] if version() >= (1, 22) else []
+
+
 def version() -> tuple[int, ...]:
     said = subprocess.run([_find(), "--version"], capture_output=True, text=True, check=True).stdout
     return tuple(map(int, said.split()[1].split(".")))
@@ -52,7 +57,7 @@ def pgbouncer(folder: Path, url: str, mode: str, *settings: str, connect_query: 
         _until_listening(port)
         yield make_conninfo(host="127.0.0.1", port=port, user="anyone", dbname=str(parts["dbname"]))
     finally:
-        process.terminate()
+        process.kill()  # asked to end, a newer one would wait for its clients
         process.wait()
 
 

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from uuid import uuid4
 
 import psycopg
@@ -28,7 +29,7 @@ from batchwright.states import BatchStatus, JobStatus
 from tests.api.streaming import Stream, serving
 from tests.batches.stage import request, staged
 from tests.conftest import database
-from tests.db.pgbouncer import IGNORING, pgbouncer, version
+from tests.db.pgbouncer import IGNORING, keeping, pgbouncer, version
 from tests.support import (
     DATABASE,
     INTERRUPT_SECONDS_MAX,
@@ -83,12 +84,11 @@ async def test_transaction_mode_is_recognized_whatever_its_pool(database_url, tm
 @pytest.mark.parametrize("kept", [0, 100])
 async def test_statements_stay_prepared_where_the_pooler_keeps_track_of_them(database_url, tmp_path, kept) -> None:
     """In an older one nothing is left in the sessions, where the next client would stumble over it."""
-    is_new = version() >= (1, 22)
-    settings = [f"max_prepared_statements = {kept}"] if is_new else []
-    with pgbouncer(tmp_path, database_url, "transaction", IGNORING, "default_pool_size = 1", *settings) as url:
+    can_keep = version() >= (1, 22)
+    with pgbouncer(tmp_path, database_url, "transaction", IGNORING, "default_pool_size = 1", *keeping(kept)) as url:
         for _ in range(2):
             async with Pool(DATABASE, url) as pool:
-                assert pool.route.prepares is (is_new and kept > 0)
+                assert pool.route.prepares is (can_keep and kept > 0)
                 for n in range(3):
                     assert await pool.rows("SELECT %(n)s::integer", {"n": n}) == [(n,)]
                 found = await pool.rows("SELECT name FROM pg_prepared_statements")
@@ -114,14 +114,31 @@ async def test_statement_mode_is_refused(database_url, tmp_path) -> None:
         await Pool(DATABASE, url).open()
 
 
-async def test_a_mode_that_changes_under_a_process_is_explained(pooled) -> None:
-    """Nobody told this connection that its sessions are lent."""
-    first, second = Blocking(DATABASE, pooled), Blocking(DATABASE, pooled)
-    complete(first.rows("SELECT %(n)s::integer", {"n": 1}))
-    with pytest.raises(DatabaseError, match="a pooler got another pool_mode while this process ran: start it again"):
-        complete(second.rows("SELECT %(n)s::text", {"n": 1}))
-    first.close()
-    second.close()
+async def test_a_mode_that_changes_under_a_process_is_explained(database_url, tmp_path) -> None:
+    """Nobody told these connections that their sessions are lent."""
+    said = "a pooler got another pool_mode while this process ran: start it again"
+    with pgbouncer(tmp_path, database_url, "transaction", IGNORING, SMALL, *keeping(0)) as url:
+        first, second = Blocking(DATABASE, url), Blocking(DATABASE, url)
+        complete(first.rows("SELECT %(n)s::integer", {"n": 1}))
+        with pytest.raises(DatabaseError, match=said):
+            complete(second.rows("SELECT %(n)s::text", {"n": 1}))
+        first.close()
+        second.close()
+
+
+async def test_times_come_in_utc_whatever_the_zone_of_the_server(database_url, tmp_path) -> None:
+    """The ticks of schedules are told apart by their text."""
+    with psycopg.connect(database_url, autocommit=True) as admin:
+        name = admin.info.dbname
+        admin.execute(f"ALTER DATABASE {name} SET timezone = 'Asia/Kolkata'")
+    sql = "SELECT current_setting('timezone'), now(), %(n)s::integer, pg_sleep(0.05)"
+    with pgbouncer(tmp_path, database_url, "transaction", IGNORING) as url:
+        async with Pool(DATABASE, url) as pool:
+            asked = [pool.rows(sql, {"n": n}) for n in range(6)]  # in as many sessions of the server
+            blocking = Blocking(DATABASE, url, prepares=False)
+            found = [*await asyncio.gather(*asked), complete(blocking.rows(sql, {"n": 6}))]
+            blocking.close()
+    assert [(zone, now.utcoffset()) for ((zone, now, _, _),) in found] == [("UTC", timedelta(0))] * 7
 
 
 async def test_the_schema_is_migrated_through_it_once(empty_database_url, tmp_path) -> None:

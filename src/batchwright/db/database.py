@@ -53,6 +53,7 @@ _PLANNER = {
     "timezone": "UTC",
 }
 LEASE_URL = "database.lease_url"
+_USE_UTC = "SET timezone TO 'UTC'"
 _SERVER = "SELECT pg_postmaster_start_time(), current_database()"
 """Of no two servers the same, and it needs no schema and no special right."""
 _ELSEWHERE = (
@@ -258,6 +259,8 @@ class Pool:
     async def _configure(self, connection: psycopg.AsyncConnection[Any]) -> None:
         """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
         set_json_loads(orjson.loads, connection)
+        if not _tells_utc(connection):
+            await connection.execute(_USE_UTC)
         connection.prepare_threshold = _prepare_threshold(self.route.prepares)
 
     async def _try_again(self, pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
@@ -310,6 +313,8 @@ class Blocking:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.Connection.connect(self._url, **self._arguments)
             set_json_loads(orjson.loads, self._connection)
+            if not _tells_utc(self._connection):
+                self._connection.execute(_USE_UTC)
         return self._connection
 
 
@@ -392,8 +397,8 @@ def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
 
 
 def session_settings(settings: DatabaseSettings) -> dict[str, str]:
-    """What the server is told about each of our sessions. A pooler may keep it from the server: nothing that must be
-    right depends on it, only how long a mishap lasts and how good a plan is.
+    """What the server is told about each of our sessions. A pooler may keep it from the server: but for the time zone,
+    which is set again then, only how long a mishap lasts and how good a plan is depend on it.
     """
     limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
     return {**dict.fromkeys(limits, str(_milliseconds(settings))), **_PLANNER}
@@ -455,6 +460,13 @@ def keep_cancellation() -> Iterator[None]:
         raise
     if task.cancelling() > before:
         raise asyncio.CancelledError
+
+
+def _tells_utc(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Times must come in UTC, for ticks are compared as text. A pooler that ignores our options keeps the zone of each
+    of its clients all the same, also where it lends sessions.
+    """
+    return connection.info.parameter_status("TimeZone") == "UTC"
 
 
 def _prepare_threshold(prepares: bool) -> int | None:
