@@ -78,6 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         thorough = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=thorough)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if POOL_MODE is not None:
+        direct = [item for item in items if item.get_closest_marker("direct")]
+        config.hook.pytest_deselected(items=direct)
+        items[:] = [item for item in items if not item.get_closest_marker("direct")]
     if os.environ.get("BATCHWRIGHT_TEST_SERVERS") or MAJOR != 18:
         by_use: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
