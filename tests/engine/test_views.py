@@ -495,6 +495,7 @@ async def test_all_reasons_at_once_and_a_job_among_others(queue):
     assert (await Views(queue).waiting_on(jobs))[plain] == [], "what was read before does not count"
 
 
+@pytest.mark.direct("it waits for the doorbell")
 async def test_a_worker_starts_the_jobs_of_a_queue_soon_after_it_was_resumed(pool, queue):
     """The ring after the resumption finds a worker whose poller would sleep for longer than the test."""
     await single(queue)
