@@ -25,10 +25,11 @@ class Workers:
         on_demand = {"on_demand_types": None, "on_demand_queues": None}
         await self._database.ask(SQL["register"], {**on_demand, **columns})
 
-    async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> bool:
-        """Whether the worker still has a row; without one it must register again."""
+    async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> int | None:
+        """How many live workers do the same as this one; None if the worker has no row, and must register again."""
         params = {"id": worker, "running": running, "stopping": stopping, "broken": broken}
-        return bool(await self._database.ask(SQL["heartbeat"], params))
+        rows = await self._database.ask(SQL["heartbeat"], {**params, "silent_seconds": _SILENT_SECONDS})
+        return int(rows[0][0]) if rows else None
 
     async def leave(self, worker: str) -> None:
         """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""

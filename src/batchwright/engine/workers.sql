@@ -9,11 +9,16 @@ VALUES (
     %(on_demand_types)s::text[], %(on_demand_queues)s::text[], :now, :now)
 ON CONFLICT (id) DO UPDATE SET heartbeat_at = :now, left_at = NULL
 
+-- Also answers how many live workers do the same, as far as that is quickly told.
 -- name: heartbeat
 UPDATE batchwright.worker SET heartbeat_at = :now, running = %(running)s, broken = %(broken)s,
     stopping_at = CASE WHEN %(stopping)s::boolean THEN coalesce(stopping_at, :now) END
 WHERE id = %(id)s
-RETURNING id
+RETURNING (
+    SELECT count(*) FROM batchwright.worker AS peer
+    WHERE peer.heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s) AND peer.stopping_at IS NULL
+        AND peer.queues IS NOT DISTINCT FROM worker.queues
+        AND cardinality(peer.operations) = cardinality(worker.operations))
 
 -- name: leave
 -- If others go by what the worker took on demand, the row stays until it counts as dead: it may only be restarting.

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from batchwright.db.database import Blocking, Database, Pool, complete
 from batchwright.db.doorbell import Doorbell, listen
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _GIVE_BACK_SECONDS_MAX = 600.0
 _ON_DEMAND_MAX = 64
+LISTENERS_MAX = 64
+"""Of the workers that do the same, about so many listen to the doorbell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,15 @@ def host_name() -> str:
 def worker_id() -> str:
     """Pod or host, process, and a boot id, because names and pids are reused."""
     return f"{host_name()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
+
+
+def listens(worker: str, peers: int) -> bool:
+    """Whether this worker listens to the doorbell, of so many that do the same.
+
+    A ring wakes all who listen, and each of them claims: with a thousand, one job would cost a thousand claims. Among
+    many that poll, one looks every few milliseconds, and nobody needs a bell.
+    """
+    return crc32(worker.encode()) * peers < LISTENERS_MAX << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +161,8 @@ class Worker:
         self._demand = demand
         self._lanes = Lanes(self.settings.queues, self.settings.queue_limits, besides=demand)
         self._lanes_on_demand = None if demand is None else LanesOnDemand(demand)
+        self._peers = 1
+        self._peers_changed = asyncio.Event()
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._out_of_time = asyncio.Event()
@@ -188,7 +202,7 @@ class Worker:
         lease = self.lease = self._start_lease(route)
         helpers = [asyncio.create_task(self._upkeep.run()), asyncio.create_task(self._counts_writer.run())]
         if route.keeps_sessions:
-            helpers.append(asyncio.create_task(listen(self._pool.settings, route.url, self._hear_ring)))
+            helpers.append(asyncio.create_task(self._listen_in_turn(route)))
         claiming = asyncio.create_task(self._claim_until_stopped())
         self.started.set()
         log.info("worker %s runs %s", self.id, ", ".join(sorted(self._operations.names())) or "no operations")
@@ -300,11 +314,13 @@ class Worker:
 
         def beat(queue: Queue) -> None:
             workers = Workers(queue.database)
-            is_known = workers.heartbeat(
+            beating = workers.heartbeat(
                 self.id, running=self._slots_used(), stopping=self._stopping.is_set(), broken=self.broken
             )
-            if not complete(is_known):
+            if (peers := complete(beating)) is None:
                 complete(workers.register(**self._columns()))
+            else:
+                loop.call_soon_threadsafe(self._note_peers, peers)
 
         holder = Holder(
             held=self._runner.held.copy,
@@ -497,6 +513,24 @@ class Worker:
         self._wake.set()
         if not self._stopping.is_set():
             self._doorbell.ring(queues)
+
+    async def _listen_in_turn(self, route: Route) -> None:
+        """Listen while we are among those who do. In a large fleet that changes with its size."""
+        while True:
+            is_listener = listens(self.id, self._peers)
+            async with asyncio.TaskGroup() as group:
+                listening = (
+                    group.create_task(listen(self._pool.settings, route.url, self._hear_ring)) if is_listener else None
+                )
+                while listens(self.id, self._peers) == is_listener:
+                    self._peers_changed.clear()
+                    await self._peers_changed.wait()
+                if listening is not None:
+                    listening.cancel()
+
+    def _note_peers(self, peers: int) -> None:
+        self._peers = peers
+        self._peers_changed.set()
 
     def _hear_ring(self, queue: str) -> None:
         if self._serves(queue):

@@ -1,0 +1,58 @@
+"""Of many workers that do the same some listen to the doorbell; the others poll, and there are enough of them."""
+
+import asyncio
+import uuid
+
+import pytest
+
+from batchwright.engine.worker import worker as worker_module
+from batchwright.engine.worker.worker import LISTENERS_MAX, listens
+from batchwright.engine.workers import Workers
+from tests.support import noop, raw, working
+
+LISTENING = """
+SELECT count(*) FROM pg_stat_activity WHERE query = 'LISTEN batchwright' AND datname = current_database()
+"""
+
+
+def test_all_listen_until_there_are_many_and_then_about_as_many_as_are_enough():
+    names = [f"host:{n}:{uuid.UUID(int=n).hex}" for n in range(4000)]
+    assert all(listens(name, LISTENERS_MAX) for name in names)
+    for peers in (100, 1000, 4000):
+        share = sum(listens(name, peers) for name in names) / len(names)
+        assert share * peers == pytest.approx(LISTENERS_MAX, rel=0.2)
+
+
+async def test_a_worker_of_a_large_fleet_stops_listening_and_one_of_a_small_one_listens_again(pool, queue, monkeypatch):
+    monkeypatch.setattr(worker_module, "LISTENERS_MAX", 1)
+    async with working(pool, noop) as worker, asyncio.timeout(20):
+        await until(queue, 1)
+        worker._note_peers(1 << 33)
+        await until(queue, 0)
+        worker._note_peers(1)
+        await until(queue, 1)
+
+
+async def until(queue, count):
+    while await raw(queue, LISTENING) != [(count,)]:
+        await asyncio.sleep(0.02)
+
+
+async def test_a_heartbeat_tells_how_many_live_workers_do_the_same(queue, clock):
+    workers = Workers(queue.database)
+
+    async def register(id, *, queues=None, operations=("a", "b")):
+        columns = {"id": id, "host": "here", "pid": 1, "version": "1", "concurrency": 1}
+        await workers.register(**columns, queues=queues, operations=list(operations))
+
+    await register("dead")
+    await clock.advance(queue, 60)
+    await register("one")
+    await register("two")
+    await register("other queues", queues=["mail"])
+    await register("other operations", operations=["a"])
+    await register("stopping")
+    await workers.heartbeat("stopping", running=0, stopping=True)
+    assert await workers.heartbeat("one", running=0, stopping=False) == 2
+    assert await workers.heartbeat("other queues", running=0, stopping=False) == 1
+    assert await workers.heartbeat("unknown", running=0, stopping=False) is None
