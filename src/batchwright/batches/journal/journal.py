@@ -5,7 +5,8 @@
 
 A record is written before its slot is freed, and those that come together by one call, so that a killed process loses
 what was in flight and no more; one thread brings the files to the disk soon after, so that a power cut loses a
-twentieth of a second. The crc covers all that follows it. Whatever a crash left behind the last whole record is refused by it and never read.
+twentieth of a second. The crc covers all that follows it. Whatever a crash left behind the last whole record is refused
+by it and never read.
 
 A line's place in the input, its offset, is its identity. Where a file holds more than what is registered, the rest
 counts only if somebody copies it into his own journal.
