@@ -136,8 +136,7 @@ class Journal:
         errors = [error_code_of(line) for _, status, line, _ in lines if status is not _OK]
         self._write(b"".join(parts))
         self.lines += len(lines)
-        for status, tokens in counted:
-            self._tally.add(status, tokens)
+        self._tally.add_all(counted)
         for error in errors:
             self._tally.add_error(*error)
         if self._syncer is not None:
