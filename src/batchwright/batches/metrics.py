@@ -223,7 +223,7 @@ class BatchCounts:
 
     # Requests ---------------------------------------------------------------------------------------------------
 
-    def answered(self, model: str, answers: Iterable[Answer]) -> None:
+    def answered(self, model: str, *answers: Answer) -> None:
         """Requests have their final answers, good or bad."""
         tally = self._tallies.get(model)
         if tally is None:

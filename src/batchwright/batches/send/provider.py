@@ -183,7 +183,7 @@ class ProviderShardRun(ShardClaim):
                 async with aclosing(errand.results(status)) as results:
                     async for result in results:
                         if (answer := harvest.take(result)) is not None:
-                            self._tools.counts.answered(self.shard.model, [answer])
+                            self._tools.counts.answered(self.shard.model, answer)
                         if ledger.account.journal.untaken >= UPLOAD_BYTES:
                             await self._checkpoints.flush(ledger.account)
                 harvest.close()

@@ -204,7 +204,7 @@ class Sender:
             try:
                 judged = [(one, line) for one in group if (line := self._judge(one, now)) is not None]
                 if self._keep(work, [line for _, line in judged]):
-                    self._shared.counts.answered(self.model, [one[-1] for one, _ in judged])
+                    self._shared.counts.answered(self.model, *(one[-1] for one, _ in judged))
                 else:
                     ended = self._keep_later(work, judged, ended)
             except Exception as error:
@@ -277,7 +277,7 @@ class Sender:
         try:
             while True:
                 if self._keep(work, [line]):
-                    self._shared.counts.answered(self.model, [answer])
+                    self._shared.counts.answered(self.model, answer)
                     break
                 await asyncio.sleep(FULL_SECONDS)
         except asyncio.CancelledError:
