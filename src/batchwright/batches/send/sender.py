@@ -190,7 +190,7 @@ class Sender:
             del work.tasks[item]
         self._end(work, [(item, permit)])
 
-    # The answers of a turn of the event loop, together: many in a row find their code in the processor's caches ---
+    # The answers of a turn of the event loop, together --------------------------------------------------------------
 
     def _conclude(self) -> None:
         """Write the answers by one call for each journal, and give their slots back."""
