@@ -32,8 +32,8 @@ POINTS = [
     ("batchwright.engine.queue:Queue.wait", "before", 1),
     ("batchwright.engine.queue:Queue.wait", "after", 1),
     ("batchwright.batches.send.dispatch:Dispatcher.begin", "after", 1),
-    ("batchwright.batches.journal.journal:Journal.append", "before", 20),
-    ("batchwright.batches.journal.journal:Journal.append", "after", 20),
+    ("batchwright.batches.journal.journal:Journal.append_all", "before", 2),
+    ("batchwright.batches.journal.journal:Journal.append_all", "after", 2),
     ("batchwright.batches.store:Batches.register", "before", 2),
     ("batchwright.batches.store:Batches.register", "after", 2),
     ("batchwright.batches.store:Batches.finalize", "before", 1),
@@ -146,22 +146,22 @@ async def test_a_shard_that_killed_two_workers_runs_alone_and_the_batch_complete
 
 async def test_answers_that_were_never_registered_are_adopted_on_the_same_machine(database_url, tmp_path):
     """The worker dies with a journal that no checkpoint has seen."""
-    async with staged(database_url, tmp_path, simulator=QUICK, batches={"checkpoint_seconds": 60.0}, **LEASE) as stage:
+    settings = {"batches": {"checkpoint_seconds": 60.0}, "inference": {"concurrency": IN_FLIGHT}, **LEASE}
+    async with staged(database_url, tmp_path, simulator=QUICK, **settings) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
-        point = {"at": "batchwright.batches.journal.journal:Journal.append", "when": "after", "call": 30}
+        point = {"at": "batchwright.batches.journal.journal:Journal.append_all", "when": "after", "call": 3}
         async with doomed(stage, tmp_path, **point) as process, asyncio.timeout(30):
             await process.wait()
         assert (await stage.get(id)).completed == 0
         stage.work()
         batch = await stage.ended(id)
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, REQUESTS)
-        again = stage.simulator.asked(over=1)["requests"]
-        assert len(again) <= REQUESTS - 30
         ((adopted,),) = await raw(
             stage.batchwright.queue,
             "SELECT fields->>'answers' FROM batchwright.job_event WHERE event = 'batch.answers_adopted'",
         )
-        assert int(adopted) == 30
+        assert 3 <= int(adopted) < REQUESTS
+        assert len(stage.simulator.asked(over=1)["requests"]) <= REQUESTS - int(adopted)
 
 
 async def test_a_zombie_that_still_writes_changes_nothing(database_url, tmp_path):

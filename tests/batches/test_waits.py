@@ -136,7 +136,7 @@ async def test_a_store_that_is_unavailable_while_answers_come_in_is_waited_for_a
 
 async def test_an_answer_that_finds_no_room_is_kept_until_there_is_some(database_url, tmp_path, monkeypatch):
     """The server is not asked again for what it has answered."""
-    append, refusals = Journal.append, 0
+    append, refusals = Journal.append_all, 0
 
     def often_full(self, *args, **kwargs):
         nonlocal refusals
@@ -145,7 +145,7 @@ async def test_an_answer_that_finds_no_room_is_kept_until_there_is_some(database
             raise StorageFull(os.strerror(errno.ENOSPC))
         append(self, *args, **kwargs)
 
-    monkeypatch.setattr(Journal, "append", often_full)
+    monkeypatch.setattr(Journal, "append_all", often_full)
     monkeypatch.setattr("batchwright.batches.send.sender.FULL_SECONDS", 0.01)
     async with staged(database_url, tmp_path) as stage:
         stage.work()
@@ -220,14 +220,14 @@ async def test_a_disk_that_fills_up_while_every_slot_is_taken_is_noted(database_
     slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}) as stage:
         stage.work()
-        append, is_full = Journal.append, True
+        append, is_full = Journal.append_all, True
 
         def refusing(self, *arguments):
             if is_full:
                 raise StorageFull("no space left")
             append(self, *arguments)
 
-        monkeypatch.setattr(Journal, "append", refusing)
+        monkeypatch.setattr(Journal, "append_all", refusing)
         id = await stage.submit([request(f"r{n}") for n in range(30)])
         assert "no space left" in (await waiting(stage, id)).waits_for
         is_full = False

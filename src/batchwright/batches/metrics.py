@@ -223,19 +223,20 @@ class BatchCounts:
 
     # Requests ---------------------------------------------------------------------------------------------------
 
-    def answered(self, model: str, answer: Answer) -> None:
-        """A request has its final answer, good or bad."""
+    def answered(self, model: str, *answers: Answer) -> None:
+        """Requests have their final answers, good or bad."""
         tally = self._tallies.get(model)
         if tally is None:
             tally = self._tallies[model] = _Tally()
-        tally.seconds.append(answer.seconds)
-        usage = answer.usage
-        if usage.input:
-            tally.input += usage.input
-        if usage.output:
-            tally.output += usage.output
-        if not answer.succeeded:
-            tally.errors += 1
+        for answer in answers:
+            tally.seconds.append(answer.seconds)
+            usage = answer.usage
+            if usage.input:
+                tally.input += usage.input
+            if usage.output:
+                tally.output += usage.output
+            if not answer.succeeded:
+                tally.errors += 1
         if len(tally.seconds) >= _PUT_DOWN_MAX:
             self._count_answers()
 

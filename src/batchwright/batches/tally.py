@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Self
@@ -69,24 +69,30 @@ class Tally:
 
     def add(self, status: LineStatus, tokens: Tokens) -> None:
         """One more line; if it is no success, `add_error` comes with it."""
-        input, cached, output, reasoning = tokens
-        self.lines += 1
-        if input != TOKENS_UNKNOWN:
-            self.input_tokens += input
-        if cached != TOKENS_UNKNOWN:
-            self.cached_tokens += cached
-        if output != TOKENS_UNKNOWN:
-            self.output_tokens += output
-        if reasoning != TOKENS_UNKNOWN:
-            self.reasoning_tokens += reasoning
-        if status is _OK:
-            self.completed += 1
-        elif status is LineStatus.FAILED:
-            self.failed += 1
-        elif status is LineStatus.EXPIRED:
-            self.expired += 1
-        else:
-            self.cancelled += 1
+        self.add_all([(status, tokens)])
+
+    def add_all(self, lines: Sequence[tuple[LineStatus, Tokens]]) -> None:
+        """More lines; for those that are no successes `add_error` comes with it."""
+        completed = 0
+        for status, (input, cached, output, reasoning) in lines:
+            if input != TOKENS_UNKNOWN:
+                self.input_tokens += input
+            if cached != TOKENS_UNKNOWN:
+                self.cached_tokens += cached
+            if output != TOKENS_UNKNOWN:
+                self.output_tokens += output
+            if reasoning != TOKENS_UNKNOWN:
+                self.reasoning_tokens += reasoning
+            if status is _OK:
+                completed += 1
+            elif status is LineStatus.FAILED:
+                self.failed += 1
+            elif status is LineStatus.EXPIRED:
+                self.expired += 1
+            else:
+                self.cancelled += 1
+        self.completed += completed
+        self.lines += len(lines)
 
     def add_error(self, code: str, sample: str, count: int = 1) -> None:
         """The first codes are counted by name, the rest together."""

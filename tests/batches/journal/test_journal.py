@@ -384,6 +384,35 @@ def test_a_failed_write_leaves_nothing_and_the_journal_goes_on(path, monkeypatch
     journal.close()
 
 
+def test_lines_that_come_together_are_written_as_one_by_one(path, tmp_path):
+    statuses = [LineStatus.OK, LineStatus.FAILED, LineStatus.OK, LineStatus.EXPIRED]
+    lines = [(n, status, line_of(n, status, "hi"), Usage(input=n, output=7)) for n, status in enumerate(statuses)]
+    together, alone = Journal(path), Journal(tmp_path / "alone.seg")
+    together.append_all(lines)
+    for line in lines:
+        alone.append(*line)
+    assert path.read_bytes() == alone.path.read_bytes()
+    assert (together.lines, together.take()) == (4, alone.take())
+    together.close()
+    alone.close()
+
+
+def test_of_lines_that_come_together_all_are_kept_or_none(path, monkeypatch):
+    journal = Journal(path)
+    add(journal, 0)
+    size = journal.size
+    lines = [(n, LineStatus.OK, ok_line(n), Usage()) for n in (1, 2)]
+    disk = Disk(monkeypatch, room=HEADER_BYTES + len(ok_line(1)) + 10)
+    with pytest.raises(StorageFull):
+        journal.append_all(lines)
+    assert (journal.lines, journal.size, path.stat().st_size) == (1, size, size)
+    monkeypatch.setattr(os, "write", disk.write)
+    journal.append_all(lines)
+    assert offsets(path) == [0, 1, 2]
+    assert journal.take().tally.lines == 3
+    journal.close()
+
+
 def test_a_file_system_that_refuses_more_bytes_is_full(path):
     """The kernel's own limit on file sizes: the write is cut short, then refused."""
     journal = Journal(path)
@@ -521,7 +550,7 @@ def test_many_lines_are_synced_at_once(path, syncer, syncs):
             add(journal, turn * 1000 + offset)
         assert not syncer._hurry
         assert len(syncs.sizes) == turn
-        add(journal, turn * 1000 + 999)
+        journal.append_all([(turn * 1000 + n, LineStatus.OK, ok_line(n), Usage()) for n in (998, 999)])
         assert syncs.done.wait(SECONDS_MAX)
         with journal._lock:
             assert journal.synced == journal.size

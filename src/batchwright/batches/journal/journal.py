@@ -3,9 +3,10 @@
     <shard>.<claim>.seg   record, record, ...
     record                crc32 u32, length u32, offset i64, status u8, four tokens u32, then the finished line
 
-A record is written by one call before its slot is freed, so that a killed process loses what was in flight and no
-more; one thread brings the files to the disk soon after, so that a power cut loses a twentieth of a second. The crc
-covers all that follows it. Whatever a crash left behind the last whole record is refused by it and never read.
+A record is written before its slot is freed, and those that come together by one call, so that a killed process loses
+what was in flight and no more; one thread brings the files to the disk soon after, so that a power cut loses a
+twentieth of a second. The crc covers all that follows it. Whatever a crash left behind the last whole record is refused
+by it and never read.
 
 A line's place in the input, its offset, is its identity. Where a file holds more than what is registered, the rest
 counts only if somebody copies it into his own journal.
@@ -19,7 +20,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -54,6 +55,10 @@ _sync_data = os.fdatasync if sys.platform == "linux" else os.fsync
 _OK = LineStatus.OK
 """Looked up with every line, which takes five times as long through the enum."""
 _STATUSES = tuple(LineStatus)
+
+
+Line = tuple[int, LineStatus, bytes, Usage]
+"""A finished line: its offset, how it ended, the line itself and its tokens."""
 
 
 class JournalRange(NamedTuple):
@@ -114,26 +119,38 @@ class Journal:
 
     def append(self, offset: int, status: LineStatus, line: bytes, usage: Usage = UNKNOWN) -> None:
         """Write a finished line. If this raises StorageFull or another StorageError, nothing of it is kept."""
+        self.append_all([(offset, status, line, usage)])
+
+    def append_all(self, lines: Sequence[Line]) -> None:
+        """Write finished lines by one call. If this raises, nothing of any of them is kept."""
         if self.broken is not None:
             self._refuse(self.broken)
-        assert 0 <= line.find(b"\n") == len(line) - 1, "a line has one newline, at its end"
-        error = None if status is _OK else error_code_of(line)
-        tokens = _pack_tokens(usage)
-        record = _pack(offset, status, line, tokens)
-        size = len(record)
+        parts: list[bytes] = []
+        counted: list[tuple[LineStatus, Tokens]] = []
+        for offset, status, line, usage in lines:
+            assert 0 <= line.find(b"\n") == len(line) - 1, "a line has one newline, at its end"
+            tokens = _pack_tokens(usage)
+            head = _FIELDS.pack(len(line), offset, status, *tokens)
+            parts += (crc32(line, crc32(head)).to_bytes(_CRC_BYTES, "little"), head, line)
+            counted.append((status, tokens))
+        errors = [error_code_of(line) for _, status, line, _ in lines if status is not _OK]
+        self._write(b"".join(parts))
+        self.lines += len(lines)
+        self._tally.add_all(counted)
+        for error in errors:
+            self._tally.add_error(*error)
+        if self._syncer is not None:
+            self._notify(self._syncer, len(lines))
+
+    def _write(self, records: bytes) -> None:
+        size = len(records)
         try:
-            written = os.write(self._descriptor, record)
+            written = os.write(self._descriptor, records)
             while written < size:
-                written += os.write(self._descriptor, record[written:])
+                written += os.write(self._descriptor, records[written:])
         except OSError as problem:
             self._take_back(problem)
         self.size += size
-        self.lines += 1
-        self._tally.add(status, tokens)
-        if error is not None:
-            self._tally.add_error(*error)
-        if self._syncer is not None:
-            self._notify(self._syncer)
 
     @property
     def untaken(self) -> int:
@@ -201,12 +218,12 @@ class Journal:
     def _refuse(self, broken: StorageError) -> NoReturn:
         raise type(broken)(*broken.args) from broken
 
-    def _notify(self, syncer: Syncer) -> None:
-        if not self._is_dirty:
+    def _notify(self, syncer: Syncer, added: int) -> None:
+        waiting = self.lines - self._lines_seen
+        is_many = waiting - added < SYNC_LINES <= waiting
+        if not self._is_dirty or is_many:
             self._is_dirty = True
-            syncer.notice(self)
-        elif self.lines - self._lines_seen == SYNC_LINES:
-            syncer.notice(self, hurry=True)
+            syncer.notice(self, hurry=is_many)
 
 
 class Syncer:
@@ -343,11 +360,6 @@ def tally_of(path: Path, start: int, end: int) -> Tally:
                 line = read_open(descriptor, path, found.position, found.length, found.offset)
                 tally.add_error(*error_code_of(line))
     return tally
-
-
-def _pack(offset: int, status: LineStatus, line: bytes, tokens: Tokens) -> bytes:
-    head = _FIELDS.pack(len(line), offset, status, *tokens)
-    return b"".join((crc32(line, crc32(head)).to_bytes(_CRC_BYTES, "little"), head, line))
 
 
 def _pack_tokens(usage: Usage) -> Tokens:

@@ -1,7 +1,8 @@
 """Sends the requests of one model, with a task per request in flight.
 
     pump      a slot of the model → the next request of the schedule → a slot of all models, and of bytes → a task
-    serve     read the line → send → judge → journal, or back into the schedule → give the slots back
+    serve     read the line → send
+    conclude  judge → journal, or back into the schedule → give the slots back; for all answers of a turn together
 
 A request that must wait before it is sent again waits in the schedule, without a slot. What a shard has not sent when
 it is told to stop is not written anywhere: whoever writes the result files knows why it is missing.
@@ -12,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from batchwright.batches.journal.envelopes import answered, unanswered
+from batchwright.batches.journal.journal import Line
 from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.plan.plan import TOKEN_BYTES
 from batchwright.batches.plan.planfile import Entry
@@ -25,6 +27,7 @@ from batchwright.batches.send.schedule import Backlog, Item, Schedule
 from batchwright.batches.send.work import End, Work
 from batchwright.batches.tally import LineStatus
 from batchwright.errors import StorageError, StorageFull
+from batchwright.inference.adaptive import Sent
 from batchwright.inference.answers import Answer, Failure, Verdict, pause_seconds
 from batchwright.inference.budgets import Budget
 from batchwright.inference.gateway import Gateway
@@ -38,6 +41,9 @@ FOLLOWERS_PER_SLOT = 2
 """While so many requests for each slot wait for the leaders of their groups, no other group begins."""
 FULL_SECONDS = 0.5
 """How long a sender rests, or an answer waits in memory, before it is looked again whether the disk has room."""
+
+Answered = tuple[Work, Item, Permit, Sent, str, Answer]
+"""A request with its answer; the text is its custom_id."""
 
 _ANSWER, _FAILED, _OK = Verdict.ANSWER, LineStatus.FAILED, LineStatus.OK
 """Looked up with every request, which takes five times as long through the enum."""
@@ -70,6 +76,8 @@ class Sender:
         self.pump: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._shared = shared
+        self._answered: list[Answered] = []
+        """In this turn of the event loop; they are concluded together at its end."""
         self._has_asked = False
         """Since the last shard came, that there is little left to send was said once."""
 
@@ -170,35 +178,59 @@ class Sender:
     # One request --------------------------------------------------------------------------------------------------
 
     async def _serve(self, work: Work, item: Item, permit: Permit) -> None:
-        """One request, once; the slots are given back when its line is in the journal."""
-        again: float | None = None
+        """One request, once; its answer waits for the others of this turn of the event loop."""
         try:
-            again = await self._attempt(work, item)
+            began = self.clock()
+            custom_id, request = work.request(item.entry, began)
+            sent = self.limit.sent(began)
+            answer = await self.gateway.send(request)
         except asyncio.CancelledError:
             _note_abortion(work, item)
-        except StorageFull as error:
-            log.warning("batch %s: %s", work.batch_id, error)
-            work.stop(End.FULL)
         except Exception as error:
-            log.warning("batch %s: %r", work.batch_id, error)
-            work.stop(End.BROKEN)
+            _note_trouble(work, error)
+        else:
+            if not self._answered:
+                self._loop.call_soon(self._conclude)
+            self._answered.append((work, item, permit, sent, custom_id, answer))
+            return
         finally:
-            permit.give_back()
             del work.tasks[item]
-            if again is None:
-                self.schedule.finished(item)
-            else:
-                self.schedule.again(item, again)
-            self.wake.set()
-            work.look()
+        self._end(work, [(item, permit)])
 
-    async def _attempt(self, work: Work, item: Item) -> float | None:
-        """Send it; answers when to send it again, or None if that was that."""
-        began = self.clock()
-        custom_id, request = work.request(item.entry, began)
-        sent = self.limit.sent(began)
-        answer = await self.gateway.send(request)
+    # The answers of a turn of the event loop, together --------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        """Write the answers by one call for each journal, and give their slots back."""
+        groups: dict[Work, list[Answered]] = {}
+        for one in self._answered:
+            groups.setdefault(one[0], []).append(one)
+        self._answered.clear()
         now = self.clock()
+        for work, group in groups.items():
+            ended: Sequence[tuple[Item, Permit]] = [(item, permit) for _, item, permit, *_ in group]
+            try:
+                judged = [(one, line) for one in group if (line := self._judge(one, now)) is not None]
+                if self._keep(work, [line for _, line in judged]):
+                    self._shared.counts.answered(self.model, *(one[-1] for one, _ in judged))
+                else:
+                    ended = self._keep_later(work, judged, ended)
+            except Exception as error:
+                _note_trouble(work, error)
+            self._end(work, ended)
+
+    def _end(self, work: Work, requests: Sequence[tuple[Item, Permit]]) -> None:
+        """Give back what requests held that were answered, or are to be sent again."""
+        schedule = self.schedule
+        for item, permit in requests:
+            permit.give_back()
+            if item.is_in_flight:
+                schedule.finished(item)
+        self.wake.set()
+        work.look()
+
+    def _judge(self, one: Answered, now: float) -> Line | None:
+        """The line for the journal; None if the request is sent again, or it is too late for it."""
+        work, item, _, sent, custom_id, answer = one
         self.limit.heard(sent, answer, now)
         if self.budget is not None:
             self.budget.settle(_guess_tokens(item.entry), answer.usage.total, answer)
@@ -207,13 +239,11 @@ class Sender:
             return None
         if answer.verdict is not _ANSWER and (pause := self._pause_before_another(item, answer)) is not None:
             self._shared.counts.retried(self.model, answer)
-            return now + pause
+            self.schedule.again(item, now + pause)
+            return None
         offset = item.entry.offset
         line = answered(work.ids.in_files(offset), custom_id, answer)
-        if not self._keep(work, offset, line, answer):
-            await self._keep_later(work, offset, line, answer)
-        self._shared.counts.answered(self.model, answer)
-        return None
+        return offset, _OK if answer.succeeded else _FAILED, line, answer.usage
 
     def _pause_before_another(self, item: Item, answer: Answer) -> float | None:
         """How long to wait before it is sent again; None if this is its answer."""
@@ -228,26 +258,42 @@ class Sender:
                 return None
         return pause_seconds(answer, attempt, initial=settings.initial_backoff, longest=settings.max_backoff)
 
-    def _keep(self, work: Work, offset: int, line: bytes, answer: Answer) -> bool:
-        """Write a line to the journal; False while the disk is full."""
+    def _keep(self, work: Work, lines: Sequence[Line]) -> bool:
+        """Write lines to the journal; False while the disk is full."""
+        if not lines:
+            return True
         try:
-            work.journal.append(offset, _OK if answer.succeeded else _FAILED, line, answer.usage)
+            work.journal.append_all(lines)
         except StorageFull as error:
             if work.journal.broken is not None:
                 raise
-            self._shared.disk.refuse(str(error))  # the pump may wait for the very slot that this answer holds
+            self._shared.disk.refuse(str(error))  # the pump may wait for the very slots that these answers hold
             return False
         return True
 
-    async def _keep_later(self, work: Work, offset: int, line: bytes, answer: Answer) -> None:
-        """Hold a line in memory until the disk has room, and the slots of its request with it.
+    def _keep_later(
+        self, work: Work, judged: Sequence[tuple[Answered, Line]], requests: Sequence[tuple[Item, Permit]]
+    ) -> Sequence[tuple[Item, Permit]]:
+        """Hold lines in memory until the disk has room, each with the slots of its request; answers the others."""
+        for (_, item, permit, *_, answer), line in judged:
+            work.tasks[item] = self._loop.create_task(self._hold(work, item, permit, line, answer))
+        return [(item, permit) for item, permit in requests if item not in work.tasks]
 
-        It is lost only if the shard must end before there is room.
-        """
-        while True:
-            await asyncio.sleep(FULL_SECONDS)
-            if self._keep(work, offset, line, answer):
-                return
+    async def _hold(self, work: Work, item: Item, permit: Permit, line: Line, answer: Answer) -> None:
+        """A line is lost only if the shard must end before there is room."""
+        try:
+            while True:
+                if self._keep(work, [line]):
+                    self._shared.counts.answered(self.model, answer)
+                    break
+                await asyncio.sleep(FULL_SECONDS)
+        except asyncio.CancelledError:
+            _note_abortion(work, item)
+        except Exception as error:
+            _note_trouble(work, error)
+        finally:
+            del work.tasks[item]
+        self._end(work, [(item, permit)])
 
 
 def _note_abortion(work: Work, item: Item) -> None:
@@ -258,6 +304,11 @@ def _note_abortion(work: Work, item: Item) -> None:
         line = unanswered(work.ids.in_files(offset), custom_id, Failure.DEADLINE.value)
         with contextlib.suppress(StorageError):
             work.journal.append(offset, _FAILED, line)
+
+
+def _note_trouble(work: Work, error: Exception) -> None:
+    log.warning("batch %s: %r", work.batch_id, error)
+    work.stop(End.FULL if isinstance(error, StorageFull) else End.BROKEN)
 
 
 def _guess_tokens(entry: Entry) -> int:
