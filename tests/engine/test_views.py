@@ -567,6 +567,15 @@ async def test_dismissed_jobs_leave_the_inbox_and_come_back_when_they_fail_again
     assert [sorted(group.samples) for group in await views.inbox()] == [[one, two]]
 
 
+async def test_a_small_group_is_not_hidden_behind_a_large_one(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "INBOX_COUNT_MAX", 1)
+    large = await failed(queue, 23, code="a")
+    (small,) = await failed(queue, 1, code="z")
+    first, last = await views.inbox()
+    assert (first.code, first.count, first.has_more, first.samples) == ("a", 21, True, large[:-4:-1])
+    assert (last.code, last.count, last.has_more, last.samples) == ("z", 1, False, [small])
+
+
 async def test_jobs_of_an_object_are_not_in_the_inbox(queue, views):
     """No verb of the inbox is for them, so they could never leave it."""
     await failed(queue, 1, owner="batch 7")
