@@ -1,11 +1,14 @@
-"""Lists of batches, tasks and documents by status read what they show, however many others there are."""
+"""Lists of batches, tasks, documents, files, keys and schedules read what they show, however many others there are."""
 
 import psycopg
 import pytest
 
+from batchwright.access import keys
 from batchwright.batches import store
 from batchwright.db.database import connect_arguments
-from batchwright.ingest import items
+from batchwright.engine import schedules
+from batchwright.files import store as files
+from batchwright.ingest import items, runs
 from batchwright.providers import tasks
 from tests.conftest import database
 from tests.engine.planning import nodes, plan, touched
@@ -39,9 +42,40 @@ CROWD = """
         (CASE WHEN n % 100 = 0 THEN 'OPEN' WHEN n % 2 = 0 THEN 'FAILED' ELSE 'DONE' END)::batchwright.item_status,
         CASE WHEN n % 100 > 0 THEN now() END, 'fatal', '{}', 'cause'
     FROM generate_series(1, 6000) AS n;
+    UPDATE batchwright.ingest_item SET cause = 'cause ' || document_id % 7, last_error = '{"code": "c", "step": "s"}'
+    WHERE status = 'FAILED';
+    INSERT INTO batchwright.ingest_step (item_id, generation, step, waiting)
+    SELECT id, 1, 's', '{"for": "rate", "message": "m"}' FROM batchwright.ingest_item WHERE status = 'OPEN';
+    ALTER TABLE batchwright.ingest_run DISABLE TRIGGER legal_run_births;
+    INSERT INTO batchwright.ingest_run (id, tenant, collection_id, kind, sources, config, recipe, lane, priority,
+        job_id, created_at, status, ended_at, parked_reason)
+    SELECT 'run_' || lpad(to_hex(n), 32, '0'), 'tenant_' || n % 3, collection.id, 'k', '[]', '{}', 'r', 'auto', 5,
+        gen_random_uuid(), now(), (CASE WHEN n <= 9 THEN 'PARKED' ELSE 'FAILED' END)::batchwright.run_status,
+        CASE WHEN n > 9 THEN now() END, CASE WHEN n <= 9 THEN 'user' END
+    FROM generate_series(1, 6000) AS n, batchwright.ingest_collection AS collection;
+    INSERT INTO batchwright.task (id, tenant, task_type, targets, inputs, job_id, queue, priority, created_at,
+        deadline_at, waiting_message, waiting_at, cancel_requested_at)
+    SELECT 'task_e' || lpad(to_hex(n), 31, '0'), 'waiting', 't', '[{"provider": "p"}]', '[]', gen_random_uuid(), 'q', 5,
+        now(), now(), CASE WHEN n % 2 = 0 THEN 'm' END, now(), CASE WHEN n % 500 = 0 THEN now() + interval '1 day' END
+    FROM generate_series(1, 6000) AS n;
+    INSERT INTO batchwright.provider_hold (provider, code, message, since, next_try_at)
+    VALUES ('p', 'c', 'm', now(), now());
+    INSERT INTO batchwright.file (id, tenant, purpose, filename, bytes, sha256, key, created_at)
+    SELECT 'file-' || lpad(to_hex(n), 32, '0'), 'tenant_' || n % 3,
+        CASE WHEN n <= 9 THEN 'batch' ELSE 'batch_output' END, 'f', 1, repeat('0', 64), 'k' || n, now()
+    FROM generate_series(1, 6000) AS n;
+    INSERT INTO batchwright.api_key (id, digest, hint, name, tenant, scopes, created_at)
+    SELECT gen_random_uuid(), sha256(n::text::bytea), 'h', 'n', 'tenant_' || n % 3, '{read}', now()
+    FROM generate_series(1, 6000) AS n;
+    INSERT INTO batchwright.schedule (id, tenant, name, cron, timezone, missed, job, next_at, created_at, updated_at)
+    SELECT gen_random_uuid(), 'tenant_' || n % 3, 'n' || n, '* * * * *', 'UTC', 'skip', '{}',
+        now() + n * interval '1 hour' - interval '10 hours', now(), now()
+    FROM generate_series(1, 6000) AS n;
 """
 LIST = {"limit": 21}
 RUN = "run_" + "0" * 32
+ITEMS = {**LIST, "run_id": RUN, "scan_max": 21}
+PARKED_RUNS = {**LIST, "statuses": ["PARKED"]}
 OPEN_BATCHES = {**LIST, "statuses": ["validating", "in_progress"]}
 OPEN_TASKS = {**LIST, "statuses": ["PENDING", "IN_PROGRESS"]}
 
@@ -73,18 +107,66 @@ def crowd(crowded_url):
         (tasks, "list", {**LIST, "tenant": "tenant_1"}, 21),
         (tasks, "list_everywhere", LIST, 21),
         (tasks, "list_by_status", {**OPEN_TASKS, "tenant": "tenant_1"}, 3),
-        (tasks, "list_by_status", OPEN_TASKS, 9),
-        (items, "list", {**LIST, "run_id": RUN, "statuses": ["OPEN"]}, 21),
-        (items, "list", {**LIST, "run_id": RUN, "statuses": ["OPEN", "DONE", "FAILED"]}, 21),
+        (tasks, "list_by_status", OPEN_TASKS, 21),
+        (items, "list", {**ITEMS, "statuses": ["OPEN"]}, 21),
+        (items, "list", {**ITEMS, "statuses": ["OPEN", "DONE", "FAILED"]}, 21),
+        (runs, "list", {**LIST, "tenant": "tenant_1"}, 21),
+        (runs, "list_everywhere", LIST, 21),
+        (runs, "list_by_status", {**PARKED_RUNS, "tenant": "tenant_1"}, 3),
+        (runs, "list_by_status", PARKED_RUNS, 9),
+        (runs, "list_of_collection", {**PARKED_RUNS, "collection": "c"}, 9),
+        (runs, "parked", LIST, 9),
+        (tasks, "parked", {**LIST, "target": "[]", "after_tenant": "", "after": ""}, 21),
+        (tasks, "just_cancelled", LIST, 12),
+        (files, "list_newest", {**LIST, "tenant": "tenant_1"}, 21),
+        (files, "list_newest_of_purpose", {**LIST, "tenant": "tenant_1", "purpose": "batch"}, 3),
+        (files, "list_oldest_of_purpose", {**LIST, "tenant": "tenant_1", "purpose": "batch_output"}, 21),
+        (keys, "list", {**LIST, "tenant": "tenant_1"}, 21),
+        (keys, "list", LIST, 21),
+        (schedules, "list", {**LIST, "tenant": "tenant_1", "after": "n2"}, 21),
+        (schedules, "due", LIST, 10),
     ],
 )
 def test_a_page_is_read_from_an_index_in_its_order(crowd, source, name, values, rows):
     found = plan(crowd, name, source=source.SQL, run=True, **values)
     assert found["Actual Rows"] == rows
-    assert [node for node in nodes(found) if node["Node Type"] == "Seq Scan"] == []
+    scans = {node["Relation Name"] for node in nodes(found) if node["Node Type"] == "Seq Scan"}
+    assert scans <= {"ingest_collection"}, "there is one"
     assert touched(found) < 300
 
 
-def test_failed_items_are_counted_no_further_than_the_limit(crowd):
-    found = plan(crowd, "inbox", source=items.SQL, run=True, tenant="tenant_0", limit=10, count_max=50)
-    assert touched(found) < 50 * 10, "nearly three thousand have failed"
+def test_every_cause_of_failed_items_is_found_and_counted_no_further_than_its_share(crowd):
+    wanted = {"limit": 10, "count_max": 140, "groups_max": 100}
+    for values in ({"tenant": "tenant_0"}, {}, {"run_id": RUN}):
+        found = plan(crowd, "inbox", source=items.SQL, run=True, **wanted, **values)
+        assert found["Actual Rows"] == 7
+        assert touched(found) < 7 * 21 * 8, "nearly three thousand have failed"
+
+
+@pytest.mark.parametrize("values", [{"tenant": "tenant_0"}, {"tenant": "tenant_0", "cause": "cause 3"}, {}])
+def test_runs_with_failures_are_found_step_by_step_along_their_index(crowd, values):
+    limits = {"limit": 10, "scan_max": 20, "heads_max": 100, "only_latest": True}
+    found = plan(crowd, "runs_with_failures", source=items.SQL, run=True, **limits, **values)
+    assert found["Actual Rows"] == 1
+    assert touched(found) < 7 * 20 * 8
+
+
+@pytest.mark.parametrize("name", ["funnel", "waits"])
+def test_open_items_are_counted_no_further_than_the_limit(crowd, name):
+    found = plan(crowd, name, source=items.SQL, run=True, run_id=RUN, count_max=20, limit=10)
+    assert found["Actual Rows"] == 1
+    assert touched(found) < 20 * 8, "sixty are open"
+
+
+def test_items_are_searched_for_no_further_than_the_limit(crowd):
+    wanted = {**ITEMS, "scan_max": 100, "cause": "nothing", "statuses": ["FAILED", "DONE"]}
+    found = plan(crowd, "list", source=items.SQL, run=True, **wanted)
+    assert found["Actual Rows"] == 1, "where it stopped"
+    assert touched(found) < 2 * 100 * 4
+
+
+@pytest.mark.parametrize("tenant", [None, "waiting"])
+def test_tasks_that_wait_are_counted_no_further_than_the_limit(crowd, tenant):
+    found = plan(crowd, "count_parked", source=tasks.SQL, run=True, tenant=tenant, count_max=50)
+    assert found["Actual Rows"] == 1
+    assert touched(found) < 300, "three thousand wait"

@@ -127,13 +127,14 @@ def counting(client: AsyncBatchwright) -> dict[str, Question]:
         "inbox": lambda: client.views.inbox(),
         "inbox --tenant": lambda: client.views.inbox(tenant="tenant_3"),
         "queue list": lambda: client.views.queues(),
-        "queue list --tenant": lambda: client.views.queues(tenant="tenant_3"),
+        "queue list --tenant": lambda: client.views.queues_of_tenant("tenant_3"),
         "worker list": lambda: client.views.workers(),
         "operation list": lambda: client.views.operations(),
         "pipeline show": lambda: client.views.pipeline(ROOT),
         "job show: children": lambda: client.queue.count_children(ROOT),
         "job show: events": lambda: client.queue.latest_events(ROOT, limit=10),
         "children, a page": lambda: client.queue.children_after(ROOT, 1, UUID(int=0)),
+        "pipeline cancel: what is open": lambda: client.views.open_members(ROOT, limit=200),
         "types that no worker knows": lambda: client.queue.unknown_types(known),
     }
 

@@ -19,7 +19,7 @@ from batchwright.engine.outcomes import Settle
 from batchwright.engine.views import SQL, Cursor, JobFilter, Views
 from batchwright.engine.workers import Workers
 from batchwright.errors import InvalidInput
-from tests.engine.planning import nodes, numbered, plan, scanned, touched, whole_table_scans
+from tests.engine.planning import indexes, nodes, numbered, plan, scanned, touched, whole_table_scans
 from tests.engine.steps import claim_one, dead, end, hand_over
 from tests.support import BASIC, fail, noop, put, raw, snooze, succeed, take, working
 
@@ -263,7 +263,7 @@ async def test_other_tenants_see_nothing_of_it(views, family):
     with pytest.raises(NotFound, match="there is no pipeline"):
         await views.pipeline(family["root"], tenant="b")
     assert await views.inbox(tenant="b") == []
-    assert await views.queues(tenant="b") == []
+    assert await views.queues_of_tenant("b") == ([], True)
     assert await views.open_members(family["root"], tenant="b", limit=10) == []
 
 
@@ -568,6 +568,15 @@ async def test_dismissed_jobs_leave_the_inbox_and_come_back_when_they_fail_again
     assert [sorted(group.samples) for group in await views.inbox()] == [[one, two]]
 
 
+async def test_a_small_group_is_not_hidden_behind_a_large_one(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "INBOX_COUNT_MAX", 1)
+    large = await failed(queue, 23, code="a")
+    (small,) = await failed(queue, 1, code="z")
+    first, last = await views.inbox()
+    assert (first.code, first.count, first.has_more, first.samples) == ("a", 21, True, large[:-4:-1])
+    assert (last.code, last.count, last.has_more, last.samples) == ("z", 1, False, [small])
+
+
 async def test_jobs_of_an_object_are_not_in_the_inbox(queue, views):
     """No verb of the inbox is for them, so they could never leave it."""
     await failed(queue, 1, owner="batch 7")
@@ -589,11 +598,11 @@ async def test_queues_show_how_much_is_due_later_and_under_way(queue, views, clo
     assert (default.name, default.due, default.scheduled, default.running) == ("default", 2, 1, 1)
     assert (default.oldest_due_seconds, default.paused_at) == (10.0, None)
     assert (letters.name, letters.due, letters.paused_at) == ("letters", 1, clock.time - timedelta(seconds=10))
-    (mine,) = await views.queues(tenant="b")
+    ((mine,), _) = await views.queues_of_tenant("b")
     assert (mine.name, mine.due) == ("letters", 1)
     await queue.cancel(await walk(views, JobFilter(queue="letters")))
     assert (await views.queues())[1].oldest_due_seconds is None
-    assert await views.queues(tenant="b") == []
+    assert await views.queues_of_tenant("b") == ([], True)
 
 
 async def test_pausing_keeps_its_first_moment_and_names_what_is_not_there(queue, views, clock):
@@ -631,15 +640,41 @@ async def test_a_long_queue_is_counted_to_a_limit_and_says_so(queue, views, monk
     assert await views.queues(name="short") == [short]
 
 
-async def test_a_tenant_sees_its_own_jobs_of_a_queue_among_the_first(queue, views, monkeypatch):
+async def test_a_tenant_sees_its_own_jobs_behind_those_of_others(queue, views, monkeypatch):
+    """Whatever the first thousand jobs of a queue are: most tenants have few jobs in all."""
     monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
-    await some(queue, 1, tenant="a")
-    await some(queue, 5, tenant="b")
-    (seen,) = await views.queues(tenant="a")
-    assert (seen.due, seen.has_more) == (1, True)
-    assert seen.oldest_due_seconds is not None
-    (seen,) = await views.queues(tenant="b")
-    assert (seen.due, seen.has_more) == (3, True)
+    await some(queue, 9, tenant="b")
+    await some(queue, 2, tenant="a")
+    await some(queue, 1, tenant="a", queue="letters", run_after=datetime(2099, 1, 1, tzinfo=UTC))
+    (default, letters), is_complete = await views.queues_of_tenant("a")
+    assert (default.name, default.due, default.has_more) == ("default", 2, False)
+    assert default.oldest_due_seconds is not None
+    assert (letters.name, letters.scheduled, letters.oldest_due_seconds) == ("letters", 1, None)
+    assert is_complete
+
+
+async def test_a_tenant_with_many_jobs_is_told_that_not_all_were_looked_at(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
+    monkeypatch.setattr(views_module, "_LISTED_MAX_OF_TENANT", 2)
+    others = await some(queue, 5, tenant="b")
+    hidden = await some(queue, 1, tenant="a")
+    newer = await some(queue, 3, tenant="a", queue="letters")
+    for id in newer:
+        await end_as(queue, id, CANCELLED)
+    assert await views.queues_of_tenant("a") == ([], False), "neither among the first of the queue nor its own newest"
+    await queue.cancel([*hidden, others[0]])
+    assert await views.queues_of_tenant("a") == ([], True)
+
+
+async def test_a_tenant_with_many_jobs_sees_its_newest_and_the_first_of_a_queue_once(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
+    monkeypatch.setattr(views_module, "_LISTED_MAX_OF_TENANT", 2)
+    await some(queue, 3, tenant="a")
+    (seen,), is_complete = await views.queues_of_tenant("a")
+    assert (seen.due, seen.has_more, is_complete) == (3, False, True)
+    await some(queue, 6, tenant="a")
+    (seen,), is_complete = await views.queues_of_tenant("a")
+    assert (seen.due, seen.has_more, is_complete) == (8, True, False), "the first five and the newest three"
 
 
 @pytest.mark.parametrize("scan_max", [2, 10_000])
@@ -668,6 +703,44 @@ async def test_a_pipeline_is_counted_to_a_limit_and_says_so(queue, views, monkey
     assert (await views.pipeline(id)).has_more
 
 
+async def test_a_pipeline_is_open_as_long_as_a_chained_job_is_that_was_not_counted(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "_PIPELINE_COUNT_MAX", 1)
+    root = await single(queue)
+    chained = await some(queue, 4, pipeline_id=root)
+    for id in [root, *chained[:3]]:
+        await end_as(queue, id, CANCELLED)
+    seen = await views.pipeline(root)
+    assert (seen.has_more, seen.status, seen.finished_at) == (True, RUNNING, None)
+    await end_as(queue, chained[3], CANCELLED)
+    assert (await views.pipeline(root)).status is CANCELLED
+
+
+@pytest.mark.parametrize("ending", ["join", "cancel", "deadline"])
+async def test_no_child_is_open_when_its_parent_has_ended_so_the_status_of_parents_is_enough(
+    queue, views, clock, monkeypatch, ending
+):
+    """Otherwise a pipeline would be shown as ended while a child that was not counted is open."""
+    monkeypatch.setattr(views_module, "_PIPELINE_COUNT_MAX", 0)
+    await clock.advance(queue, 0)
+    root = await single(queue, deadline=clock.time + timedelta(seconds=60))
+    good, bad, last = await hand_over(queue, await claim_one(queue, root), 3)
+    await end_as(queue, good, SUCCEEDED)
+    await end_as(queue, bad, FAILED)
+    seen = await views.pipeline(root)
+    assert (seen.status, seen.counts, seen.has_more) == (RUNNING, {RUNNING: 1}, True), "one failure too many is no end"
+    if ending == "join":
+        await end_as(queue, last, SUCCEEDED)
+    elif ending == "cancel":
+        await queue.cancel([root])
+    else:
+        await clock.advance(queue, 61)
+        await queue.expire()
+    seen = await views.pipeline(root)
+    assert seen.counts == {CANCELLED if ending == "cancel" else FAILED: 1}
+    assert seen.status in seen.counts
+    assert (await queue.get(last)).finished_at is not None
+
+
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 ID = UUID("00000000-0000-0000-0000-000000000001")
@@ -685,11 +758,12 @@ ASKED = {
     "list_children": {**LIST, "parent_job_id": ID},
     "list_pipeline": {**LIST, "pipeline_id": ID},
     "pipeline": {"pipeline_id": ID, "count_max": 10_000},
-    "open_members": {"pipeline_id": ID, "limit": 200},
+    "open_members": {"pipeline_id": ID, "limit": 200, "scan_max": 10_000},
     "with_ancestors": {**LIST, "ids": [ID]},
     "waiting_on": {"ids": [ID], "silent_seconds": 30.0},
-    "inbox": {"limit": 100, "count_max": 20_000, "samples": 3},
+    "inbox": {"limit": 100, "count_max": 20_000, "groups_max": 1000, "samples": 3},
     "queue_depths": {"limit": 1000, "count_max": 10_000},
+    "queues_of_tenant": {"tenant": "default", "limit": 1000, "count_max": 1000, "listed_max": 5000},
     "workers": {"limit": 1000, "silent_seconds": 30.0},
     "operations": {"limit": 1000, "silent_seconds": 30.0},
 }
@@ -765,11 +839,53 @@ def test_a_pipeline_is_read_no_further_than_its_limit(crowd, name):
     assert touched(found) < 200 * 10, "it has three thousand jobs"
 
 
-@pytest.mark.parametrize("tenant", [None, "default"])
-def test_a_queue_is_counted_no_further_than_its_limit(crowd, tenant):
-    found = plan(crowd, "queue_depths", source=SQL, run=True, limit=10, count_max=100, tenant=tenant)
+def test_a_queue_is_counted_no_further_than_its_limit(crowd):
+    found = plan(crowd, "queue_depths", source=SQL, run=True, limit=10, count_max=100)
     assert scanned(found) <= 100 + 50 + 10, "waiting, running, and the oldest of each priority"
     assert touched(found) < 100 * 4 + 200
+
+
+def test_a_tenants_queues_are_looked_for_no_further_than_the_limits(crowd):
+    wanted = {"tenant": "default", "limit": 10, "count_max": 100, "listed_max": 100}
+    found = plan(crowd, "queues_of_tenant", source=SQL, run=True, **wanted)
+    assert scanned(found) <= 101 + 2 * 101 + 50, "the first, the newest, and those that run"
+    assert touched(found) < 100 * 8 + 200
+
+
+def test_open_jobs_of_a_pipeline_are_found_without_its_ended_ones(crowd):
+    crowd.execute(
+        "UPDATE batchwright.job SET pipeline_id = %s WHERE status = 'SUCCEEDED' AND parent_job_id IS NULL", [ID]
+    )
+    crowd.execute("UPDATE batchwright.job SET pipeline_id = %s WHERE locked_by IS NOT NULL", [ID])
+    crowd.execute("ANALYZE batchwright.job")
+    found = plan(crowd, "open_members", source=SQL, run=True, pipeline_id=ID, limit=20, scan_max=200)
+    assert found["Actual Rows"] == 20, "fifty of seventeen thousand are open"
+    assert touched(found) < 400
+
+
+def test_the_inbox_finds_every_group_and_counts_each_to_its_share(crowd):
+    crowd.execute(
+        "UPDATE batchwright.job SET error = jsonb_build_object('code', 'c' || right(id::text, 1)) "
+        "WHERE status = 'FAILED'"
+    )
+    wanted = {"limit": 100, "count_max": 320, "groups_max": 1000, "samples": 3}
+    found = plan(crowd, "inbox", source=SQL, run=True, **wanted)
+    assert found["Actual Rows"] == 16
+    assert scanned(found) < 16 * 30, "a thousand have failed"
+
+
+def test_a_later_page_of_children_is_read_from_the_index_in_its_order(crowd):
+    page = {"id": ID, "round": 1, "limit": 100}
+    ids = [
+        id
+        for (id,) in crowd.execute(
+            "SELECT id FROM batchwright.job WHERE parent_job_id = %s ORDER BY id", [ID]
+        ).fetchall()
+    ]
+    for after in (UUID(int=0), ids[1500], ids[-101]):
+        found = plan(crowd, "children_after", run=True, after=after, **page)
+        assert (found["Actual Rows"], indexes(found)) == (100, {"job_children"}), "there are three thousand"
+        assert scanned(found) == 100
 
 
 def test_the_reasons_of_a_page_of_jobs_in_one_keys_long_line_touch_few_pages(crowd):

@@ -7,11 +7,19 @@ VALUES (%(id)s, %(digest)s, %(hint)s, %(name)s, %(tenant)s, %(scopes)s::text[], 
 RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 
 -- name: list
+-- Of one tenant, or of all, one after the other: the order is that of the index.
 SELECT id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
-FROM batchwright.api_key
-WHERE tenant = coalesce(%(tenant)s, tenant)
-ORDER BY created_at, id
-LIMIT %(limit)s
+FROM (
+    (
+        SELECT api_key.* FROM batchwright.api_key WHERE tenant = %(tenant)s ORDER BY tenant, created_at, id LIMIT %(limit)s
+    )
+    UNION ALL
+    (
+        SELECT api_key.* FROM batchwright.api_key
+        WHERE %(tenant)s::text IS NULL ORDER BY tenant, created_at, id LIMIT %(limit)s
+    )
+) AS key
+ORDER BY tenant, created_at, id
 
 -- name: revoke
 UPDATE batchwright.api_key SET revoked_at = coalesce(revoked_at, :now)

@@ -14,7 +14,7 @@ import orjson
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from batchwright.engine.jobs import Job, NewJob, OnHeld
-from batchwright.engine.views import InboxGroup, Pipeline, Reason, WaitingOn
+from batchwright.engine.views import InboxGroup, Pipeline, QueueView, Reason, WaitingOn
 from batchwright.states import JobStatus
 
 T = TypeVar("T")
@@ -310,7 +310,8 @@ class InboxView(Answer):
     job_type: str
     code: str | None
     kind: str | None
-    count: int = Field(description="How many; the groups of an inbox together count to 20,000.")
+    count: int = Field(description="How many; all groups together count to about 20,000.")
+    has_more: bool = Field(description="Whether there are more, which were not counted.")
     first_at: datetime
     last_at: datetime
     samples: list[UUID] = Field(description="The ids of the latest ones.")
@@ -331,6 +332,14 @@ class StepView(Answer):
 
     job_type: str
     counts: dict[JobStatus, int]
+
+
+class QueueList(All[QueueView]):
+    """Queues, and what waits in them."""
+
+    is_complete: bool = Field(
+        description="False if the tenant may have jobs that were not looked at, also in queues that are not shown."
+    )
 
 
 class PipelineView(Answer):

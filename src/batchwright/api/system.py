@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from batchwright.api.access import Admin, Reader
 from batchwright.api.errors import documented
 from batchwright.api.routes import OrjsonRoute
-from batchwright.api.schemas import LIMIT_MAX, All, Health, QueueName
+from batchwright.api.schemas import LIMIT_MAX, All, Health, QueueList, QueueName
 from batchwright.api.services import services
 from batchwright.db.migrate import require_current
 from batchwright.engine.exposition import CONTENT_TYPE
@@ -24,13 +24,18 @@ WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 
 
 @router.get("/v1/queues", responses=documented(), tags=["queues"], summary="Queues, and what waits in them")
-async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> All[QueueView]:
+async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> QueueList:
     """The queues in which the tenant has open jobs; with `tenant=*` all queues, and everybody's jobs.
 
-    Of each queue the first 10,000 jobs that wait are looked at, for one tenant the first 1,000; `has_more` says that
-    there are others, so that at least as many as shown are due or scheduled.
+    Of each queue the first 10,000 jobs that wait are looked at; for one tenant its newest 5,000 jobs, and if it has
+    more, also the first 1,000 of each queue. `has_more` says that there are others, so that at least as many as shown
+    are due or scheduled.
     """
-    return All(data=await services(request).core.views.queues(tenant=caller.tenant, limit=limit))
+    views = services(request).core.views
+    if caller.tenant is None:
+        return QueueList(data=await views.queues(limit=limit), is_complete=True)
+    found = await views.queues_of_tenant(caller.tenant, limit=limit)
+    return QueueList(data=found.queues, is_complete=found.is_complete)
 
 
 @router.post("/v1/queues/{name:path}/pause", responses=documented(404), tags=["queues"], summary="Claim no more of it")

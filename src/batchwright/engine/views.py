@@ -24,11 +24,12 @@ _MICROSECOND = timedelta(microseconds=1)
 _SCAN_MAX = 10_000
 _SILENT_SECONDS = 30.0
 INBOX_COUNT_MAX = 20_000
-"""Failed jobs that the inbox counts; of those beyond that it says nothing."""
+"""Failed jobs that the inbox looks at: each group has its share of them, and says when it has more."""
+_INBOX_GROUPS_MAX = 1_000
 _PIPELINE_COUNT_MAX = 10_000
 _QUEUE_COUNT_MAX = 10_000
 _QUEUE_COUNT_MAX_OF_TENANT = 1_000
-"""Whose jobs they are is not in the index of those that wait: each has to be read."""
+_LISTED_MAX_OF_TENANT = 5_000
 _INBOX_SAMPLES = 3
 _RETRYABLE = frozenset({"transient", "rate_limited", "deadline"})
 
@@ -113,6 +114,8 @@ class InboxGroup:
     last_at: datetime
     samples: list[UUID]
     message: str | None
+    has_more: bool = False
+    """Whether it has more than were looked at; then there are at least as many as counted."""
 
     @property
     def is_retryable(self) -> bool:
@@ -155,6 +158,14 @@ class QueueView:
     oldest_due_seconds: float | None
     has_more: bool
     """Whether more jobs wait than were looked at; then there are at least as many as counted."""
+
+
+class QueuesOfTenant(NamedTuple):
+    """The queues in which a tenant has open jobs."""
+
+    queues: list[QueueView]
+    is_complete: bool
+    """False if it may also have jobs in others, or more in these: it has many jobs, and some queue is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,21 +266,10 @@ class Views:
             job_type=job_type,
             limit=limit,
             count_max=INBOX_COUNT_MAX,
+            groups_max=_INBOX_GROUPS_MAX,
             samples=_INBOX_SAMPLES,
         )
-        return [
-            InboxGroup(
-                job_type=job_type,
-                code=code,
-                kind=kind,
-                count=n,
-                first_at=first_at,
-                last_at=last_at,
-                samples=samples,
-                message=message,
-            )
-            for job_type, code, kind, n, first_at, last_at, samples, message in rows
-        ]
+        return [InboxGroup(**_named(InboxGroup, row)) for row in rows]
 
     async def pipeline(self, id: UUID, *, tenant: str | None = None) -> Pipeline:
         rows = await self._run("pipeline", pipeline_id=id, tenant=tenant, count_max=_PIPELINE_COUNT_MAX + 1)
@@ -282,7 +282,7 @@ class Views:
             steps.setdefault(job_type, {})[JobStatus(status)] = n
             counts[JobStatus(status)] += n
             tops[JobStatus(status)] += without_parent
-        status = _pipeline_status(counts, tops)
+        status = _pipeline_status(counts, tops, is_open=rows[0][7])
         is_open = status not in JOB.terminal
         return Pipeline(
             id=id,
@@ -296,16 +296,25 @@ class Views:
         )
 
     async def open_members(self, id: UUID, *, tenant: str | None = None, limit: int) -> list[JobId]:
-        """Jobs of a pipeline that have not ended, without those that belong to an object."""
-        rows = await self._run("open_members", pipeline_id=id, tenant=tenant, limit=limit)
+        """Jobs of a pipeline that have not ended, without those that belong to an object.
+
+        As long as there are some that have no parent, only these: whoever cancels them cancels what is below them.
+        """
+        rows = await self._run("open_members", pipeline_id=id, tenant=tenant, limit=limit, scan_max=_SCAN_MAX)
         return [JobId(id) for (id,) in rows]
 
     # Around the jobs --------------------------------------------------------------------------------------------
 
-    async def queues(self, *, tenant: str | None = None, name: str | None = None, limit: int = 1000) -> list[QueueView]:
-        count_max = _QUEUE_COUNT_MAX if tenant is None else _QUEUE_COUNT_MAX_OF_TENANT
-        rows = await self._run("queue_depths", tenant=tenant, name=name, limit=limit, count_max=count_max)
+    async def queues(self, *, name: str | None = None, limit: int = 1000) -> list[QueueView]:
+        rows = await self._run("queue_depths", name=name, limit=limit, count_max=_QUEUE_COUNT_MAX)
         return [QueueView(**_named(QueueView, row)) for row in rows]
+
+    async def queues_of_tenant(self, tenant: str, *, limit: int = 1000) -> QueuesOfTenant:
+        """Queues in which it has open jobs, and its own jobs in them."""
+        limits = {"listed_max": _LISTED_MAX_OF_TENANT, "count_max": _QUEUE_COUNT_MAX_OF_TENANT, "limit": limit}
+        rows = await self._run("queues_of_tenant", tenant=tenant, **limits)
+        found = [QueueView(**_named(QueueView, row)) for row in rows if row[0] is not None]
+        return QueuesOfTenant(found, is_complete=len(found) == len(rows))
 
     async def workers(self, *, limit: int = 1000) -> list[WorkerView]:
         rows = await self._run("workers", silent_seconds=_SILENT_SECONDS, limit=limit)
@@ -359,9 +368,9 @@ def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
     return found
 
 
-def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, int]) -> JobStatus:
+def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, int], *, is_open: bool) -> JobStatus:
     """Open while anything is open; then as bad as the worst job without a parent, since parents judge children."""
-    if any(status not in JOB.terminal for status in counts):
+    if is_open or any(status not in JOB.terminal for status in counts):
         return JobStatus.QUEUED if set(counts) == {JobStatus.QUEUED} else JobStatus.RUNNING
     return next((status for status in (JobStatus.FAILED, JobStatus.CANCELLED) if tops.get(status)), JobStatus.SUCCEEDED)
 

@@ -162,27 +162,53 @@ latest AS (
 ),
 :page_of_few
 
+-- part: open_tops
+-- Jobs of a pipeline that have no parent and have not ended. As long as one of its children is open, so is a parent.
+(
+    SELECT id, owner FROM batchwright.job
+    WHERE id = %(pipeline_id)s AND pipeline_id = %(pipeline_id)s AND finished_at IS NULL
+        AND tenant = coalesce(%(tenant)s, tenant)
+    UNION ALL
+    SELECT id, owner FROM batchwright.job
+    WHERE pipeline_id = %(pipeline_id)s AND parent_job_id IS NULL AND pipeline_id <> id AND finished_at IS NULL
+        AND tenant = coalesce(%(tenant)s, tenant)
+)
+
 -- name: pipeline
--- At most `count_max` jobs are counted; those without a parent, which decide how it ends, come first.
+-- At most `count_max` jobs are counted; those without a parent, which decide how it ends, come first. Whether any of
+-- these is open is known also of those that were not counted.
 WITH RECURSIVE :members,
 counted AS MATERIALIZED (
     SELECT id FROM member LIMIT %(count_max)s
 )
 SELECT job.job_type, job.status::text, count(*), count(*) FILTER (WHERE job.parent_job_id IS NULL),
-       min(job.created_at), min(job.started_at), max(job.finished_at)
+       min(job.created_at), min(job.started_at), max(job.finished_at), EXISTS (SELECT FROM :open_tops AS top)
 FROM batchwright.job
 WHERE job.id = ANY(ARRAY(SELECT id FROM counted))
 GROUP BY job.job_type, job.status
 ORDER BY min(job.created_at), job.job_type
 
 -- name: open_members
--- Parents before their children.
-WITH RECURSIVE :members
-SELECT job.id
-FROM member JOIN batchwright.job ON job.id = member.id
-WHERE job.finished_at IS NULL AND job.owner IS NULL
-ORDER BY job.parent_job_id IS NOT NULL, job.created_at, job.id
-LIMIT %(limit)s
+-- Jobs without a parent first: a verb on them is for all that is below. Only when none of those is left, the first
+-- `scan_max` of all are looked at for one that was left over.
+WITH RECURSIVE :members,
+top AS MATERIALIZED (
+    SELECT id FROM :open_tops AS one WHERE owner IS NULL LIMIT %(limit)s
+),
+left_over AS (
+    SELECT bounded.id
+    FROM (SELECT id FROM member LIMIT %(scan_max)s) AS bounded
+    CROSS JOIN LATERAL (
+        SELECT FROM batchwright.job
+        WHERE job.id = bounded.id AND job.finished_at IS NULL AND job.owner IS NULL
+        OFFSET 0
+    ) AS open
+    WHERE NOT EXISTS (SELECT FROM top)
+    LIMIT %(limit)s
+)
+SELECT id FROM top
+UNION ALL
+SELECT id FROM left_over
 
 -- name: with_ancestors
 -- These jobs, and whoever waits for them and is meant as well: a verb on both begins at the top.
@@ -237,84 +263,108 @@ CROSS JOIN LATERAL (
 ) AS able
 WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED'
 
--- part: tenants
--- The tenant that was named, or all of them, each found by one step along the index.
-everyone AS (
-    (SELECT tenant FROM batchwright.listing WHERE %(tenant)s::text IS NULL ORDER BY tenant LIMIT 1)
-    UNION ALL
-    SELECT (SELECT job.tenant FROM batchwright.listing AS job WHERE job.tenant > everyone.tenant
-            ORDER BY job.tenant LIMIT 1)
-    FROM everyone WHERE everyone.tenant IS NOT NULL
-),
-tenants AS (
-    SELECT tenant FROM everyone WHERE tenant IS NOT NULL
-    UNION ALL
-    SELECT %(tenant)s::text WHERE %(tenant)s::text IS NOT NULL
-)
+-- part: unseen
+job.status = 'FAILED' AND job.dismissed_at IS NULL
+
+-- part: code
+coalesce(job.error ->> 'code', '')
 
 -- name: inbox
--- Failed jobs that nobody has dismissed, by type and cause; at most `count_max` are counted. Jobs that belong to an
--- object are that object's business.
-WITH RECURSIVE :tenants,
-counted AS (
-    SELECT failed.*
-    FROM tenants
+-- Failed jobs that nobody has dismissed, by type and cause. The groups of each tenant are found first, each by one step
+-- along the index, so that none is missed behind a large one; then each is looked at, the latest first, as far as its
+-- share of `count_max` goes. Jobs that belong to an object are that object's business.
+WITH RECURSIVE head AS (
+    (
+        SELECT job.tenant, job.job_type, :code AS code FROM batchwright.job
+        WHERE :unseen AND job.tenant >= coalesce(%(tenant)s::text, '')
+        ORDER BY job.tenant, job.job_type, :code
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT next.tenant, next.job_type, next.code
+    FROM head
     CROSS JOIN LATERAL (
-        SELECT job.id, job.job_type, job.error ->> 'code' AS code, job.error ->> 'kind' AS kind, job.finished_at
-        FROM batchwright.job
-        WHERE job.status = 'FAILED' AND job.dismissed_at IS NULL AND job.tenant = tenants.tenant
-            AND (%(job_type)s::text IS NULL OR job.job_type = %(job_type)s) AND job.owner IS NULL
+        SELECT job.tenant, job.job_type, :code AS code FROM batchwright.job
+        WHERE :unseen AND (job.tenant, job.job_type, :code) > (head.tenant, head.job_type, head.code)
+        ORDER BY job.tenant, job.job_type, :code
+        LIMIT 1
+    ) AS next
+    WHERE next.tenant = coalesce(%(tenant)s, next.tenant)
+),
+known AS MATERIALIZED (
+    SELECT * FROM head
+    WHERE tenant = coalesce(%(tenant)s, tenant) AND job_type = coalesce(%(job_type)s, job_type)
+    LIMIT %(groups_max)s + 1
+),
+share AS MATERIALIZED (
+    SELECT greatest(20, %(count_max)s / greatest(1, count(*))) AS jobs, count(*) > %(groups_max)s AS is_cut FROM known
+),
+counted AS (
+    SELECT known.job_type, known.code, failed.*,
+        (
+            SELECT job.finished_at FROM batchwright.job
+            WHERE :unseen AND job.tenant = known.tenant AND job.job_type = known.job_type AND :code = known.code
+            ORDER BY job.finished_at
+            LIMIT 1
+        ) AS first_at
+    FROM known
+    CROSS JOIN LATERAL (
+        SELECT count(*) FILTER (WHERE owner IS NULL) AS n, count(*) > (SELECT jobs FROM share) AS has_more,
+            min(kind) AS kind, max(finished_at) FILTER (WHERE owner IS NULL) AS last_at,
+            (array_agg(id ORDER BY finished_at DESC, id DESC) FILTER (WHERE owner IS NULL))[1:%(samples)s] AS latest
+        FROM (
+            SELECT job.id, job.owner, job.error ->> 'kind' AS kind, job.finished_at FROM batchwright.job
+            WHERE :unseen AND job.tenant = known.tenant AND job.job_type = known.job_type AND :code = known.code
+            ORDER BY job.finished_at DESC
+            LIMIT (SELECT jobs + 1 FROM share)
+        ) AS looked_at
     ) AS failed
-    LIMIT %(count_max)s
+    WHERE failed.n > 0
 ),
 grouped AS (
-    SELECT job_type, code, min(kind) AS kind, count(*) AS n, min(finished_at) AS first_at, max(finished_at) AS last_at,
-           (array_agg(id ORDER BY finished_at DESC, id DESC))[1:%(samples)s] AS latest
+    SELECT job_type, code, min(kind) AS kind, sum(n)::bigint AS n, min(first_at) AS first_at, max(last_at) AS last_at,
+        bool_or(has_more) OR (SELECT is_cut FROM share) AS has_more
     FROM counted GROUP BY job_type, code
-    ORDER BY count(*) DESC, max(finished_at) DESC, job_type, code
+    ORDER BY sum(n) DESC, max(last_at) DESC, job_type, code
     LIMIT %(limit)s
 )
-SELECT grouped.job_type, grouped.code, grouped.kind, grouped.n, grouped.first_at, grouped.last_at, grouped.latest,
-       (SELECT job.error ->> 'message' FROM batchwright.job WHERE job.id = grouped.latest[1])
+SELECT grouped.job_type, nullif(grouped.code, ''), grouped.kind, grouped.n, grouped.first_at, grouped.last_at,
+    samples.latest, samples.message, grouped.has_more
 FROM grouped
+CROSS JOIN LATERAL (
+    SELECT (array_agg(job.id ORDER BY job.finished_at DESC, job.id DESC))[1:%(samples)s] AS latest,
+        (array_agg(job.error ->> 'message' ORDER BY job.finished_at DESC, job.id DESC))[1] AS message
+    FROM batchwright.job
+    WHERE job.id = ANY(ARRAY(
+        SELECT unnest(counted.latest) FROM counted
+        WHERE counted.job_type = grouped.job_type AND counted.code = grouped.code))
+) AS samples
 ORDER BY grouped.n DESC, grouped.last_at DESC, grouped.job_type, grouped.code
 
+-- part: clock
+clock AS MATERIALIZED (SELECT :now AS now)
+
 -- name: queue_depths
--- Without a tenant every queue that was ever used; with one, those in which it has open jobs. Of each queue the first
--- `count_max` jobs that wait are looked at, by priority and time; there may be more. The oldest job that is due is the
--- first of its priority.
+-- Every queue that was ever used. Of each the first `count_max` jobs that wait are counted; there may be more. The
+-- oldest job that is due is the first of its priority.
 WITH held AS MATERIALIZED (
     SELECT queue, count(*) AS running FROM batchwright.job
-    WHERE locked_by IS NOT NULL AND status = 'RUNNING' AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
+    WHERE locked_by IS NOT NULL AND status = 'RUNNING'
     GROUP BY queue
 ),
-clock AS MATERIALIZED (SELECT :now AS now)
+:clock
 SELECT queue.name, queue.paused_at, queued.due, queued.later, coalesce(held.running, 0),
-       extract(epoch FROM clock.now - coalesce(queued.first_at, oldest.first_at))::float8,
-       queued.looked >= %(count_max)s
+       extract(epoch FROM clock.now - oldest.first_at)::float8, queued.looked >= %(count_max)s
 FROM clock
 CROSS JOIN batchwright.queue
 CROSS JOIN LATERAL (
-    SELECT count(*) FILTER (WHERE is_wanted AND run_after <= clock.now) AS due,
-           count(*) FILTER (WHERE is_wanted AND run_after > clock.now) AS later,
-           min(run_after) FILTER (WHERE is_wanted AND run_after <= clock.now AND %(tenant)s::text IS NOT NULL) AS first_at,
+    SELECT count(*) FILTER (WHERE run_after <= clock.now) AS due, count(*) FILTER (WHERE run_after > clock.now) AS later,
            count(*) AS looked
     FROM (
-        (
-            SELECT run_after, true AS is_wanted FROM batchwright.job
-            WHERE job.queue = queue.name AND status = 'QUEUED' AND %(tenant)s::text IS NULL
-            LIMIT %(count_max)s
-        )
-        UNION ALL
-        (
-            SELECT run_after, tenant = %(tenant)s FROM batchwright.job
-            WHERE job.queue = queue.name AND status = 'QUEUED' AND %(tenant)s::text IS NOT NULL
-            ORDER BY priority, run_after, id
-            LIMIT %(count_max)s
-        )
+        SELECT run_after FROM batchwright.job WHERE job.queue = queue.name AND status = 'QUEUED' LIMIT %(count_max)s
     ) AS bounded
 ) AS queued
-LEFT JOIN LATERAL (
+CROSS JOIN LATERAL (
     SELECT min(first.run_after) AS first_at
     FROM generate_series(0, 9) AS lane (priority)
     CROSS JOIN LATERAL (
@@ -323,12 +373,71 @@ LEFT JOIN LATERAL (
             AND run_after <= clock.now
         ORDER BY run_after LIMIT 1
     ) AS first
-) AS oldest ON %(tenant)s::text IS NULL
+) AS oldest
 LEFT JOIN held ON held.queue = queue.name
-WHERE (%(name)s::text IS NULL OR queue.name = %(name)s)
-    AND (%(tenant)s::text IS NULL OR queued.due + queued.later > 0 OR held.queue IS NOT NULL)
+WHERE %(name)s::text IS NULL OR queue.name = %(name)s
 ORDER BY queue.name
 LIMIT %(limit)s
+
+-- name: queues_of_tenant
+-- Queues in which the tenant has open jobs. Whose jobs they are is not in the index of those that wait. So its newest
+-- `listed_max` jobs are looked at, which are all that most tenants have; if it has more, also the first `count_max` that
+-- wait in each queue, whoever's they are. A queue with more than that may have jobs of the tenant that were not seen:
+-- then there is a row without a name, and the queue is not left to be guessed from its absence.
+WITH listed AS MATERIALIZED (
+    SELECT id FROM batchwright.listing
+    WHERE tenant = %(tenant)s
+    ORDER BY created_at DESC, id DESC
+    LIMIT %(listed_max)s + 1
+),
+first AS MATERIALIZED (
+    SELECT one.*
+    FROM batchwright.queue
+    CROSS JOIN LATERAL (
+        SELECT id, queue, tenant, run_after FROM batchwright.job
+        WHERE job.queue = queue.name AND status = 'QUEUED'
+        ORDER BY priority, run_after, id
+        LIMIT %(count_max)s + 1
+    ) AS one
+    WHERE (SELECT count(*) FROM listed) > %(listed_max)s
+),
+long AS MATERIALIZED (
+    SELECT queue FROM first GROUP BY queue HAVING count(*) > %(count_max)s
+),
+waiting AS (
+    SELECT job.id, job.queue, job.run_after
+    FROM listed
+    CROSS JOIN LATERAL (
+        SELECT id, queue, run_after FROM batchwright.job WHERE job.id = listed.id AND status = 'QUEUED' OFFSET 0
+    ) AS job
+    UNION
+    SELECT id, queue, run_after FROM first WHERE tenant = %(tenant)s
+),
+:clock,
+queued AS (
+    SELECT queue, count(*) FILTER (WHERE run_after <= clock.now) AS due,
+        count(*) FILTER (WHERE run_after > clock.now) AS later,
+        min(run_after) FILTER (WHERE run_after <= clock.now) AS first_at
+    FROM waiting CROSS JOIN clock
+    GROUP BY queue
+),
+held AS (
+    SELECT queue, count(*) AS running FROM batchwright.job
+    WHERE locked_by IS NOT NULL AND status = 'RUNNING' AND tenant = %(tenant)s
+    GROUP BY queue
+)
+(
+    SELECT queue.name, queue.paused_at, coalesce(queued.due, 0), coalesce(queued.later, 0), coalesce(held.running, 0),
+        extract(epoch FROM clock.now - queued.first_at)::float8, queue.name IN (SELECT queue FROM long)
+    FROM clock CROSS JOIN batchwright.queue
+    LEFT JOIN queued ON queued.queue = queue.name
+    LEFT JOIN held ON held.queue = queue.name
+    WHERE queued.queue IS NOT NULL OR held.queue IS NOT NULL
+    ORDER BY queue.name
+    LIMIT %(limit)s
+)
+UNION ALL
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, true WHERE EXISTS (SELECT FROM long)
 
 -- name: workers
 SELECT id, host, pid, version, queues, operations, concurrency, running, started_at, heartbeat_at, stopping_at,

@@ -35,7 +35,6 @@ SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
 FROM batchwright.file
 WHERE (tenant, id) < (%(tenant)s, coalesce(%(after)s, 'g')) AND tenant >= %(tenant)s
     AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
-    AND (%(purpose)s::text IS NULL OR purpose = %(purpose)s)
 ORDER BY tenant DESC, id DESC
 LIMIT %(limit)s
 
@@ -44,8 +43,25 @@ SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
 FROM batchwright.file
 WHERE (tenant, id) > (%(tenant)s, coalesce(%(after)s, '')) AND tenant <= %(tenant)s
     AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
-    AND (%(purpose)s::text IS NULL OR purpose = %(purpose)s)
 ORDER BY tenant, id
+LIMIT %(limit)s
+
+-- name: list_newest_of_purpose
+SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+FROM batchwright.file
+WHERE (tenant, purpose, id) < (%(tenant)s, %(purpose)s, coalesce(%(after)s, 'g'))
+    AND (tenant, purpose) >= (%(tenant)s, %(purpose)s)
+    AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
+ORDER BY tenant DESC, purpose DESC, id DESC
+LIMIT %(limit)s
+
+-- name: list_oldest_of_purpose
+SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
+FROM batchwright.file
+WHERE (tenant, purpose, id) > (%(tenant)s, %(purpose)s, coalesce(%(after)s, ''))
+    AND (tenant, purpose) <= (%(tenant)s, %(purpose)s)
+    AND deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)
+ORDER BY tenant, purpose, id
 LIMIT %(limit)s
 
 -- name: delete

@@ -133,6 +133,7 @@ class Files:
     ) -> list[File]:
         params = {"tenant": tenant, "after": after, "limit": limit, "purpose": purpose}
         name = "list_newest" if order == "desc" else "list_oldest"
+        name = name if purpose is None else f"{name}_of_purpose"
         return [_file(row) for row in await self._database.ask(SQL[name], params)]
 
     async def delete(self, id: str, *, tenant: str) -> None:

@@ -8,11 +8,12 @@ the engine         a worker that holds it, no worker, a paused queue, no free sl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from batchwright.engine.jobs import Job, JobId
+from batchwright.ingest.items import OPEN_COUNT_MAX
 from batchwright.states import ItemStatus, JobStatus, RunStatus
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Waits:
     message: str
     count: int | None = None
     """How many documents; None if that was not counted."""
+    has_more: bool = False
+    """Whether there are open documents that were not looked at."""
     step: str | None = None
     until: datetime | None = None
     remedy: str | None = None
@@ -91,7 +94,8 @@ async def explain_run(part: IngestPart, run: Run, *, limit: int = 10) -> list[Wa
     is_parked = run.status is RunStatus.PARKED
     for reason, message, count, until in await part.items.waits(run.id, limit):
         if not (is_parked and reason in ("user", run.parked_reason)):
-            found.append(_of_step({"for": reason, "message": message}, count=count, until=until))
+            waits = _of_step({"for": reason, "message": message}, count=count, until=until)
+            found.append(replace(waits, has_more=run.item_count_open > OPEN_COUNT_MAX))
     if is_parked:
         return found
     sample = await part.items.list(run.id, limit=_SAMPLE, statuses=[ItemStatus.OPEN])

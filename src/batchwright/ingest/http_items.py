@@ -54,13 +54,8 @@ async def list_items(
     app = service(request, IngestServices)
     after = read_cursor(cursor, ITEM_ID)
     run = await app.runs.get(id, tenant=caller.tenant)
-    found = await app.items.list(run.id, after=after, limit=limit + 1, statuses=status, step=step, cause=cause)
-    shown, has_more = found[:limit], len(found) > limit
-    return Page(
-        data=[ItemView.of(item) for item in shown],
-        has_more=has_more,
-        next_cursor=shown[-1].id if has_more else None,
-    )
+    items, next = await app.items.page(run.id, after=after, limit=limit, statuses=status, step=step, cause=cause)
+    return Page(data=[ItemView.of(item) for item in items], has_more=next is not None, next_cursor=next)
 
 
 @router.get("/items/{id}", responses=_FOUND, summary="Show a document of a run: its steps, and what it waits for")

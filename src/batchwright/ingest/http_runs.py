@@ -36,7 +36,7 @@ from batchwright.ingest.views import (
     as_decimal,
     read_cursor,
 )
-from batchwright.states import ItemStatus, RunStatus
+from batchwright.states import RunStatus
 from batchwright.telemetry.tracing import incoming, span
 
 router = APIRouter(prefix="/v1/ingest", route_class=OrjsonRoute, tags=["ingest"])
@@ -193,8 +193,7 @@ def _busy(message: str) -> Refusal:
 
 
 async def _view(app: IngestServices, run: Run) -> RunView:
-    counted = await app.items.funnel(run.id)
-    at = {step: count for (status, step), count in counted.items() if status is ItemStatus.OPEN}
+    at = await app.items.funnel(run)
     order = list(dict.fromkeys(["ENQUEUED", *app.part.graph.order, *at]))
     return RunView.of(
         run,

@@ -46,4 +46,5 @@ def _as_group(cause: Cause) -> InboxGroup:
         last_at=cause.last_at,
         samples=cause.job_ids,
         message=f"{cause.step}: {cause.message}; see: batchwright ingest inbox",
+        has_more=cause.has_more,
     )

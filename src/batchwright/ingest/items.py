@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 import orjson
@@ -16,10 +16,19 @@ from batchwright.db.statements import statements
 from batchwright.engine import owned
 from batchwright.engine.queue import Queue
 from batchwright.errors import NotFound
+from batchwright.ingest.pipeline import ENQUEUED
 from batchwright.states import ITEM, ItemStatus
 
+if TYPE_CHECKING:
+    from batchwright.ingest.runs import Run
+
 SQL = statements(__package__, "items.sql", parts=owned.JOBS_VIEW)
-_INBOX_COUNT_MAX = 20_000
+_INBOX_COUNT_MAX = 10_000
+_INBOX_GROUPS_MAX = 500
+_SCAN_MAX = 5_000
+_HEADS_MAX = 10_000
+OPEN_COUNT_MAX = 5_000
+"""Open items of a run that are looked at to tell how far they are and what they wait for."""
 ITEM_JOB = "ingest.item"
 PAGE = 1000
 
@@ -100,6 +109,18 @@ class Cause:
     names: list[str]
     message: str | None
     job_ids: list[UUID]
+    has_more: bool = False
+    """Whether there are more than were looked at; then at least so many have failed."""
+
+
+class ItemPage(NamedTuple):
+    """Some items in the order of their listing, and where to go on; nothing is left when `next` is None.
+
+    A page may be short or empty and still have a next one: a list looks at a bounded number of items.
+    """
+
+    items: list[Item]
+    next: str | None
 
 
 class StepState(NamedTuple):
@@ -149,7 +170,7 @@ class Items:
             return _item(row)
         raise NotFound(f"there is no item {id!r}", kind="item", id=id)
 
-    async def list(
+    async def page(
         self,
         run_id: str,
         *,
@@ -158,11 +179,36 @@ class Items:
         statuses: Sequence[ItemStatus] | None = None,
         step: str | None = None,
         cause: str | None = None,
-    ) -> Sequence[Item]:
+    ) -> ItemPage:
         """In the order in which they were listed."""
-        wanted = [status.value for status in statuses or ItemStatus]
-        params = {"run_id": run_id, "after": after, "limit": limit, "statuses": wanted, "step": step, "cause": cause}
-        return [_item(row) for row in await self._database.ask(SQL["list"], params)]
+        scan_max = limit + 1 if step is None and cause is None else max(limit + 1, _SCAN_MAX)
+        rows = await self._ask(
+            "list",
+            None,
+            run_id=run_id,
+            after=after,
+            limit=limit + 1,
+            scan_max=scan_max,
+            statuses=[status.value for status in statuses or ItemStatus],
+            step=step,
+            cause=cause,
+        )
+        found = [_item(row[1:]) for row in rows if row[1] is not None]
+        if len(found) > limit:
+            return ItemPage(found[:limit], found[limit - 1].id)
+        return ItemPage(found, rows[0][0])
+
+    async def list(self, run_id: str, *, limit: int = 100, **wanted: Any) -> Sequence[Item]:
+        """As `page`, but page after page until there are `limit`."""
+        found: list[Item] = []
+        after = wanted.pop("after", None)
+        while len(found) < limit:
+            page = await self.page(run_id, after=after, limit=limit - len(found), **wanted)
+            found += page.items
+            after = page.next
+            if after is None:
+                break
+        return found
 
     async def jobless(self, run_id: str, limit: int) -> Sequence[tuple[str, UUID]]:
         """Open items whose job was never enqueued, with the id that it will have."""
@@ -217,31 +263,39 @@ class Items:
     async def inbox(self, tenant: str | None, *, run_id: str | None = None, limit: int = 100) -> Sequence[Cause]:
         """Failed items by cause, the largest group first; without a run, only the latest of each document.
 
-        At most 20,000 are counted.
+        About 10,000 are looked at, of each cause its share.
         """
-        params = {"tenant": tenant, "run_id": run_id, "limit": limit, "count_max": _INBOX_COUNT_MAX}
-        return [Cause(*row) for row in await self._ask("inbox", None, **params)]
+        limits = {"limit": limit, "count_max": _INBOX_COUNT_MAX, "groups_max": _INBOX_GROUPS_MAX}
+        return [Cause(*row) for row in await self._ask("inbox", None, tenant=tenant, run_id=run_id, **limits)]
 
     async def dismiss(self, tenant: str | None, wanted: Wanted, *, run_id: str | None = None) -> int:
         """Take failed items out of the inbox; answers how many."""
         return len(await self._ask("dismiss", None, tenant=tenant, run_id=run_id, **wanted.params()))
 
     async def runs_with_failures(self, tenant: str | None, wanted: Wanted, limit: int = 1000) -> Sequence[str]:
-        rows = await self._ask("runs_with_failures", None, tenant=tenant, limit=limit, **wanted.params())
+        limits = {"limit": limit, "scan_max": _SCAN_MAX, "heads_max": _HEADS_MAX}
+        rows = await self._ask("runs_with_failures", None, tenant=tenant, **limits, **wanted.params())
         return [id for (id,) in rows]
 
     # Watching ---------------------------------------------------------------------------------------------------
 
-    async def funnel(self, run_id: str) -> dict[tuple[ItemStatus, str], int]:
-        """How many items there are, by status and step."""
-        return {(ItemStatus(status), step): n for status, step, n in await self._ask("funnel", None, run_id=run_id)}
+    async def funnel(self, run: Run) -> dict[str, int]:
+        """How far open items are: how many by the last step that they have reached.
+
+        The first `OPEN_COUNT_MAX` are looked at. The others were found last: they count as not begun.
+        """
+        at = dict(await self._ask("funnel", None, run_id=run.id, count_max=OPEN_COUNT_MAX))
+        looked_at = sum(at.values())
+        if looked_at >= OPEN_COUNT_MAX and run.item_count_open > looked_at:
+            at[ENQUEUED] = at.get(ENQUEUED, 0) + run.item_count_open - looked_at
+        return at
 
     async def steps(self, id: str) -> Sequence[StepState]:
         return [StepState(*row) for row in await self._ask("steps", None, id=id)]
 
     async def waits(self, run_id: str, limit: int = 10) -> Sequence[Row]:
-        """What open items wait for: (for, message, how many, until when)."""
-        rows: Sequence[Row] = await self._ask("waits", None, run_id=run_id, limit=limit)
+        """What the first `OPEN_COUNT_MAX` open items wait for: (for, message, how many, until when)."""
+        rows: Sequence[Row] = await self._ask("waits", None, run_id=run_id, limit=limit, count_max=OPEN_COUNT_MAX)
         return rows
 
     async def clear_waits(self, run_id: str, *, session: Session) -> int:

@@ -36,21 +36,32 @@ SELECT :item_columns FROM batchwright.ingest_item AS item
 WHERE item.id = %(id)s AND item.tenant = coalesce(%(tenant)s, item.tenant)
 
 -- name: list
--- Of each status the first ones, along the index of both.
-SELECT :item_columns FROM batchwright.ingest_item AS item
-WHERE item.id = ANY(ARRAY(
-    SELECT first.id
+-- Of each status the first ones, along the index of both. Step and cause are not in it: `scan_max` items of each status
+-- are looked at. Behind the first place where that was not enough, something may be missing: the page ends there, and
+-- every row has that place.
+WITH looked_at AS MATERIALIZED (
+    SELECT wanted.status, first.id, first.step, first.cause
     FROM unnest(%(statuses)s::text[]) AS wanted (status)
     CROSS JOIN LATERAL (
-        SELECT one.id FROM batchwright.ingest_item AS one
+        SELECT one.id, one.step, one.cause FROM batchwright.ingest_item AS one
         WHERE one.run_id = %(run_id)s AND one.status = wanted.status::batchwright.item_status
             AND one.id > coalesce(%(after)s, '') COLLATE "C"
-            AND (%(step)s::text IS NULL OR one.step = %(step)s)
-            AND (%(cause)s::text IS NULL OR one.cause = %(cause)s)
         ORDER BY one.run_id, one.status, one.id
-        LIMIT %(limit)s
+        LIMIT %(scan_max)s
     ) AS first
-    ORDER BY first.id
+),
+stop AS MATERIALIZED (
+    SELECT min(id) AS id
+    FROM (SELECT max(id) AS id FROM looked_at GROUP BY status HAVING count(*) >= %(scan_max)s) AS cut
+)
+SELECT stop.id, :item_columns
+FROM stop
+LEFT JOIN batchwright.ingest_item AS item ON item.id = ANY(ARRAY(
+    SELECT id FROM looked_at
+    WHERE id <= coalesce((SELECT id FROM stop), id)
+        AND (%(step)s::text IS NULL OR step = %(step)s)
+        AND (%(cause)s::text IS NULL OR cause = %(cause)s)
+    ORDER BY id
     LIMIT %(limit)s))
 ORDER BY item.id
 
@@ -154,23 +165,88 @@ RETURNING step.item_id
 
 -- The inbox ---------------------------------------------------------------------------------------------------------
 
+-- part: unseen
+item.status = 'FAILED' AND item.dismissed_at IS NULL
+
 -- name: inbox
--- At most `count_max` are counted.
-SELECT item.cause, item.last_error ->> 'step', item.last_error_kind, item.last_error ->> 'code', count(*),
-       min(item.ended_at), max(item.ended_at),
-       (array_agg(item.id ORDER BY item.ended_at DESC))[1:3],
-       (array_agg(item.name ORDER BY item.ended_at DESC))[1:3],
-       (array_agg(item.last_error ->> 'message' ORDER BY item.ended_at DESC))[1],
-       (array_agg(:last_job ORDER BY item.ended_at DESC))[1:3]
-FROM (
-    SELECT item.* FROM batchwright.ingest_item AS item
-    WHERE item.status = 'FAILED' AND item.dismissed_at IS NULL AND item.tenant = coalesce(%(tenant)s, item.tenant)
-        AND CASE WHEN %(run_id)s::text IS NULL THEN NOT :is_superseded ELSE item.run_id = %(run_id)s END
-    LIMIT %(count_max)s
-) AS item
-GROUP BY 1, 2, 3, 4
-ORDER BY 5 DESC, 1
-LIMIT %(limit)s
+-- The causes of each tenant are found first, each by one step along the index, so that none is missed behind a large
+-- one; then each is looked at, the newest first, as far as its share of `count_max` goes. A cause of which all that were
+-- looked at were dealt with by later runs is shown as well if there are more.
+WITH RECURSIVE whose AS MATERIALIZED (
+    SELECT coalesce(%(tenant)s, (SELECT run.tenant FROM batchwright.ingest_run AS run WHERE run.id = %(run_id)s)) AS tenant
+),
+head AS (
+    (
+        SELECT item.tenant, item.cause FROM batchwright.ingest_item AS item
+        WHERE :unseen AND item.tenant >= coalesce((SELECT tenant FROM whose), '')
+        ORDER BY item.tenant, item.cause
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT next.tenant, next.cause
+    FROM head
+    CROSS JOIN LATERAL (
+        SELECT item.tenant, item.cause FROM batchwright.ingest_item AS item
+        WHERE :unseen AND (item.tenant, item.cause) > (head.tenant, head.cause)
+        ORDER BY item.tenant, item.cause
+        LIMIT 1
+    ) AS next
+    WHERE next.tenant = coalesce((SELECT tenant FROM whose), next.tenant)
+),
+known AS MATERIALIZED (
+    SELECT tenant, cause FROM head
+    WHERE tenant = coalesce((SELECT tenant FROM whose), tenant)
+    LIMIT %(groups_max)s + 1
+),
+share AS MATERIALIZED (
+    SELECT greatest(20, %(count_max)s / greatest(1, count(*))) AS items, count(*) > %(groups_max)s AS is_cut FROM known
+),
+counted AS MATERIALIZED (
+    SELECT known.cause, failed.*
+    FROM known
+    CROSS JOIN LATERAL (
+        SELECT count(*) FILTER (WHERE is_wanted) AS n, count(*) > (SELECT items FROM share) AS has_more,
+            coalesce(min(ended_at) FILTER (WHERE is_wanted), min(ended_at)) AS first_at,
+            coalesce(max(ended_at) FILTER (WHERE is_wanted), max(ended_at)) AS last_at,
+            (coalesce(array_agg(id ORDER BY ended_at DESC, id DESC) FILTER (WHERE is_wanted),
+                array_agg(id ORDER BY ended_at DESC, id DESC)))[1:3] AS latest
+        FROM (
+            SELECT item.id, item.ended_at,
+                CASE WHEN %(run_id)s::text IS NULL THEN NOT :is_superseded ELSE true END AS is_wanted
+            FROM (
+                SELECT item.id, item.ended_at, item.document_id FROM batchwright.ingest_item AS item
+                WHERE :unseen AND item.tenant = known.tenant AND item.cause = known.cause
+                    AND (item.run_id, item.id) < (coalesce(%(run_id)s, 's'), 'j')
+                    AND item.run_id >= coalesce(%(run_id)s, '') COLLATE "C"
+                ORDER BY item.run_id DESC, item.id DESC
+                LIMIT (SELECT items + 1 FROM share)
+            ) AS item
+            OFFSET 0
+        ) AS looked_at
+    ) AS failed
+    WHERE failed.n > 0 OR failed.has_more
+),
+grouped AS (
+    SELECT cause, sum(n)::bigint AS n, min(first_at) AS first_at, max(last_at) AS last_at,
+        bool_or(has_more) OR (SELECT is_cut FROM share) AS has_more
+    FROM counted GROUP BY cause
+    ORDER BY sum(n) DESC, cause
+    LIMIT %(limit)s
+)
+SELECT grouped.cause, latest.errors[1] ->> 'step', latest.kinds[1], latest.errors[1] ->> 'code', grouped.n,
+    grouped.first_at, grouped.last_at, latest.ids[1:3], latest.names[1:3], latest.errors[1] ->> 'message',
+    latest.jobs[1:3], grouped.has_more
+FROM grouped
+CROSS JOIN LATERAL (
+    SELECT array_agg(item.last_error ORDER BY item.ended_at DESC, item.id DESC) AS errors,
+        array_agg(item.last_error_kind ORDER BY item.ended_at DESC, item.id DESC) AS kinds,
+        array_agg(item.id ORDER BY item.ended_at DESC, item.id DESC) AS ids,
+        array_agg(item.name ORDER BY item.ended_at DESC, item.id DESC) AS names,
+        array_agg(:last_job ORDER BY item.ended_at DESC, item.id DESC) AS jobs
+    FROM batchwright.ingest_item AS item
+    WHERE item.id = ANY(ARRAY(SELECT unnest(counted.latest) FROM counted WHERE counted.cause = grouped.cause))
+) AS latest
+ORDER BY grouped.n DESC, grouped.cause
 
 -- name: dismiss
 UPDATE batchwright.ingest_item SET dismissed_at = :now
@@ -180,22 +256,61 @@ WHERE status = 'FAILED' AND dismissed_at IS NULL AND tenant = coalesce(%(tenant)
     AND (%(cause)s::text IS NULL OR cause = %(cause)s)
 RETURNING id
 
--- Runs with failed items that a retry over several runs would touch.
+-- Runs with failed items that a retry over several runs would touch: each tenant, cause and run is one step along the
+-- index. Of each the first `scan_max` are looked at; one with more than that is named in any case.
 -- name: runs_with_failures
-SELECT DISTINCT item.run_id FROM batchwright.ingest_item AS item
-WHERE item.status = 'FAILED' AND item.dismissed_at IS NULL AND item.tenant = coalesce(%(tenant)s, item.tenant)
-    AND (%(ids)s::text[] IS NULL OR item.id = ANY(%(ids)s))
-    AND (%(cause)s::text IS NULL OR item.cause = %(cause)s)
-    AND NOT (%(only_latest)s AND :is_superseded)
+WITH RECURSIVE head AS (
+    (
+        SELECT item.tenant, item.cause, item.run_id FROM batchwright.ingest_item AS item
+        WHERE :unseen AND %(ids)s::text[] IS NULL AND (item.tenant, item.cause)
+            >= (coalesce(%(tenant)s, ''), CASE WHEN %(tenant)s::text IS NULL THEN '' ELSE coalesce(%(cause)s, '') END)
+        ORDER BY item.tenant, item.cause, item.run_id
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT next.tenant, next.cause, next.run_id
+    FROM head
+    CROSS JOIN LATERAL (
+        SELECT item.tenant, item.cause, item.run_id FROM batchwright.ingest_item AS item
+        WHERE :unseen AND (item.tenant, item.cause, item.run_id) > (head.tenant, head.cause, head.run_id)
+        ORDER BY item.tenant, item.cause, item.run_id
+        LIMIT 1
+    ) AS next
+    WHERE next.tenant = coalesce(%(tenant)s, next.tenant)
+        AND (%(tenant)s::text IS NULL OR next.cause = coalesce(%(cause)s, next.cause))
+)
+SELECT head.run_id
+FROM (SELECT * FROM head LIMIT %(heads_max)s) AS head
+CROSS JOIN LATERAL (
+    SELECT count(*) AS n, count(*) FILTER (WHERE NOT (%(only_latest)s AND :is_superseded)) AS wanted
+    FROM (
+        SELECT item.id, item.document_id FROM batchwright.ingest_item AS item
+        WHERE :unseen AND item.tenant = head.tenant AND item.cause = head.cause AND item.run_id = head.run_id
+        ORDER BY item.id DESC
+        LIMIT %(scan_max)s
+    ) AS item
+) AS looked_at
+WHERE head.tenant = coalesce(%(tenant)s, head.tenant) AND head.cause = coalesce(%(cause)s, head.cause)
+    AND (looked_at.wanted > 0 OR looked_at.n >= %(scan_max)s)
+UNION
+SELECT item.run_id FROM batchwright.ingest_item AS item
+WHERE item.id = ANY(%(ids)s::text[]) AND :unseen AND item.tenant = coalesce(%(tenant)s, item.tenant)
+    AND item.cause = coalesce(%(cause)s, item.cause) AND NOT (%(only_latest)s AND :is_superseded)
 ORDER BY 1
 LIMIT %(limit)s
 
 -- Watching ----------------------------------------------------------------------------------------------------------
 
+-- The open ones, as they were listed; how many have ended is known of the run.
 -- name: funnel
-SELECT item.status::text, item.step, count(*) FROM batchwright.ingest_item AS item
-WHERE item.run_id = %(run_id)s
-GROUP BY 1, 2
+SELECT first.step, count(*)
+FROM (
+    SELECT item.step FROM batchwright.ingest_item AS item
+    WHERE item.run_id = %(run_id)s AND item.status = 'OPEN'
+    ORDER BY item.run_id, item.status, item.id
+    LIMIT %(count_max)s
+) AS first
+GROUP BY first.step
 
 -- name: steps
 SELECT step.step, step.state, step.is_reused, step.starts, step.retry_count, step.error_kind, step.not_before,
@@ -206,9 +321,18 @@ WHERE step.item_id = %(id)s
 
 -- name: waits
 SELECT step.waiting ->> 'for', step.waiting ->> 'message', count(*), min(step.not_before)
-FROM batchwright.ingest_step AS step
-JOIN batchwright.ingest_item AS item ON item.id = step.item_id AND item.generation = step.generation
-WHERE item.run_id = %(run_id)s AND item.status = 'OPEN' AND step.state = 'open' AND step.waiting IS NOT NULL
+FROM (
+    SELECT item.id, item.generation FROM batchwright.ingest_item AS item
+    WHERE item.run_id = %(run_id)s AND item.status = 'OPEN'
+    ORDER BY item.run_id, item.status, item.id
+    LIMIT %(count_max)s
+) AS item
+CROSS JOIN LATERAL (
+    SELECT step.waiting, step.not_before FROM batchwright.ingest_step AS step
+    WHERE step.item_id = item.id AND step.generation = item.generation AND step.state = 'open'
+        AND step.waiting IS NOT NULL
+    OFFSET 0
+) AS step
 GROUP BY 1, 2
 ORDER BY 3 DESC
 LIMIT %(limit)s

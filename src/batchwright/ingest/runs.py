@@ -187,9 +187,13 @@ class Runs:
         collection: str | None = None,
     ) -> Sequence[Run]:
         """Newest first."""
-        wanted = [status.value for status in statuses] if statuses else None
+        wanted = [status.value for status in statuses or RunStatus]
         params = {"tenant": tenant, "after": after, "limit": limit, "statuses": wanted, "collection": collection}
         statement = "list" if tenant is not None else "list_everywhere"
+        if collection is not None:
+            statement = "list_of_collection"
+        elif statuses:
+            statement = "list_by_status"
         return [_run(row) for row in await self._database.ask(SQL[statement], params)]
 
     async def in_doubt(self, id: str) -> Doubt:

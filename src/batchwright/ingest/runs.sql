@@ -55,12 +55,11 @@ FROM batchwright.ingest_run AS run :with_collection
 WHERE run.id = %(id)s AND run.tenant = coalesce(%(tenant)s, run.tenant)
 FOR NO KEY UPDATE OF run
 
+-- By tenant and id, said in a way that only the index of both can follow.
 -- name: list
 SELECT :run_columns
 FROM batchwright.ingest_run AS run :with_collection
 WHERE (run.tenant, run.id) < (%(tenant)s, coalesce(%(after)s, 's')) AND run.tenant >= %(tenant)s
-    AND (%(statuses)s::text[] IS NULL OR run.status::text = ANY(%(statuses)s))
-    AND (%(collection)s::text IS NULL OR collection.name = %(collection)s)
 ORDER BY run.tenant DESC, run.id DESC
 LIMIT %(limit)s
 
@@ -68,10 +67,60 @@ LIMIT %(limit)s
 SELECT :run_columns
 FROM batchwright.ingest_run AS run :with_collection
 WHERE run.id < coalesce(%(after)s, 's') COLLATE "C"
-    AND (%(statuses)s::text[] IS NULL OR run.status::text = ANY(%(statuses)s))
-    AND (%(collection)s::text IS NULL OR collection.name = %(collection)s)
 ORDER BY run.id DESC
 LIMIT %(limit)s
+
+-- By status, the newest of each and of each tenant: `list` would walk past all others to find a few. Said in a way that
+-- only the index of all three can follow.
+-- name: list_by_status
+WITH RECURSIVE known AS (
+    (SELECT one.tenant FROM batchwright.ingest_run AS one WHERE %(tenant)s::text IS NULL ORDER BY one.tenant LIMIT 1)
+    UNION ALL
+    SELECT (SELECT next.tenant FROM batchwright.ingest_run AS next WHERE next.tenant > known.tenant
+            ORDER BY next.tenant LIMIT 1)
+    FROM known WHERE known.tenant IS NOT NULL
+),
+wanted AS (
+    SELECT whose.tenant, status::batchwright.run_status AS status
+    FROM (SELECT tenant FROM known UNION ALL SELECT %(tenant)s::text) AS whose, unnest(%(statuses)s::text[]) AS status
+    WHERE whose.tenant IS NOT NULL
+)
+SELECT :run_columns
+FROM batchwright.ingest_run AS run :with_collection
+WHERE run.id = ANY(ARRAY(
+    SELECT newest.id
+    FROM wanted
+    CROSS JOIN LATERAL (
+        SELECT one.id FROM batchwright.ingest_run AS one
+        WHERE (one.tenant, one.status, one.id) < (wanted.tenant, wanted.status, coalesce(%(after)s, 's'))
+            AND (one.tenant, one.status) >= (wanted.tenant, wanted.status)
+        ORDER BY one.tenant DESC, one.status DESC, one.id DESC
+        LIMIT %(limit)s
+    ) AS newest
+    ORDER BY newest.id DESC
+    LIMIT %(limit)s))
+ORDER BY run.id DESC
+
+-- Of the collections with this name; one that was deleted may have had it as well.
+-- name: list_of_collection
+SELECT :run_columns
+FROM batchwright.ingest_run AS run :with_collection
+WHERE run.id = ANY(ARRAY(
+    SELECT newest.id
+    FROM batchwright.ingest_collection AS wanted
+    CROSS JOIN unnest(%(statuses)s::text[]) AS kind (status)
+    CROSS JOIN LATERAL (
+        SELECT one.id FROM batchwright.ingest_run AS one
+        WHERE (one.collection_id, one.status, one.id)
+                < (wanted.id, kind.status::batchwright.run_status, coalesce(%(after)s, 's'))
+            AND (one.collection_id, one.status) >= (wanted.id, kind.status::batchwright.run_status)
+        ORDER BY one.collection_id DESC, one.status DESC, one.id DESC
+        LIMIT %(limit)s
+    ) AS newest
+    WHERE wanted.name = %(collection)s AND wanted.tenant = coalesce(%(tenant)s, wanted.tenant)
+    ORDER BY newest.id DESC
+    LIMIT %(limit)s))
+ORDER BY run.id DESC
 
 -- name: begin
 UPDATE batchwright.ingest_run SET status = 'RUNNING', started_at = coalesce(started_at, :now)

@@ -201,6 +201,7 @@ class WaitView(Answer):
     reason: str
     message: str
     count: int | None = Field(description="How many documents; null if that was not counted.")
+    has_more: bool = Field(description="Whether the run has more than 5,000 open documents: the first were looked at.")
     step: str | None
     until: datetime | None
     remedy: str | None = Field(description="What a person can do; null if nothing is to be done.")
@@ -267,7 +268,11 @@ class RunView(Answer):
     )
     is_listing_complete: bool | None = Field(description="Null while the sources are being listed.")
     parked: ParkedView | None
-    funnel: list[FunnelStep] | None = Field(None, description="How far open documents are; when one run is shown.")
+    funnel: list[FunnelStep] | None = Field(
+        None,
+        description="How far open documents are; when one run is shown. Of more than 5,000 the first are looked at, "
+        "and the others count as not begun.",
+    )
     waiting_on: list[WaitView] | None = Field(None, description="What they wait for; when one run is shown.")
     error: dict[str, Any] | None
     metadata: dict[str, str] | None

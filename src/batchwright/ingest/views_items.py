@@ -91,7 +91,8 @@ class CauseView(Answer):
     step: str | None
     kind: str
     code: str | None
-    count: int
+    count: int = Field(description="How many; all causes together count to about 10,000.")
+    has_more: bool = Field(description="Whether there are more, which were not counted.")
     first_at: datetime
     last_at: datetime
     item_ids: list[str] = Field(description="The latest ones.")

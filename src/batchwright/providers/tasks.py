@@ -30,6 +30,8 @@ PROCESS = "provider.task"
 QUEUE = "tasks/"
 """Tasks wait in one queue per provider, so that a slow one delays nobody else's."""
 _RACES_MAX = 10
+_PAGE = 1_000
+_PARKED_COUNT_MAX = 10_000
 
 
 class Target(NamedTuple):
@@ -249,13 +251,20 @@ class Tasks:
 
     async def wake_parked(self, provider: str) -> int:
         """Let tasks go on that wait for the credential of this provider; answers how many those are."""
-        params = {"target": _json([{"provider": provider}])}
-        found = [id for (id,) in await self._database.ask(SQL["parked"], params)]
-        return await self.queue.wake(found) if found else 0
+        target = _json([{"provider": provider}])
+        woken, after = 0, ("", "")
+        while True:
+            params = {"target": target, "after_tenant": after[0], "after": after[1], "limit": _PAGE}
+            page = await self._database.ask(SQL["parked"], params)
+            found = [job for _, _, job, is_meant in page if is_meant]
+            woken += await self.queue.wake(found) if found else 0
+            if len(page) < _PAGE:
+                return woken
+            after = (page[-1][0], page[-1][1])
 
     async def parked(self, tenant: str | None) -> Sequence[InboxGroup]:
         """Tasks that wait for a credential, by provider: somebody must do something about it."""
-        rows = await self._database.ask(SQL["count_parked"], {"tenant": tenant})
+        rows = await self._database.ask(SQL["count_parked"], {"tenant": tenant, "count_max": _PARKED_COUNT_MAX})
         return [
             InboxGroup(
                 job_type=PROCESS,
@@ -265,9 +274,10 @@ class Tasks:
                 first_at=since,
                 last_at=last_at or since,
                 samples=latest,
-                message=f"{provider} refuses its credential, and {n} tasks wait for it: {message}",
+                message=f"{provider} refuses its credential, and {n}{'+' * has_more} tasks wait for it: {message}",
+                has_more=has_more,
             )
-            for provider, code, message, since, n, last_at, latest in rows
+            for provider, code, message, since, n, last_at, latest, has_more in rows
         ]
 
     # The last move: answers where it led, or None if somebody else moved the task ----------------------------------
@@ -302,7 +312,7 @@ class Tasks:
 
     async def wake_cancelled(self, *, session: Session | None = None) -> int:
         """A wish to cancel that came while a run was about to put the task off must not wait for the next look."""
-        found = [id for (id,) in await self._database.ask(SQL["just_cancelled"], {}, session)]
+        found = [id for (id,) in await self._database.ask(SQL["just_cancelled"], {"limit": _PAGE}, session)]
         return await self.queue.wake(found, session=session) if found else 0
 
     async def remove_old(self, keep_seconds: float, limit: int) -> Sequence[str]:

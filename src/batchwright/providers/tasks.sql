@@ -148,27 +148,52 @@ WHERE task.ended_at IS NULL AND (
 ORDER BY task.deadline_at, task.id
 LIMIT %(limit)s
 
--- Those that wait for the credential of a provider.
+-- A page of those that wait for something, and whether it may be the credential of this provider.
 -- name: parked
-SELECT job_id FROM batchwright.task
-WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND targets @> %(target)s::jsonb
+SELECT tenant, id, job_id, targets @> %(target)s::jsonb
+FROM batchwright.task
+WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND (tenant, id) > (%(after_tenant)s::text, %(after)s::text)
+ORDER BY tenant, id
+LIMIT %(limit)s
 
 -- Just cancelled, while their job may have been about to be put off.
 -- name: just_cancelled
 SELECT job_id FROM batchwright.task
 WHERE ended_at IS NULL AND cancel_requested_at > :now - make_interval(secs => 30)
+ORDER BY cancel_requested_at
+LIMIT %(limit)s
 
+-- Tasks that wait for something are looked at up to `count_max`. If there are more, a provider whose credential is
+-- refused is named in any case: tasks that wait for it may be among the others.
 -- name: count_parked
-SELECT hold.provider, hold.code, hold.message, hold.since, parked.n, parked.last_at, parked.latest
+WITH waiting AS MATERIALIZED (
+    (
+        SELECT id, job_id, waiting_at, targets FROM batchwright.task
+        WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND tenant = %(tenant)s
+        ORDER BY tenant DESC, id DESC
+        LIMIT %(count_max)s + 1
+    )
+    UNION ALL
+    (
+        SELECT id, job_id, waiting_at, targets FROM batchwright.task
+        WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND %(tenant)s::text IS NULL
+        ORDER BY tenant DESC, id DESC
+        LIMIT %(count_max)s + 1
+    )
+),
+looked_at AS MATERIALIZED (
+    SELECT count(*) > %(count_max)s AS has_more FROM waiting
+)
+SELECT hold.provider, hold.code, hold.message, hold.since, parked.n, parked.last_at, parked.latest, looked_at.has_more
 FROM batchwright.provider_hold AS hold
+CROSS JOIN looked_at
 CROSS JOIN LATERAL (
-    SELECT count(*) AS n, max(task.waiting_at) AS last_at, (array_agg(task.job_id ORDER BY task.id DESC))[1:3] AS latest
-    FROM batchwright.task
-    WHERE task.ended_at IS NULL AND task.waiting_message IS NOT NULL
-        AND task.tenant = coalesce(%(tenant)s, task.tenant)
-        AND task.targets @> jsonb_build_array(jsonb_build_object('provider', hold.provider))
+    SELECT count(*) AS n, max(waiting.waiting_at) AS last_at,
+        coalesce((array_agg(waiting.job_id ORDER BY waiting.id DESC))[1:3], '{}') AS latest
+    FROM waiting
+    WHERE waiting.targets @> jsonb_build_array(jsonb_build_object('provider', hold.provider))
 ) AS parked
-WHERE parked.n > 0 AND hold.released_at IS NULL
+WHERE (parked.n > 0 OR looked_at.has_more) AND hold.released_at IS NULL
 ORDER BY hold.since, hold.provider
 
 -- name: old

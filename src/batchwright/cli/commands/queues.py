@@ -10,7 +10,7 @@ from rich.text import Text
 
 from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, client, run
 from batchwright.cli.show import print_json, print_table, seconds, time_text
-from batchwright.engine.views import QueueView
+from batchwright.engine.views import QueuesOfTenant, QueueView
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -21,17 +21,24 @@ Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="The queues'
 def list_(tenant: OfTenant = None, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
     """List queues with what is due, scheduled for later and running."""
 
-    async def go() -> list[QueueView]:
+    async def go() -> QueuesOfTenant:
         async with client(database_url, config) as batchwright:
-            return await batchwright.views.queues(tenant=tenant)
+            if tenant is not None:
+                return await batchwright.views.queues_of_tenant(tenant)
+            return QueuesOfTenant(await batchwright.views.queues(), is_complete=True)
 
-    queues = run(go())
+    queues, is_complete = run(go())
     if json:
         print_json(queues)
     elif queues:
         _print(queues)
-    else:
+    elif is_complete:
         typer.echo("no queues: each one exists from its first job on", err=True)
+    if not is_complete:
+        typer.echo(
+            "not all jobs were looked at: the tenant may have more, also in other queues; see: ", err=True, nl=False
+        )
+        typer.echo(f"batchwright job list --status queued --tenant {tenant}", err=True)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, open_part
 from batchwright.cli.show import console, number, print_json
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.ingest.commands.options import Anew
-from batchwright.ingest.commands.show import cause_json
+from batchwright.ingest.commands.show import cause_json, count_text
 from batchwright.ingest.items import Cause, Wanted
 from batchwright.ingest.part import IngestPart
 from batchwright.ingest.runs import QUEUE
@@ -147,9 +147,11 @@ def _print(causes: Sequence[Cause], run_id: str | None) -> None:
         names = ", ".join(cause.names)
         more = f" and {number(cause.count - len(cause.names))} more" if cause.count > len(cause.names) else ""
         kind = "" if cause.kind != "Transient" else " · may succeed if it is retried"
-        head = Text.assemble((number(cause.count), "bold red"), "  ", (cause.cause, "bold"), (kind, "green"))
+        head = Text.assemble((count_text(cause), "bold red"), "  ", (cause.cause, "bold"), (kind, "green"))
         out.print(head, soft_wrap=True)
         out.print(Text(f"  {cause.message}"), soft_wrap=True)
         out.print(Text(f"  {names}{more}", "bright_black"), soft_wrap=True)
         out.print(Text(f"  see:  batchwright ingest item {cause.item_ids[0]}"), soft_wrap=True)
         out.print(Text(f"  act:  batchwright ingest retry | dismiss --cause {cause.cause}{suffix}"), soft_wrap=True)
+    if any(cause.has_more for cause in causes):
+        typer.echo("+  there are more, which were not counted", err=True)

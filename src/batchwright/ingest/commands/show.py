@@ -25,7 +25,7 @@ from batchwright.cli.show import (
 )
 from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.ingest.explain import Waits, explain_run
-from batchwright.ingest.items import Cause
+from batchwright.ingest.items import OPEN_COUNT_MAX, Cause
 from batchwright.ingest.part import IngestPart
 from batchwright.ingest.pipeline import DONE, ENQUEUED
 from batchwright.ingest.runs import Doubt, Run
@@ -81,7 +81,13 @@ def exit_code(run: Run) -> int:
 
 
 async def look_at(part: IngestPart, run: Run, *, causes: int = _CAUSES_SHOWN) -> Seen:
-    counts = await part.items.funnel(run.id) if run.item_count_total else {}
+    at = await part.items.funnel(run) if run.item_count_total else {}
+    counts = {(ItemStatus.OPEN, step): n for step, n in at.items()}
+    counts |= {
+        (ItemStatus.DONE, DONE): run.item_count_done,
+        (ItemStatus.FAILED, DONE): run.item_count_failed,
+        (ItemStatus.CANCELLED, ENQUEUED): run.item_count_cancelled,
+    }
     has_failed = run.item_count_failed > 0
     return Seen(
         run=run,
@@ -176,6 +182,8 @@ def print_run(seen: Seen) -> None:
         out.print()
         for line in funnel_lines(seen.funnel, _BAR_COLUMNS):
             out.print(line)
+        if seen.run.item_count_open > OPEN_COUNT_MAX:
+            out.print(Text(f"the first {number(OPEN_COUNT_MAX)} open documents were looked at", "bright_black"))
     if seen.causes:
         out.print()
         print_causes(seen.causes)
@@ -192,7 +200,12 @@ def print_causes(causes: Sequence[Cause]) -> None:
 def cause_text(cause: Cause) -> str:
     names = ", ".join(cause.names)
     more = f" and {number(cause.count - len(cause.names))} more" if cause.count > len(cause.names) else ""
-    return f"{number(cause.count)} at {cause.step}, {cause.code}: {names}{more}: {cause.message}"
+    return f"{count_text(cause)} at {cause.step}, {cause.code}: {names}{more}: {cause.message}"
+
+
+def count_text(cause: Cause) -> str:
+    """With a plus if there are more, which were not counted."""
+    return f"{number(cause.count)}{'+' if cause.has_more else ''}"
 
 
 def funnel_lines(funnel: Sequence[Stage], columns: int) -> list[Text]:
@@ -262,7 +275,7 @@ def status_text(run: Run) -> Text:
 
 
 def waits_text(one: Waits) -> str:
-    count = f"{number(one.count)} documents: " if one.count is not None else ""
+    count = f"{number(one.count)}{'+' if one.has_more else ''} documents: " if one.count is not None else ""
     step = f"{one.step}: " if one.step is not None else ""
     until = f", until {one.until:%H:%M:%S}" if one.until is not None and one.reason != "lease" else ""
     remedy = f"; {one.remedy}" if one.remedy is not None else ""
