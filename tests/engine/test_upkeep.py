@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from batchwright.db.database import Database
 from batchwright.engine import upkeep as module
-from batchwright.engine.upkeep import Round, Upkeep, lock_round
+from batchwright.engine.upkeep import SQL, Round, Upkeep, lock_round
 from batchwright.engine.worker.processes import Processes
 from tests.support import BASIC, put_one, raw, take_one
 
@@ -163,3 +164,29 @@ async def test_a_clock_that_was_set_back_puts_nothing_off(tally, clock):
     await clock.advance(tally.queue, 10)
     await keeper.run_due()
     assert len(tally.ran) >= 1
+
+
+async def test_of_a_fleet_that_finds_everything_late_one_takes_over_and_the_others_leave_it_at_one_try(
+    tally, clock, monkeypatch
+):
+    asked = []
+    ask = Database.ask
+
+    def count(self, sql, *args):
+        asked.append(sql)
+        return ask(self, sql, *args)
+
+    gone = tally.keeper("gone")
+    await gone.run_due()
+    fleet = [tally.keeper(f"w{n}") for n in range(5)]
+    for keeper in fleet:
+        await keeper.run_due()
+    await clock.advance(tally.queue, 3600.0)
+    for keeper in fleet:
+        await keeper.look()  # all of them see that everything is late
+    monkeypatch.setattr(Database, "ask", count)
+    for keeper in fleet:
+        await keeper.run_due()
+    assert tally.ran == ["w0"]
+    rounds = len(fleet[0]._rounds)
+    assert asked.count(SQL["lock_round"]) == rounds + len(fleet) - 1

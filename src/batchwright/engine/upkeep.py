@@ -198,12 +198,21 @@ class Upkeep:
         if seen is None:
             self._pause = _PAUSE_SECONDS_MAX
             return None
-        late = self._choose(seen)
-        for round in self._rounds:
-            if late.get(round.name, -1.0) >= 0:
-                with self._survive(f"round {round.name!r}"):
-                    await self._run_due(round)
+        await self._run_chosen(self._choose(seen))
         return seen
+
+    async def _run_chosen(self, chosen: Collection[str]) -> None:
+        """Beginning with the rescue. If another has that, it keeps the rest as well.
+
+        If all of a large fleet tried all that are late, a database that is slow would become slower.
+        """
+        for round in self._rounds:
+            has_run = False
+            if round.name in chosen:
+                with self._survive(f"round {round.name!r}"):
+                    has_run = await self._run_due(round)
+                if round.name == _RESCUE and not has_run:
+                    return
 
     async def run_all(self) -> None:
         """Run every round, due or not, unless another process is at it."""
@@ -222,9 +231,9 @@ class Upkeep:
         self._announce()
         return True
 
-    async def _run_due(self, round: Round) -> None:
+    async def _run_due(self, round: Round) -> bool:
         try:
-            await self.run_round(round, if_due=True)
+            return await self.run_round(round, if_due=True)
         except Exception:
             with contextlib.suppress(DatabaseError):  # it is repeated after its period, and not at once by everybody
                 await self._end(round, round.every_seconds)
@@ -241,15 +250,17 @@ class Upkeep:
         except Exception:  # a round that a part has added must not stop the worker
             log.exception("the upkeep failed (%s)", what)
 
-    def _choose(self, seen: Seen) -> dict[str, float]:
-        """By how many seconds the rounds are late that we may run now; and decide when to look again."""
+    def _choose(self, seen: Seen) -> Collection[str]:
+        """The rounds to run now; and decide when to look again. Who does not keep them helps with one at a time."""
         keeper, rescue_late = seen.rounds[_RESCUE]
+        late = {name: seconds for name, (_, seconds) in seen.rounds.items() if seconds >= 0}
         if keeper == self._name or rescue_late >= _PATIENCE_SECONDS:
-            first = -max(late for _, late in seen.rounds.values())
+            first = -max(seconds for _, seconds in seen.rounds.values())
             self._pause = max(_PAUSE_SECONDS_MIN, min(first, random.uniform(_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX)))
-            return {name: late for name, (_, late) in seen.rounds.items()}
+            return late
         self._pause = random.uniform(0.75, 1.0) * _WATCH_SECONDS
-        return {name: late for name, (_, late) in seen.rounds.items() if late >= _PATIENCE_SECONDS}
+        stale = [name for name, seconds in late.items() if seconds >= _PATIENCE_SECONDS]
+        return random.sample(stale, k=min(1, len(stale)))
 
     async def _look(self) -> Seen:
         """See first that all rounds are known: a failover may have lost them, and others may not have our parts."""
