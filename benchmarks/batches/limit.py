@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.batches.stage import MODEL, START_SECONDS, Ground, Stage, fixed, write_lines
+from benchmarks.batches.stage import MODEL, Ground, Stage, fixed, write_lines
 from benchmarks.tools import report
+from benchmarks.tools.workers import START_SECONDS
 
 NAME = "limit"
 TITLE = "Adaptive limit against fixed ones"

@@ -63,6 +63,12 @@ async def run(stage: Stage, requests: int) -> float:
     return time.monotonic() - began
 
 
+def kept(figures: dict[str, Any]) -> dict[str, float | None]:
+    shares = {f"share_{size}": one["share"] for size, one in figures["large"].items()}
+    most = max(figures["large"])
+    return {**shares, "share": figures["large"][most]["share"], "speed_up": figures["speed_up"], "workers": most}
+
+
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
     most = max(figures["large"]) if figures else FLEETS[-1]
     share = figures["large"][most]["share"] if figures else None
