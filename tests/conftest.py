@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from batchwright.app import VERSION
 from batchwright.db.database import Blocking, Database, Pool, complete
@@ -25,6 +25,7 @@ from tests.support import DATABASE, Clock, let_children_hear_signals
 pytest_plugins = ("tests.perturb",)
 EXTERNAL = os.environ.get("BATCHWRIGHT_TEST_DATABASE_URL")
 MEMORY_BYTES_MIN = 4 * 1024**3
+POOL_MODE = os.environ.get("BATCHWRIGHT_TEST_POOL_MODE")
 MAJOR = int(os.environ.get("BATCHWRIGHT_TEST_POSTGRES_MAJOR", "18"))
 
 
@@ -77,6 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         thorough = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=thorough)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if POOL_MODE is not None:
+        direct = [item for item in items if item.get_closest_marker("direct")]
+        config.hook.pytest_deselected(items=direct)
+        items[:] = [item for item in items if not item.get_closest_marker("direct")]
     if os.environ.get("BATCHWRIGHT_TEST_SERVERS") or MAJOR != 18:
         by_use: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
@@ -102,18 +107,33 @@ def template(server: str) -> Iterator[str]:
         yield name
 
 
+@pytest.fixture(scope="session")
+def way(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
+    """How tests reach the server: directly, or through a PgBouncer in the mode BATCHWRIGHT_TEST_POOL_MODE."""
+    if POOL_MODE is None:
+        yield {}
+        return
+    from tests.db.pgbouncer import IGNORING, pgbouncer
+
+    folder = tmp_path_factory.mktemp("pgbouncer")
+    folder.chmod(0o755)
+    with pgbouncer(folder, server, POOL_MODE, IGNORING, "max_client_conn = 1000") as url:
+        parts = conninfo_to_dict(url)
+        yield {name: parts[name] for name in ("host", "port", "user")}
+
+
 @pytest.fixture
-def database_url(server: str, template: str) -> Iterator[str]:
+def database_url(server: str, way: dict[str, object], template: str) -> Iterator[str]:
     """A fresh, migrated database of this test's own."""
     with database(server, f"batchwright_test_{uuid.uuid4().hex[:12]}", template) as url:
-        yield url
+        yield make_conninfo(url, **way)
 
 
 @pytest.fixture
-def empty_database_url(server: str) -> Iterator[str]:
+def empty_database_url(server: str, way: dict[str, object]) -> Iterator[str]:
     """A fresh database without a schema."""
     with database(server, f"batchwright_test_{uuid.uuid4().hex[:12]}") as url:
-        yield url
+        yield make_conninfo(url, **way)
 
 
 @contextlib.contextmanager

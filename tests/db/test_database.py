@@ -26,6 +26,7 @@ async def sleep_in_transaction(pool):
         await session.rows("SELECT pg_sleep(60)")
 
 
+@pytest.mark.direct("it looks for its own backend")
 @pytest.mark.parametrize("sleep", [sleep_alone, sleep_in_transaction])
 async def test_a_task_that_is_cancelled_while_its_connection_is_lost_ends_as_cancelled(database_url, sleep):
     """One that took it for an outage and went on would keep its worker from ever stopping."""
@@ -60,6 +61,7 @@ async def test_so_does_one_that_waits_for_the_doorbell(monkeypatch):
     assert listening.cancelled()
 
 
+@pytest.mark.direct("it expects our timeouts")
 async def test_a_slow_database_is_not_taken_for_a_lost_connection(database_url):
     """The same call may succeed later in both cases, but only who lost its connection knows that others lost theirs."""
     impatient = DatabaseSettings(pool_size=1, statement_timeout_seconds=0.5)

@@ -14,7 +14,7 @@ from tests.support import DATABASE
 
 async def test_a_database_200_ms_away_is_reached_and_measured(database_url):
     async with far_away(database_url, 0.125) as far, Pool(DATABASE, far) as pool:
-        assert pool.answer_seconds >= 0.25
+        assert pool.route.answer_seconds >= 0.25
         assert await pool.rows("SELECT 1") == [(1,)]
 
 

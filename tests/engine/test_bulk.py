@@ -110,9 +110,9 @@ async def test_a_call_is_bounded_and_its_cursor_goes_on(queue, bulk, monkeypatch
 async def test_a_call_that_finds_little_stops_after_some_pages_and_goes_on(queue, bulk, monkeypatch):
     monkeypatch.setattr(bulk_module, "_STEPS_MAX", 2)
     monkeypatch.setattr(views_module, "_SCAN_MAX", 3)
-    (old,) = await failed(queue, 1)
-    await some(queue, 20)
-    calls = await to_the_end(bulk.rerun, EVERYTHING)
+    (old,) = await failed(queue, 1, queue="letters")
+    await queue.cancel(await some(queue, 20))
+    calls = await to_the_end(bulk.rerun, JobFilter(queue="letters"))
     assert len(calls) > 2
     assert [(call.matched, call.changed) for call in calls if call.matched] == [(1, 1)]
     assert await status(queue, old) is QUEUED

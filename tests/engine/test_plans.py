@@ -26,7 +26,7 @@ from batchwright.engine import (
     workers,
 )
 from batchwright.engine.queue import NOWHERE, Queue
-from tests.engine.planning import QUEUED, indexes, numbered, plan, scanned, touched, whole_table_scans
+from tests.engine.planning import QUEUED, indexes, nodes, numbered, plan, scanned, touched, whole_table_scans
 from tests.support import BASIC, DATABASE, put, take
 
 SOURCES = (catalog, event_streams, metrics, named_queues, queue, retention, schedules, upkeep, views, workers)
@@ -115,7 +115,8 @@ HOT = {
     "unsuccessful_children": {"id": ID, "round": 1},
     "joined": {"id": ID, "round": 1},
     "children_after": {"id": ID, "round": 1, "after": UUID(int=0), "limit": 500},
-    "count_children": {"id": ID},
+    "count_children": {"id": ID, "count_max": 1000},
+    "unknown_types": {"job_types": ["other"], "lane_max": 500, "scan_max": 5000},
     "suspects": {"job_types": ["noop"], "limit": 4, "private": []},
     "open_jobs_of_key": {"tenant": "default", "key": '["k",7]'},
     "find_enqueued": {"jobs": orjson.dumps([{"id": str(ID), "tenant": "default", "idempotency_key": "x"}]).decode()},
@@ -140,6 +141,57 @@ def test_statements_that_name_a_job_find_it_by_the_primary_key(crowd, name):
 def test_the_scan_finder_finds_one(crowd):
     (everything,) = crowd.execute("EXPLAIN (FORMAT JSON) SELECT FROM batchwright.job WHERE message = 'x'").fetchone()
     assert len(whole_table_scans(everything[0]["Plan"])) == 1
+
+
+# Counts and lists -----------------------------------------------------------------------------------------------------
+
+
+def test_types_that_nobody_knows_are_looked_for_where_the_queues_begin(crowd):
+    looked = plan(crowd, "unknown_types", run=True, job_types=["noop"], lane_max=100, scan_max=1000)
+    assert scanned(looked) <= 100 + 10, "ten thousand jobs of a known type wait"
+    assert touched(looked) < 100 * 5
+
+
+def test_children_are_counted_no_further_than_the_limit(crowd):
+    counted = plan(crowd, "count_children", run=True, id=ID, count_max=100)
+    assert scanned(counted) == 100, "there are three thousand"
+
+
+def test_a_look_reads_the_head_of_each_queue_and_priority_only(crowd):
+    looked = plan(crowd, "look", source=upkeep.SQL, run=True, names=["rescue"], every_seconds=[5.0])
+    assert scanned(looked) < 20
+    assert touched(looked) < 100
+
+
+STREAM = {"ids": [ID], "afters": [0], "bytes": 1_000_000, "limit": 20}
+EVENTS = {
+    "events": (queue, {"id": ID, "after": 0, "limit": 20}),
+    "events_of_many": (queue, {"ids": [ID], "after": 0, "limit": 20}),
+    "latest_events": (queue, {"id": ID, "limit": 20}),
+    "since": (event_streams, STREAM),
+    "last_of_each": (event_streams, STREAM),
+    "gone": (event_streams, STREAM),
+}
+
+
+def test_every_question_about_events_has_its_plan_tested():
+    assert set(event_streams.SQL) - {"last_written"} <= set(EVENTS)
+
+
+@pytest.mark.parametrize("name", list(EVENTS))
+def test_events_of_a_job_are_found_among_those_of_all(crowd, name):
+    crowd.execute(
+        "INSERT INTO batchwright.job_event (job_id, ts, event) "
+        "SELECT CASE WHEN turn <= 50 THEN %s ELSE gen_random_uuid() END, now() - turn %% 9 * interval '1 week', 'step' "
+        "FROM generate_series(1, 20000) AS turn",
+        [ID],
+    )
+    crowd.execute("ANALYZE batchwright.job_event")
+    source, values = EVENTS[name]
+    found = plan(crowd, name, source=source.SQL, run=True, **values)
+    scans = [node for node in nodes(found) if node["Node Type"] == "Seq Scan"]
+    assert [node for node in scans if node["Relation Name"].startswith("job_event_2")] == []
+    assert touched(found) < 200
 
 
 # Claim ----------------------------------------------------------------------------------------------------------------

@@ -549,6 +549,7 @@ async def test_a_drop_that_is_not_committed_has_not_happened(queue, clock, reten
     assert await event_names(queue, id) == ["job.enqueued"]
 
 
+@pytest.mark.direct("it expects our timeouts")
 async def test_a_caller_that_falls_silent_with_the_lock_is_ended_after_a_second(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=20))

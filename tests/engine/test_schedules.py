@@ -403,6 +403,7 @@ async def test_a_next_tick_that_was_moved_back_by_hand_makes_no_second_job(queue
     assert await fired_ticks(queue, schedule) == [NOON + MINUTE]
 
 
+@pytest.mark.direct("it waits for the doorbell")
 async def test_the_ring_for_new_jobs_comes_with_the_commit(queue, clock, schedules, database_url):
     await schedules.create("daily", EVERY_MINUTE, NewJob("report", queue="slow"))
     clock.time += MINUTE

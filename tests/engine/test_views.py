@@ -19,7 +19,7 @@ from batchwright.engine.outcomes import Settle
 from batchwright.engine.views import SQL, Cursor, JobFilter, Views
 from batchwright.engine.workers import Workers
 from batchwright.errors import InvalidInput
-from tests.engine.planning import numbered, plan, touched, whole_table_scans
+from tests.engine.planning import nodes, numbered, plan, scanned, touched, whole_table_scans
 from tests.engine.steps import claim_one, dead, end, hand_over
 from tests.support import BASIC, fail, noop, put, raw, snooze, succeed, take, working
 
@@ -495,6 +495,7 @@ async def test_all_reasons_at_once_and_a_job_among_others(queue):
     assert (await Views(queue).waiting_on(jobs))[plain] == [], "what was read before does not count"
 
 
+@pytest.mark.direct("it waits for the doorbell")
 async def test_a_worker_starts_the_jobs_of_a_queue_soon_after_it_was_resumed(pool, queue):
     """The ring after the resumption finds a worker whose poller would sleep for longer than the test."""
     await single(queue)
@@ -620,6 +621,53 @@ async def test_workers_and_operations_are_shown_with_their_signs_of_life(pool, q
     assert await views.workers() == []
 
 
+async def test_a_long_queue_is_counted_to_a_limit_and_says_so(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX", 3)
+    await some(queue, 3)
+    await some(queue, 2, queue="short", run_after=datetime(2099, 1, 1, tzinfo=UTC))
+    long, short = await views.queues()
+    assert (long.name, long.due, long.has_more) == ("default", 3, True)
+    assert (short.name, short.scheduled, short.has_more, short.oldest_due_seconds) == ("short", 2, False, None)
+    assert await views.queues(name="short") == [short]
+
+
+async def test_a_tenant_sees_its_own_jobs_of_a_queue_among_the_first(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
+    await some(queue, 1, tenant="a")
+    await some(queue, 5, tenant="b")
+    (seen,) = await views.queues(tenant="a")
+    assert (seen.due, seen.has_more) == (1, True)
+    assert seen.oldest_due_seconds is not None
+    (seen,) = await views.queues(tenant="b")
+    assert (seen.due, seen.has_more) == (3, True)
+
+
+@pytest.mark.parametrize("scan_max", [2, 10_000])
+async def test_jobs_of_a_status_a_parent_or_a_pipeline_are_the_same_however_many_there_are(
+    queue, views, monkeypatch, scan_max
+):
+    monkeypatch.setattr(views_module, "_SCAN_MAX", scan_max)
+    await failed(queue, 4)
+    await queue.cancel(await some(queue, 3))
+    await some(queue, 3, tenant="other")
+    running = await take(queue, 2)
+    for status in ("FAILED", "CANCELLED", "QUEUED", "RUNNING"):
+        for tenant in (None, "other", "default"):
+            whose = "true" if tenant is None else f"tenant = '{tenant}'"
+            wanted = JobFilter(statuses=(JobStatus(status),), tenant=tenant)
+            assert await walk(views, wanted, limit=2) == await newest_first(queue, f"status = '{status}' AND {whose}")
+    both = JobFilter(statuses=(FAILED, CANCELLED))
+    assert await walk(views, both, limit=3) == await newest_first(queue, "status IN ('FAILED', 'CANCELLED')")
+    assert len(running) == 2
+
+
+async def test_a_pipeline_is_counted_to_a_limit_and_says_so(queue, views, monkeypatch):
+    id = await single(queue)
+    assert not (await views.pipeline(id)).has_more
+    monkeypatch.setattr(views_module, "_PIPELINE_COUNT_MAX", 0)
+    assert (await views.pipeline(id)).has_more
+
+
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 ID = UUID("00000000-0000-0000-0000-000000000001")
@@ -627,19 +675,21 @@ LIST = {
     "statuses": [],
     "before_time": datetime(9999, 1, 1, tzinfo=UTC),
     "before_id": UUID(int=2**128 - 1),
-    "scan_max": 20_000,
+    "scan_max": 10_000,
     "limit": 51,
+    "is_failed": False,
 }
 ASKED = {
     "list_jobs": LIST,
+    "list_by_status": {**LIST, "statuses": ["QUEUED", "RUNNING"]},
     "list_children": {**LIST, "parent_job_id": ID},
     "list_pipeline": {**LIST, "pipeline_id": ID},
-    "pipeline": {"pipeline_id": ID},
+    "pipeline": {"pipeline_id": ID, "count_max": 10_000},
     "open_members": {"pipeline_id": ID, "limit": 200},
     "with_ancestors": {**LIST, "ids": [ID]},
     "waiting_on": {"ids": [ID], "silent_seconds": 30.0},
-    "inbox": {"limit": 100, "count_max": 100_000, "samples": 3},
-    "queue_depths": {"limit": 1000},
+    "inbox": {"limit": 100, "count_max": 20_000, "samples": 3},
+    "queue_depths": {"limit": 1000, "count_max": 10_000},
     "workers": {"limit": 1000, "silent_seconds": 30.0},
     "operations": {"limit": 1000, "silent_seconds": 30.0},
 }
@@ -661,6 +711,65 @@ def test_a_page_among_thirty_thousand_jobs_touches_few_pages(crowd, tenant):
     created_at, id = place.fetchone()
     deep = {**LIST, "before_time": created_at, "before_id": id, "tenant": tenant}
     assert touched(plan(crowd, "list_jobs", source=SQL, run=True, **deep)) < 300
+
+
+@pytest.mark.parametrize("tenant", [None, "default"])
+@pytest.mark.parametrize(("is_failed", "index"), [(False, "listing"), (True, "job_failed")])
+def test_a_walk_that_finds_nothing_ends_where_it_must(crowd, tenant, is_failed, index):
+    """There are a thousand failed jobs, and thirty thousand in all."""
+    wanted = {**LIST, "job_type": "rare", "scan_max": 200, "tenant": tenant, "is_failed": is_failed}
+    walked = plan(crowd, "list_jobs", source=SQL, run=True, **wanted)
+    assert walked["Actual Rows"] == 1, "the place where it stopped"
+    assert any(name.startswith(index) for name in _used(walked))
+    assert touched(walked) < 200 * 7
+
+
+def _used(plan):
+    return {node["Index Name"] for node in nodes(plan) if "Index Name" in node and node["Actual Loops"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "touched_max"),
+    [
+        ({"statuses": ["RUNNING"]}, 50, 600),  # of all jobs fifty run
+        ({"statuses": ["RUNNING", "CANCELLED"], "queue": "default"}, 50, 600),
+        ({"statuses": ["CANCELLED"]}, 0, 30),
+        ({"statuses": ["QUEUED"], "queue": "empty"}, 0, 30),
+        ({"statuses": ["QUEUED"]}, 1, 300),  # too many: that row says so
+        ({"statuses": ["QUEUED"], "queue": "default"}, 1, 300),
+        ({"statuses": ["SUCCEEDED"]}, 1, 300),
+    ],
+)
+def test_jobs_of_a_status_are_sorted_only_if_they_are_few(crowd, wanted, rows, touched_max):
+    found = plan(crowd, "list_by_status", source=SQL, run=True, **{**LIST, "scan_max": 200, **wanted})
+    assert found["Actual Rows"] == rows
+    assert touched(found) < touched_max
+
+
+def test_the_children_of_a_job_are_sorted_only_if_they_are_few(crowd):
+    wanted = {**LIST, "parent_job_id": ID, "scan_max": 200}
+    found = plan(crowd, "list_children", source=SQL, run=True, **wanted)
+    assert found["Actual Rows"] == 1, "there are three thousand"
+    assert touched(found) < 400
+
+
+@pytest.mark.parametrize("name", ["list_pipeline", "pipeline"])
+def test_a_pipeline_is_read_no_further_than_its_limit(crowd, name):
+    crowd.execute(
+        "INSERT INTO batchwright.job (id, job_type, queue, tenant, priority, run_after, payload, max_attempts, "
+        "pipeline_id, created_at) VALUES (%(id)s, 'noop', 'default', 'default', 5, now(), '{}', 3, %(id)s, now())",
+        {"id": ID},
+    )
+    wanted = {**LIST, "pipeline_id": ID, "scan_max": 200, "count_max": 200}
+    found = plan(crowd, name, source=SQL, run=True, **wanted)
+    assert touched(found) < 200 * 10, "it has three thousand jobs"
+
+
+@pytest.mark.parametrize("tenant", [None, "default"])
+def test_a_queue_is_counted_no_further_than_its_limit(crowd, tenant):
+    found = plan(crowd, "queue_depths", source=SQL, run=True, limit=10, count_max=100, tenant=tenant)
+    assert scanned(found) <= 100 + 50 + 10, "waiting, running, and the oldest of each priority"
+    assert touched(found) < 100 * 4 + 200
 
 
 def test_the_reasons_of_a_page_of_jobs_in_one_keys_long_line_touch_few_pages(crowd):

@@ -226,7 +226,8 @@ async def test_settings_of_postgresql_exist(pool):
 
 
 def test_the_settings_for_a_role_behind_a_pooler_are_those_of_our_connections():
-    listed = dict(re.findall(r"ALTER ROLE batchwright SET (\w+) = '?(\w+)'?;", text_of(OPERATING)))
+    form = r"ALTER ROLE batchwright IN DATABASE batchwright SET (\w+) = '?(\w+)'?;"
+    listed = dict(re.findall(form, text_of(OPERATING)))
     set_by_us = dict(re.findall(r"-c (\w+)=(\w+)", connect_arguments(DatabaseSettings())["options"]))
     assert {name: re.sub(r"^(\d+)s$", r"\g<1>000", value) for name, value in listed.items()} == set_by_us
 

@@ -310,7 +310,7 @@ class InboxView(Answer):
     job_type: str
     code: str | None
     kind: str | None
-    count: int
+    count: int = Field(description="How many; the groups of an inbox together count to 20,000.")
     first_at: datetime
     last_at: datetime
     samples: list[UUID] = Field(description="The ids of the latest ones.")
@@ -344,6 +344,7 @@ class PipelineView(Answer):
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    has_more: bool = Field(description="Whether it has more than 10,000 jobs; the others are not counted.")
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> PipelineView:

@@ -19,14 +19,17 @@ from batchwright.errors import ConfigurationError, DatabaseError, NotFound
 
 router = APIRouter(route_class=OrjsonRoute)
 
-_QUEUES_MAX = 100_000
 Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="At most so many.")]
 WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 
 
 @router.get("/v1/queues", responses=documented(), tags=["queues"], summary="Queues, and what waits in them")
 async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> All[QueueView]:
-    """The queues in which the tenant has open jobs; with `tenant=*` all queues, and everybody's jobs."""
+    """The queues in which the tenant has open jobs; with `tenant=*` all queues, and everybody's jobs.
+
+    Of each queue the first 10,000 jobs that wait are looked at, for one tenant the first 1,000; `has_more` says that
+    there are others, so that at least as many as shown are due or scheduled.
+    """
     return All(data=await services(request).core.views.queues(tenant=caller.tenant, limit=limit))
 
 
@@ -93,7 +96,6 @@ def _unready(version: str, detail: str) -> Response:
 
 
 async def _queue(request: Request, name: str) -> QueueView:
-    for queue in await services(request).core.views.queues(limit=_QUEUES_MAX):
-        if queue.name == name:
-            return queue
+    for queue in await services(request).core.views.queues(name=name):
+        return queue
     raise NotFound(f"there is no queue {name!r}")

@@ -424,7 +424,8 @@ class Batches:
         """Newest first."""
         wanted = [status.value for status in statuses] if statuses else None
         params = {"tenant": tenant, "after": after, "limit": limit, "statuses": wanted}
-        statement = "list" if tenant is not None else "list_everywhere"
+        by_tenant = "list" if tenant is not None else "list_everywhere"
+        statement = "list_by_status" if statuses else by_tenant
         return [_batch(row) for row in await self.queue.database.ask(SQL[statement], params)]
 
     async def paces(self, ids: Sequence[str]) -> dict[str, Pace]:

@@ -122,10 +122,11 @@ def settings_from(database_url: str | None, config: Path | None, **parts: Mappin
         if given := {name: value for name, value in values.items() if value is not None}:
             flags[part] = given
     settings = load_settings(flags, file=config)
-    if settings.database.url is not None:
-        from batchwright.db.check import describe
+    for url in (settings.database.url, settings.database.lease_url):
+        if url is not None:
+            from batchwright.db.check import describe
 
-        describe(settings.database.url)
+            describe(url)
     return settings
 
 

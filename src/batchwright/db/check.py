@@ -11,8 +11,9 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from batchwright.db.database import PER_WORKER, DatabaseSettings, Session, Source
+from batchwright.db.database import LEASE_URL, PER_WORKER, DatabaseSettings, Pool, Session, Source, session_settings
 from batchwright.db.migrate import pending
+from batchwright.db.sessions import Route
 from batchwright.db.statements import statements
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
 
@@ -62,13 +63,15 @@ def _servers(parts: Mapping[str, Any]) -> str:
 def explained(error: DatabaseUnavailable) -> DatabaseUnavailable:
     """The same failure, with its remedy where the words of the server tell which one it is."""
     text = _one_line(error)
+    url = "BATCHWRIGHT_DATABASE_LEASE_URL" if text.startswith(LEASE_URL) else "BATCHWRIGHT_DATABASE_URL"
     remedies = {
-        "Connection refused": "start the server, or correct host and port in BATCHWRIGHT_DATABASE_URL",
-        "No such file or directory": "start the server, or correct the host in BATCHWRIGHT_DATABASE_URL",
-        "resolve host": "correct the host in BATCHWRIGHT_DATABASE_URL",
-        "translate host name": "correct the host in BATCHWRIGHT_DATABASE_URL",
-        "password": "correct user and password in BATCHWRIGHT_DATABASE_URL",
-        "does not exist": "create it (createdb, createuser), or correct BATCHWRIGHT_DATABASE_URL",
+        "Connection refused": f"start the server, or correct host and port in {url}",
+        "No such file or directory": f"start the server, or correct the host in {url}",
+        "resolve host": f"correct the host in {url}",
+        "translate host name": f"correct the host in {url}",
+        "password": f"correct user and password in {url}",
+        "does not exist": f"create it (createdb, createuser), or correct {url}",
+        "no more connections allowed": "raise max_client_conn of the pooler, or run fewer workers",
         "too many": "raise max_connections, or run fewer workers",
     }
     for sign, remedy in remedies.items():
@@ -78,21 +81,28 @@ def explained(error: DatabaseUnavailable) -> DatabaseUnavailable:
 
 
 async def check_database(
-    database: Source, settings: DatabaseSettings, *, processes: int = 1, old_seconds: float = _OLD_TRANSACTION_SECONDS
+    pool: Pool,
+    settings: DatabaseSettings,
+    *,
+    leases: Route | None = None,
+    processes: int = 1,
+    old_seconds: float = _OLD_TRANSACTION_SECONDS,
 ) -> list[Finding]:
-    """Server, schema, connections, clock and what keeps dead rows alive; opening the pool has checked for poolers."""
+    """Server, schema, settings of sessions, connections, clock and what keeps dead rows alive; `leases` go that way."""
     began = datetime.now(UTC)
-    ((number, version, is_standby, clock),) = await database.rows(SQL["server"])
+    ((number, version, is_standby, clock),) = await pool.rows(SQL["server"])
     now = began + (datetime.now(UTC) - began) / 2
-    ((plan, timeout, role, may_create, name),) = await database.rows(SQL["session"])
-    ((available, others),) = await database.rows(SQL["connections"])
+    wanted = session_settings(settings)
+    ((found, role, may_create, name),) = await pool.rows(SQL["session"], {"names": list(wanted)})
+    ((available, others),) = await pool.rows(SQL["connections"])
+    needed = _needed(settings, pool.route, leases or pool.route, processes)
     return [
         _server(number, version, is_standby),
-        await _schema(database, may_create, name, role),
-        _session_settings(settings, plan, timeout),
-        _connections(settings, processes, available, others),
+        await _schema(pool, may_create, name, role),
+        _session_settings(settings, pool.route, found, f"{role} IN DATABASE {name}"),
+        _connections(settings, needed, available, others),
         _clock((now - clock).total_seconds()),
-        await _oldest_xmin(database, old_seconds),
+        await _oldest_xmin(pool, old_seconds),
     ]
 
 
@@ -119,24 +129,53 @@ async def _schema(database: Source, may_create: bool, name: str, role: str) -> F
     return Finding("schema", Level.ERROR, text, "run: batchwright migrate")
 
 
-def _session_settings(settings: DatabaseSettings, plan: str, timeout: int) -> Finding:
-    if plan == "force_generic_plan" and timeout == int(settings.statement_timeout_seconds * 1000):
+def _session_settings(settings: DatabaseSettings, route: Route, found: Mapping[str, str], role: str) -> Finding:
+    """What of our settings is not in force; how to keep a plan does not matter where none is kept."""
+    wanted = session_settings(settings)
+    missing = {name: value for name, value in wanted.items() if found[name] != value}
+    if not route.prepares:
+        missing.pop("plan_cache_mode", None)
+    if not missing:
         return Finding("session", Level.OK, f"timeouts of {settings.statement_timeout_seconds:g} s are in force")
-    text = "the timeouts of our connections do not arrive: a pooler ignores the startup parameter `options`"
+    listed = ", ".join(f"{name} (it is {found[name]}, not {value})" for name, value in missing.items())
+    text = f"a pooler ignores the startup parameter `options`, so these are not in force: {listed}"
+    sql = " ".join(f"ALTER ROLE {role} SET {name} = '{value}';" for name, value in missing.items())
     remedy = (
-        "connect to PostgreSQL directly, or set them for a role that no other program uses "
-        "(docs/operating.md, Poolers and standbys, lists them)"
+        f"if no other program uses this role in this database, then RECONNECT the pooler: {sql} Else give the pool a "
+        "connect_query, or connect to PostgreSQL directly (docs/operating.md, Poolers and standbys)"
     )
     return Finding("session", Level.WARNING, text, remedy)
 
 
-def _connections(settings: DatabaseSettings, processes: int, available: int, others: int) -> Finding:
-    each = settings.pool_size + PER_WORKER
-    needed, free = processes * each, available - others
-    text = f"{processes} worker process(es) use up to {needed} of {available}, others use {others} now"
-    if needed <= free:
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """Connections that workers use at most: the server's, each for itself, and a pooler's, which lends them others."""
+
+    processes: int
+    own: int
+    lent: int
+
+
+def _needed(settings: DatabaseSettings, statements: Route, leases: Route, processes: int) -> _Needed:
+    own = lent = 0
+    if statements.keeps_sessions:
+        own += settings.pool_size
+    else:
+        lent += settings.pool_size
+    if leases.keeps_sessions:
+        own += PER_WORKER
+    else:
+        lent += 1  # there is no doorbell
+    return _Needed(processes, processes * own, processes * lent)
+
+
+def _connections(settings: DatabaseSettings, needed: _Needed, available: int, others: int) -> Finding:
+    text = f"{needed.processes} worker process(es) use up to {needed.own} of {available}, others use {others} now"
+    if needed.lent:
+        text += f"; of the pooler's they use up to {needed.lent} (max_client_conn), and it lends them default_pool_size"
+    if needed.own <= (free := available - others):
         return Finding("connections", Level.OK, text)
-    remedy = f"raise max_connections by {needed - free}, or lower database.pool_size ({settings.pool_size})"
+    remedy = f"raise max_connections by {needed.own - free}, or lower database.pool_size ({settings.pool_size})"
     return Finding("connections", Level.WARNING, text, remedy)
 
 

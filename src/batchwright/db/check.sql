@@ -6,8 +6,8 @@ SELECT current_setting('server_version_num')::integer, current_setting('server_v
 
 -- name: session
 -- Whether the settings of our connections have arrived.
-SELECT current_setting('plan_cache_mode'), (SELECT setting::bigint FROM pg_settings WHERE name = 'statement_timeout'),
-       current_user, has_database_privilege(current_database(), 'CREATE'), current_database()
+SELECT (SELECT jsonb_object_agg(lower(name), setting) FROM pg_settings WHERE lower(name) = ANY(%(names)s::text[])),
+       quote_ident(current_user), has_database_privilege(current_database(), 'CREATE'), quote_ident(current_database())
 
 -- name: connections
 -- How many connections the server has for us, and how many of them others use now.

@@ -24,7 +24,7 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_loads
 
 import batchwright.db.raw  # noqa: F401  # a connection knows only what was registered before it was made
-from batchwright.db.sessions import POOLED, require_sessions
+from batchwright.db.sessions import LENT, Mode, Route, explore
 from batchwright.errors import (
     ConfigurationError,
     DatabaseBusy,
@@ -46,11 +46,19 @@ PER_WORKER = 2
 """Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
 _SHORT_OF_RESOURCES = "53"
 """The class of these errors: memory, disk, connections."""
-_PLANNER = (
-    "plan_cache_mode=force_generic_plan",  # our statements have one good plan each; planning costs more than running
-    "enable_seqscan=off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
-    "jit=off",
-    "timezone=UTC",
+_PLANNER = {
+    "plan_cache_mode": "force_generic_plan",  # our statements have one good plan each; planning costs more than running
+    "enable_seqscan": "off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
+    "jit": "off",
+    "timezone": "UTC",
+}
+LEASE_URL = "database.lease_url"
+_USE_UTC = "SET timezone TO 'UTC'"
+_SERVER = "SELECT pg_postmaster_start_time(), current_database()"
+"""Of no two servers the same, and it needs no schema and no special right."""
+_ELSEWHERE = (
+    f"{LEASE_URL} leads to another database than database.url, where leases would be renewed in vain: let both name "
+    "the same database on the same server"
 )
 
 
@@ -62,6 +70,9 @@ class DatabaseSettings:
     """A PostgreSQL 15 or newer; unset, Batchwright runs a PostgreSQL of its own."""
     folder: str | None = None
     """Where the embedded PostgreSQL keeps its data; unset, a folder of the user's."""
+    lease_url: str | None = None
+    """Another way to the same database for leases and, if it keeps sessions, the doorbell: for where `url` is a pooler
+    in transaction mode. Unset, they go by `url`."""
     pool_size: int = 8
     """Connections per process at most, beside the two that a worker keeps for leases and the doorbell."""
     statement_timeout_seconds: float = 10.0
@@ -121,21 +132,22 @@ class Pool:
     def __init__(self, settings: DatabaseSettings, url: str) -> None:
         self.settings = settings
         self.url = url
-        self.answer_seconds = 0.0
-        """The slowest round trip, measured when the pool was opened."""
+        self.route = Route(url=url, mode=Mode.DIRECT, prepares=True, answer_seconds=0.0)
+        """The way to the database; explored when the pool is opened."""
+        self._leases: Route | None = None
         self._refused_at = -math.inf
         self._errands: set[asyncio.Task[None]] = set()
         self._pool = psycopg_pool.AsyncConnectionPool(
             url,
             connection_class=psycopg.AsyncConnection[Row],
-            kwargs={"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)},
+            kwargs={"autocommit": True, **connect_arguments(settings)},
             min_size=1,
             max_size=settings.pool_size,
             max_idle=_IDLE_SECONDS,
             timeout=settings.statement_timeout_seconds,
             reconnect_timeout=_RECONNECT_SECONDS_MAX,
             reconnect_failed=self._try_again,
-            configure=_configure,
+            configure=self._configure,
             open=False,
             name="batchwright",
         )
@@ -143,8 +155,34 @@ class Pool:
     async def open(self) -> None:
         """Connect once, so that a wrong address or pooler is an error now and not at the first job."""
         with translate_errors():
-            self.answer_seconds = await require_sessions(self._connect, self.settings.pool_size + PER_WORKER)
+            self.route = await self._explore(self.url, self.settings.pool_size + PER_WORKER)
             await self._pool.open(wait=True)
+
+    async def explore_leases(self) -> Route:
+        """The way for the leases of a worker and, if it keeps sessions, for its doorbell; explored once."""
+        url = self.settings.lease_url
+        if url is None:
+            return self.route
+        if self._leases is None:
+            self._leases = await self._explore_apart(url)
+        return self._leases
+
+    async def _explore_apart(self, url: str) -> Route:
+        try:
+            with translate_errors():
+                route = await self._explore(url, PER_WORKER)
+                async with self._connect(url) as connection:
+                    there = await _fetch(connection, _SERVER, None)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{LEASE_URL}: {error}") from error
+        except DatabaseUnavailable as error:
+            raise type(error)(f"{LEASE_URL}: {error}") from error
+        if there != await self.rows(_SERVER):
+            raise ConfigurationError(_ELSEWHERE)
+        return route
+
+    def _explore(self, url: str, connections: int) -> Coroutine[Any, Any, Route]:
+        return explore(lambda: self._connect(url), url, f"a worker process needs {connections} connections")
 
     async def close(self) -> None:
         await self._pool.close(timeout=5)
@@ -192,13 +230,11 @@ class Pool:
         return task
 
     @contextlib.asynccontextmanager
-    async def _connect(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
+    async def _connect(self, url: str) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
         """A connection of its own, beside the pool."""
         limit = self.settings.connect_timeout_seconds
         try:
-            connection = await psycopg.AsyncConnection.connect(
-                self.url, autocommit=True, **connect_arguments(self.settings)
-            )
+            connection = await psycopg.AsyncConnection.connect(url, autocommit=True, **connect_arguments(self.settings))
         except pg.ConnectionTimeout as error:
             raise DatabaseUnavailable(
                 f"no connection to PostgreSQL within {limit:g} s ({error}): raise database.connect_timeout_seconds "
@@ -219,6 +255,13 @@ class Pool:
             if self._refused_at < asked:
                 raise DatabaseBusy(f"no connection to PostgreSQL came free: {error}") from error
             raise
+
+    async def _configure(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
+        set_json_loads(orjson.loads, connection)
+        if not _tells_utc(connection):
+            await connection.execute(_USE_UTC)
+        connection.prepare_threshold = _prepare_threshold(self.route.prepares)
 
     async def _try_again(self, pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
         """The pool waits twice as long after each failure, without end; giving up early and starting over ends that."""
@@ -246,8 +289,9 @@ class Transaction:
 class Blocking:
     """A thread's database: one connection, made when first needed and again after it was lost."""
 
-    def __init__(self, settings: DatabaseSettings, url: str) -> None:
-        self._arguments = {"autocommit": True, "prepare_threshold": 0, **connect_arguments(settings)}
+    def __init__(self, settings: DatabaseSettings, url: str, *, prepares: bool = True) -> None:
+        threshold = _prepare_threshold(prepares)
+        self._arguments = {"autocommit": True, "prepare_threshold": threshold, **connect_arguments(settings)}
         self._url = url
         self._connection: psycopg.Connection[Row] | None = None
 
@@ -269,6 +313,8 @@ class Blocking:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.Connection.connect(self._url, **self._arguments)
             set_json_loads(orjson.loads, self._connection)
+            if not _tells_utc(self._connection):
+                self._connection.execute(_USE_UTC)
         return self._connection
 
 
@@ -339,19 +385,27 @@ def complete(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
     """Timeouts on everything, and keepalives, so that a dead peer is noticed in seconds."""
-    milliseconds = int(settings.statement_timeout_seconds * 1000)
-    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
-    options = [f"-c {name}={milliseconds}" for name in limits]
-    options += [f"-c {setting}" for setting in _PLANNER]
     return {
         "application_name": "batchwright",
         "connect_timeout": settings.connect_timeout_seconds,
         "keepalives_idle": 5,
         "keepalives_interval": 2,
         "keepalives_count": 3,
-        "tcp_user_timeout": milliseconds,
-        "options": " ".join(options),
+        "tcp_user_timeout": _milliseconds(settings),
+        "options": " ".join(f"-c {name}={value}" for name, value in session_settings(settings).items()),
     }
+
+
+def session_settings(settings: DatabaseSettings) -> dict[str, str]:
+    """What the server is told about each of our sessions. A pooler may keep it from the server: but for the time zone,
+    which is set again then, only how long a mishap lasts and how good a plan is depend on it.
+    """
+    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    return {**dict.fromkeys(limits, str(_milliseconds(settings))), **_PLANNER}
+
+
+def _milliseconds(settings: DatabaseSettings) -> int:
+    return int(settings.statement_timeout_seconds * 1000)
 
 
 @contextlib.contextmanager
@@ -366,7 +420,7 @@ def translate_errors() -> Iterator[None]:
     except (pg.UntranslatableCharacter, pg.CharacterNotInRepertoire, pg.InvalidTextRepresentation) as error:
         raise DataRefused(str(error)) from error
     except (pg.DuplicatePreparedStatement, pg.InvalidSqlStatementName) as error:
-        raise DatabaseError(f"{error}: {POOLED}") from error
+        raise DatabaseError(f"{error}: {LENT}") from error
     except (pg.IntegrityError, pg.ProgrammingError, pg.RaiseException) as error:
         raise DatabaseError(str(error)) from error
     except pg.DataError as error:
@@ -384,7 +438,10 @@ def translate_errors() -> Iterator[None]:
         kind = DatabaseBusy if is_short else DatabaseUnavailable
         raise kind(str(error).strip() or type(error).__name__) from error
     except psycopg.Error as error:
-        raise DatabaseError(str(error)) from error
+        # Of a server that died a pooler hands on the last words, and adds its own: two answers to a BEGIN or a COMMIT
+        # are too many for the driver. An internal error that has no code is the driver's own, not the server's.
+        is_garbled = isinstance(error, psycopg.InternalError) and error.sqlstate is None
+        raise (DatabaseUnavailable if is_garbled else DatabaseError)(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -405,9 +462,16 @@ def keep_cancellation() -> Iterator[None]:
         raise asyncio.CancelledError
 
 
-async def _configure(connection: psycopg.AsyncConnection[Any]) -> None:
-    """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
-    set_json_loads(orjson.loads, connection)
+def _tells_utc(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Times must come in UTC, for ticks are compared as text. A pooler that ignores our options keeps the zone of each
+    of its clients all the same, also where it lends sessions.
+    """
+    return connection.info.parameter_status("TimeZone") == "UTC"
+
+
+def _prepare_threshold(prepares: bool) -> int | None:
+    """A statement is prepared with its first use, or never."""
+    return 0 if prepares else None
 
 
 def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

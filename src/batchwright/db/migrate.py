@@ -120,7 +120,7 @@ async def refuse_old_program(session: Session, program: str) -> None:
 
 
 async def check_server(database: Source) -> None:
-    """PostgreSQL 15 or newer, reached directly or through a pooler that keeps sessions."""
+    """PostgreSQL 15 or newer."""
     ((number, text),) = await database.rows(
         "SELECT current_setting('server_version_num')::int, current_setting('server_version')"
     )

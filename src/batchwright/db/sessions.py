@@ -1,4 +1,8 @@
-"""Does a connection keep its session? A pooler that lends one session of the server to many clients is refused."""
+"""What lies between us and PostgreSQL: nothing, a pooler that keeps sessions, or one that lends them to transactions.
+
+It is found out once, when a process starts. Behind a pooler that lends sessions nothing may be left in one: statements
+stay prepared only if the pooler itself keeps track of them, and there is no LISTEN.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +10,108 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import psycopg
+from psycopg import errors as pg
 
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
 
-POOLED = (
-    "this connection goes through a pooler that gives every transaction another session (PgBouncer with "
-    "pool_mode = transaction or statement); Batchwright needs sessions for LISTEN, prepared statements and timeouts: "
-    "set pool_mode = session for this database, or connect to PostgreSQL directly"
+LENT = (
+    "prepared statements got lost between two transactions. Either a pooler got another pool_mode while this process "
+    "ran: start it again; or this is a connection of your own through a pooler in transaction mode: set its "
+    "prepare_threshold to None"
+)
+_STATEMENT_MODE = (
+    "this connection goes through a pooler that takes no transactions (PgBouncer with pool_mode = statement): set "
+    "pool_mode = transaction or session for this database, or connect to PostgreSQL directly"
 )
 _OPTIONS = (
-    "a pooler (PgBouncer) refuses the startup parameter `options`, by which Batchwright sets its timeouts: connect to "
-    "PostgreSQL directly, or use a pool with pool_mode = session and ignore_startup_parameters = options"
+    "a pooler (PgBouncer) refuses the startup parameter `options`, by which Batchwright sets its timeouts: set "
+    "ignore_startup_parameters = options there, or connect to PostgreSQL directly"
 )
 _CROWDED = (
     "a pooler gave the second of two connections no answer within {limit:g} s, while answers on the first took up to "
-    "{slowest:.2f} s; a worker process needs {needed} connections: raise default_pool_size (PgBouncer) or "
-    "max_connections (PostgreSQL)"
+    "{slowest:.2f} s; {needed}: raise default_pool_size (PgBouncer) or max_connections (PostgreSQL)"
 )
 _SLOW = (
     "the database gave no answer within {limit:g} s; connecting took {connecting:.2f} s, and {answers} answers before "
     "it up to {slowest:.2f} s each: look at the network and at the server's load"
 )
-_ROUNDS = 4
+_BACKEND = "SELECT pg_backend_pid()"
+_PROBE = "SELECT %(n)s::integer -- does it stay prepared?"
+_PREPARED = "SELECT name FROM pg_prepared_statements WHERE statement LIKE '%-- does it stay prepared?'"
+_NAMED_BY_DRIVER = "_pg3_"
+_ROUNDS = 3
+_ROUNDS_HOLDING = 2
 _ANSWER_SECONDS_MAX = 5.0
 """For each round trip: a database that is far away needs long for all of them, but not for one."""
 
 Connect = Callable[[], contextlib.AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]]
 
 
-async def require_sessions(connect: Connect, needed: int) -> float:
-    """Refuse a pooler that does not keep sessions; answers how many seconds the slowest round trip took.
+class Mode(StrEnum):
+    """What a client of the server has for itself."""
+
+    DIRECT = "directly"
+    SESSION = "through a pooler in session mode"
+    TRANSACTION = "through a pooler in transaction mode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A way to the database, as it was when it was explored."""
+
+    url: str
+    mode: Mode
+    prepares: bool
+    """Whether a statement may stay prepared after its transaction."""
+    answer_seconds: float
+    """The slowest round trip."""
+
+    @property
+    def keeps_sessions(self) -> bool:
+        return self.mode is not Mode.TRANSACTION
+
+
+def describe_routes(statements: Route, leases: Route, poll_seconds: float) -> str:
+    """What is used how, by a worker; `poll_seconds` is its poller's pace when idle."""
+    said = [f"statements go {statements.mode}"]
+    if not statements.keeps_sessions:
+        said[0] += ", which keeps them prepared" if statements.prepares else ", unprepared"
+    if statements.url == leases.url:
+        said.append("leases too" if statements.mode is not Mode.TRANSACTION else "leases too, and wait when it is full")
+    else:
+        said.append(f"leases by database.lease_url, {leases.mode}")
+    if leases.keeps_sessions:
+        said.append("the doorbell with them")
+    else:
+        said.append(f"no doorbell: new jobs are found within {poll_seconds:g} s")
+    return "; ".join(said)
+
+
+async def explore(connect: Connect, url: str, needed: str) -> Route:
+    """Find out what lies between; `needed` says how many connections a process needs, should there be too few.
 
     A server tells each client which backend it has. If that backend answers, nothing stands between. Otherwise a
-    pooler does. While two clients are connected to one that keeps sessions, neither meets the other's backend nor
-    changes its own. One in transaction mode shows itself: it either lends the backend that has just become free to
-    the second client, or takes it from the first while the second is in a transaction.
+    pooler does.
     """
     began = time.monotonic()
     with _explain_refusals():
         async with connect() as connection:
             one = _Client(connection, time.monotonic() - began)
             try:
-                if await one.backend() != connection.info.backend_pid:
-                    async with connect() as other:
-                        await _refuse_sharing(one, _Client(other, one.connecting), needed)
+                if await one.backend() == connection.info.backend_pid:
+                    mode, prepares = Mode.DIRECT, True
+                elif not await _lends_sessions(connect, one, needed):
+                    mode, prepares = Mode.SESSION, True
+                else:
+                    mode, prepares = Mode.TRANSACTION, await one.keeps_prepared()
             except TimeoutError as error:
                 raise DatabaseUnavailable(one.describe_delay()) from error
-            return one.slowest
+            return Route(url=url, mode=mode, prepares=prepares, answer_seconds=one.slowest)
 
 
 @contextlib.contextmanager
@@ -67,29 +123,46 @@ def _explain_refusals() -> Iterator[None]:
         if "startup parameter" in str(error):
             raise ConfigurationError(_OPTIONS) from error
         if "statement pooling" in str(error):
-            raise ConfigurationError(POOLED) from error
+            raise ConfigurationError(_STATEMENT_MODE) from error
         raise
 
 
-async def _refuse_sharing(one: _Client, two: _Client, needed: int) -> None:
-    for _ in range(_ROUNDS):
-        try:
-            await two.backend("BEGIN; SELECT pg_backend_pid()")
-        except TimeoutError as error:
-            text = _CROWDED.format(limit=_ANSWER_SECONDS_MAX, slowest=one.slowest, needed=needed)
-            raise DatabaseUnavailable(text) from error
-        if len(two.backends) > 1 or one.backends & two.backends:
-            raise ConfigurationError(POOLED)  # now, since the first might wait for its backend until the second ends
-        await one.backend()
-        if len(one.backends) > 1:
-            raise ConfigurationError(POOLED)
-        await two.ask("ROLLBACK")
+async def _lends_sessions(connect: Connect, one: _Client, needed: str) -> bool:
+    """While two clients are connected to a pooler that keeps sessions, neither meets the other's backend nor changes
+    its own.
+
+    One that lends them shows itself. Mostly without further ado: it lends the backend that has just become free to
+    the other client, or takes turns, or is so busy that each gets whatever is free. Else it takes the backend of the
+    first while the second is in a transaction. That comes last: of many processes that start at once behind a small
+    pool, each would hold one backend and wait for another.
+    """
+    async with connect() as connection:
+        two = _Client(connection, one.connecting)
+        for n in range(_ROUNDS + _ROUNDS_HOLDING):
+            holds = n >= _ROUNDS
+            try:
+                await two.backend(f"BEGIN; {_BACKEND}" if holds else _BACKEND)
+                await two.backend()
+            except TimeoutError as error:
+                text = _CROWDED.format(limit=_ANSWER_SECONDS_MAX, slowest=one.slowest, needed=needed)
+                raise DatabaseUnavailable(text) from error
+            if not _met(one, two):  # else the first might wait for its backend until the second lets go
+                await one.backend()
+            if holds:
+                await two.ask("ROLLBACK")
+            if _met(one, two):
+                return True
+    return False
+
+
+def _met(one: _Client, two: _Client) -> bool:
+    return len(one.backends) > 1 or len(two.backends) > 1 or bool(one.backends & two.backends)
 
 
 class _Client:
     """A connection, the backends that it met, and how long they took to answer.
 
-    Its statements have no parameters, so none is prepared: that would fail in the very case that is looked for.
+    Statements without parameters are not prepared: that would fail in the very case that is looked for.
     """
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], connecting: float) -> None:
@@ -99,7 +172,7 @@ class _Client:
         self.slowest = 0.0
         self._connection = connection
 
-    async def backend(self, sql: str = "SELECT pg_backend_pid()") -> int:
+    async def backend(self, sql: str = _BACKEND) -> int:
         cursor = await self.ask(sql)
         while cursor.nextset():  # to the answer of the last statement
             pass
@@ -107,10 +180,34 @@ class _Client:
         self.backends.add(backend)
         return int(backend)
 
-    async def ask(self, sql: str) -> psycopg.AsyncCursor[Any]:
+    async def keeps_prepared(self) -> bool:
+        """Whether the pooler knows itself what each client has prepared (PgBouncer 1.22 with max_prepared_statements).
+
+        Such a one gives statements names of its own, and hears it when a client gives up all of them, as the driver
+        does after a rollback. In another one the name of ours would meet that of the next client: it is taken away
+        before anybody else can have this backend.
+        """
+        try:
+            async with self._connection.transaction():
+                if not psycopg.capabilities.has_send_close_prepared():
+                    return False
+                await self.ask(_PROBE, prepare=True)
+                names = [name for (name,) in await (await self.ask(_PREPARED)).fetchall()]
+                if ours := [name for name in names if name.startswith(_NAMED_BY_DRIVER)]:
+                    await self.ask("; ".join(f"DEALLOCATE {name}" for name in ours))
+                    return False
+                if not names:
+                    return False
+                await self.ask("DEALLOCATE ALL")
+                await self.ask(_PROBE, prepare=True)
+                return True
+        except (pg.DuplicatePreparedStatement, pg.InvalidSqlStatementName):
+            return False
+
+    async def ask(self, sql: str, *, prepare: bool = False) -> psycopg.AsyncCursor[Any]:
         began = time.monotonic()
         async with asyncio.timeout(_ANSWER_SECONDS_MAX):
-            cursor = await self._connection.execute(sql, prepare=False)
+            cursor = await self._connection.execute(sql, {"n": 1} if prepare else None, prepare=prepare)
         self.answers += 1
         self.slowest = max(self.slowest, time.monotonic() - began)
         return cursor

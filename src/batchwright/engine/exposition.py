@@ -56,7 +56,7 @@ STANDING_METRICS = (
     Metric(
         "jobs",
         "Open jobs: due now, scheduled for later, running in a worker, or waiting for their children. "
-        "A queue is counted up to 1,000,000.",
+        "A queue is counted up to 100,000, and so are all jobs that wait for their children.",
         ("queue", "state"),
         "gauge",
     ),
@@ -67,7 +67,12 @@ STANDING_METRICS = (
         "gauge",
     ),
     Metric("queue_paused", "1 while the queue is paused.", ("queue",), "gauge"),
-    Metric("failed_jobs", "Failed jobs in the inbox, which nobody has dismissed yet.", ("job_type",), "gauge"),
+    Metric(
+        "failed_jobs",
+        "Failed jobs in the inbox, which nobody has dismissed yet. All together are counted up to 100,000.",
+        ("job_type",),
+        "gauge",
+    ),
     Metric("workers", "Worker processes that gave a sign of life in the last minute.", kind="gauge"),
     Metric("worker_slots", "Jobs that these workers can run at the same time.", kind="gauge"),
     Metric("worker_slots_used", "Jobs that they ran when they last gave a sign of life.", kind="gauge"),

@@ -218,11 +218,35 @@ ORDER BY run_after
 LIMIT %(limit)s
 
 -- name: unknown_types
+-- Jobs that nobody can run stay where they are while others are taken, so they are looked for where each queue and
+-- priority begins, and among a bounded number of jobs.
+WITH RECURSIVE head AS (
+    (SELECT job.queue, job.priority FROM batchwright.job AS job
+     WHERE job.status = 'QUEUED'
+     ORDER BY job.queue, job.priority, job.run_after, job.id
+     LIMIT 1)
+    UNION ALL
+    SELECT next.queue, next.priority
+    FROM head
+    CROSS JOIN LATERAL (
+        SELECT job.queue, job.priority FROM batchwright.job AS job
+        WHERE job.status = 'QUEUED' AND (job.queue, job.priority) > (head.queue, head.priority)
+        ORDER BY job.queue, job.priority, job.run_after, job.id
+        LIMIT 1
+    ) AS next
+)
 SELECT job_type, count(*) FROM (
-    SELECT job_type FROM batchwright.job
-    WHERE status = 'QUEUED' AND run_after <= :now AND job_type <> ALL (%(job_types)s::text[])
-    LIMIT 1000
-) AS unknown
+    SELECT looked.job_type
+    FROM head
+    CROSS JOIN LATERAL (
+        SELECT job.job_type FROM batchwright.job AS job
+        WHERE job.queue = head.queue AND job.priority = head.priority AND job.status = 'QUEUED' AND job.run_after <= :now
+        ORDER BY job.run_after, job.id
+        LIMIT %(lane_max)s
+    ) AS looked
+    LIMIT %(scan_max)s
+) AS looked
+WHERE job_type <> ALL (%(job_types)s::text[])
 GROUP BY job_type ORDER BY job_type
 
 -- name: holdings
@@ -800,7 +824,10 @@ WHERE status = 'QUEUED' AND run_after > :now AND job_type = ANY(%(job_types)s::t
 SELECT status::text, result, error FROM batchwright.job WHERE id = %(id)s
 
 -- name: count_children
-SELECT status::text, count(*) FROM batchwright.job WHERE parent_job_id = %(id)s GROUP BY status
+SELECT status::text, count(*) FROM (
+    SELECT status FROM batchwright.job WHERE parent_job_id = %(id)s LIMIT %(count_max)s
+) AS bounded
+GROUP BY status
 
 -- name: joined
 SELECT count(*), count(*) FILTER (WHERE status = 'SUCCEEDED'), count(*) FILTER (WHERE status = 'FAILED'),

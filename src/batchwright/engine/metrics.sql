@@ -66,14 +66,16 @@ GROUP BY key
 
 -- name: depths
 -- Each queue is counted up to a limit in the index of due jobs; the oldest of each priority is one look into it.
+WITH clock AS MATERIALIZED (SELECT :now AS now)
 SELECT CASE WHEN place <= %(queues_max)s THEN queue.name ELSE 'other' END, bool_or(queue.paused),
        sum(depth.due)::bigint, sum(depth.scheduled)::bigint,
-       greatest(0, extract(epoch FROM :now - min(oldest.run_after)))::double precision
-FROM (
+       greatest(0, extract(epoch FROM min(clock.now) - min(oldest.run_after)))::double precision
+FROM clock
+CROSS JOIN (
     SELECT name, paused_at IS NOT NULL AS paused, row_number() OVER (ORDER BY name) AS place FROM batchwright.queue
 ) AS queue
 CROSS JOIN LATERAL (
-    SELECT count(*) FILTER (WHERE run_after <= :now) AS due, count(*) FILTER (WHERE run_after > :now) AS scheduled
+    SELECT count(*) FILTER (WHERE run_after <= clock.now) AS due, count(*) FILTER (WHERE run_after > clock.now) AS scheduled
     FROM (
         SELECT run_after FROM batchwright.job
         WHERE job.queue = queue.name AND status = 'QUEUED'

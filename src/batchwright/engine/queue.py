@@ -34,9 +34,12 @@ from batchwright.states import JobStatus
 
 SQL = statements(__package__, "parts.sql", "jobs.sql")
 
+CHILDREN_COUNTED_MAX = 50_000
 _ROWS_PER_STATEMENT = 5_000
 _KEYS_PER_CALL_MAX = 1_000
 _CANCEL_DEPTH_MAX = 1000
+_UNKNOWN_LANE_MAX = 500
+_UNKNOWN_SCAN_MAX = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,8 +287,9 @@ class Queue:
         return [JobId(id) for (id,) in await self._run(None, "suspects", **params)]
 
     async def unknown_types(self, job_types: Sequence[str]) -> dict[str, int]:
-        """Types of due jobs that are not among these, with how many wait (up to 1000 are counted)."""
-        return dict(await self._run(None, "unknown_types", job_types=list(job_types)))
+        """Types of due jobs that are not among these, with how many of the first ones in the queues are of them."""
+        bounds = {"lane_max": _UNKNOWN_LANE_MAX, "scan_max": _UNKNOWN_SCAN_MAX}
+        return dict(await self._run(None, "unknown_types", job_types=list(job_types), **bounds))
 
     async def renew(self, held: Sequence[ClaimKey]) -> set[UUID]:
         """Lengthen the leases of these claims; answers which were lengthened."""
@@ -639,7 +643,9 @@ class Queue:
         return JobStatus(status), result, error
 
     async def count_children(self, id: JobId) -> dict[JobStatus, int]:
-        return {JobStatus(status): n for status, n in await self._run(None, "count_children", id=id)}
+        """By status; at most `CHILDREN_COUNTED_MAX` are counted."""
+        rows = await self._run(None, "count_children", id=id, count_max=CHILDREN_COUNTED_MAX)
+        return {JobStatus(status): n for status, n in rows}
 
     async def joined(self, id: UUID, round: int) -> tuple[int, int, int, int]:
         """Children of one wait: all, succeeded, failed, cancelled."""

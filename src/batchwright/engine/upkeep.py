@@ -14,9 +14,8 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from batchwright.db.database import Database, Session
 from batchwright.db.statements import statements
@@ -37,6 +36,7 @@ _PAUSE_SECONDS_MAX = 0.7
 _WATCH_SECONDS = 3.0
 _PATIENCE_SECONDS = 1.0
 """So late a round must be before somebody who does not keep it takes it over."""
+_ADD_SECONDS = 600.0
 _WAKE_SECONDS = 0.1
 _RESCUE = "rescue"
 
@@ -61,8 +61,8 @@ class Seen:
     """What one look has found."""
 
     rounds: Mapping[str, tuple[str, float]]
-    """By round: who ran it last, and by how many seconds it is late."""
-    due_queues: Sequence[str]
+    """Of those that are due soon, and the rescue: who ran it last, and by how many seconds it is late."""
+    due_queues: Collection[str]
     """Queues that have due jobs and are not paused."""
     has_suspects: bool
 
@@ -128,6 +128,7 @@ class Upkeep:
         """By a round that is not committed yet."""
         self._alone: asyncio.Task[None] | None = None
         self._pause = 0.0
+        self._add_at = 0.0
         self._news = asyncio.Event()
         self._seen: Seen | None = None
         """What the worker has seen when it looked for jobs."""
@@ -251,21 +252,33 @@ class Upkeep:
         return {name: late for name, (_, late) in seen.rounds.items() if late >= _PATIENCE_SECONDS}
 
     async def _look(self) -> Seen:
+        """See first that all rounds are known: a failover may have lost them, and others may not have our parts."""
+        if time.monotonic() >= self._add_at:
+            await self._add_rounds()
         seen = await self._look_once()
-        if len(seen.rounds) < len(self._rounds):
-            await self._database.ask(SQL["add_rounds"], {**self._periods, "keeper": self._name})
+        if _RESCUE not in seen.rounds:
+            await self._add_rounds()
             seen = await self._look_once()
         return seen
 
+    async def _add_rounds(self) -> None:
+        params = {
+            "names": [round.name for round in self._rounds],
+            "every_seconds": [round.every_seconds for round in self._rounds],
+            "keeper": self._name,
+        }
+        await self._database.ask(SQL["add_rounds"], params)
+        self._add_at = time.monotonic() + _ADD_SECONDS
+
     async def _look_once(self) -> Seen:
         rounds: dict[str, tuple[str, float]] = {}
-        due_queues, has_suspects = list[str](), False
-        for kind, name, keeper, late in await self._database.ask(SQL["look"], self._periods):
+        due_queues, has_suspects = set[str](), False
+        for kind, name, keeper, late in await self._database.ask(SQL["look"], {"soon_seconds": _WATCH_SECONDS}):
             match kind:
                 case "round":
                     rounds[name] = (keeper, late)
                 case "queue":
-                    due_queues.append(name)
+                    due_queues.add(name)
                 case _:
                     has_suspects = True
         self._note_contact()
@@ -274,13 +287,6 @@ class Upkeep:
     async def _end(self, round: Round, seconds: float, session: Session | None = None) -> None:
         params = {"name": round.name, "every_seconds": seconds, "keeper": self._name}
         await self._database.ask(SQL["end_round"], params, session)
-
-    @property
-    def _periods(self) -> dict[str, Any]:
-        return {
-            "names": [round.name for round in self._rounds],
-            "every_seconds": [round.every_seconds for round in self._rounds],
-        }
 
     def _announce(self) -> None:
         """What was rescued, once that is committed."""

@@ -3,17 +3,18 @@
 -- name: make_event_partitions
 SELECT batchwright.make_event_partitions(:now)
 
--- In a new database nothing is due yet; whoever finds a round missing is its first keeper.
+-- A new round is as if it had just run; whoever finds it missing is its first keeper.
 -- name: add_rounds
-INSERT INTO batchwright.upkeep (name, due_at, keeper)
-SELECT round.name, :now + make_interval(secs => round.every_seconds), %(keeper)s
+INSERT INTO batchwright.upkeep (name, ran_at, due_at, keeper)
+SELECT round.name, :now, :now + make_interval(secs => round.every_seconds), %(keeper)s
 FROM unnest(%(names)s::text[], %(every_seconds)s::float8[]) AS round (name, every_seconds)
 ON CONFLICT (name) DO NOTHING
 RETURNING name
 
--- All that an idle worker asks: the rounds, the queues that have due jobs, and whether any of these must run alone. Of
--- each queue and priority only the head is read. A clock that was set back must not put a round off for longer than its
--- period.
+-- All that an idle worker asks: the rounds that are due soon, the queues that have due jobs, and whether any of these must
+-- run alone. Of each queue and priority only the head is read. A thousand workers ask this all the time, so it is as
+-- small as can be: each further table or parameter shows. A round that has run in the future is due, for the clock was
+-- set back. The rescue is always among them, because its keeper keeps all.
 -- name: look
 WITH RECURSIVE head AS (
     (SELECT job.queue, job.priority, job.run_after FROM batchwright.job AS job
@@ -31,12 +32,11 @@ WITH RECURSIVE head AS (
     ) AS next
 )
 SELECT 'round', upkeep.name, upkeep.keeper,
-    CASE WHEN upkeep.due_at > :now + make_interval(secs => round.every_seconds) THEN 0
-         ELSE extract(epoch FROM :now - upkeep.due_at) END::float8
-FROM unnest(%(names)s::text[], %(every_seconds)s::float8[]) AS round (name, every_seconds)
-JOIN batchwright.upkeep AS upkeep ON upkeep.name = round.name
+    CASE WHEN upkeep.ran_at > :now THEN 0 ELSE extract(epoch FROM :now - upkeep.due_at) END::float8
+FROM batchwright.upkeep AS upkeep
+WHERE upkeep.due_at <= :now + make_interval(secs => %(soon_seconds)s) OR upkeep.ran_at > :now OR upkeep.name = 'rescue'
 UNION ALL
-SELECT DISTINCT 'queue', head.queue, NULL, NULL::float8 FROM head
+SELECT 'queue', head.queue, NULL, NULL::float8 FROM head
 WHERE head.run_after <= :now AND head.queue <> ALL (:paused_queues)
 UNION ALL
 SELECT 'suspects', NULL, NULL, NULL WHERE EXISTS (

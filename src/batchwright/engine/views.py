@@ -21,9 +21,14 @@ SQL = statements(__package__, "parts.sql", "views.sql")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_SCAN_MAX = 20_000
+_SCAN_MAX = 10_000
 _SILENT_SECONDS = 30.0
-_INBOX_COUNT_MAX = 100_000
+INBOX_COUNT_MAX = 20_000
+"""Failed jobs that the inbox counts; of those beyond that it says nothing."""
+_PIPELINE_COUNT_MAX = 10_000
+_QUEUE_COUNT_MAX = 10_000
+_QUEUE_COUNT_MAX_OF_TENANT = 1_000
+"""Whose jobs they are is not in the index of those that wait: each has to be read."""
 _INBOX_SAMPLES = 3
 _RETRYABLE = frozenset({"transient", "rate_limited", "deadline"})
 
@@ -126,6 +131,8 @@ class Pipeline:
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
+    has_more: bool = False
+    """Whether it has more jobs than were counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +153,8 @@ class QueueView:
     scheduled: int
     running: int
     oldest_due_seconds: float | None
+    has_more: bool
+    """Whether more jobs wait than were looked at; then there are at least as many as counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,15 +204,26 @@ class Views:
         self, wanted: JobFilter, *, limit: int, after: Cursor | None = None
     ) -> tuple[list[JobId], Cursor | None]:
         """The jobs of a page by id only."""
-        start = after or _START
+        start = _first_place(wanted, after)
         params = {**wanted.params(), "before_time": start.created_at, "before_id": start.id, "scan_max": _SCAN_MAX}
-        rows = await self._run(_list_statement(wanted), **params, limit=limit + 1)
+        rows = await self._find(wanted, {**params, "limit": limit + 1})
         found = [Cursor(created_at, id) for id, created_at, is_stop in rows if not is_stop]
         next = found[limit - 1] if len(found) > limit else None
         for stop in (Cursor(created_at, id) for id, created_at, is_stop in rows if is_stop):
-            next = stop if next is None else max(next, stop)
-            found = [one for one in found if one >= stop]
+            next = None if wanted.created_from and stop.created_at < wanted.created_from else stop
         return [JobId(one.id) for one in found[:limit]], next
+
+    async def _find(self, wanted: JobFilter, params: Mapping[str, Any]) -> list[Row]:
+        """Few jobs are found by what they have in common and sorted; many lie close along the list, which is walked."""
+        is_failed = wanted.statuses == (JobStatus.FAILED,)
+        narrow = _narrow_statement(wanted, is_failed)
+        rows = [] if narrow is None else await self._run(narrow, **params)
+        if narrow is not None and not (rows and rows[0][0] is None):
+            return rows
+        ended_at = rows[0][1] if rows else None
+        if ended_at is not None and ended_at < params["before_time"]:
+            params = {**params, "before_time": ended_at, "before_id": _START.id}
+        return await self._run("list_jobs", **params, is_failed=is_failed)
 
     async def with_ancestors(self, ids: Sequence[JobId], wanted: JobFilter) -> list[JobId]:
         """These jobs, and those of their ancestors that are meant as well."""
@@ -234,7 +254,7 @@ class Views:
             tenant=tenant,
             job_type=job_type,
             limit=limit,
-            count_max=_INBOX_COUNT_MAX,
+            count_max=INBOX_COUNT_MAX,
             samples=_INBOX_SAMPLES,
         )
         return [
@@ -252,7 +272,7 @@ class Views:
         ]
 
     async def pipeline(self, id: UUID, *, tenant: str | None = None) -> Pipeline:
-        rows = await self._run("pipeline", pipeline_id=id, tenant=tenant)
+        rows = await self._run("pipeline", pipeline_id=id, tenant=tenant, count_max=_PIPELINE_COUNT_MAX + 1)
         if not rows:
             raise NotFound(f"there is no pipeline {id}")
         steps: dict[str, dict[JobStatus, int]] = {}
@@ -272,6 +292,7 @@ class Views:
             created_at=min(row[4] for row in rows),
             started_at=min((row[5] for row in rows if row[5]), default=None),
             finished_at=None if is_open else max(row[6] for row in rows),
+            has_more=counts.total() > _PIPELINE_COUNT_MAX,
         )
 
     async def open_members(self, id: UUID, *, tenant: str | None = None, limit: int) -> list[JobId]:
@@ -281,8 +302,9 @@ class Views:
 
     # Around the jobs --------------------------------------------------------------------------------------------
 
-    async def queues(self, *, tenant: str | None = None, limit: int = 1000) -> list[QueueView]:
-        rows = await self._run("queue_depths", tenant=tenant, limit=limit)
+    async def queues(self, *, tenant: str | None = None, name: str | None = None, limit: int = 1000) -> list[QueueView]:
+        count_max = _QUEUE_COUNT_MAX if tenant is None else _QUEUE_COUNT_MAX_OF_TENANT
+        rows = await self._run("queue_depths", tenant=tenant, name=name, limit=limit, count_max=count_max)
         return [QueueView(**_named(QueueView, row)) for row in rows]
 
     async def workers(self, *, limit: int = 1000) -> list[WorkerView]:
@@ -293,7 +315,7 @@ class Views:
         rows = await self._run("operations", silent_seconds=_SILENT_SECONDS, limit=limit)
         return [OperationView(**_named(OperationView, row)) for row in rows]
 
-    def _run(self, name: str, **params: Any) -> Awaitable[list[Row]]:
+    def _run(self, name: str, /, **params: Any) -> Awaitable[list[Row]]:
         return self._queue.database.ask(SQL[name], params)
 
 
@@ -344,10 +366,18 @@ def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, i
     return next((status for status in (JobStatus.FAILED, JobStatus.CANCELLED) if tops.get(status)), JobStatus.SUCCEEDED)
 
 
-def _list_statement(wanted: JobFilter) -> str:
+def _first_place(wanted: JobFilter, after: Cursor | None) -> Cursor:
+    start = after or _START
+    return start if wanted.created_to is None else min(start, Cursor(wanted.created_to, UUID(int=0)))
+
+
+def _narrow_statement(wanted: JobFilter, is_failed: bool) -> str | None:
+    """The statement that finds these jobs if they are few; failed ones have a list of their own."""
     if wanted.parent_job_id is not None:
         return "list_children"
-    return "list_jobs" if wanted.pipeline_id is None else "list_pipeline"
+    if wanted.pipeline_id is not None:
+        return "list_pipeline"
+    return "list_by_status" if wanted.statuses and not is_failed else None
 
 
 def _named(kind: type[Any], row: Row) -> dict[str, Any]:

@@ -9,27 +9,16 @@
     AND (%(owned)s::boolean IS NULL OR (job.owner IS NOT NULL) = %(owned)s)
     AND (%(created_from)s::timestamptz IS NULL OR job.created_at >= %(created_from)s)
     AND (%(created_to)s::timestamptz IS NULL OR job.created_at < %(created_to)s)
+    AND (%(pipeline_id)s::uuid IS NULL OR job.pipeline_id = %(pipeline_id)s)
+    AND (%(parent_job_id)s::uuid IS NULL OR job.parent_job_id = %(parent_job_id)s)
+    AND (%(tenant)s::text IS NULL OR job.tenant = %(tenant)s)
 
 -- part: before
 (job.created_at, job.id) < (%(before_time)s::timestamptz, %(before_id)s::uuid)
 
--- part: tenants
--- The tenant that was named, or all of them, each found by one step along the index.
-everyone AS (
-    (SELECT tenant FROM batchwright.listing WHERE %(tenant)s::text IS NULL ORDER BY tenant LIMIT 1)
-    UNION ALL
-    SELECT (SELECT job.tenant FROM batchwright.listing AS job WHERE job.tenant > everyone.tenant
-            ORDER BY job.tenant LIMIT 1)
-    FROM everyone WHERE everyone.tenant IS NOT NULL
-),
-tenants AS (
-    SELECT tenant FROM everyone WHERE tenant IS NOT NULL
-    UNION ALL
-    SELECT %(tenant)s::text WHERE %(tenant)s::text IS NOT NULL
-)
-
 -- part: members
--- A pipeline: its root, the jobs chained to it, and everything below them.
+-- A pipeline: its root, the jobs chained to it, and everything below them, level by level. The children of each are
+-- looked up one by one, so that whoever wants only some of the members does not pay for all.
 member AS (
     (
         SELECT id FROM batchwright.job
@@ -40,74 +29,149 @@ member AS (
             AND tenant = coalesce(%(tenant)s, tenant)
     )
     UNION ALL
-    SELECT job.id FROM member JOIN batchwright.job ON job.parent_job_id = member.id
+    SELECT child.id
+    FROM member
+    CROSS JOIN LATERAL (
+        SELECT job.id FROM batchwright.job WHERE job.parent_job_id = member.id OFFSET 0
+    ) AS child
+)
+
+-- part: places
+-- What a walk follows, the newest first: the jobs of a tenant, or of all, or those that have failed. Two of the three
+-- are never looked at.
+(
+    (
+        SELECT job.created_at, job.id FROM batchwright.listing AS job
+        WHERE job.tenant = %(tenant)s AND NOT %(is_failed)s::boolean AND :before
+        ORDER BY job.created_at DESC, job.id DESC
+        LIMIT %(scan_max)s
+    )
+    UNION ALL
+    (
+        SELECT job.created_at, job.id FROM batchwright.listing AS job
+        WHERE %(tenant)s::text IS NULL AND NOT %(is_failed)s::boolean AND :before
+        ORDER BY job.created_at DESC, job.id DESC
+        LIMIT %(scan_max)s
+    )
+    UNION ALL
+    (
+        SELECT job.created_at, job.id FROM batchwright.job AS job
+        WHERE job.status = 'FAILED' AND %(is_failed)s::boolean AND :before
+        ORDER BY job.created_at DESC, job.id DESC
+        LIMIT %(scan_max)s
+    )
 )
 
 -- name: list_jobs
--- The walk looks at `scan_max` rows of each tenant and stops as soon as the page is full. Where it had to stop within
--- a tenant that did not fill the page comes as one more row, the newest such place: older jobs of that tenant were not
--- looked at. It is the same statement, so that nothing which is removed between the two can move the place. No walk has
--- a lower bound: before PostgreSQL 17 such a bound does not end a walk among jobs that were created in one moment.
-WITH RECURSIVE :tenants,
-found AS MATERIALIZED (
-    SELECT tenants.tenant, one.id, one.created_at
-    FROM tenants
+-- The walk looks at `scan_max` rows and stops as soon as the page is full. Where it had to stop with a page that is not
+-- full comes as one more row: older jobs were not looked at. It is the same statement, so that nothing which is removed
+-- between the two can move the place. No walk has a lower bound: before PostgreSQL 17 such a bound does not end a walk
+-- among jobs that were created in one moment.
+-- The jobs are looked up one by one: a join would tempt the planner to walk all of them.
+WITH found AS MATERIALIZED (
+    SELECT listed.id, listed.created_at
+    FROM (
+        SELECT place.id, place.created_at FROM :places AS place
+        ORDER BY place.created_at DESC, place.id DESC
+    ) AS listed
     CROSS JOIN LATERAL (
-        SELECT listed.id, listed.created_at
-        FROM (
-            SELECT job.id, job.created_at FROM batchwright.listing AS job
-            WHERE job.tenant = tenants.tenant AND :before
-            ORDER BY job.created_at DESC, job.id DESC
-            LIMIT %(scan_max)s
-        ) AS listed
-        JOIN batchwright.job ON job.id = listed.id
-        WHERE :matches
-        ORDER BY listed.created_at DESC, listed.id DESC
-        LIMIT %(limit)s
-    ) AS one
-),
-unfilled AS MATERIALIZED (
-    SELECT tenant FROM tenants
-    WHERE (SELECT count(*) FROM found WHERE found.tenant = tenants.tenant) < %(limit)s
+        SELECT FROM batchwright.job WHERE job.id = listed.id AND :matches OFFSET 0
+    ) AS wanted
+    ORDER BY listed.created_at DESC, listed.id DESC
+    LIMIT %(limit)s
 ),
 stopped AS (
-    SELECT stop.id, stop.created_at
-    FROM unfilled
-    CROSS JOIN LATERAL (
-        SELECT job.id, job.created_at FROM batchwright.listing AS job
-        WHERE job.tenant = unfilled.tenant AND :before
-        ORDER BY job.created_at DESC, job.id DESC
-        OFFSET %(scan_max)s - 1
-        LIMIT 1
-    ) AS stop
-    ORDER BY stop.created_at DESC, stop.id DESC
+    SELECT place.id, place.created_at FROM :places AS place
+    WHERE (SELECT count(*) FROM found) < %(limit)s
+    ORDER BY place.created_at DESC, place.id DESC
+    OFFSET %(scan_max)s - 1
     LIMIT 1
 )
-(SELECT id, created_at, false FROM found ORDER BY created_at DESC, id DESC LIMIT %(limit)s)
+SELECT id, created_at, false FROM found
 UNION ALL
 SELECT id, created_at, true FROM stopped
 
+-- part: page_of_few
+-- A page of them, sorted. If there are more than `scan_max`, a row without an id says so, and when the last of them was
+-- there at the latest, if that is known; there is no page.
+few AS MATERIALIZED (
+    SELECT array_agg(id) AS ids, count(*) > %(scan_max)s AS is_more
+    FROM (SELECT id FROM candidate LIMIT %(scan_max)s + 1) AS bounded
+)
+SELECT NULL::uuid, (SELECT ended_at FROM latest), true FROM few WHERE is_more
+UNION ALL
+(
+    SELECT job.id, job.created_at, false FROM batchwright.job
+    WHERE job.id = ANY((SELECT CASE WHEN NOT is_more THEN ids END FROM few)::uuid[]) AND :before AND :matches
+    ORDER BY job.created_at DESC, job.id DESC
+    LIMIT %(limit)s
+)
+
+-- name: list_by_status
+-- Jobs of the wanted statuses are found in the indexes of these statuses. One that moves between two of them while we
+-- look is found once or twice; the page has it once.
+WITH candidate AS (
+    SELECT id FROM batchwright.job
+    WHERE 'QUEUED' = ANY(%(statuses)s::text[]) AND %(queue)s::text IS NULL AND status = 'QUEUED'
+    UNION ALL
+    SELECT id FROM batchwright.job
+    WHERE 'QUEUED' = ANY(%(statuses)s::text[]) AND queue = %(queue)s AND status = 'QUEUED'
+    UNION ALL
+    SELECT id FROM batchwright.job
+    WHERE 'RUNNING' = ANY(%(statuses)s::text[]) AND status = 'RUNNING' AND locked_by IS NOT NULL
+    UNION ALL
+    SELECT id FROM batchwright.job
+    WHERE 'RUNNING' = ANY(%(statuses)s::text[]) AND status = 'RUNNING' AND locked_by IS NULL
+    UNION ALL
+    SELECT id FROM batchwright.job
+    WHERE 'CANCELLED' = ANY(%(statuses)s::text[]) AND status = 'CANCELLED' AND finished_at IS NOT NULL
+    UNION ALL
+    SELECT id FROM batchwright.job
+    WHERE 'FAILED' = ANY(%(statuses)s::text[]) AND status = 'FAILED' AND finished_at IS NOT NULL
+    UNION ALL
+    SELECT id FROM batchwright.job
+    WHERE 'SUCCEEDED' = ANY(%(statuses)s::text[]) AND status = 'SUCCEEDED' AND finished_at IS NOT NULL
+),
+latest AS (SELECT NULL::timestamptz AS ended_at),
+:page_of_few
+
 -- name: list_children
-SELECT job.id, job.created_at, false FROM batchwright.job
-WHERE job.parent_job_id = %(parent_job_id)s AND job.tenant = coalesce(%(tenant)s, job.tenant)
-    AND (%(pipeline_id)s::uuid IS NULL OR job.pipeline_id = %(pipeline_id)s)
-    AND :before AND :matches
-ORDER BY job.created_at DESC, job.id DESC
-LIMIT %(limit)s
+-- No child is younger than the end of its parent.
+WITH candidate AS (
+    SELECT id FROM batchwright.job WHERE parent_job_id = %(parent_job_id)s
+),
+latest AS (
+    SELECT finished_at AS ended_at FROM batchwright.job WHERE id = %(parent_job_id)s
+),
+:page_of_few
 
 -- name: list_pipeline
-WITH RECURSIVE :members
-SELECT job.id, job.created_at, false
-FROM member JOIN batchwright.job ON job.id = member.id
-WHERE :before AND :matches
-ORDER BY job.created_at DESC, job.id DESC
-LIMIT %(limit)s
+-- When all that have no parent have ended, nothing can come any more.
+WITH RECURSIVE :members,
+candidate AS (
+    SELECT id FROM member
+),
+latest AS (
+    SELECT CASE WHEN bool_and(finished_at IS NOT NULL) THEN max(finished_at) END AS ended_at
+    FROM (
+        SELECT finished_at FROM batchwright.job WHERE id = %(pipeline_id)s
+        UNION ALL
+        SELECT finished_at FROM batchwright.job
+        WHERE pipeline_id = %(pipeline_id)s AND parent_job_id IS NULL AND pipeline_id <> id
+    ) AS top
+),
+:page_of_few
 
 -- name: pipeline
-WITH RECURSIVE :members
+-- At most `count_max` jobs are counted; those without a parent, which decide how it ends, come first.
+WITH RECURSIVE :members,
+counted AS MATERIALIZED (
+    SELECT id FROM member LIMIT %(count_max)s
+)
 SELECT job.job_type, job.status::text, count(*), count(*) FILTER (WHERE job.parent_job_id IS NULL),
        min(job.created_at), min(job.started_at), max(job.finished_at)
-FROM member JOIN batchwright.job ON job.id = member.id
+FROM batchwright.job
+WHERE job.id = ANY(ARRAY(SELECT id FROM counted))
 GROUP BY job.job_type, job.status
 ORDER BY min(job.created_at), job.job_type
 
@@ -173,6 +237,21 @@ CROSS JOIN LATERAL (
 ) AS able
 WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED'
 
+-- part: tenants
+-- The tenant that was named, or all of them, each found by one step along the index.
+everyone AS (
+    (SELECT tenant FROM batchwright.listing WHERE %(tenant)s::text IS NULL ORDER BY tenant LIMIT 1)
+    UNION ALL
+    SELECT (SELECT job.tenant FROM batchwright.listing AS job WHERE job.tenant > everyone.tenant
+            ORDER BY job.tenant LIMIT 1)
+    FROM everyone WHERE everyone.tenant IS NOT NULL
+),
+tenants AS (
+    SELECT tenant FROM everyone WHERE tenant IS NOT NULL
+    UNION ALL
+    SELECT %(tenant)s::text WHERE %(tenant)s::text IS NOT NULL
+)
+
 -- name: inbox
 -- Failed jobs that nobody has dismissed, by type and cause; at most `count_max` are counted. Jobs that belong to an
 -- object are that object's business.
@@ -201,25 +280,53 @@ FROM grouped
 ORDER BY grouped.n DESC, grouped.last_at DESC, grouped.job_type, grouped.code
 
 -- name: queue_depths
--- Without a tenant every queue that was ever used; with one, those in which it has open jobs.
-WITH queued AS (
-    SELECT queue, count(*) FILTER (WHERE run_after <= :now) AS due, count(*) FILTER (WHERE run_after > :now) AS later,
-           min(run_after) AS first_at
-    FROM batchwright.job
-    WHERE status = 'QUEUED' AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
-    GROUP BY queue
-),
-held AS (
+-- Without a tenant every queue that was ever used; with one, those in which it has open jobs. Of each queue the first
+-- `count_max` jobs that wait are looked at, by priority and time; there may be more. The oldest job that is due is the
+-- first of its priority.
+WITH held AS MATERIALIZED (
     SELECT queue, count(*) AS running FROM batchwright.job
     WHERE locked_by IS NOT NULL AND status = 'RUNNING' AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
     GROUP BY queue
-)
-SELECT queue.name, queue.paused_at, coalesce(queued.due, 0), coalesce(queued.later, 0), coalesce(held.running, 0),
-       CASE WHEN queued.first_at <= :now THEN extract(epoch FROM :now - queued.first_at)::float8 END
-FROM batchwright.queue
-LEFT JOIN queued ON queued.queue = queue.name
+),
+clock AS MATERIALIZED (SELECT :now AS now)
+SELECT queue.name, queue.paused_at, queued.due, queued.later, coalesce(held.running, 0),
+       extract(epoch FROM clock.now - coalesce(queued.first_at, oldest.first_at))::float8,
+       queued.looked >= %(count_max)s
+FROM clock
+CROSS JOIN batchwright.queue
+CROSS JOIN LATERAL (
+    SELECT count(*) FILTER (WHERE is_wanted AND run_after <= clock.now) AS due,
+           count(*) FILTER (WHERE is_wanted AND run_after > clock.now) AS later,
+           min(run_after) FILTER (WHERE is_wanted AND run_after <= clock.now AND %(tenant)s::text IS NOT NULL) AS first_at,
+           count(*) AS looked
+    FROM (
+        (
+            SELECT run_after, true AS is_wanted FROM batchwright.job
+            WHERE job.queue = queue.name AND status = 'QUEUED' AND %(tenant)s::text IS NULL
+            LIMIT %(count_max)s
+        )
+        UNION ALL
+        (
+            SELECT run_after, tenant = %(tenant)s FROM batchwright.job
+            WHERE job.queue = queue.name AND status = 'QUEUED' AND %(tenant)s::text IS NOT NULL
+            ORDER BY priority, run_after, id
+            LIMIT %(count_max)s
+        )
+    ) AS bounded
+) AS queued
+LEFT JOIN LATERAL (
+    SELECT min(first.run_after) AS first_at
+    FROM generate_series(0, 9) AS lane (priority)
+    CROSS JOIN LATERAL (
+        SELECT run_after FROM batchwright.job
+        WHERE job.queue = queue.name AND job.priority = lane.priority::smallint AND status = 'QUEUED'
+            AND run_after <= clock.now
+        ORDER BY run_after LIMIT 1
+    ) AS first
+) AS oldest ON %(tenant)s::text IS NULL
 LEFT JOIN held ON held.queue = queue.name
-WHERE %(tenant)s::text IS NULL OR queued.queue IS NOT NULL OR held.queue IS NOT NULL
+WHERE (%(name)s::text IS NULL OR queue.name = %(name)s)
+    AND (%(tenant)s::text IS NULL OR queued.due + queued.later > 0 OR held.queue IS NOT NULL)
 ORDER BY queue.name
 LIMIT %(limit)s
 

@@ -19,6 +19,7 @@ from batchwright.errors import NotFound
 from batchwright.states import ITEM, ItemStatus
 
 SQL = statements(__package__, "items.sql", parts=owned.JOBS_VIEW)
+_INBOX_COUNT_MAX = 20_000
 ITEM_JOB = "ingest.item"
 PAGE = 1000
 
@@ -214,8 +215,12 @@ class Items:
     # The inbox --------------------------------------------------------------------------------------------------
 
     async def inbox(self, tenant: str | None, *, run_id: str | None = None, limit: int = 100) -> Sequence[Cause]:
-        """Failed items by cause, the largest group first; without a run, only the latest of each document."""
-        return [Cause(*row) for row in await self._ask("inbox", None, tenant=tenant, run_id=run_id, limit=limit)]
+        """Failed items by cause, the largest group first; without a run, only the latest of each document.
+
+        At most 20,000 are counted.
+        """
+        params = {"tenant": tenant, "run_id": run_id, "limit": limit, "count_max": _INBOX_COUNT_MAX}
+        return [Cause(*row) for row in await self._ask("inbox", None, **params)]
 
     async def dismiss(self, tenant: str | None, wanted: Wanted, *, run_id: str | None = None) -> int:
         """Take failed items out of the inbox; answers how many."""

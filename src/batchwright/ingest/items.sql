@@ -36,12 +36,23 @@ SELECT :item_columns FROM batchwright.ingest_item AS item
 WHERE item.id = %(id)s AND item.tenant = coalesce(%(tenant)s, item.tenant)
 
 -- name: list
+-- Of each status the first ones, along the index of both.
 SELECT :item_columns FROM batchwright.ingest_item AS item
-WHERE item.run_id = %(run_id)s AND item.status::text = ANY(%(statuses)s) AND item.id > coalesce(%(after)s, '') COLLATE "C"
-    AND (%(step)s::text IS NULL OR item.step = %(step)s)
-    AND (%(cause)s::text IS NULL OR item.cause = %(cause)s)
+WHERE item.id = ANY(ARRAY(
+    SELECT first.id
+    FROM unnest(%(statuses)s::text[]) AS wanted (status)
+    CROSS JOIN LATERAL (
+        SELECT one.id FROM batchwright.ingest_item AS one
+        WHERE one.run_id = %(run_id)s AND one.status = wanted.status::batchwright.item_status
+            AND one.id > coalesce(%(after)s, '') COLLATE "C"
+            AND (%(step)s::text IS NULL OR one.step = %(step)s)
+            AND (%(cause)s::text IS NULL OR one.cause = %(cause)s)
+        ORDER BY one.run_id, one.status, one.id
+        LIMIT %(limit)s
+    ) AS first
+    ORDER BY first.id
+    LIMIT %(limit)s))
 ORDER BY item.id
-LIMIT %(limit)s
 
 -- name: complete
 WITH moved AS (
@@ -144,15 +155,19 @@ RETURNING step.item_id
 -- The inbox ---------------------------------------------------------------------------------------------------------
 
 -- name: inbox
+-- At most `count_max` are counted.
 SELECT item.cause, item.last_error ->> 'step', item.last_error_kind, item.last_error ->> 'code', count(*),
        min(item.ended_at), max(item.ended_at),
        (array_agg(item.id ORDER BY item.ended_at DESC))[1:3],
        (array_agg(item.name ORDER BY item.ended_at DESC))[1:3],
        (array_agg(item.last_error ->> 'message' ORDER BY item.ended_at DESC))[1],
        (array_agg(:last_job ORDER BY item.ended_at DESC))[1:3]
-FROM batchwright.ingest_item AS item
-WHERE item.status = 'FAILED' AND item.dismissed_at IS NULL AND item.tenant = coalesce(%(tenant)s, item.tenant)
-    AND CASE WHEN %(run_id)s::text IS NULL THEN NOT :is_superseded ELSE item.run_id = %(run_id)s END
+FROM (
+    SELECT item.* FROM batchwright.ingest_item AS item
+    WHERE item.status = 'FAILED' AND item.dismissed_at IS NULL AND item.tenant = coalesce(%(tenant)s, item.tenant)
+        AND CASE WHEN %(run_id)s::text IS NULL THEN NOT :is_superseded ELSE item.run_id = %(run_id)s END
+    LIMIT %(count_max)s
+) AS item
 GROUP BY 1, 2, 3, 4
 ORDER BY 5 DESC, 1
 LIMIT %(limit)s

@@ -203,7 +203,8 @@ class Tasks:
         """Newest first."""
         wanted = [status.value for status in statuses] if statuses else None
         params = {"tenant": tenant, "after": after, "limit": limit, "statuses": wanted}
-        statement = "list" if tenant is not None else "list_everywhere"
+        by_tenant = "list" if tenant is not None else "list_everywhere"
+        statement = "list_by_status" if statuses else by_tenant
         return [_task(row) for row in await self._database.ask(SQL[statement], params)]
 
     @retry_deadlocks

@@ -57,16 +57,45 @@ SELECT :columns FROM batchwright.task WHERE id = %(id)s AND tenant = coalesce(%(
 SELECT :columns
 FROM batchwright.task
 WHERE (tenant, id) < (%(tenant)s, coalesce(%(after)s, 'u')) AND tenant >= %(tenant)s
-    AND (%(statuses)s::text[] IS NULL OR status::text = ANY(%(statuses)s))
 ORDER BY tenant DESC, id DESC
 LIMIT %(limit)s
 
 -- name: list_everywhere
 SELECT :columns
 FROM batchwright.task
-WHERE id < coalesce(%(after)s, 'u') COLLATE "C" AND (%(statuses)s::text[] IS NULL OR status::text = ANY(%(statuses)s))
+WHERE id < coalesce(%(after)s, 'u') COLLATE "C"
 ORDER BY id DESC
 LIMIT %(limit)s
+
+-- By status, the newest of each and of each tenant: `list` would walk past all others to find a few. Said in a way that
+-- only the index of all three can follow.
+-- name: list_by_status
+WITH RECURSIVE known AS (
+    (SELECT one.tenant FROM batchwright.task AS one WHERE %(tenant)s::text IS NULL ORDER BY one.tenant LIMIT 1)
+    UNION ALL
+    SELECT (SELECT next.tenant FROM batchwright.task AS next WHERE next.tenant > known.tenant ORDER BY next.tenant LIMIT 1)
+    FROM known WHERE known.tenant IS NOT NULL
+),
+wanted AS (
+    SELECT whose.tenant, status::batchwright.task_status AS status
+    FROM (SELECT tenant FROM known UNION ALL SELECT %(tenant)s::text) AS whose, unnest(%(statuses)s::text[]) AS status
+    WHERE whose.tenant IS NOT NULL
+)
+SELECT :columns
+FROM batchwright.task
+WHERE id = ANY(ARRAY(
+    SELECT newest.id
+    FROM wanted
+    CROSS JOIN LATERAL (
+        SELECT one.id FROM batchwright.task AS one
+        WHERE (one.tenant, one.status, one.id) < (wanted.tenant, wanted.status, coalesce(%(after)s, 'u'))
+            AND (one.tenant, one.status) >= (wanted.tenant, wanted.status)
+        ORDER BY one.tenant DESC, one.status DESC, one.id DESC
+        LIMIT %(limit)s
+    ) AS newest
+    ORDER BY newest.id DESC
+    LIMIT %(limit)s))
+ORDER BY id DESC
 
 -- name: request_cancel
 UPDATE batchwright.task SET cancel_requested_at = coalesce(cancel_requested_at, :now)

@@ -10,8 +10,9 @@ import pytest
 
 from batchwright import NewJob
 from batchwright.app import VERSION
+from batchwright.cli.commands import jobs
 from batchwright.db.database import complete
-from batchwright.engine import bulk
+from batchwright.engine import bulk, views
 from batchwright.engine.named_queues import NamedQueues
 from tests.cli.conftest import SAMPLE, Cli, Inside
 from tests.cli.sample import family, greet
@@ -270,3 +271,17 @@ def test_a_url_that_cannot_be_read_is_not_repeated(inside: Inside) -> None:
 
 def test_the_version_is_printed(inside: Inside) -> None:
     assert inside("--version") == (0, f"batchwright {VERSION}\n", "")
+
+
+def test_a_list_that_finds_nothing_for_long_says_how_far_it_has_looked(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "_SCAN_MAX", 1)
+    monkeypatch.setattr(jobs, "_LOOKS_MAX", 2)
+    ids = [inside.json("job", "submit", "sample.greet", "-p", '{"name": "Ada"}')["id"] for _ in range(4)]
+    oldest = inside.json("job", "show", ids[0])
+    inside("job", "submit", "sample.greet", "-p", '{"name": "Ada"}', "--queue", "rare")
+    code, out, err = inside("job", "list", "--queue", "nowhere")
+    assert (code, out) == (0, "")
+    assert "were searched; search older ones: --created-before 20" in err
+    assert inside("job", "list", "--queue", "nowhere", "--created-before", oldest["created_at"])[2] == "no such jobs\n"

@@ -358,6 +358,7 @@ async def test_an_operation_that_fails_because_it_was_stopped_is_given_back(pool
 # Leases -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.direct("it has a connection of its own, which prepares statements")
 async def test_an_operation_that_blocks_the_event_loop_keeps_its_lease(pool, queue, database_url):
     """Somebody else rescues all the time; the lease thread must not need the loop."""
     ended = threading.Event()
@@ -474,6 +475,7 @@ async def test_the_lease_thread_does_not_give_back_what_a_claim_is_just_bringing
     assert await event_names(queue, id) == ["job.enqueued", "job.started", "job.succeeded"]
 
 
+@pytest.mark.direct("it has a connection of its own, which prepares statements")
 async def test_jobs_survive_a_database_that_throws_everybody_out_again_and_again(pool, queue, database_url):
     await raw(queue, "CREATE TABLE effect (n int)")
 
@@ -1141,6 +1143,7 @@ async def plan_two(ctx: Context) -> Any:
     return ctx.joined.succeeded
 
 
+@pytest.mark.direct("it waits for the doorbell")
 async def test_a_parent_is_resumed_when_its_last_child_ends_and_not_at_the_next_poll(queue, pool):
     (id,) = await put(queue, NewJob(plan_two), operations=Registry([plan_two, noop]))
     async with working(pool, plan_two, noop, poll_seconds_min=10.0, poll_seconds_max=10.0):

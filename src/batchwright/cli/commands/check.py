@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from batchwright.app import AsyncBatchwright
-from batchwright.cli.commands.serve import Processes, load_operations
+from batchwright.cli.commands.serve import load_operations
 from batchwright.cli.flags import Config, DatabaseUrl, Json, run, settings_from
 from batchwright.cli.show import print_findings, print_json
 from batchwright.cli.stop import end
 from batchwright.db.check import Finding, Level, check_database, describe, explained
+from batchwright.db.sessions import describe_routes
 from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseError, DatabaseUnavailable
 from batchwright.part import Part
 from batchwright.settings import Settings
@@ -22,11 +23,12 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(metavar="SOURCES", help="Operations to load: modules, files or folders.", show_default=False),
 ]
+Fleet = Annotated[int, typer.Option("--processes", min=1, help="Number of worker processes, on all machines together.")]
 
 
 def check(
     sources: Sources = None,
-    processes: Processes = 1,
+    processes: Fleet = 1,
     database_url: DatabaseUrl = None,
     config: Config = None,
     json: Json = False,
@@ -89,12 +91,15 @@ async def _check_database(batchwright: AsyncBatchwright, processes: int) -> list
     where = "embedded PostgreSQL" if settings.url is None else describe(settings.url)
     try:
         await batchwright.open(migrated=False)
+        statements, leases = batchwright.pool.route, await batchwright.pool.explore_leases()
     except (ConfigurationError, DatabaseError) as error:
         reason = explained(error) if isinstance(error, DatabaseUnavailable) else error
+        await batchwright.close()
         return [Finding("database", Level.ERROR, f"{where}: {reason}")]
-    answer = f"an answer takes {batchwright.pool.answer_seconds * 1000:.1f} ms"
-    reached = Finding("database", Level.OK, f"{where}: reached, and it keeps sessions; {answer}")
-    found = await check_database(batchwright.pool, settings, processes=processes)
+    used = describe_routes(statements, leases, batchwright.settings.worker.poll_seconds_max)
+    answer = f"an answer takes {statements.answer_seconds * 1000:.1f} ms"
+    reached = Finding("database", Level.OK, f"{where}: reached; {used}; {answer}")
+    found = await check_database(batchwright.pool, settings, leases=leases, processes=processes)
     if any(finding.name == "schema" and finding.level is not Level.OK for finding in found):
         await batchwright.close()
         return [reached, *found]

@@ -13,7 +13,7 @@ from rich.text import Text
 from batchwright.cli.commands.bulk import act_on_many
 from batchwright.cli.flags import Config, DatabaseUrl, DryRun, Json, OfCode, OfTenant, OfType, Yes, client, run
 from batchwright.cli.show import as_dict, print_json, print_table, seconds
-from batchwright.engine.views import InboxGroup, JobFilter
+from batchwright.engine.views import INBOX_COUNT_MAX, InboxGroup, JobFilter
 from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
 
@@ -138,5 +138,7 @@ def _print(groups: Sequence[InboxGroup]) -> None:
             "message": [Text(group.message or "") for group in groups],
         }
     )
+    if sum(group.count for group in groups) >= INBOX_COUNT_MAX:
+        typer.echo(f"there may be more: {INBOX_COUNT_MAX:,} failed jobs are counted", err=True)
     typer.echo("see them:  batchwright job list --status failed --type NAME --code CODE", err=True)
     typer.echo("act:       batchwright inbox rerun | dismiss --type NAME [--code CODE]", err=True)

@@ -44,6 +44,8 @@ from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
 
 _EVENTS = 10
+_LOOKS_MAX = 10
+"""Pages that are not full: each is the end of a search through 10,000 jobs."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -142,15 +144,26 @@ def list_(
 
 
 async def fetch_newest(batchwright: AsyncBatchwright, wanted: JobFilter, limit: int) -> list[Job]:
-    """So many jobs, over as many pages as that takes."""
+    """So many jobs, over as many pages as that takes; if they are too far apart, it says how far it has looked."""
     jobs: list[Job] = []
     after = None
+    looks_left = _LOOKS_MAX
     while len(jobs) < limit:
-        page, after = await batchwright.views.page(wanted, limit=min(1000, limit - len(jobs)), after=after)
+        asked = min(1000, limit - len(jobs))
+        page, after = await batchwright.views.page(wanted, limit=asked, after=after)
         jobs += page
+        looks_left -= len(page) < asked
         if after is None:
             break
+        if not looks_left:
+            _say_how_far(after.created_at)
+            break
     return jobs
+
+
+def _say_how_far(looked_at: datetime) -> None:
+    when = (looked_at + timedelta(microseconds=1)).isoformat()  # others may have come in the same moment
+    typer.echo(f"only jobs created since {when} were searched; search older ones: --created-before {when}", err=True)
 
 
 def _make_filter(

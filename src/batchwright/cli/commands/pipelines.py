@@ -114,7 +114,10 @@ def _print(pipeline: Pipeline, jobs: list[Job], reasons: dict[Any, list[WaitingO
     if jobs:
         out.print()
         print_jobs(jobs, reasons)
-    if jobs and len(jobs) < (n := sum(pipeline.counts.values())):
+    if pipeline.has_more:
+        n = sum(pipeline.counts.values()) - 1
+        typer.echo(f"it has more jobs: only {n:,} of them are counted")
+    elif jobs and len(jobs) < (n := sum(pipeline.counts.values())):
         typer.echo(f"the newest {len(jobs)} of {n}; see: batchwright job list --pipeline {pipeline.id} --limit {n}")
 
 

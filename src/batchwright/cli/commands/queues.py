@@ -72,10 +72,15 @@ def _print(queues: Sequence[QueueView]) -> None:
     print_table(
         {
             "queue": [Text(one.name) for one in queues],
-            "due": [Text(str(one.due)) for one in queues],
-            "scheduled": [Text(str(one.scheduled)) for one in queues],
+            "due": [Text(_at_least(one.due, one)) for one in queues],
+            "scheduled": [Text(_at_least(one.scheduled, one)) for one in queues],
             "running": [Text(str(one.running)) for one in queues],
             "oldest due": [Text("" if age is None else seconds(age)) for age in oldest],
             "paused since": [Text(time_text(one.paused_at) or "", "yellow") for one in queues],
         }
     )
+
+
+def _at_least(n: int, queue: QueueView) -> str:
+    """Of a long queue only the first jobs are looked at."""
+    return f"{n}+" if queue.has_more else str(n)

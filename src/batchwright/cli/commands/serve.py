@@ -310,6 +310,8 @@ async def _serve(launch: Launch, settings: Settings, *, is_up: bool, has_worker:
         Tether(launch.tether, stop, 2 * settings.worker.stop_grace_seconds)
     batchwright = await _open(settings, Registry(), is_up=is_up)
     try:
+        if has_worker:
+            await batchwright.pool.explore_leases()
         server = await batchwright.server() if has_api else None
         watch = [asyncio.create_task(_guard_until(stop, batchwright))]
         if server is not None:

@@ -22,6 +22,7 @@ from batchwright.cli.show import (
     time_text,
 )
 from batchwright.engine.jobs import DEFAULT_QUEUE, DEFAULT_TENANT, Job, JobEvent
+from batchwright.engine.queue import CHILDREN_COUNTED_MAX
 from batchwright.engine.views import Reason, WaitingOn
 from batchwright.states import JobStatus
 
@@ -87,7 +88,7 @@ def _facts(job: Job, children: Mapping[JobStatus, int], reasons: Sequence[Waitin
         ("pipeline", job.pipeline_id if job.pipeline_id != job.id else None),
         ("parent", job.parent_job_id),
         ("progress", progress(job)),
-        ("children", counts_text(children) if children else None),
+        ("children", _children_text(children) if children else None),
         ("message", job.message),
         ("payload", compact(job.payload)),
         ("result", compact(job.result) if job.status is JobStatus.SUCCEEDED else None),
@@ -145,3 +146,10 @@ def state_text(job: Job) -> str:
     if job.locked_by is not None and job.status is JobStatus.RUNNING:
         return f"on {job.locked_by}"
     return ""
+
+
+def _children_text(children: Mapping[JobStatus, int]) -> Text:
+    text = counts_text(children)
+    if sum(children.values()) >= CHILDREN_COUNTED_MAX:
+        text.append(f" (only {CHILDREN_COUNTED_MAX:,} are counted)")
+    return text

@@ -22,6 +22,7 @@ from typing import Any
 from batchwright.db.database import Blocking, Database, Pool, complete
 from batchwright.db.doorbell import Doorbell, listen
 from batchwright.db.retry import retry_unavailable
+from batchwright.db.sessions import Route, describe_routes
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.jobs import Claim, JobId
 from batchwright.engine.metrics import CountsWriter, WorkerCounts
@@ -181,17 +182,18 @@ class Worker:
 
         A worker that finds itself broken stops by itself, and when it has given its jobs back raises WorkerBroken.
         """
+        route = await self._pool.explore_leases()
         await self.register()
         self._runner.open()
-        lease = self.lease = self._start_lease()
-        helpers = [
-            asyncio.create_task(listen(self._pool.settings, self._pool.url, self._hear_ring)),
-            asyncio.create_task(self._upkeep.run()),
-            asyncio.create_task(self._counts_writer.run()),
-        ]
+        lease = self.lease = self._start_lease(route)
+        helpers = [asyncio.create_task(self._upkeep.run()), asyncio.create_task(self._counts_writer.run())]
+        if route.keeps_sessions:
+            helpers.append(asyncio.create_task(listen(self._pool.settings, route.url, self._hear_ring)))
         claiming = asyncio.create_task(self._claim_until_stopped())
         self.started.set()
         log.info("worker %s runs %s", self.id, ", ".join(sorted(self._operations.names())) or "no operations")
+        if not self._pool.route.keeps_sessions:
+            log.info("%s", describe_routes(self._pool.route, route, self.settings.poll_seconds_max))
         try:
             await _wait_for_first(claiming, *helpers)
         finally:
@@ -245,7 +247,7 @@ class Worker:
     async def run_alone(self, id: JobId, on_claim: Callable[[Claim], None]) -> None:
         """Claim one suspect job and run it, with a lease of its own, until it ends or `stop()` is called."""
         self._runner.open()
-        lease = self._start_lease()
+        lease = self._start_lease(await self._pool.explore_leases())
         try:
             if await self._claim_suspect(id, on_claim):
                 ended, stopped = map(asyncio.create_task, (self._runner.wait_until_empty(), self._stopping.wait()))
@@ -292,9 +294,9 @@ class Worker:
         await self._runner.close()
         await self._duties.close()
 
-    def _start_lease(self) -> Lease:
+    def _start_lease(self, route: Route) -> Lease:
         loop = asyncio.get_running_loop()
-        database = Blocking(self._pool.settings, self._pool.url)
+        database = Blocking(self._pool.settings, route.url, prepares=route.prepares)
 
         def beat(queue: Queue) -> None:
             workers = Workers(queue.database)
