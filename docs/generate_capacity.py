@@ -33,6 +33,8 @@ POOLED = 100
 REQUESTS = (10**5, 10**6, 10**7, 10**8, 10**9)
 JOBS = (1, 100, 1_000, 10_000)
 FLEETS = (100, 300, 1_000)
+RINGS_MAX = 20
+SHARED = (1, 2, 4, 8)
 
 Runs = Mapping[str, Mapping[str, Any]]
 Number = float | None
@@ -63,6 +65,7 @@ def make_tables(runs: Runs) -> dict[str, list[str]]:
     return {
         "sources": _sources(runs),
         "coefficients": _coefficients(runs),
+        "shares": _shares(runs),
         "assumptions": _table(["assumption", "value"], ASSUMPTIONS),
         "requests": _fleet_table("requests per day", requests),
         "request storage": _request_storage(requests),
@@ -71,6 +74,7 @@ def make_tables(runs: Runs) -> dict[str, list[str]]:
         "limits": _table(["what PostgreSQL has", "of it"], [[limit.name, limit.shown] for limit in LIMITS]),
         "breaks": _breaks(requests, jobs),
         "thousand": _thousand(runs),
+        "doorbell": _doorbell(known["ring_us"]),
     }
 
 
@@ -124,61 +128,74 @@ class Needs:
 def reckon_requests(known: Mapping[str, Number], per_day: float) -> Needs:
     peak = PEAK * per_day / DAY_SECONDS
     in_flight = peak * ANSWER_SECONDS
-    worker_cores = given(lambda us: peak * us / 1e6, known["request_worker_us"])
+    work_cores = given(lambda us: peak * us / 1e6, known["request_worker_us"])
     workers = given(
         lambda share, cores: max(1, math.ceil(in_flight / (IN_FLIGHT * share / 100)), math.ceil(cores / BUSY)),
         known["share"],
-        worker_cores,
+        work_cores,
     )
-    log = known["request_log"]
+    each = (known["busy_core"], known["busy_log"])
     kept = per_day * (REQUEST_BYTES + ANSWER_BYTES)
     return Needs(
         what=f"{per_day:,}",
         per_second=peak,
         in_flight=in_flight,
-        worker_cores=worker_cores,
         disk_per_day=given(lambda size: per_day * size, known["request_disk"]),
         disk_kept=given(lambda size: per_day * size * FILE_DAYS, known["request_disk"]),
         store_per_day=kept,
         store_kept=kept * FILE_DAYS,
         written_per_second=given(lambda size: peak * size, known["request_written"]),
         network_per_second=peak * (REQUEST_BYTES + ANSWER_BYTES),
-        **_of_fleet(known, workers, peak, per_day, known["request_postgres_us"], log),
+        **_of_workers(known, workers, work_cores),
+        **_of_postgres(known, workers, each, peak, per_day, (known["request_postgres_us"], known["request_log"])),
     )
 
 
 def reckon_jobs(known: Mapping[str, Number], per_second: float) -> Needs:
     per_day = per_second * DAY_SECONDS
     in_flight = per_second * RUN_SECONDS
-    worker_cores = given(lambda us: per_second * us / 1e6, known["job_python_us"])
-    workers = given(lambda cores: max(1, math.ceil(in_flight / SLOTS), math.ceil(cores / BUSY)), worker_cores)
+    work_cores = given(lambda us: per_second * us / 1e6, known["job_python_us"])
+    workers = given(lambda cores: max(1, math.ceil(in_flight / SLOTS), math.ceil(cores / BUSY)), work_cores)
+    each = (known["idle_core"], known["idle_log"])
     postgres_us = given(lambda enqueue, run: enqueue + run, known["enqueue_postgres_us"], known["job_postgres_us"])
     return Needs(
         what=f"{per_second:,}",
         per_second=per_second,
         in_flight=in_flight,
-        worker_cores=worker_cores,
         disk_per_day=given(lambda size: per_day * size, known["job_disk"]),
         disk_kept=given(lambda size: per_day * size * JOB_DAYS, known["job_disk"]),
-        **_of_fleet(known, workers, per_second, per_day, postgres_us, known["job_log"]),
+        **_of_workers(known, workers, work_cores),
+        **_of_postgres(known, workers, each, per_second, per_day, (postgres_us, known["job_log"])),
     )
 
 
-def _of_fleet(
-    known: Mapping[str, Number], workers: Number, peak: float, per_day: float, postgres_us: Number, log: Number
-) -> dict[str, Number]:
-    """What workers and their work need of PostgreSQL: the idle cost of all workers, and that of each piece of work."""
-    idle_core = given(lambda n, common, each: common + n * each, workers, known["idle_core_all"], known["idle_core"])
-    idle_log = given(lambda n, common, each: common + n * each, workers, known["idle_log_all"], known["idle_log"])
+def _of_workers(known: Mapping[str, Number], workers: Number, work_cores: Number) -> dict[str, Number]:
     connections = given(lambda n, each: math.ceil(n * each), workers, known["idle_connections"])
     return {
         "workers": workers,
+        "worker_cores": given(lambda n, idle, work: n * idle + work, workers, known["worker_core"], work_cores),
         "worker_bytes": given(lambda n, each: n * each, workers, known["worker_bytes"]),
-        "cores": given(lambda idle, us: idle + peak * us / 1e6, idle_core, postgres_us),
         "connections": connections,
         "connection_bytes": given(lambda n, each: n * each, connections, known["connection_bytes"]),
-        "log_per_second": given(lambda idle, each: idle + peak * each, idle_log, log),
-        "log_per_day": given(lambda idle, each: DAY_SECONDS * idle + per_day * each, idle_log, log),
+    }
+
+
+def _of_postgres(
+    known: Mapping[str, Number],
+    workers: Number,
+    each: tuple[Number, Number],
+    peak: float,
+    per_day: float,
+    work: tuple[Number, Number],
+) -> dict[str, Number]:
+    """Processor and log: of upkeep, of each worker by the second, and of each piece of work."""
+    (each_core, each_log), (work_us, work_log) = each, work
+    core = given(lambda n, upkeep, each: upkeep + n * each, workers, known["idle_core_all"], each_core)
+    log = given(lambda n, upkeep, each: upkeep + n * each, workers, known["idle_log_all"], each_log)
+    return {
+        "cores": given(lambda all_day, us: all_day + peak * us / 1e6, core, work_us),
+        "log_per_second": given(lambda all_day, each: all_day + peak * each, log, work_log),
+        "log_per_day": given(lambda all_day, each: DAY_SECONDS * all_day + per_day * each, log, work_log),
     }
 
 
@@ -283,6 +300,12 @@ def _coefficients(runs: Runs) -> list[str]:
     return _table(["name", "what", "value", "from"], rows)
 
 
+def _shares(runs: Runs) -> list[str]:
+    found = runs.get("scale", {}).get("figures", {})
+    rows = ([f"{workers}", show(found.get(f"share_{workers}"), unit("%"))] for workers in SHARED)
+    return _table(["workers", "requests per second, of the ideal"], rows)
+
+
 def _fleet_table(first: str, scales: Sequence[Needs]) -> list[str]:
     headings = [first, "per second, peak", "in flight", "workers", "their cores", "their memory", "PostgreSQL cores"]
     headings += ["connections: idle, at most", "with a pooler", "memory of idle connections"]
@@ -348,6 +371,15 @@ def _thousand(runs: Runs) -> list[str]:
     return _table(["workers", "transactions/s", "expected", "PostgreSQL, % of a core", "expected", "connections"], rows)
 
 
+def _doorbell(ring_us: Number) -> list[str]:
+    rings = (1, RINGS_MAX)
+    rows = (
+        [f"{fleet:,}", *(show(given(lambda us, n=n, fleet=fleet: n * fleet * us / 1e6, ring_us), count) for n in rings)]
+        for fleet in FLEETS
+    )
+    return _table(["workers that listen", *(f"PostgreSQL cores, {n} per second" for n in rings)], rows)
+
+
 COEFFICIENTS = (
     Coefficient("idle_transactions", "transactions of an idle worker", "idle", "transactions", unit("/s")),
     Coefficient("idle_core", "cores of PostgreSQL for an idle worker", "idle", "core_percent", count, 0.01),
@@ -401,6 +433,11 @@ COEFFICIENTS = (
         "request_written", "bytes a worker writes for a request: journal and files", "batch", "written_bytes", size
     ),
     Coefficient("request_rate", "requests per second of one worker in that run", "batch", "rate", unit("/s")),
+    Coefficient(
+        "busy_core", "cores of PostgreSQL for a worker that has requests", "scale", "busy_core_percent", count, 0.01
+    ),
+    Coefficient("busy_log", "write-ahead log of a worker that has requests", "scale", "busy_wal_bytes", rate),
+    Coefficient("ring_us", "CPU of PostgreSQL for a ring, per worker that listens", "thousand", "ring_us", unit("µs")),
     Coefficient("share", "one batch on the most workers measured, of the ideal", "scale", "share", unit("%")),
 )
 

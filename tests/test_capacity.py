@@ -35,8 +35,8 @@ FIGURES = {
         "worker_us": 140.0,
         "written_bytes": 2_500.0,
     },
-    "scale": {"share": 90.0},
-    "thousand": {"expected_transactions_1000": 1_008.0, "transactions_1000": 1_000.0},
+    "scale": {"busy_core_percent": 0.2, "busy_wal_bytes": 500.0, "share": 90.0},
+    "thousand": {"expected_transactions_1000": 1_008.0, "ring_us": 200.0, "transactions_1000": 1_000.0},
 }
 
 
@@ -69,16 +69,17 @@ def row(tables, table, first):
 
 
 def test_a_day_of_requests_becomes_workers_cores_and_connections(generator):
-    # 10^8 ÷ 86,400 * 2 = 2,314.8/s; * 10 s ÷ (300 * 0.9) = 85.7 workers; 0.01 + 86 * 0.0005 + 2,314.8 * 20 µs = 0.0993
+    # 10^8 ÷ 86,400 * 2 = 2,314.8/s; * 10 s ÷ (300 * 0.9) = 85.7 workers; their cores 86 * 0.002 + 2,314.8 * 140 µs;
+    # PostgreSQL's 0.01 + 86 * 0.002 + 2,314.8 * 20 µs
     assert row(generator.make_tables(runs()), "requests", "100,000,000") == [
-        "100,000,000", "2,310", "23,149", "86", "0.324", "6.88 GB", "0.0993", "258, 860", "100", "516 MB"
+        "100,000,000", "2,310", "23,149", "86", "0.496", "6.88 GB", "0.228", "258, 860", "100", "516 MB"
     ]  # fmt: skip
 
 
 def test_a_day_of_requests_becomes_log_disk_files_and_network(generator):
-    # Log at the peak: 1,000 + 86 * 20 + 2,314.8 * 50 B/s; on disk 10^8 * 10 B a day; files of 4 kB and 1 kB.
+    # Log at the peak: 1,000 + 86 * 500 + 2,314.8 * 50 B/s; on disk 10^8 * 10 B a day; files of 4 kB and 1 kB.
     assert row(generator.make_tables(runs()), "request storage", "100,000,000") == [
-        "100,000,000", "118 kB/s", "5.24 GB", "1 GB", "30 GB", "500 GB", "15 TB", "5.79 MB/s", "11.6 MB/s"
+        "100,000,000", "160 kB/s", "8.8 GB", "1 GB", "30 GB", "500 GB", "15 TB", "5.79 MB/s", "11.6 MB/s"
     ]  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def test_a_rate_of_jobs_becomes_the_same(generator):
     # 1,000/s * 1 s ÷ 100 = 10 workers; 0.01 + 10 * 0.0005 + 1,000 * 50 µs = 0.065 cores; 86.4 million * 1.2 kB a day.
     tables = generator.make_tables(runs())
     assert row(tables, "jobs", "1,000") == [
-        "1,000", "1,000", "1,000", "10", "0.03", "800 MB", "0.065", "30, 100", "30", "60 MB"
+        "1,000", "1,000", "1,000", "10", "0.05", "800 MB", "0.065", "30, 100", "30", "60 MB"
     ]  # fmt: skip
     assert row(tables, "job storage", "1,000") == ["1,000", "2.5 MB/s", "216 GB", "104 GB", "726 GB"]
 
@@ -153,6 +154,13 @@ def test_quick_runs_are_marked(generator):
 
 def test_the_thousand_workers_stand_beside_what_was_expected(generator):
     assert row(generator.make_tables(runs()), "thousand", "1,000")[1:3] == ["1,000", "1,010"]
+
+
+def test_a_ring_costs_as_often_as_it_rings_for_each_worker_that_listens(generator):
+    # 300 workers * 200 µs = 0.06 s of a core for each ring.
+    assert row(generator.make_tables(runs()), "doorbell", "300") == ["300", "0.06", "1.2"]
+    unknown = generator.make_tables(runs(without=[("thousand", "ring_us")]))
+    assert row(unknown, "doorbell", "300") == ["300", "not measured", "not measured"]
 
 
 def test_every_mark_of_the_page_has_a_table_and_every_table_a_mark(generator):
