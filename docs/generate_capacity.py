@@ -33,7 +33,6 @@ POOLED = 100
 REQUESTS = (10**5, 10**6, 10**7, 10**8, 10**9)
 JOBS = (1, 100, 1_000, 10_000)
 FLEETS = (100, 300, 1_000)
-RINGS_MAX = 20
 SHARED = (1, 2, 4, 8)
 
 Runs = Mapping[str, Mapping[str, Any]]
@@ -74,7 +73,6 @@ def make_tables(runs: Runs) -> dict[str, list[str]]:
         "limits": _table(["what PostgreSQL has", "of it"], [[limit.name, limit.shown] for limit in LIMITS]),
         "breaks": _breaks(requests, jobs),
         "thousand": _thousand(runs),
-        "doorbell": _doorbell(known["ring_us"]),
     }
 
 
@@ -371,15 +369,6 @@ def _thousand(runs: Runs) -> list[str]:
     return _table(["workers", "transactions/s", "expected", "PostgreSQL, % of a core", "expected", "connections"], rows)
 
 
-def _doorbell(ring_us: Number) -> list[str]:
-    rings = (1, RINGS_MAX)
-    rows = (
-        [f"{fleet:,}", *(show(given(lambda us, n=n, fleet=fleet: n * fleet * us / 1e6, ring_us), count) for n in rings)]
-        for fleet in FLEETS
-    )
-    return _table(["workers that listen", *(f"PostgreSQL cores, {n} per second" for n in rings)], rows)
-
-
 COEFFICIENTS = (
     Coefficient("idle_transactions", "transactions of an idle worker", "idle", "transactions", unit("/s")),
     Coefficient("idle_core", "cores of PostgreSQL for an idle worker", "idle", "core_percent", count, 0.01),
@@ -437,7 +426,6 @@ COEFFICIENTS = (
         "busy_core", "cores of PostgreSQL for a worker that has requests", "scale", "busy_core_percent", count, 0.01
     ),
     Coefficient("busy_log", "write-ahead log of a worker that has requests", "scale", "busy_wal_bytes", rate),
-    Coefficient("ring_us", "CPU of PostgreSQL for a ring, per worker that listens", "thousand", "ring_us", unit("µs")),
     Coefficient("share", "one batch on the most workers measured, of the ideal", "scale", "share", unit("%")),
 )
 

@@ -36,7 +36,7 @@ FIGURES = {
         "written_bytes": 2_500.0,
     },
     "scale": {"busy_core_percent": 0.2, "busy_wal_bytes": 500.0, "share": 90.0},
-    "thousand": {"expected_transactions_1000": 1_008.0, "ring_us": 200.0, "transactions_1000": 1_000.0},
+    "thousand": {"expected_transactions_1000": 1_008.0, "transactions_1000": 1_000.0},
 }
 
 
@@ -154,13 +154,6 @@ def test_quick_runs_are_marked(generator):
 
 def test_the_thousand_workers_stand_beside_what_was_expected(generator):
     assert row(generator.make_tables(runs()), "thousand", "1,000")[1:3] == ["1,000", "1,010"]
-
-
-def test_a_ring_costs_as_often_as_it_rings_for_each_worker_that_listens(generator):
-    # 300 workers * 200 µs = 0.06 s of a core for each ring.
-    assert row(generator.make_tables(runs()), "doorbell", "300") == ["300", "0.06", "1.2"]
-    unknown = generator.make_tables(runs(without=[("thousand", "ring_us")]))
-    assert row(unknown, "doorbell", "300") == ["300", "not measured", "not measured"]
 
 
 def test_every_mark_of_the_page_has_a_table_and_every_table_a_mark(generator):

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import psycopg
 
-from batchwright.db.doorbell import CHANNEL
 from benchmarks.fleet.idle import GATEWAY, count, migrate
 from benchmarks.tools import figures as saved
 from benchmarks.tools import report
@@ -22,24 +20,19 @@ NAME = "thousand"
 TITLE = "A thousand idle workers"
 SECONDS_MAX = 1_200.0
 FLEETS = (100, 300, 1_000)
-PROCESS_WORKERS_MAX = 175
+PROCESS_WORKERS_MAX = 350
 START_SECONDS_MAX = 300.0
 STOP_SECONDS_MAX = 20.0
 OFF_MAX = 1.3
-SETTLED_SECONDS = 90
+SETTLED_SECONDS = 20
 MEASURED_SECONDS = 30
-RINGS = 10
-RING_SECONDS = 2.0
-QUEUE = "default"
 COMPARED = ("transactions", "core_percent")
 SETTINGS = f"""
-    Each worker has a client, a pool, a row, a lease thread and connections of its own, as in `batchwright worker`; but
-    up to {PROCESS_WORKERS_MAX} of them share a process. Workers are added until there are 100, 300 and 1,000; each
-    time, after {SETTLED_SECONDS} s, PostgreSQL is measured for {MEASURED_SECONDS} s as in `make bench-idle`. What was
-    to be expected follows from the figures that `make bench-idle ARGS=--save` has written down: what all workers cost
-    together, and what each further one adds. Processor time of PostgreSQL holds for this machine, so save those first.
-    Then the doorbell rings {RINGS} times, every {RING_SECONDS:g} s, for jobs that are not there; what that adds is the
-    cost of rings.
+    Each simulated worker has a row and three connections of its own, and runs upkeep, heartbeat, counts and doorbell
+    of a real one, at its pace; up to {PROCESS_WORKERS_MAX} of them share a process. Workers are added until there are
+    100, 300 and 1,000; each time, after {SETTLED_SECONDS} s, PostgreSQL is measured for {MEASURED_SECONDS} s as in
+    `make bench-idle`. What was to be expected follows from the figures that `make bench-idle ARGS=--save` has written
+    down: what all workers cost together, and what each further one adds. Save those first, on the same machine.
 """
 
 
@@ -55,24 +48,9 @@ async def measure(ground: Ground) -> dict[str, Any]:
                 for part in parts_of(size - before):
                     processes.append(await crowd.enter_async_context(crowded(ground.folder, environment, part)))
                 ground.tell(f"  {size} workers run")
-                await asyncio.sleep(ground.pick(SETTLED_SECONDS, 45))
-                idle = await count(ground, url, MEASURED_SECONDS, processes)
-                fleets[size] = {**idle, **await ring(ground, url, size, idle)}
+                await asyncio.sleep(SETTLED_SECONDS)
+                fleets[size] = await count(ground, url, MEASURED_SECONDS, processes)
     return {"fleets": fleets, "expected": {size: expect(saved.load("idle"), size) for size in fleets}}
-
-
-async def ring(ground: Ground, url: str, workers: int, idle: dict[str, float]) -> dict[str, float]:
-    """What one ring of the doorbell costs beside idling, for each worker that listens: all of them look for the job."""
-
-    async def keep_ringing() -> None:
-        async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
-            for _ in range(RINGS):
-                await connection.execute("SELECT pg_notify(%s, %s)", [CHANNEL, QUEUE])
-                await asyncio.sleep(RING_SECONDS)
-
-    rung, _ = await asyncio.gather(count(ground, url, RINGS * RING_SECONDS, []), keep_ringing())
-    more = {name: max(0.0, rung[name] - idle[name]) * RING_SECONDS / workers for name in COMPARED}
-    return {"ring_transactions": more["transactions"], "ring_us": more["core_percent"] / 100 * 1e6}
 
 
 def parts_of(workers: int) -> list[int]:
@@ -131,8 +109,6 @@ def kept(figures: dict[str, Any]) -> dict[str, float | None]:
     return {
         **found,
         **expected,
-        "ring_transactions": largest["ring_transactions"],
-        "ring_us": largest["ring_us"],
         "workers": most,
         "connection_bytes": largest["connection_bytes"] / largest["connections"],
     }
@@ -159,7 +135,5 @@ def tables(figures: dict[str, Any]) -> str:
         cells = [(one[name], expected[name], one[name] / size) for name in COMPARED]
         rows.append([f"{size} workers", *(report.number(value) for three in cells for value in three)])
         rows[-1] += [report.number(one["connections"]), report.number(one["connection_bytes"] / 1e6)]
-        rows[-1] += [report.number(one["ring_transactions"]), report.number(one["ring_us"])]
     headings = ["", "transactions/s", "expected", "each", "% of a core", "expected", "each", "connections", "their MB"]
-    headings += ["a ring, each: transactions", "µs"]
     return report.table(headings, rows)
