@@ -450,7 +450,12 @@ LIMITS = (
         amount=16 * BUSY,
         shown=f"16 cores, at most {100 * BUSY:g} % busy",
     ),
-    Limit(name="connections", need=lambda needs: needs.connections, amount=500, shown="500"),
+    Limit(
+        name="connections",
+        need=lambda needs: given(lambda n: n * CONNECTIONS_MAX, needs.workers),
+        amount=500,
+        shown="500, for workers that may all be busy",
+    ),
     Limit(name="disk", need=lambda needs: needs.disk_kept, amount=2e12, shown=size(2e12)),
     Limit(name="write-ahead log", need=lambda needs: needs.log_per_second, amount=50e6, shown=rate(50e6)),
 )
