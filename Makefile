@@ -4,8 +4,8 @@ BIN := .venv/bin
 # The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench bench-batch bench-idle bench-ingest bench-lists bench-plan bench-queue bench-scale chaos chaos-batches \
-	chaos-crowd chaos-documents chaos-failover chaos-hosts chaos-queue chaos-tasks clean collect demo \
+.PHONY: bench bench-batch bench-idle bench-ingest bench-lists bench-plan bench-queue bench-scale bench-thousand chaos \
+	chaos-batches chaos-crowd chaos-documents chaos-failover chaos-hosts chaos-queue chaos-tasks clean collect demo \
 	docs lint lock prices test test-external test-models test-perturbed test-postgres16 test-thorough
 
 demo: .venv/ready
@@ -75,7 +75,7 @@ chaos-queue: .venv/ready
 chaos-tasks: .venv/ready
 	$(BIN)/python -m tests.chaos.tasks $(ARGS)
 
-bench: bench-batch bench-idle bench-ingest bench-lists bench-plan bench-queue bench-scale
+bench: bench-batch bench-idle bench-ingest bench-lists bench-plan bench-queue bench-scale bench-thousand
 
 bench-batch: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.batch $(ARGS)
@@ -97,6 +97,9 @@ bench-queue: .venv-bench/ready
 
 bench-scale: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.scale $(ARGS)
+
+bench-thousand: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.thousand $(ARGS)
 
 docs: .venv/ready
 	$(BIN)/python docs/generate.py

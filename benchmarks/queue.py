@@ -12,6 +12,7 @@ exactly once is checked in every run.
 
 import argparse
 import json
+import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.tools import contest, report
+from benchmarks.tools import contest, figures, queue_results, report
 from benchmarks.tools.contest import Contestant, RunError
 from benchmarks.tools.queue_results import FINISHED_ROWS, FRESH, OURS, PINNED, Results, as_json, as_text
 from benchmarks.tools.server import Server, server
@@ -43,9 +44,14 @@ QUICK = Size(finished_rows=50_000, latency_jobs=15, peers_strained=False, varian
 
 
 def main() -> None:
-    arguments = parse()
+    arguments, load_before = parse(), os.getloadavg()[0]
     with server(arguments.database_url) as running:
         results = measure(running, arguments)
+    if arguments.save:
+        load = f"{load_before:.1f} before and {os.getloadavg()[0]:.1f} after"
+        document = as_json(results)
+        document |= {"is_quick": arguments.quick, "machine": {**document["machine"], "load": load}}
+        figures.save("queue", document, queue_results.kept(results))
     if arguments.json:
         print(json.dumps(as_json(results), ensure_ascii=False, indent=2))
     else:
@@ -63,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--quick", action="store_true", help="about a minute; the figures are rough")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="write the figures that docs/capacity.md needs")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Write the pages that follow from code: lifecycles, settings, the HTTP reference, and providers.
+"""Write the pages that follow from code or figures: lifecycles, settings, the HTTP reference, providers, capacity.
 
 `python docs/generate.py` writes them; with `--check` it only says whether they are up to date.
 """
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi.routing import APIRoute
+from generate_capacity import capacity
 from generate_providers import providers
 
 from batchwright.access.settings import ApiSettings
@@ -250,6 +251,7 @@ def _sentence(text: str | None) -> str:
 
 
 PAGES = {
+    "capacity.md": capacity,
     "lifecycles.md": lifecycles,
     "configuration.md": configuration,
     "http-reference.md": http,

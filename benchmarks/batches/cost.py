@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.batches.store import Batch
-from benchmarks.batches import senders
+from benchmarks.batches import senders, traffic
 from benchmarks.batches.stage import WARM_UP_REQUESTS, Ground, Stage, spent, tracked, write_lines
 from benchmarks.tools import measure as machine
 from benchmarks.tools import report
@@ -93,9 +93,13 @@ async def theirs(
 async def ours(ground: Ground, stage: Stage, file: Path, count: int) -> dict[str, float]:
     async with stage.worker() as worker:
         await stage.warm_up()
+        before = traffic.read(ground, stage, worker)
         with tracked(spent(worker), lambda: ground.server.cpu_seconds() or 0.0) as (own, postgres):
             batch = await stage.run(file)
-    return {**phases(batch, own, count), "postgres": phases(batch, postgres, count)["cpu"]}
+        moved = traffic.since(before, traffic.read(ground, stage, worker), count)
+    of_postgres = phases(batch, postgres, count)
+    everything = sum(of_postgres[phase] for phase in ("plan", "cpu", "files"))
+    return {**phases(batch, own, count), "postgres": of_postgres["cpu"], "postgres_all": everything, **moved}
 
 
 def phases(batch: Batch, track: Any, count: int) -> dict[str, float]:
@@ -121,6 +125,15 @@ def ratio(rounds: dict[str, list[dict[str, float]]], peer: str) -> float | None:
     pairs = list(zip(rounds.get("batchwright", []), rounds.get(peer, []), strict=False))
     even = [pair for pair in pairs if max(one["loop"] for one in pair) <= UNEVEN * min(one["loop"] for one in pair)]
     return statistics.median(ours["cpu"] / theirs["cpu"] for ours, theirs in even or pairs) if pairs else None
+
+
+def kept(figures: dict[str, Any]) -> dict[str, float | None]:
+    """What the capacity page needs of one request: microseconds of the worker in all phases, and bytes."""
+    rounds = figures["rounds"]["batchwright"]
+    names = ("rate", "postgres_all", *traffic.NAMES)
+    worker = statistics.median(one["plan"] + one["cpu"] + one["files"] for one in rounds)
+    found = {name: statistics.median(one[name] for one in rounds) for name in names}
+    return {**found, "worker_us": worker, "requests": figures["counts"]["batchwright"]}
 
 
 def tables(figures: dict[str, Any]) -> str:

@@ -1,15 +1,18 @@
-"""Fleets of 10, 30 and 100 idle workers: transactions, processor time and connections of PostgreSQL."""
+"""Fleets of 10, 30 and 100 idle workers: what they cost PostgreSQL, and the machines that they run on."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 
 from batchwright import AsyncBatchwright
 from benchmarks.tools import report
+from benchmarks.tools.measure import cpu_seconds
 from benchmarks.tools.sections import Ground
 from benchmarks.tools.workers import environment_of, running_worker
 
@@ -31,13 +34,16 @@ SETTINGS = f"""
     and 100; each time, after {SETTLED_SECONDS} s, PostgreSQL's own counters of transactions, its processor time (of all
     its processes) and its connections are read, and again after {MEASURED_SECONDS} s. "Each further worker" is the
     difference between the smallest and the largest fleet, divided by the workers between them. Rounds are updates of
-    the rows that say when upkeep is due.
+    the rows that say when upkeep is due. Memory is resident memory of a worker, and of a connection's process what it
+    shares with no other.
 """
 COUNTERS = """
     SELECT (SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()),
-           (SELECT n_tup_upd FROM pg_stat_user_tables WHERE schemaname = 'batchwright' AND relname = 'upkeep'),
+           (SELECT coalesce(sum(n_tup_upd), 0)::bigint FROM pg_stat_user_tables
+            WHERE schemaname = 'batchwright' AND relname = 'upkeep'),
            (SELECT count(*) FROM pg_stat_activity
-            WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid())
+            WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()),
+           pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint
 """
 
 
@@ -48,11 +54,12 @@ async def measure(ground: Ground) -> dict[str, Any]:
     with ground.server.database() as url:
         await migrate(url)
         async with AsyncExitStack() as workers:
+            processes: list[psutil.Process] = []
             for before, size in pairwise((0, *sizes)):
-                await start(workers, ground.folder, url, size - before)
+                processes += await start(workers, ground.folder, url, size - before)
                 ground.tell(f"  {size} workers run")
                 await asyncio.sleep(settled)
-                fleets[size] = await count(ground, url, measured)
+                fleets[size] = await count(ground, url, measured, processes)
     return {"fleets": fleets, "each": each_further(fleets)}
 
 
@@ -65,36 +72,63 @@ async def migrate(url: str) -> None:
         await client.close()
 
 
-async def start(workers: AsyncExitStack, folder: Path, url: str, count: int) -> None:
+async def start(workers: AsyncExitStack, folder: Path, url: str, count: int) -> list[psutil.Process]:
     environment = environment_of(folder, url, GATEWAY, {})
     turns = asyncio.Semaphore(STARTING_MAX)
 
-    async def one() -> None:
+    async def one() -> psutil.Process:
         async with turns:
-            await workers.enter_async_context(running_worker(folder, environment))
+            return await workers.enter_async_context(running_worker(folder, environment))
 
-    await asyncio.gather(*(one() for _ in range(count)))
+    return await asyncio.gather(*(one() for _ in range(count)))
 
 
-async def count(ground: Ground, url: str, seconds: float) -> dict[str, float]:
-    began, cpu = read(url), ground.server.cpu_seconds()
+async def count(ground: Ground, url: str, seconds: float, processes: list[psutil.Process]) -> dict[str, float]:
+    """Of all workers together: per second, or as it is at the end."""
+
+    def spent() -> dict[str, float]:
+        cores = {
+            "core_percent": ground.server.cpu_seconds() or 0.0,
+            "worker_core_percent": sum(map(cpu_seconds, processes)),
+        }
+        return {"at": time.monotonic(), **{name: 100 * cpu for name, cpu in cores.items()}, **read(url)}
+
+    began = spent()
     await asyncio.sleep(seconds)
-    ended, cpu_after = read(url), ground.server.cpu_seconds()
-    transactions, rounds, _ = ((after - before) / seconds for before, after in zip(began, ended, strict=True))
-    percent = None if cpu is None or cpu_after is None else 100 * (cpu_after - cpu) / seconds
-    return {"transactions": transactions, "rounds": rounds, "connections": ended[2], "core_percent": percent or 0.0}
+    ended = spent()
+    connections = ended.pop("connections")
+    lasted = ended["at"] - began["at"]
+    return {
+        **{name: (ended[name] - began[name]) / lasted for name in ended if name != "at"},
+        "connections": connections,
+        "worker_bytes": sum(process.memory_info().rss for process in processes),
+        "connection_bytes": ground.server.private_bytes(),
+    }
 
 
-def read(url: str) -> tuple[int, int, int]:
+def read(url: str) -> dict[str, float]:
     with psycopg.connect(url, autocommit=True) as connection:
         row = connection.execute(COUNTERS).fetchone()
         assert row is not None
-        return row[0], row[1] or 0, row[2]
+        return dict(zip(("transactions", "rounds", "connections", "wal_bytes"), row, strict=True))
 
 
 def each_further(fleets: dict[int, dict[str, float]]) -> dict[str, float]:
     few, many = min(fleets), max(fleets)
     return {name: (fleets[many][name] - fleets[few][name]) / (many - few) for name in fleets[few]}
+
+
+def kept(figures: dict[str, Any]) -> dict[str, float | None]:
+    """What each further worker costs; what all of them cost together, however many they are, begins with `common_`."""
+    fleets, each = figures["fleets"], figures["each"]
+    few, many = min(fleets), max(fleets)
+    common = {
+        f"common_{name}": max(0.0, fleets[few][name] - few * each[name])
+        for name in ("transactions", "core_percent", "wal_bytes")
+    }
+    names = ("transactions", "core_percent", "connections", "wal_bytes", "worker_bytes", "worker_core_percent")
+    connection_bytes = fleets[many]["connection_bytes"] / fleets[many]["connections"]
+    return {**{name: each[name] for name in names}, **common, "connection_bytes": connection_bytes, "workers": many}
 
 
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
@@ -112,8 +146,11 @@ def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
 
 
 def tables(figures: dict[str, Any]) -> str:
-    columns = ("transactions", "rounds", "connections", "core_percent")
+    columns = ("transactions", "rounds", "connections", "core_percent", "worker_core_percent", "wal_bytes")
     rows = [[f"{size} workers", *(f"{one[name]:.2f}" for name in columns)] for size, one in figures["fleets"].items()]
     each = figures["each"]
     rows.append(["each further worker", *(f"{each[name]:.3f}" for name in columns)])
-    return report.table(["", "transactions/s", "rounds/s", "connections", "PostgreSQL, % of a core"], rows)
+    headings = ["", "transactions/s", "rounds/s", "connections", "PostgreSQL, % of a core", "workers, %", "WAL B/s"]
+    memory = max(one["connection_bytes"] for one in figures["fleets"].values())
+    said = f"Each further worker has {each['worker_bytes'] / 1e6:.0f} MB. The connections of the largest fleet have"
+    return f"{report.table(headings, rows)}\n\n{said} {memory / 1e6:.0f} MB of their own."

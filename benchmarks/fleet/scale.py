@@ -38,7 +38,7 @@ async def measure(ground: Ground) -> dict[str, Any]:
             for _ in range(size - before):
                 await workers.enter_async_context(stage.worker())
             await run(stage, 200 * size)
-            large[size] = await compare(stage, size, ground.pick(1_000 * (size + 1), 250 * (size + 1)))
+            large[size] = await compare(ground, stage, size, ground.pick(1_000 * (size + 1), 250 * (size + 1)))
             ground.tell(
                 f"  {size} workers: {large[size]['rate']:.1f} requests/s, {large[size]['share']:.1f} % of the ideal"
             )
@@ -49,10 +49,19 @@ async def measure(ground: Ground) -> dict[str, Any]:
     return {"large": large, "small": small, "speed_up": small[sizes[0]] / small[sizes[-1]]}
 
 
-async def compare(stage: Stage, workers: int, requests: int) -> dict[str, float]:
+async def compare(ground: Ground, stage: Stage, workers: int, requests: int) -> dict[str, float]:
+    cpu, log = ground.server.cpu_seconds() or 0.0, ground.server.wal_bytes()
     seconds = await run(stage, requests)
     rate, ideal = requests / seconds, workers * SLOTS / ANSWER_SECONDS
-    return {"requests": requests, "seconds": seconds, "rate": rate, "ideal": ideal, "share": 100 * rate / ideal}
+    return {
+        "requests": requests,
+        "seconds": seconds,
+        "rate": rate,
+        "ideal": ideal,
+        "share": 100 * rate / ideal,
+        "core_percent": 100 * ((ground.server.cpu_seconds() or 0.0) - cpu) / seconds,
+        "wal_bytes": (ground.server.wal_bytes() - log) / seconds,
+    }
 
 
 async def run(stage: Stage, requests: int) -> float:
@@ -61,6 +70,18 @@ async def run(stage: Stage, requests: int) -> float:
     began = time.monotonic()
     await stage.run(file, seconds=600.0)
     return time.monotonic() - began
+
+
+def kept(figures: dict[str, Any]) -> dict[str, float | None]:
+    """`busy_` is what each further worker that has requests adds per second, whatever their number."""
+    large = figures["large"]
+    few, many = min(large), max(large)
+    busy = {
+        f"busy_{name}": max(0.0, (large[many][name] - large[few][name]) / (many - few))
+        for name in ("core_percent", "wal_bytes")
+    }
+    shares = {f"share_{size}": one["share"] for size, one in large.items()}
+    return {**shares, **busy, "share": large[many]["share"], "speed_up": figures["speed_up"], "workers": many}
 
 
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
@@ -78,12 +99,12 @@ def tables(figures: dict[str, Any]) -> str:
         [
             f"{size} workers",
             f"{one['requests']:,.0f}",
-            *(f"{one[name]:.1f}" for name in ("seconds", "rate", "ideal", "share")),
+            *(f"{one[name]:.1f}" for name in ("seconds", "rate", "ideal", "share", "core_percent")),
         ]
         for size, one in figures["large"].items()
     ]
     rows += [
-        [f"{size} workers", f"{SMALL:,}", f"{seconds:.2f}", f"{SMALL / seconds:.1f}", "", ""]
+        [f"{size} workers", f"{SMALL:,}", f"{seconds:.2f}", f"{SMALL / seconds:.1f}", "", "", ""]
         for size, seconds in figures["small"].items()
     ]
-    return report.table(["", "requests", "seconds", "requests/s", "ideal", "% of it"], rows)
+    return report.table(["", "requests", "seconds", "requests/s", "ideal", "% of it", "PostgreSQL, % of a core"], rows)

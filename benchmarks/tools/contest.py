@@ -49,13 +49,18 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Figures of one throughput run; PostgreSQL's processor time is None on a server that is elsewhere."""
+    """Figures of one throughput run; PostgreSQL's processor time is None on a server that is elsewhere.
+
+    `disk_bytes` is what a finished job takes without dead rows; None where other rows are in the way.
+    """
 
     calibration_after: float
     calibration_before: float
+    disk_bytes: float | None
     enqueue_postgres_us: float | None
     enqueue_python_us: float
     enqueue_rate: float
+    enqueue_wal_bytes: float
     jobs: int
     name: str
     postgres_us: float | None
@@ -97,24 +102,35 @@ def throughput(
         if finished_rows and not command("history", finished_rows)["jobs"]:
             raise RunError("keeps no finished rows")
         server.checkpoint()
-        cpu_before = server.cpu_seconds()
+        disk_before, wal_before, cpu_before = server.disk_bytes(url), server.wal_bytes(), server.cpu_seconds()
         enqueued = command("enqueue", jobs)
-        cpu_enqueued = server.cpu_seconds()
+        cpu_enqueued, wal_enqueued = server.cpu_seconds(), server.wal_bytes()
         server.scalar("VACUUM ANALYZE", url)
         with pinned_horizon(url) if pinned else nullcontext():
             spent = drain(server, contestant, command, Path(folder), jobs)
+        calibration_after = measure.calibrate()
+        is_alone = not (finished_rows or pinned)
+        disk_bytes = (compact_bytes(server, url) - disk_before) / jobs if is_alone else None
     return Run(
-        calibration_after=measure.calibrate(),
+        calibration_after=calibration_after,
         calibration_before=calibration_before,
+        disk_bytes=disk_bytes,
         enqueue_postgres_us=per_job(cpu_before, cpu_enqueued, jobs),
         enqueue_python_us=enqueued["cpu_seconds"] / jobs * 1e6,
         enqueue_rate=jobs / enqueued["seconds"],
+        enqueue_wal_bytes=(wal_enqueued - wal_before) / jobs,
         jobs=jobs,
         name=contestant.name,
         round=round_number,
         variant=variant,
         **spent,
     )
+
+
+def compact_bytes(server: Server, url: str) -> int:
+    """The size of a database without dead rows, which vacuum lets the next rows use."""
+    server.scalar("VACUUM FULL", url)
+    return server.disk_bytes(url)
 
 
 def start_latencies(

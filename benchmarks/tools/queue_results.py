@@ -4,6 +4,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -116,6 +117,14 @@ def slowness(run: Run) -> float:
 
 def cpu(run: Run) -> float | None:
     return run.cpu_us
+
+
+def kept(results: Results) -> dict[str, float | None]:
+    """What the capacity page needs: the settings with the highest rate."""
+    ours = list(results.best_runs(OURS).values())
+    fields = ("disk_bytes", "enqueue_postgres_us", "enqueue_python_us", "jobs", "postgres_us", "python_us", "rate")
+    wal = median(ours, lambda run: run.enqueue_wal_bytes + run.wal_bytes)
+    return {**{name: median(ours, attrgetter(name)) for name in fields}, "wal_bytes": wal}
 
 
 def as_json(results: Results) -> dict[str, Any]:

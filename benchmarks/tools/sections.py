@@ -1,7 +1,7 @@
 """Benchmarks of several sections on one PostgreSQL: one that breaks is a line in the report, and the others go on.
 
 A section is a module with NAME, TITLE, SECONDS_MAX, SETTINGS, `async measure(ground)`, `goals(figures)` and
-`tables(figures)`.
+`tables(figures)`. One that has `kept(figures)` says there what `--save` writes down.
 """
 
 import argparse
@@ -11,13 +11,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.tools import measure, report
+from benchmarks.tools import figures, measure, report
 from benchmarks.tools.queue_results import machine
 from benchmarks.tools.server import Server, server
 
@@ -36,16 +36,22 @@ class Ground:
 
 
 def main(
-    name: str, description: str, sections: Sequence[ModuleType], make_ground: Callable[..., Ground] = Ground
+    name: str,
+    description: str,
+    sections: Sequence[ModuleType],
+    make_ground: Callable[..., Ground] = Ground,
+    server_settings: Mapping[str, str] | None = None,
 ) -> None:
     arguments = parse(name, description, sections)
     wanted = [section for section in sections if not arguments.only or section.NAME in arguments.only]
     with (
         tempfile.TemporaryDirectory(prefix="batchwright-bench-", ignore_cleanup_errors=True) as folder,
-        server(arguments.database_url) as running,
+        server(arguments.database_url, server_settings) as running,
     ):
         ground = make_ground(folder=Path(folder), is_quick=arguments.quick, server=running, tell=tell)
         results = asyncio.run(measure_all(name, ground, wanted))
+    if arguments.save:
+        save(results, wanted)
     print(json.dumps(results, ensure_ascii=False, indent=2) if arguments.json else as_text(results, wanted))
 
 
@@ -55,6 +61,7 @@ def parse(name: str, description: str, sections: Sequence[ModuleType]) -> argpar
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", default="", help=f"some of {','.join(each.NAME for each in sections)}")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer runs; the figures are rough")
+    parser.add_argument("--save", action="store_true", help="write the figures that docs/capacity.md needs")
     arguments = parser.parse_args()
     arguments.only = set(filter(None, arguments.only.split(",")))
     if unknown := arguments.only - {section.NAME for section in sections}:
@@ -68,15 +75,15 @@ async def measure_all(name: str, ground: Ground, sections: Sequence[ModuleType])
     results["is_quick"] = ground.is_quick
     for section in sections:
         ground.tell(f"{section.NAME}: {section.TITLE}")
-        since, figures = time.monotonic(), None
+        since, found = time.monotonic(), None
         try:
             async with asyncio.timeout(section.SECONDS_MAX):
-                figures = await section.measure(ground)
+                found = await section.measure(ground)
         except Exception as error:
             ground.tell(f"  {error!r}")
             results["failures"][section.NAME] = repr(error)
-        results["figures"][section.NAME] = figures
-        results["goals"] += [goal.as_json() for goal in section.goals(figures)]
+        results["figures"][section.NAME] = found
+        results["goals"] += [goal.as_json() for goal in section.goals(found)]
         results["seconds"][section.NAME] = round(time.monotonic() - since, 1)
     results["machine"] = {
         **machine(),
@@ -88,15 +95,24 @@ async def measure_all(name: str, ground: Ground, sections: Sequence[ModuleType])
     return results
 
 
+def save(results: dict[str, Any], sections: Sequence[ModuleType]) -> None:
+    """A section that failed leaves its figures out."""
+    kept: dict[str, float | None] = {}
+    for section in sections:
+        if hasattr(section, "kept") and results["figures"][section.NAME] is not None:
+            kept |= section.kept(results["figures"][section.NAME])
+    figures.save(results["benchmark"], results, kept)
+
+
 def as_text(results: dict[str, Any], sections: Sequence[ModuleType]) -> str:
     goals = [report.Goal(**goal) for goal in results["goals"]]
     missed = [goal.name for goal in goals if not goal.met]
     parts = [", ".join(f"{key} {value}" for key, value in {**results["machine"], **results["server"]}.items())]
     for section in sections:
-        figures = results["figures"][section.NAME]
+        found = results["figures"][section.NAME]
         parts.append(f"{section.TITLE}  [{section.NAME}, {results['seconds'][section.NAME]:.0f} s]")
-        if figures is not None:
-            parts.append(section.tables(figures))
+        if found is not None:
+            parts.append(section.tables(found))
         else:
             parts.append(report.note("Failed", results["failures"][section.NAME]))
         parts.append(report.note("How", " ".join(section.SETTINGS.split())))

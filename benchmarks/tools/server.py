@@ -1,7 +1,7 @@
 """The PostgreSQL that a benchmark runs on, and what it spent."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +48,19 @@ class Server:
                 total += times.user + times.system
         return total
 
+    def private_bytes(self) -> int:
+        """Memory of all its processes that they share with no other; 0 when it runs elsewhere."""
+        total = 0
+        for child in self.postmaster.children(recursive=True) if self.postmaster else ():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                total += child.memory_full_info().uss
+        return total
+
     def wal_bytes(self) -> int:
         return int(self.scalar("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')"))
+
+    def disk_bytes(self, url: str) -> int:
+        return int(self.scalar("SELECT pg_database_size(current_database())", url))
 
     def describe(self) -> dict[str, str]:
         names = ("server_version", *SHOWN)
@@ -76,8 +87,8 @@ class Server:
 
 
 @contextmanager
-def server(database_url: str | None) -> Iterator[Server]:
-    """The server at `database_url`, or one of our own in a folder that goes away."""
+def server(database_url: str | None, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """The server at `database_url`, or one of our own, with these settings too, in a folder that goes away."""
     if database_url is not None:
         yield connect(database_url)
         return
@@ -85,7 +96,7 @@ def server(database_url: str | None) -> Iterator[Server]:
 
     with tempfile.TemporaryDirectory(prefix="batchwright-bench-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)  # root's server runs as another user, who has to reach it
-        embedded = EmbeddedPostgres(Path(folder) / "postgres", settings=SETTINGS)
+        embedded = EmbeddedPostgres(Path(folder) / "postgres", settings={**SETTINGS, **(settings or {})})
         try:
             yield connect(embedded.start())
         finally:

@@ -1,0 +1,13 @@
+"""A thousand idle workers on one PostgreSQL: whether they cost what `make bench-idle` lets expect.
+
+    python -m benchmarks.thousand [--quick] [--json] [--save] [--database-url URL]
+
+A thousand processes do not fit on one machine, so a few processes send what idle workers send: the real statements at
+the real pace, each worker with a row and connections of its own.
+"""
+
+from benchmarks.fleet import thousand
+from benchmarks.tools import sections
+
+if __name__ == "__main__":
+    sections.main("thousand", "A thousand idle workers.", (thousand,), server_settings={"max_connections": "3500"})
