@@ -14,7 +14,7 @@ VERSION = "1"
 
 
 class Dbos(base.Peer):
-    jobs = 3_000
+    jobs = 2_000
     jobs_quick = 400
     name = "DBOS"
     package = "dbos"

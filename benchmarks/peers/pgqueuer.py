@@ -25,7 +25,7 @@ class PgQueuer(base.Peer):
     variants = {
         "asyncpg b=500": {"driver": "asyncpg", "batch_size": 500},
         "asyncpg b=100": {"driver": "asyncpg", "batch_size": 100},
-        "asyncpg b=10": {"driver": "asyncpg", "batch_size": 10},
+        "asyncpg b=1000": {"driver": "asyncpg", "batch_size": 1000},
         "psycopg b=100": {"driver": "psycopg", "batch_size": 100},
         "psycopg b=500": {"driver": "psycopg", "batch_size": 500},
     }

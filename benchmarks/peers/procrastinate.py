@@ -8,7 +8,7 @@ from benchmarks.peers import base, noop
 
 
 class Procrastinate(base.Peer):
-    jobs = 5_000
+    jobs = 3_000
     jobs_quick = 800
     name = "Procrastinate"
     package = "procrastinate"

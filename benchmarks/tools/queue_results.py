@@ -14,10 +14,15 @@ from benchmarks.tools.measure import percentile
 from benchmarks.tools.report import Goal, at_least, at_most, goal_table, note, number, table
 
 OURS = "Batchwright"
+RIVAL = "PgQueuer"
+"""The peer that comes nearest, and that is strained as well."""
 FRESH, FINISHED_ROWS, PINNED = "fresh", "finished rows", "pinned xmin"
 
-RATIO_GOALS = {"PgQueuer": 1.3, "Procrastinate": 2.0, "DBOS": 2.0, "Awa": 2.0}
+RATIO_GOALS = {RIVAL: 1.3, "Procrastinate": 2.0, "DBOS": 2.0, "Awa": 2.0}
 CPU_US_MAX = 150
+FINALISTS_MAX = 2
+MINUTES_MAX = 15
+NEARLY = 0.9
 NOISE_RATIO_MAX = 1.5
 RATE_MIN = 10_000
 START_MS_P50, START_MS_P99 = 10, 50
@@ -30,23 +35,42 @@ Figure = Callable[[Run], float | None]
 class Results:
     contestants: list[Contestant]
     failures: list[tuple[str, str]] = field(default_factory=list)
+    heats: list[Run] = field(default_factory=list)
     latencies: dict[str, list[float]] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    seconds: float | None = None
     server: dict[str, str]
     strained: dict[tuple[str, str], list[Run]] = field(default_factory=dict)
 
     def available(self) -> list[Contestant]:
         return [contestant for contestant in self.contestants if not contestant.unavailable]
 
+    def add(self, run: Run, condition: str) -> None:
+        if condition == FRESH:
+            self.runs.append(run)
+        else:
+            self.strained.setdefault((run.name, condition), []).append(run)
+
     def best_variant(self, contestant: Contestant, lower: Figure | None = None) -> str:
         """The settings with the highest median rate, or with the lowest of another figure; else the first."""
-        figure = lower or slowness
-        found = {}
-        for variant in contestant.variants:
-            runs = [run for run in self.runs if (run.name, run.variant) == (contestant.name, variant)]
-            if (value := median(runs, figure)) is not None:
-                found[variant] = value
+        found = figures_of(contestant, self.runs, lower or slowness) or figures_of(
+            contestant, self.heats, lower or slowness
+        )
         return min(found, key=lambda variant: found[variant], default=contestant.variants[0])
+
+    def finalists(self, contestant: Contestant) -> list[str]:
+        """The settings that go into the rounds: the fastest of the heats; for the rival, who is near, also another one.
+
+        That is the one with the least CPU, or else the second fastest if it was nearly as fast.
+        """
+        by_rate = figures_of(contestant, self.heats, slowness)
+        fastest = sorted(by_rate, key=lambda variant: by_rate[variant]) or [contestant.variants[0]]
+        if contestant.name != RIVAL or not by_rate:
+            return fastest[:1]
+        by_cpu = figures_of(contestant, self.heats, cpu)
+        thriftiest = min(by_cpu, key=lambda variant: by_cpu[variant], default=fastest[0])
+        nearly = [variant for variant in fastest if by_rate[fastest[0]] >= NEARLY * by_rate[variant]]
+        return list(dict.fromkeys([fastest[0], thriftiest, *nearly]))[:FINALISTS_MAX]
 
     def best_runs(self, name: str, lower: Figure | None = None) -> dict[int, Run]:
         """By round: the run with the best settings."""
@@ -55,6 +79,15 @@ class Results:
                 variant = self.best_variant(contestant, lower)
                 return {run.round: run for run in self.runs if (run.name, run.variant) == (name, variant)}
         return {}
+
+
+def figures_of(contestant: Contestant, runs: list[Run], figure: Figure) -> dict[str, float]:
+    """The median of each of the contestant's settings that ran."""
+    found = {
+        variant: median([run for run in runs if (run.name, run.variant) == (contestant.name, variant)], figure)
+        for variant in contestant.variants
+    }
+    return {variant: value for variant, value in found.items() if value is not None}
 
 
 def goals_of(results: Results) -> Iterator[Goal]:
@@ -75,6 +108,7 @@ def goals_of(results: Results) -> Iterator[Goal]:
     started = [seconds * 1000 for seconds in results.latencies.get(OURS, [])]
     yield at_most(f"{OURS}: start latency p50 ms", START_MS_P50, percentile(started, 50) if started else None)
     yield at_most(f"{OURS}: start latency p99 ms", START_MS_P99, percentile(started, 99) if started else None)
+    yield at_most("minutes of this benchmark", MINUTES_MAX, None if results.seconds is None else results.seconds / 60)
 
 
 def ratio(results: Results, above: str, below: str, figure: Figure, lower: Figure | None = None) -> float | None:
@@ -86,8 +120,9 @@ def ratio(results: Results, above: str, below: str, figure: Figure, lower: Figur
 
 
 def strain_ratio(results: Results, name: str, condition: str, figure: Figure) -> float | None:
-    fresh = {run.round: run for run in results.strained.get((name, FRESH), [])}
-    strained = {run.round: run for run in results.strained.get((name, condition), [])}
+    """Against the fresh run of the same round with the same settings."""
+    fresh = {(run.round, run.variant): run for run in results.runs if run.name == name}
+    strained = {(run.round, run.variant): run for run in results.strained.get((name, condition), [])}
     return median_ratio([(strained[key], fresh[key]) for key in strained.keys() & fresh.keys()], figure)
 
 
@@ -133,9 +168,11 @@ def as_json(results: Results) -> dict[str, Any]:
         "contestants": [asdict(contestant) for contestant in results.contestants],
         "failures": [{"what": what, "reason": reason} for what, reason in results.failures],
         "goals": [goal.as_json() for goal in goals_of(results)],
+        "heats": [asdict(run) for run in results.heats],
         "machine": machine(),
         "noise": noise_note(results),
         "runs": [asdict(run) for run in results.runs],
+        "seconds": results.seconds,
         "server": results.server,
         "start_latency_ms": {
             name: {f"p{percent}": percentile(values, percent) * 1000 for percent in (50, 99)}
@@ -160,18 +197,35 @@ def as_text(results: Results) -> str:
     parts = [
         ", ".join(f"{key} {value}" for key, value in {**machine(), **results.server}.items()),
         run_table(results),
+        heat_table(results),
         strain_table(results),
         latency_table(results),
         goal_table(list(goals_of(results))),
         noise_note(results),
         "\n".join(note(what, reason) for what, reason in results.failures),
-        "\n".join(note(f"{each.name} {each.version}", each.settings) for each in results.available()),
+        "\n".join(
+            note(f"{each.name} {each.version}", f"{each.settings} {share(results, each)}")
+            for each in results.available()
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
+def share(results: Results, contestant: Contestant) -> str:
+    """What this contestant got of the benchmark."""
+    parts = {
+        "in heats": [run for run in results.heats if run.name == contestant.name],
+        "in rounds": [run for run in results.runs if run.name == contestant.name],
+        "strained": [run for (name, _), runs in results.strained.items() for run in runs if name == contestant.name],
+    }
+    said = [f"{len(runs)} of {max(run.jobs for run in runs):,} jobs {what}" for what, runs in parts.items() if runs]
+    if contestant.name in results.latencies:
+        said.append(f"start latency of {len(results.latencies[contestant.name])} jobs")
+    return f"Runs: {', '.join(said) or 'none'}."
+
+
 def noise_note(results: Results) -> str:
-    runs = (*results.runs, *(run for runs in results.strained.values() for run in runs))
+    runs = (*results.heats, *results.runs, *(run for runs in results.strained.values() for run in runs))
     moved = noise(runs) if runs else 1.0
     if moved <= NOISE_RATIO_MAX:
         return ""
@@ -198,13 +252,27 @@ def run_table(results: Results) -> str:
     return table(headings, rows) if rows else ""
 
 
+def heat_table(results: Results) -> str:
+    """Which settings went into the rounds."""
+    finalists = {each.name: results.finalists(each) for each in results.available()}
+    rows = [
+        [
+            f"{'>' if run.variant in finalists[run.name] else ' '} {run.name}, {run.variant}",
+            f"{run.jobs:,}",
+            *map(number, (run.rate, run.cpu_us)),
+        ]
+        for run in sorted(results.heats, key=lambda run: (run.name, -run.rate))
+    ]
+    return table(["heats (> goes into the rounds)", "jobs", "jobs/s", "sum µs"], rows) if rows else ""
+
+
 def strain_table(results: Results) -> str:
     rows = []
     for (name, condition), runs in results.strained.items():
         figures = (median(runs, rate), median(runs, cpu))
         ratios = (strain_ratio(results, name, condition, figure) for figure in (rate, cpu))
-        rows.append([f"{name}, {condition}", *map(number, figures), *map(number, ratios)])
-    headings = ["under strain", "jobs/s", "sum µs", "jobs/s ÷ fresh", "µs ÷ fresh"]
+        rows.append([f"{name}, {condition}", str(len(runs)), *map(number, figures), *map(number, ratios)])
+    headings = ["under strain", "runs", "jobs/s", "sum µs", "jobs/s ÷ fresh", "µs ÷ fresh"]
     return table(headings, sorted(rows)) if rows else ""
 
 

@@ -40,6 +40,8 @@ _KEYS_PER_CALL_MAX = 1_000
 _CANCEL_DEPTH_MAX = 1000
 _UNKNOWN_LANE_MAX = 500
 _UNKNOWN_SCAN_MAX = 5_000
+_BIRTH = attrgetter("id.int")
+_BIRTH_OF_SETTLED = attrgetter("claim.id.int")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +275,7 @@ class Queue:
             suspect=suspect,
         )
         jobs = [Claim(*row) for row in rows if row[0] is not None]
-        jobs.sort(key=attrgetter("id.int"))  # in the order of their birth, not in that of their places on disk
+        jobs.sort(key=_BIRTH)  # in the order of their birth, not in that of their places on disk
         for job in jobs:
             job.payload = orjson.loads(job.payload)  # the driver's loader for JSON takes twice as long
             job.pipeline_id = job.pipeline_id or job.id  # most are a pipeline of their own, and do not say it twice
@@ -316,10 +318,12 @@ class Queue:
     async def settle(self, settles: Sequence[Settle], worker: str) -> set[UUID]:
         """Make many fenced moves in one commit; answers the ids that moved. The others were fenced."""
         by_verb: dict[str, list[dict[str, Any]]] = {}
-        for settle in sorted(settles, key=lambda settle: settle.claim.id.int):  # the order in which rows are locked
-            row = {"id": settle.claim.id, "claim": settle.claim.claim, **settle.values}
-            by_verb.setdefault(settle.verb, []).append(row)
-        if len(by_verb) == 1 and all(settle.claim.parent_job_id is None for settle in settles):
+        is_child = False
+        for settle in sorted(settles, key=_BIRTH_OF_SETTLED):  # the order in which rows are locked
+            claim = settle.claim
+            is_child = is_child or claim.parent_job_id is not None
+            by_verb.setdefault(settle.verb, []).append({"id": claim.id, "claim": claim.claim, **settle.values})
+        if len(by_verb) == 1 and not is_child:
             ((verb, rows),) = by_verb.items()
             return {row[0] for row in await self._settle_verb(None, verb, rows, worker)}
         moved = set()

@@ -307,10 +307,15 @@ class Runner:
 
     # Afterwards -------------------------------------------------------------------------------------------------
 
-    def _end_settled(self, settle: Settle, moved: bool, is_fenced: bool) -> None:
-        running = self._find_running(settle.claim)
-        self._account(settle, running, moved, is_fenced)
-        self._forget(running)
+    def _end_settled(self, settles: Sequence[Settle], moved: set[UUID], is_fenced: bool) -> None:
+        """What a commit gave back. All have moved but in rare cases, and then nobody needs to look for each id."""
+        all_moved = len(moved) == len(settles)
+        for settle in settles:
+            running = self._find_running(settle.claim)
+            self._account(settle, running, all_moved or settle.claim.id in moved, is_fenced)
+            if running is not None:
+                self._let_fall(running)
+        self._note_forgotten()
 
     def _account(self, settle: Settle, running: Running | None, moved: bool, is_fenced: bool) -> None:
         claim = settle.claim
@@ -340,18 +345,25 @@ class Runner:
 
     def _forget(self, running: Running | None) -> None:
         if running is not None:
-            claim = running.claim
-            del self.held[claim.id, claim.claim]
-            running.is_forgotten = True
-            self.per_queue[claim.queue] -= 1
-            if running.is_over:
-                self.over_per_queue[claim.queue] -= 1
-            if claim.parent_job_id is not None:
-                self._leave_parent(claim.parent_job_id)
-            if running.timer is not None:
-                running.timer.cancel()
-            if running.context is not None:
-                running.context.settled(running.settled_by)
+            self._let_fall(running)
+        self._note_forgotten()
+
+    def _let_fall(self, running: Running) -> None:
+        claim = running.claim
+        del self.held[claim.id, claim.claim]
+        running.is_forgotten = True
+        self.per_queue[claim.queue] -= 1
+        if running.is_over:
+            self.over_per_queue[claim.queue] -= 1
+        if claim.parent_job_id is not None:
+            self._leave_parent(claim.parent_job_id)
+        if running.timer is not None:
+            running.timer.cancel()
+        if running.context is not None:
+            running.context.settled(running.settled_by)
+
+    def _note_forgotten(self) -> None:
+        """Once for all that were forgotten together."""
         self._on_slot_free()
         if not self.held:
             self._emptied.set()

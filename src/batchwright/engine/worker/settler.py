@@ -29,13 +29,13 @@ class Settler:
         self,
         queue: Queue,
         worker: str,
-        on_settled: Callable[[Settle, bool, bool], None],
+        on_settled: Callable[[Sequence[Settle], set[UUID], bool], None],
         on_commit: Callable[[float], None],
     ) -> None:
         self._queue = queue
         self._worker = worker
         self._on_settled = on_settled
-        """Called with the settle, whether it moved, and whether an unmoved one counts as fenced."""
+        """Called with the settles of a commit, the ids that moved, and whether the others count as fenced."""
         self._on_commit = on_commit
         """Called with the seconds that a commit took."""
         self._context = contextvars.copy_context()
@@ -86,7 +86,7 @@ class Settler:
             moved, is_doubtful = await self.send(lambda: self._queue.settle(batch, self._worker), jobs=len(batch))
         except Exception as error:  # PostgreSQL refused a value, or it does not even become JSON
             return await self._split(batch, error)
-        return self._report(batch, moved, is_doubtful)
+        return self._on_settled(batch, moved, not is_doubtful)
 
     async def _split(self, batch: Sequence[Settle], error: Exception) -> None:
         """The batch was refused for its data: find the guilty one, let the others pass."""
@@ -98,11 +98,7 @@ class Settler:
         if settle.verb == "fail" and settle.values["error"]["code"] in _NOT_STORABLE.values():
             text = "job %s cannot even fail: %s; its lease will run out"
             log.error(text, settle.claim.id, error, extra=about(settle.claim))
-            return self._report(batch, set(), True)
+            return self._on_settled(batch, set(), False)
         what = "error" if settle.verb == "fail" else "result"
         verdict = NotStorable(f"the {what} cannot be stored: {error}", code=_NOT_STORABLE[what])
         return await self._commit([Settle("fail", settle.claim, {"error": describe(verdict, verdict)})])
-
-    def _report(self, batch: Sequence[Settle], moved: set[UUID], is_doubtful: bool) -> None:
-        for settle in batch:
-            self._on_settled(settle, settle.claim.id in moved, not is_doubtful)
