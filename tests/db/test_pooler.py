@@ -207,7 +207,7 @@ async def test_leases_may_have_a_pool_of_their_own_that_is_lent_too(pooled, data
     """So they wait for nobody, and a thousand workers need few sessions for them."""
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, "default_pool_size = 1") as leases:
         async with Pool(dataclasses.replace(DATABASE, pool_size=4, lease_url=leases), pooled) as pool:
-            queue = Queue(Database(pool), EngineSettings(lease_seconds=1.0))
+            queue = Queue(Database(pool), EngineSettings(lease_seconds=4.0))
             entered = asyncio.Event()
 
             @operation("stay")

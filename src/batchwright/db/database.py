@@ -501,7 +501,7 @@ def _numbered(sql: str, params: Params | None) -> tuple[str, Sequence[Any] | Non
 
     The driver would do it, but reads a statement of more than 4 kB anew each time: for a claim that took a millisecond.
     """
-    if not params:
+    if params is None:
         return sql, None
     text, names = _number_names(sql)
     return text, [params[name] for name in names]
