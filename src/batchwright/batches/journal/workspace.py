@@ -15,6 +15,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import random
 import shutil
 import time
 import uuid
@@ -33,6 +34,7 @@ IN_USE = "in_use"
 JOURNAL = ".seg"
 GONE = ".gone"
 _HOST_DIGITS = 12
+_LOCKED_SECONDS = (0.01, 0.05)
 _PREPARING = "preparing"
 _USED_SECONDS = 5.0
 
@@ -229,13 +231,27 @@ class Workspace:
 
     @asynccontextmanager
     async def _preparing(self, batch_id: str) -> AsyncIterator[None]:
-        """One process of this machine at a time."""
+        """One at a time on this machine.
+
+        Nobody waits for it in a thread: many shards begin together, and whoever is at it may need the last thread.
+        """
         descriptor = os.open(self.folder(batch_id) / _PREPARING, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            await asyncio.to_thread(fcntl.flock, descriptor, fcntl.LOCK_EX)
+            while True:
+                if _lock_now(descriptor):
+                    break
+                await asyncio.sleep(random.uniform(*_LOCKED_SECONDS))
             yield
         finally:
             os.close(descriptor)
+
+
+def _lock_now(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 async def fetch_object(store: Store, key: str, path: Path) -> None:

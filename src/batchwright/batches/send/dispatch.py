@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from batchwright.batches.metrics import BatchCounts
@@ -42,6 +44,7 @@ class Dispatcher:
         self.on_demand: Callable[[], None] = lambda: None
         """Called when a sender is running dry, so that the next shard may be claimed."""
         self.senders: dict[str, Sender] = {}
+        self._preparing: Counter[str] = Counter()
         self._budgets = budgets or {}
         self._weights = tenant_weights or {}
         self._shared = Shared(
@@ -80,17 +83,37 @@ class Dispatcher:
         """How many shards of this model and priority to claim, of which `free` more can be held.
 
         Those that nothing in hand is more urgent than, for they may be the first of their batch; else one, as soon as
-        less than two rounds of requests are left to send. An idle sender takes one, so that others have theirs too.
+        less than two rounds of requests are left to send. An idle sender takes one, so that others have theirs too; and
+        none while another is being prepared, which may take long.
         """
         if self.broken or not self.serves(model):
             return 0
         sender = self.senders.get(model)
         urgent = None if sender is None else sender.schedule.most_urgent
+        may_take = min(free, 0 if self._preparing[model] else 1)
         if sender is None or urgent is None:
-            return min(free, 1)
+            return may_take
         if priority <= urgent < _PRIORITY_LAST:
             return min(free, FIRST_SHARDS_MAX)
-        return 1 if free > FIRST_SHARDS_MAX and sender.is_low else 0
+        return may_take if free > FIRST_SHARDS_MAX and sender.is_low else 0
+
+    @contextmanager
+    def prepare(self, model: str) -> Iterator[Callable[[], None]]:
+        """A shard of this model is in hand and brings its requests soon; call what is yielded when they are there."""
+        self._preparing[model] += 1
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._preparing[model] -= 1
+                self.on_demand()
+
+        try:
+            yield end
+        finally:
+            end()
 
     def begin(self, work: Work, entries: list[Entry], *, priority: int) -> None:
         """Queue the shard's requests; `work.quiet` says when all of them are through."""

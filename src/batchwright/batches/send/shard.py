@@ -16,7 +16,7 @@ import os
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -208,6 +208,7 @@ class ShardRun(ShardClaim):
         self._work: Work
         self._recovered_bytes = 0
         """The beginning of its journal, with answers that it took over."""
+        self._end_preparing: Callable[[], None]
         self._batch_queue: str
         self._batch_priority = 0
         self._is_sharing = False
@@ -222,7 +223,8 @@ class ShardRun(ShardClaim):
             return Snooze(NO_ROOM_SECONDS, f"this worker has no gateway for {shard.model}")
         if (waiting := await self._wait_for_room()) is not None:
             return waiting
-        with self._tools.workspace.use(shard.batch_id):
+        with self._tools.workspace.use(shard.batch_id), self._dispatcher.prepare(shard.model) as end_preparing:
+            self._end_preparing = end_preparing
             return await self._run(control, traceparent)
 
     # Before -----------------------------------------------------------------------------------------------------
@@ -279,6 +281,7 @@ class ShardRun(ShardClaim):
     async def _send(self, pending: list[Entry], control: Control) -> None:
         work = self._work
         self._dispatcher.begin(work, pending, priority=control.priority)
+        self._end_preparing()
         self._apply(control)
         self._runner.add(self)
         timer = asyncio.get_running_loop().call_later(max(0.0, control.seconds_left), self._end_at_deadline)
