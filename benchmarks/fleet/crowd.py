@@ -24,7 +24,7 @@ from batchwright.db.doorbell import CHANNEL
 from batchwright.engine.metrics import CountsWriter
 from batchwright.engine.queue import Queue
 from batchwright.engine.upkeep import Upkeep
-from batchwright.engine.worker.worker import Worker, worker_id
+from batchwright.engine.worker.worker import Worker, fleet_pace, worker_id
 from batchwright.engine.workers import Workers
 from batchwright.settings import load_settings
 
@@ -62,7 +62,7 @@ async def start_idle(client: AsyncBatchwright, like: Worker) -> list[asyncio.Tas
     running = (
         upkeep.run(),
         look(upkeep, like, rings),
-        beat(leased, id),
+        beat(leased, id, upkeep, like),
         CountsWriter(database, id, like.counts).run(),
         hear(bell, rings),
     )
@@ -73,16 +73,17 @@ async def look(upkeep: Upkeep, like: Worker, rings: asyncio.Event) -> None:
     """At the pace of a worker's poller when nothing comes; after a ring at once."""
     while True:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(like.settings.poll_seconds_max * random.uniform(0.75, 1.0)):
+            async with asyncio.timeout(like.settings.poll_seconds_max * upkeep.pace * random.uniform(0.75, 1.0)):
                 await rings.wait()
         rings.clear()
         await upkeep.look()
 
 
-async def beat(workers: Workers, id: str) -> None:
+async def beat(workers: Workers, id: str, upkeep: Upkeep, like: Worker) -> None:
     await asyncio.sleep(random.uniform(0, BEAT_SECONDS))
     while True:
-        await workers.heartbeat(id, running=0, stopping=False)
+        peers = await workers.heartbeat(id, running=0, stopping=False)
+        upkeep.pace = fleet_pace(peers or 1, like.settings.poll_seconds_max)
         await asyncio.sleep(BEAT_SECONDS)
 
 

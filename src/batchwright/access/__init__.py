@@ -1,1 +1,1 @@
-"""Who may do what: keys, scopes and the gate."""
+"""Access control: keys, scopes and the gate."""

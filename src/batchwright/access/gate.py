@@ -1,4 +1,4 @@
-"""Turns credentials into a caller: who asks, in whose name, and with which scopes."""
+"""Turns credentials into a caller: its key, its tenant and its scopes."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ from batchwright.errors import ConfigurationError, Forbidden, InvalidInput, Unau
 
 ALL_TENANTS = "*"
 LIVE_SECONDS = 10.0
-"""How old the answer may be whether a key with open streams still lives."""
+"""How long the check that a key with open streams is still valid may be cached."""
 
 
 async def require_key(keys: Keys, *, host: str, is_loopback: bool) -> None:
-    """Refuse to answer strangers: on any but a loopback address there must be a key."""
+    """Refuse to serve strangers: any address but a loopback address needs a key."""
     if not is_loopback and not await keys.any():
         raise ConfigurationError(
             f"without a key the server answers on a loopback address only, not on {host}; "
-            "make one: batchwright key create NAME"
+            "create one: batchwright key create NAME"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and in whose name."""
+    """Who sent a request, and for which tenant."""
 
     tenant: str | None
-    """The tenant whose objects are seen; None sees all of them."""
+    """The tenant whose objects are visible; None means all tenants."""
     scopes: frozenset[Scope]
     key: UUID | None
-    """The key that opened; None where none is needed yet."""
+    """The key that was used; None where none is needed yet."""
 
     @property
     def own_tenant(self) -> str:
-        """The tenant for something new."""
+        """The tenant for a new object."""
         if self.tenant is None:
             raise InvalidInput("tenant=* means all tenants; name one tenant here")
         return self.tenant
+
+
+EVERYBODY = Caller(DEFAULT_TENANT, frozenset(Scope), None)
+"""A user of this machine, until the first key is created."""
 
 
 class Gate:
@@ -52,35 +56,41 @@ class Gate:
         self._is_loopback = is_loopback
         self._looking = asyncio.Lock()
         self._live: dict[UUID | None, tuple[float, bool]] = {}
+        self._has_keys = False
 
-    async def enter(self, secret: str | None, needed: Scope, tenant: str | None) -> Caller:
-        key = None
+    async def identify(self, secret: str | None) -> Caller:
+        """The caller that this key belongs to, in the key's own tenant."""
         holder = None if secret is None else await self._keys.find(secret)
         if holder is not None:
-            key, home, scopes = holder
-        elif not (secret or "").startswith(PREFIX) and await self._is_open_to_all():  # clients that must send a key
-            home, scopes = DEFAULT_TENANT, frozenset(Scope)
-        elif secret is None:
+            return Caller(holder.tenant, holder.scopes, holder.id)
+        if not (secret or "").startswith(PREFIX) and await self.is_open_to_all():  # clients that must send a key
+            return EVERYBODY
+        if secret is None:
             raise Unauthorized("this needs a key: send the header Authorization: Bearer bw_…")
-        else:
-            raise Unauthorized("this key is unknown, revoked or too old; batchwright key create makes a new one")
-        if needed not in scopes:
-            raise Forbidden(f"this needs the scope {needed.value!r}, which the key does not have")
-        if tenant is None or tenant == home:
-            return Caller(home, scopes, key)
-        if Scope.ADMIN not in scopes:
-            raise Forbidden("acting in another tenant needs the scope 'admin'")
-        return Caller(None if tenant == ALL_TENANTS else tenant, scopes, key)
+        raise Unauthorized("this key is unknown, revoked or too old; create a new one: batchwright key create")
 
     async def is_still_open(self, caller: Caller) -> bool:
-        """Whether who came in could come in again; asked once in a while for each key, however many streams it has."""
+        """Whether the caller would still be admitted; checked once in a while per key, however many streams it has."""
         async with self._looking:
             looked_at, live = self._live.get(caller.key, (-math.inf, True))
             if time.monotonic() - looked_at >= LIVE_SECONDS:
-                live = await (self._keys.is_live(caller.key) if caller.key else self._is_open_to_all())
+                live = await (self._keys.is_live(caller.key) if caller.key else self.is_open_to_all())
                 self._live[caller.key] = (time.monotonic(), live)
             return live
 
-    async def _is_open_to_all(self) -> bool:
-        """On a loopback address, and as long as no key was ever made, the machine's user may do everything."""
-        return self._is_loopback and not await self._keys.any()
+    async def is_open_to_all(self) -> bool:
+        """On a loopback address, until the first key is created, users of this machine may do everything."""
+        if self._is_loopback and not self._has_keys:  # once a key exists, strangers cause no queries
+            self._has_keys = await self._keys.any()
+        return self._is_loopback and not self._has_keys
+
+
+def admit(caller: Caller, needed: Scope, tenant: str | None) -> Caller:
+    """The caller in the requested tenant, if its scopes allow that."""
+    if needed not in caller.scopes:
+        raise Forbidden(f"this needs the scope {needed.value!r}, which the key does not have")
+    if tenant is None or tenant == caller.tenant:
+        return caller
+    if Scope.ADMIN not in caller.scopes:
+        raise Forbidden("acting in another tenant needs the scope 'admin'")
+    return Caller(None if tenant == ALL_TENANTS else tenant, caller.scopes, caller.key)

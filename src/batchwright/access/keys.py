@@ -1,4 +1,4 @@
-"""API keys: who may do what, in which tenant. A key is shown once; the database knows only its hash."""
+"""API keys: who may do what, in which tenant. A key is shown once; the database stores only its hash."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _LIFETIME_MAX = timedelta(days=36_525)
 
 
 class Scope(StrEnum):
-    """What a key allows; each says nothing about the others."""
+    """What a key allows; no scope includes another."""
 
     READ = "read"
-    """Look at the tenant's jobs, pipelines, schedules, queues, files and batches."""
+    """View the tenant's jobs, pipelines, schedules, queues, files and batches."""
     SUBMIT = "submit"
     """Enqueue jobs; upload and delete files; create, cancel, pause, limit and retry batches."""
     OPERATE = "operate"
-    """Cancel, recover, rerun and dismiss jobs; make and change schedules."""
+    """Cancel, recover, rerun and dismiss jobs; create and change schedules."""
     ADMIN = "admin"
-    """See workers and metrics, pause queues, and act in other tenants by `?tenant=`."""
+    """See workers and metrics, pause queues, and act in other tenants with `?tenant=`."""
 
 
 DEFAULT_SCOPES = (Scope.READ, Scope.SUBMIT, Scope.OPERATE)
@@ -43,7 +43,7 @@ DEFAULT_SCOPES = (Scope.READ, Scope.SUBMIT, Scope.OPERATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key as it is kept: all but its secret."""
+    """A stored key: everything but its secret."""
 
     id: UUID
     name: str
@@ -57,14 +57,14 @@ class ApiKey:
 
 
 class Created(NamedTuple):
-    """A new key, and the only moment at which its secret is known."""
+    """A new key with its secret, which is known only now."""
 
     key: ApiKey
     secret: str
 
 
 class Holder(NamedTuple):
-    """Whom a secret belongs to."""
+    """The owner of a secret."""
 
     id: UUID
     tenant: str
@@ -88,7 +88,7 @@ class Keys:
         if not 1 <= len(name) <= 100 or not 1 <= len(tenant) <= 100:
             raise InvalidInput("a key's name and tenant have 1 to 100 characters", param="name")
         if tenant == "*":
-            raise InvalidInput("'*' stands for all tenants and cannot be one", param="tenant")
+            raise InvalidInput("'*' means all tenants; choose another name", param="tenant")
         if lifetime is not None and not timedelta(0) < lifetime <= _LIFETIME_MAX:
             raise InvalidInput("a key lives for some time, and for 100 years at most", param="lifetime")
         wanted = _wanted(scopes)
@@ -111,26 +111,26 @@ class Keys:
         return [_key(row) for row in await self._database.ask(SQL["list"], {"tenant": tenant, "limit": _KEYS_MAX})]
 
     async def revoke(self, id: UUID) -> ApiKey:
-        """From the next request on the key opens nothing."""
+        """Revoke the key: it is refused from the next request on."""
         rows = await self._database.ask(SQL["revoke"], {"id": id})
         if not rows:
             raise NotFound(f"there is no key {id}; batchwright key list shows them")
         return _key(rows[0])
 
     async def find(self, secret: str) -> Holder | None:
-        """Whom this secret belongs to; nobody if it is unknown, revoked or too old."""
+        """The owner of this secret; None if it is unknown, revoked or expired."""
         if not secret.startswith(PREFIX) or not secret.isascii():
             return None
         rows = await self._database.ask(SQL["find"], {"digest": _digest(secret)})
         return Holder(rows[0][0], rows[0][1], frozenset(map(Scope, rows[0][2]))) if rows else None
 
     async def is_live(self, id: UUID) -> bool:
-        """Whether the key still opens what it opened."""
+        """Whether the key is still valid."""
         ((live,),) = await self._database.ask(SQL["live"], {"id": id})
         return bool(live)
 
     async def any(self) -> bool:
-        """Whether a key was ever made; a revoked one counts, so that revoking the last one opens no door."""
+        """Whether a key was ever created; a revoked one counts, so that revoking the last key opens nothing."""
         ((found,),) = await self._database.ask(SQL["any"], {})
         return bool(found)
 

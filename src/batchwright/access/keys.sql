@@ -1,4 +1,4 @@
--- API keys: only their hash is kept.
+-- API keys: only their hash is stored.
 
 -- name: create
 INSERT INTO batchwright.api_key (id, digest, hint, name, tenant, scopes, created_at, expires_at)
@@ -7,7 +7,7 @@ VALUES (%(id)s, %(digest)s, %(hint)s, %(name)s, %(tenant)s, %(scopes)s::text[], 
 RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 
 -- name: list
--- Of one tenant, or of all, one after the other: the order is that of the index.
+-- The keys of one tenant, or of all tenants in turn: the order is that of the index.
 SELECT id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 FROM (
     (
@@ -27,7 +27,7 @@ WHERE id = %(id)s
 RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 
 -- name: find
--- The use is noted once a minute at most, so that a busy key is not a busy row.
+-- The last use is recorded at most once a minute, so that a busy key does not mean constant row updates.
 WITH found AS (
     SELECT id, tenant, scopes, last_used_at FROM batchwright.api_key
     WHERE digest = %(digest)s AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > :now)

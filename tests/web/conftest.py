@@ -1,0 +1,84 @@
+"""A dashboard that is called in-process, by visitors with sessions of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from batchwright.access.keys import Scope
+from tests.api.conftest import Api, serving
+from tests.web.browser import stage
+
+__all__ = ["stage"]
+
+HTML = {"Accept": "text/html"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All that looks with the browser runs in one process, so that there is one browser."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if "stage" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group("browser"))
+
+
+class Visitor:
+    """A browser without a script: it keeps cookies, and sends the forms that it was shown."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self.http = client
+
+    async def get(self, path: str, **params: Any) -> httpx.Response:
+        return await self.http.get(path, params=params or None, headers=HTML)
+
+    async def page(self, path: str, **params: Any) -> str:
+        answer = await self.get(path, **params)
+        assert answer.status_code == 200, (answer.status_code, answer.text[:2000])
+        return answer.text
+
+    async def token(self, path: str = "/ui/sign-in") -> str:
+        return token_in((await self.get(path)).text)
+
+    async def post(self, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
+        """With the token of the page that this browser was shown."""
+        token = await self.token("/ui/inbox") if token is None else token
+        return await self.http.post(path, data={"csrf": token, **fields}, headers=HTML)
+
+    async def sign_in(self, secret: str, next: str = "/ui") -> httpx.Response:
+        return await self.post("/ui/sign-in", await self.token(), key=secret, next=next)
+
+
+def token_in(page: str) -> str:
+    found = re.search(r'<meta name="csrf" content="([0-9a-f]{64})">', page)
+    assert found is not None, page[:500]
+    return found[1]
+
+
+class Web:
+    """A running dashboard and what stands behind it."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.batchwright = api.batchwright
+
+    async def visitor(self, **headers: str) -> Visitor:
+        return Visitor(await self.api.client(**headers))
+
+    async def signed_in(self, *scopes: Scope | str, tenant: str = "default", **options: Any) -> Visitor:
+        """Somebody with a key of his own, who has signed in."""
+        made = await self.batchwright.keys.create("test", tenant=tenant, scopes=scopes or tuple(Scope), **options)
+        visitor = await self.visitor()
+        answer = await visitor.sign_in(made.secret)
+        assert answer.status_code == 303, answer.text[:500]
+        visitor.key = made  # type: ignore[attr-defined]
+        return visitor
+
+
+@pytest.fixture
+async def web(database_url: str) -> AsyncIterator[Web]:
+    async with serving(database_url) as api:
+        yield Web(api)
