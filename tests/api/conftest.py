@@ -23,6 +23,7 @@ from batchwright.access.settings import ApiSettings
 from batchwright.api.access import Needs
 from batchwright.api.application import application
 from batchwright.api.services import Services
+from batchwright.api.streams import StreamPlaces
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.settings import BatchSettings
 from batchwright.errors import Fatal, Transient
@@ -108,14 +109,15 @@ class Api:
     def _door(self, settings: dict[str, Any]) -> FastAPI:
         changed = dataclasses.replace(self.services.settings, **settings)
         gate = Gate(self.batchwright.keys, is_loopback=changed.is_loopback)
-        return application(dataclasses.replace(self.services, settings=changed, gate=gate))
+        places = StreamPlaces(changed)
+        return application(dataclasses.replace(self.services, settings=changed, gate=gate, stream_places=places))
 
     def service(self, kind: type[Any]) -> Any:
         """What a part has brought for its routes."""
         return next(one.services for one in self.services.served if isinstance(one.services, kind))
 
     async def drain(self) -> int:
-        return await drain(self.batchwright, fast_forward=False)
+        return await drain(self.batchwright)
 
     async def sql(self, statement: str, **params: Any) -> list[Any]:
         return await raw(self.queue, statement, **params)
@@ -188,7 +190,7 @@ def routes(app: FastAPI) -> list[APIRoute]:
     waiting = list(app.routes)
     while waiting:
         route = waiting.pop()
-        if isinstance(route, APIRoute):
+        if isinstance(route, APIRoute) and route.include_in_schema:  # pages for people are left out of the document
             found.append(route)
         elif router := getattr(route, "original_router", None):
             waiting += router.routes

@@ -119,7 +119,7 @@ async def theirs(api: Api) -> Theirs:
     failed = await batchwright.enqueue("broken", tenant="b")
     pipeline = await batchwright.enqueue("chain", tenant="b")
     parent = await batchwright.enqueue("family", tenant="b")
-    await drain(batchwright, fast_forward=False)
+    await drain(batchwright)
     waiting = await batchwright.enqueue("echo", tenant="b", idempotency_key="theirs", exclusive_key=["k"])
     await batchwright.schedules.create("nightly", "0 3 * * *", NewJob("echo"), tenant="b")
     theirs = await api.holder("submit", tenant="b")
@@ -283,10 +283,25 @@ async def test_on_loopback_only_the_machines_own_names_are_known(api: Api) -> No
         "[fe80::1]",
         "",
         "evil@localhost",
+        "[::1]evil.com",
+        "[::1]:80evil.com",
+        "[::1",
+        "localhost:80:80",
+        "localhost:evil.com",
+        "127.0.0.1 evil.com",
+        "localhost/evil.com",
+        "a" * 10_000,
     ):
         assert "api.allowed_hosts" in fails(await asked(api, host), 421, "wrong_host", "host"), host
     assert (await asked(api, "127.0.0.2", {"host": "127.0.0.2"})).status_code == 200
     assert (await asked(api, "[::1]:9", {"host": "::1"})).status_code == 200
+
+
+async def test_several_host_headers_are_refused(api: Api) -> None:
+    http = await api.client()
+    for hosts in (("localhost", "evil.example"), ("evil.example", "localhost"), ("localhost", "localhost")):
+        answer = await http.get("/healthz", headers=[("Host", host) for host in hosts])
+        assert "several Host headers" in fails(answer, 400, "invalid_request", "host")
 
 
 async def test_other_names_are_known_by_their_patterns(api: Api) -> None:

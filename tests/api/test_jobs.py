@@ -654,7 +654,7 @@ async def test_numbers_and_names_that_json_leaves_open_do_no_harm(http: httpx.As
 
 
 async def test_bodies_have_a_size_however_they_are_sent(api: Api) -> None:
-    http = await api.client(api.with_settings(body_bytes_max=1000))
+    http = await api.client(api.with_settings(body_bytes_max=500, jobs_bytes_max=1000))
     whole = orjson.dumps({"job_type": "echo", "payload": {"value": "x" * 2000}})
     assert "1000 bytes" in fails(await http.post("/v1/jobs", content=whole, headers=JSON), 413, "too_large", "body")
 
@@ -663,6 +663,7 @@ async def test_bodies_have_a_size_however_they_are_sent(api: Api) -> None:
             yield whole[start : start + 100]
 
     assert "1000 bytes" in fails(await http.post("/v1/jobs", content=pieces(), headers=JSON), 413, "too_large", "body")
+    assert "500 bytes" in fails(await http.post("/v1/jobs/cancel", content=whole, headers=JSON), 413, "too_large")
     assert await api.jobs() == 0
     assert (await post(http, ADA)).status_code == 201
 

@@ -93,7 +93,7 @@ async def test_the_server_keeps_to_its_document_whatever_is_sent(
     ):
         jobs = [await batchwright.enqueue(name) for name in ("echo", "broken", "family")]
         await batchwright.schedules.create("nightly", "0 3 * * *", NewJob("echo"))
-        await drain(batchwright, fast_forward=False)
+        await drain(batchwright)
         key = await batchwright.keys.create("fuzzer", scopes=["read", "submit", "operate", "admin"])
         config = tmp_path / "schemathesis.toml"
         ids = json.dumps([*map(str, jobs), *await files_and_batches(front), *await runs_and_documents(front)])

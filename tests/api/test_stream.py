@@ -204,7 +204,7 @@ async def test_many_streams_of_a_key_ask_for_it_once_in_a_while(served, queue, u
     monkeypatch.setattr(routes, "_PING_SECONDS", 0.01)
     asked = []
     gate = served[1]._services.gate
-    ask = gate._is_open_to_all
+    ask = gate.is_open_to_all
 
     async def counted():
         asked.append(True)
@@ -212,7 +212,7 @@ async def test_many_streams_of_a_key_ask_for_it_once_in_a_while(served, queue, u
 
     id, _ = await running(queue)
     streams = [await Stream.open(url, id) for _ in range(10)]
-    monkeypatch.setattr(gate, "_is_open_to_all", counted)
+    monkeypatch.setattr(gate, "is_open_to_all", counted)
     for stream in streams:
         while await stream.next() != {"": "ping"}:
             pass

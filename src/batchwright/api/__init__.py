@@ -1,1 +1,1 @@
-"""HTTP: one face for people and programs, over the same verbs as the client and the command line."""
+"""HTTP: one interface for people and programs, with the same verbs as the client and the command line."""

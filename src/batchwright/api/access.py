@@ -1,4 +1,4 @@
-"""Who may come in: addresses, hosts and origins, keys and scopes, tenants."""
+"""Access control: addresses, hosts and origins, keys and scopes, tenants."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -15,19 +16,21 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchwright.access.gate import Caller, Gate
+from batchwright.access.gate import Caller, Gate, admit
 from batchwright.access.keys import Scope as KeyScope
 from batchwright.access.settings import ApiSettings
 from batchwright.api.errors import error_answer
 from batchwright.api.schemas import NO_NUL
-from batchwright.errors import Unauthorized
+from batchwright.api.turns import CALLER
+from batchwright.errors import BatchwrightError, Unauthorized
 from batchwright.part import BodyLimit
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, never bound
+_HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[^\[\]:@/\\\s]{1,255})(?::\d{1,5})?", re.ASCII)
+_JOBS = "/v1/jobs"
 
-
-_bearer = HTTPBearer(auto_error=False, description="An API key, made by `batchwright key create`.")
+_bearer = HTTPBearer(auto_error=False, description="An API key, created with `batchwright key create`.")
 TenantParam = Annotated[
     str | None,
     Query(
@@ -40,7 +43,7 @@ TenantParam = Annotated[
 
 
 class Needs:
-    """A dependency that lets in whoever has this scope."""
+    """A dependency that admits callers with this scope."""
 
     def __init__(self, scope: KeyScope) -> None:
         self.scope = scope
@@ -51,10 +54,28 @@ class Needs:
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
         tenant: TenantParam = None,
     ) -> Caller:
-        if credentials is None and request.headers.get("authorization") is not None:
-            raise Unauthorized("the Authorization header is not of the form: Bearer bw_…")
+        return admit(await identify(request), self.scope, tenant)
+
+    async def check(self, request: Request) -> None:
+        """Refuse a request without a valid key or without the scope, before the rest of the request is read."""
+        admit(await identify(request), self.scope, None)
+
+
+async def identify(request: Request) -> Caller:
+    """The sender of a request, by the credentials in its headers; looked up once, before the body is read."""
+    if CALLER not in request.scope:
         gate: Gate = request.app.state.services.gate
-        return await gate.enter(None if credentials is None else credentials.credentials, self.scope, tenant)
+        request.scope[CALLER] = await gate.identify(_secret(request.headers))
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+def _secret(headers: Headers) -> str | None:
+    given = headers.get("authorization")
+    scheme, _, secret = (given or "").partition(" ")
+    if given is not None and (scheme.lower() != "bearer" or not secret.strip()):
+        raise Unauthorized("the Authorization header is not of the form: Bearer bw_…")
+    return secret.strip() or None
 
 
 Reader = Annotated[Caller, Depends(Needs(KeyScope.READ))]
@@ -64,7 +85,7 @@ Admin = Annotated[Caller, Depends(Needs(KeyScope.ADMIN))]
 
 
 class Guard:
-    """Looks at every request before anything else: the host it names, the page it comes from, the size it has."""
+    """Checks every request before anything else: the host it names, the page it comes from and its size."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, body_limits: Sequence[BodyLimit] = ()) -> None:
         self._app = app
@@ -78,29 +99,37 @@ class Guard:
         headers = Headers(scope=scope)
         limit, too_large = self._limit(scope)
         host = headers.get("host", "")
-        if not self._knows(host):
-            name = _name(host)
+        if len(headers.getlist("host")) > 1:
+            message = "the request has several Host headers; send one"
+            await error_answer(400, message, param="host")(scope, receive, send)
+        elif not self._knows(host):
+            name = _name(host) or host[:100]
             message = f"this server is not called {name!r}; if it is, add that to the setting api.allowed_hosts"
             await error_answer(421, message, param="host")(scope, receive, send)
         elif not self._trusts(headers.get("origin"), f"{scope['scheme']}://{host}"):
             message = "pages of another origin may not call this server; see the setting api.allowed_origins"
             await error_answer(403, message, code="wrong_origin", param="origin")(scope, receive, send)
         elif _announced(headers) > limit:
+            with suppress(BatchwrightError):  # a client with a key may finish sending, so that it sees the answer
+                await identify(Request(scope))
             await too_large(scope, receive, send)
         else:
             await self._app(scope, _counted(receive, limit), send)
 
     def _limit(self, scope: Scope) -> tuple[int, ASGIApp]:
-        """How many bytes the body may have, and the answer to more."""
+        """The maximum size of the body in bytes, and the answer to a larger one."""
         for limit, path in self._body_limits:
             if scope["method"] == limit.method and path.fullmatch(scope["path"]):
                 return limit.bytes_max, error_answer(400, limit.too_large, code=None, param=limit.param)
-        most = self._settings.body_bytes_max
+        is_jobs = scope["method"] == "POST" and scope["path"] == _JOBS
+        most = self._settings.jobs_bytes_max if is_jobs else self._settings.body_bytes_max
         return most, error_answer(413, _too_large(most), param="body")
 
     def _knows(self, host: str) -> bool:
         name = _name(host)
         bound = self._settings.host
+        if name == "":
+            return False
         if name in _LOOPBACK_NAMES or name in (bound, f"[{bound}]"):
             return True
         if any(fnmatchcase(name, _pattern(allowed)) for allowed in self._settings.allowed_hosts):
@@ -135,15 +164,13 @@ def _too_large(limit: int) -> str:
 
 
 def _name(host: str) -> str:
-    """The host without its port, lower-cased; an IPv6 address keeps its brackets."""
-    name = host.lower()
-    if name.startswith("["):
-        return name.partition("]")[0] + "]"
-    return name.partition(":")[0]
+    """The host without its port, in lower case; an IPv6 address keeps its brackets. Empty if it is not a host."""
+    found = _HOST.fullmatch(host.lower())
+    return "" if found is None else found[1]
 
 
 def _pattern(allowed: str) -> str:
-    """Brackets stand around IPv6 addresses here, not around letters to choose from."""
+    """Brackets enclose IPv6 addresses here, not sets of characters."""
     return allowed.lower().replace("[", "[[]")
 
 

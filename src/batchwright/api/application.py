@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import orjson
+from fastapi import APIRouter, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,14 +22,17 @@ from batchwright.telemetry.metrics import Counts
 
 _DESCRIPTION = """\
 Durable jobs on PostgreSQL. Every list is paged, every error has the same shape, and objects of other tenants are 404.
-Send an API key as `Authorization: Bearer bw_…`; on a loopback address none is needed until the first one is made.
+Send an API key as `Authorization: Bearer bw_…`; on a loopback address no key is needed until the first one is created.
 """
+_DOCUMENT = "/openapi.json"
 _STREAM = "/v1/jobs/{id}/events/stream"
+_EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+"""Each dashboard page has one route, which serves both its text and its updates."""
 
 
 class _Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The framework's document, but with our own answer to an invalid request."""
+        """The framework's document, with our own answer to an invalid request."""
         document = super().openapi()
         for operation in (one for path in document["paths"].values() for one in path.values()):
             answers = operation["responses"]
@@ -44,6 +49,7 @@ def application(services: Services) -> FastAPI:
         title="Batchwright",
         version=services.version,
         description=_DESCRIPTION,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -54,6 +60,8 @@ def application(services: Services) -> FastAPI:
             _add_routes(app, load(place))
         for place in part.pages:
             _add_routes(app, load(place), is_documented=False)
+    app.add_route(_DOCUMENT, _answer_document(app), include_in_schema=False)
+    app.router.routes += [route for served in services.served for route in served.fallbacks]
     answer_errors(app)
     if services.settings.allowed_origins:
         app.add_middleware(
@@ -71,15 +79,27 @@ def application(services: Services) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, router: APIRouter, *, is_documented: bool = True) -> None:
-    """The router's own routes: `include_router` would build each of them anew, which takes a second for all of ours."""
+    """The router's own routes: `include_router` would rebuild each of them, which takes a second in all."""
     for route in router.routes:
         if isinstance(route, Route) and not is_documented:
             route.include_in_schema = False
         app.router.routes.append(route)
 
 
+def _answer_document(app: FastAPI) -> Callable[[Request], Coroutine[None, None, Response]]:
+    """The document as bytes, created once: anybody may request it, and writing it takes long."""
+    written: list[bytes] = []
+
+    async def answer(_: Request) -> Response:
+        if not written:
+            written.append(orjson.dumps(app.openapi()))
+        return Response(written[0], media_type="application/json")
+
+    return answer
+
+
 class Measured:
-    """Counts requests and their times, by route and status; adds the headers that every answer has."""
+    """Counts requests and measures their duration, by route and status; adds the headers that every answer has."""
 
     def __init__(self, app: ASGIApp, counts: Counts, streams: Collection[str]) -> None:
         self._app = app
@@ -93,11 +113,13 @@ class Measured:
         began = time.monotonic()
         id = scope[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
         status = 500
+        is_stream = False
 
         async def note(message: Message) -> None:
-            nonlocal status
+            nonlocal is_stream, status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                is_stream = _EVENTS in message.get("headers", ())
                 more = ((b"x-content-type-options", b"nosniff"), (b"x-request-id", id.encode()))
                 message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
@@ -107,5 +129,5 @@ class Measured:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._counts.add("http_requests_total", 1, (route, scope["method"], str(status)))
-            if route not in self._streams:
+            if route not in self._streams and not is_stream:
                 self._counts.observe("http_request_seconds", time.monotonic() - began, (route,))

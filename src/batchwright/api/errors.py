@@ -1,4 +1,4 @@
-"""One shape for every error that leaves the server, and the one place where exceptions become answers."""
+"""One shape for every error that the server returns, and the one place where exceptions become answers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Match
 
@@ -41,12 +42,15 @@ _CODES = {
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
+    408: "too_slow",
     409: "conflict",
     410: "gone",
     413: "too_large",
     415: "wrong_content_type",
     416: "range_not_satisfiable",
     421: "wrong_host",
+    429: "too_many_requests",
+    431: "headers_too_large",
     503: "unavailable",
 }
 _ANSWERS: tuple[tuple[type[BatchwrightError], int, str], ...] = (
@@ -65,14 +69,14 @@ _ANSWERS: tuple[tuple[type[BatchwrightError], int, str], ...] = (
     (StorageUnavailable, 503, "storage_unavailable"),
 )
 _PATIENCE = {
-    "unavailable": "the database is away; try again soon",
+    "unavailable": "the database is unavailable; try again soon",
     "storage_full": "there is no room left for files; the server's log says where",
-    "storage_unavailable": "the store of files is away; try again soon",
+    "storage_unavailable": "the file store is unavailable; try again soon",
 }
 _BY_STATUS = "by status"
 REQUEST_ID = "batchwright.request_id"
-"""Where a request's scope has the id that its answer bears as x-request-id."""
-# OpenAI's client repeats a 409 by itself, which would only be refused again.
+"""The key in a request's scope of the id that the answer carries as x-request-id."""
+# OpenAI's client retries a 409 by itself, which would only be refused again.
 _REACTIONS = {401: {"WWW-Authenticate": "Bearer"}, 409: {"x-should-retry": "false"}, 503: {"Retry-After": "1"}}
 _METHODS = ("DELETE", "GET", "POST", "PUT")
 _UNION_PARTS = {"one", "many", "constrained-str", "constrained-int", "bool"}
@@ -97,12 +101,12 @@ class Refusal(HTTPException):
 
 
 def unknown(param: str, hint: str = ".") -> Refusal:
-    """A field or query parameter that nobody knows; what is said of it has the same code everywhere."""
+    """An unknown field or query parameter; the error has the same code everywhere."""
     return Refusal(f"Unknown parameter: '{param}'{hint}", code="unknown_parameter", param=param)
 
 
 def file_too_large(limit: int) -> str:
-    """OpenAI's sentence, and how large it may be."""
+    """OpenAI's message, with the limit."""
     return f"File is too large. The limit of this server is {limit} bytes (batches.file_bytes_max)."
 
 
@@ -111,7 +115,7 @@ class ErrorDetail(BaseModel):
 
     code: str | None = Field(description="For programs: a word that does not change; null where OpenAI has none.")
     message: str = Field(description="For people: what was found, and what to do.")
-    param: str | None = Field(description="The field or parameter that it is about.")
+    param: str | None = Field(description="The field or parameter that caused the error.")
     type: str = Field(description="The family of the error.")
 
 
@@ -125,7 +129,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def documented(*statuses: int, others: Responses | None = None) -> Responses:
-    """The errors of a route, for the OpenAPI document, with those that every route can give; and its other answers."""
+    """The errors of a route for the OpenAPI document, with those that every route can return; and its other answers."""
     every = {400, 401, 403, 413, 421, 503, *statuses}
     errors: Responses = {
         status: {"model": ErrorBody, "description": HTTPStatus(status).phrase} for status in sorted(every)
@@ -153,7 +157,7 @@ def error_answer(
 
 
 def _brief(text: str) -> str:
-    """Messages quote what was sent, which may be a megabyte."""
+    """Cut long messages: they quote the request, which may be a megabyte."""
     return text if len(text) <= _WORDS_MAX else text[:_WORDS_MAX] + "…"
 
 
@@ -162,6 +166,7 @@ def answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(BatchwrightError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _hung_up)
     app.add_exception_handler(Exception, _unexpected)
 
 
@@ -175,13 +180,21 @@ async def _ours(request: Request, error: Exception) -> Response:
     return await _unexpected(request, error)
 
 
+def status_of(error: BatchwrightError) -> tuple[int, str] | None:
+    """The status and the message of a known error, for pages; None for an internal error."""
+    for kind, status, code in _ANSWERS:
+        if isinstance(error, kind):
+            return status, _PATIENCE[code] if status == 503 else str(error)
+    return None
+
+
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
     if found[0]["type"] == "json_invalid":
         return error_answer(400, f"the body is not JSON: {found[0]['ctx']['error']}", param="body")
     param = _param(found[0])
-    # Of several kinds that a value may have, each says why it is none of them.
+    # For a value that may have several types, there is one message for each type.
     messages = [_said(one) for one in found if _param(one) == param]
     return error_answer(400, f"{param}: {'; or '.join(dict.fromkeys(messages))}", param=param)
 
@@ -193,7 +206,7 @@ def _said(problem: Mapping[str, Any]) -> str:
 
 
 def _param(problem: Mapping[str, Any]) -> str:
-    """The field's path as the request has it, or the part of the request that is missing altogether."""
+    """The field's path in the request, or the part of the request that is missing."""
     place, *path = problem["loc"]
     return _brief(".".join(str(part) for part in path if part not in _UNION_PARTS) or str(place))
 
@@ -213,13 +226,20 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods of all routes with this path; the framework names those of the first one only."""
+    """The methods of all routes with this path; the framework names only those of the first route."""
 
     def is_known(method: str) -> bool:
         scope = {**request.scope, "method": method}
         return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
     return [method for method in _METHODS if is_known(method)]
+
+
+async def _hung_up(request: Request, _: Exception) -> Response:
+    """The client is gone and cannot read the answer; the log records what happened to the request."""
+    id = request.scope.get(REQUEST_ID, "")
+    log.info("%s %s: the client hung up before its body was complete (%s)", request.method, request.url.path, id)
+    return error_answer(400, "the body was cut short", code="incomplete", param="body")
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Jobs over HTTP: submit, look, follow, and the human verbs, on one job or on many."""
+"""Jobs over HTTP: submit, view, follow, and the operator's verbs, on one job or on many."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from uuid import UUID
 
 import orjson
 from fastapi import APIRouter, Body, Header, Query, Request
-from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from batchwright.access.gate import Caller
 from batchwright.api.access import Operator, Reader, Submitter
 from batchwright.api.errors import Responses, documented
-from batchwright.api.routes import OrjsonRoute, Streamed
+from batchwright.api.routes import OrjsonRoute
 from batchwright.api.schemas import (
     LIMIT_MAX,
     All,
@@ -39,6 +38,7 @@ from batchwright.api.schemas import (
     Why,
 )
 from batchwright.api.services import Services, services
+from batchwright.api.streams import LiveStream
 from batchwright.api.submit import submit
 from batchwright.engine import views
 from batchwright.engine.bulk import Changed, Verb
@@ -69,17 +69,17 @@ _STREAMED: Responses = {
         "description": "One message for each event, its data as `GET /v1/jobs/{id}/events` shows it; when the job has "
         "ended a message `end`, and the stream closes",
     },
-    204: {"description": "The job has ended and every event was seen: do not come back"},
+    204: {"description": "The job has ended and every event was sent: do not reconnect"},
 }
 
-Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="At most so many.")]
-From = Annotated[Cursor | None, Query(description="The `next_cursor` of the page before.")]
+Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="Maximum number to return.")]
+From = Annotated[Cursor | None, Query(description="The `next_cursor` of the previous page.")]
 IdempotencyKey = Annotated[
     Text | None,
     Header(
         min_length=1,
         max_length=255,
-        description="Sent again with the same body it answers with the same jobs; with another body it is a conflict.",
+        description="A repeated request with the same body returns the same jobs; with another body it is a conflict.",
     ),
 ]
 
@@ -91,10 +91,10 @@ IdempotencyKey = Annotated[
     "/jobs",
     status_code=201,
     responses=documented(
-        409, others={200: {"model": JobView | Page[JobView], "description": "The jobs were there already"}}
+        409, others={200: {"model": JobView | Page[JobView], "description": "The jobs already existed"}}
     ),
     tags=["jobs"],
-    summary="Submit one job, or up to 1,000 at once, all or none",
+    summary="Submit one job, or up to 1,000 at once (all or none)",
 )
 async def submit_jobs(
     request: Request,
@@ -102,7 +102,7 @@ async def submit_jobs(
     caller: Submitter,
     body: Annotated[OneOrMany, Body()],
     idempotency_key: IdempotencyKey = None,
-    traceparent: Annotated[Text | None, Header(description="W3C trace context, carried on to workers.")] = None,
+    traceparent: Annotated[Text | None, Header(description="W3C trace context, passed on to workers.")] = None,
 ) -> JobView | Page[JobView]:
     app = services(request)
     tenant = caller.own_tenant
@@ -118,15 +118,15 @@ async def submit_jobs(
     if isinstance(body, JobsToBe):
         return Page(data=shown, has_more=False, next_cursor=None)
     if not shown:
-        raise Conflict("the job that this request made has been removed since; use another key to make a new one")
+        raise Conflict("the job of this request has been removed since; use another key to create a new one")
     return shown[0]
 
 
-@router.get("/jobs", responses=_LISTED, tags=["jobs"], summary="List jobs, the newest first")
+@router.get("/jobs", responses=_LISTED, tags=["jobs"], summary="List jobs, newest first")
 async def list_jobs(
     request: Request,
     caller: Reader,
-    status: Annotated[list[JobStatus] | None, Query(max_length=5, description="Repeat it for several.")] = None,
+    status: Annotated[list[JobStatus] | None, Query(max_length=5, description="Repeat for several.")] = None,
     job_type: Annotated[Name | None, Query()] = None,
     queue: Annotated[QueueName | None, Query()] = None,
     pipeline_id: UUID | None = None,
@@ -161,12 +161,12 @@ async def inbox(
     return All(data=[InboxView.of(group) for group in groups])
 
 
-@router.post("/jobs/failed/rerun", responses=_LISTED, tags=["inbox"], summary="Rerun a group of the inbox")
+@router.post("/jobs/failed/rerun", responses=_LISTED, tags=["inbox"], summary="Rerun a group of failed jobs")
 async def rerun_group(request: Request, caller: Operator, group: Group) -> ChangedView:
     return await _many(services(request), "rerun", _of_group(caller, group), group.dry_run, group.cursor)
 
 
-@router.post("/jobs/failed/dismiss", responses=_LISTED, tags=["inbox"], summary="Dismiss a group of the inbox")
+@router.post("/jobs/failed/dismiss", responses=_LISTED, tags=["inbox"], summary="Dismiss a group of failed jobs")
 async def dismiss_group(request: Request, caller: Operator, group: Group) -> ChangedView:
     return await _many(services(request), "dismiss", _of_group(caller, group), group.dry_run, group.cursor)
 
@@ -187,15 +187,15 @@ async def get_job(request: Request, caller: Reader, id: UUID) -> JobView:
     return await _shown(services(request), caller, id)
 
 
-@router.post("/jobs/{id}/cancel", responses=_MOVED, tags=["jobs"], summary="Cancel a job and everything below it")
+@router.post("/jobs/{id}/cancel", responses=_MOVED, tags=["jobs"], summary="Cancel a job and its descendants")
 async def cancel_job(request: Request, caller: Operator, id: UUID, why: Why | None = None) -> JobView:
-    """A job that has ended stays as it is."""
+    """A job that has already ended does not change."""
     app = services(request)
     await app.core.queue.cancel([JobId(id)], tenant=caller.tenant, reason=(why or Why()).reason)
     return await _shown(app, caller, id)
 
 
-@router.post("/jobs/{id}/recover", responses=_MOVED, tags=["jobs"], summary="Free a job whose worker is gone")
+@router.post("/jobs/{id}/recover", responses=_MOVED, tags=["jobs"], summary="Release a job whose worker is gone")
 async def recover_job(request: Request, caller: Operator, id: UUID) -> JobView:
     """A conflict while its lease is alive and its lock is not stale."""
     app = services(request)
@@ -203,7 +203,7 @@ async def recover_job(request: Request, caller: Operator, id: UUID) -> JobView:
     return await _shown(app, caller, id, ring=True)
 
 
-@router.post("/jobs/{id}/rerun", responses=_MOVED, tags=["jobs"], summary="Give an ended job another life")
+@router.post("/jobs/{id}/rerun", responses=_MOVED, tags=["jobs"], summary="Rerun a job that has ended")
 async def rerun_job(request: Request, caller: Operator, id: UUID) -> JobView:
     app = services(request)
     await app.core.queue.rerun(JobId(id), tenant=caller.tenant)
@@ -229,7 +229,7 @@ async def list_events(
 @router.get(
     "/jobs/{id}/events/stream",
     response_class=StreamingResponse,
-    responses=documented(404, others=_STREAMED),
+    responses=documented(404, 429, others=_STREAMED),
     tags=["events"],
     summary="Follow a job's events as they happen",
 )
@@ -238,22 +238,21 @@ async def stream_events(
     caller: Reader,
     id: UUID,
     after: Annotated[EventId, Query(description="Only events after this id.")] = 0,
-    last_event_id: Annotated[EventId | None, Header(description="As browsers send it when they come back.")] = None,
+    last_event_id: Annotated[EventId | None, Header(description="Sent by browsers when they reconnect.")] = None,
 ) -> Response:
-    """Server-sent events. Each is sent once, in order, also over reconnects with `Last-Event-ID`."""
+    """Server-sent events. Each event is sent once, in order, even across reconnects with `Last-Event-ID`."""
     app = services(request)
+    app.stream_places.check(caller)  # before any query: a client over the limit may try often
     job = await app.core.queue.get(JobId(id), tenant=caller.tenant)
     start = after if last_event_id is None else last_event_id
     if start > 0:
         last = await app.event_streams.last(job.id)
         if start >= last and job.status in JOB.terminal:
             return Response(status_code=204)
-        start = min(start, last)  # from a place beyond the last event nothing would be new
-    if app.event_streams.followers >= app.settings.streams_max:
-        text = f"{app.settings.streams_max} event streams are open already, the limit of this server"
-        raise HTTPException(503, text, headers={"Retry-After": "5"})
+        start = min(start, last)  # after a position beyond the last event, no event would ever be new
+    place = app.stream_places.take(caller)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return Streamed(_frames(app, caller, job, start), media_type="text/event-stream", headers=headers)
+    return LiveStream(place, _frames(app, caller, job, start), media_type="text/event-stream", headers=headers)
 
 
 async def event_page(queue: Queue, id: JobId, after: int, limit: int) -> Page[EventView]:
@@ -269,7 +268,7 @@ def render_event(event: JobEvent) -> bytes:
 
 
 async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncGenerator[bytes, None]:
-    """A stream whose key was revoked just ends: who comes back is refused."""
+    """A stream whose key was revoked just ends: a reconnect is refused."""
     app.counts.add("event_streams", 1)
     try:
         yield b"retry: 1000\n\n"
@@ -279,7 +278,7 @@ async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncG
                     if not await app.gate.is_still_open(caller):
                         return
                 yield b"".join(frames) if frames else b": ping\n\n"
-        if not app.event_streams.is_closed:  # else the client comes back, to another server
+        if not app.event_streams.is_closed:  # otherwise the client reconnects, to another server
             yield b"event: end\ndata: %b\n\n" % orjson.dumps({"job_id": job.id})
     finally:
         app.counts.add("event_streams", -1)
@@ -290,11 +289,11 @@ async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncG
 
 @router.get("/pipelines/{id}", responses=_FOUND, tags=["pipelines"], summary="Show a pipeline")
 async def get_pipeline(request: Request, caller: Reader, id: UUID) -> PipelineView:
-    """Its jobs are listed by `GET /v1/jobs?pipeline_id=`."""
+    """`GET /v1/jobs?pipeline_id=` lists its jobs."""
     return PipelineView.of(await services(request).core.views.pipeline(id, tenant=caller.tenant))
 
 
-@router.post("/pipelines/{id}/cancel", responses=_MOVED, tags=["pipelines"], summary="Cancel all that is open in it")
+@router.post("/pipelines/{id}/cancel", responses=_MOVED, tags=["pipelines"], summary="Cancel a pipeline's open jobs")
 async def cancel_pipeline(request: Request, caller: Operator, id: UUID, why: Why | None = None) -> PipelineView:
     app = services(request)
     await app.core.bulk.cancel_pipeline(id, tenant=caller.tenant, reason=(why or Why()).reason)
@@ -315,7 +314,7 @@ async def _shown(app: Services, caller: Caller, id: UUID, *, ring: bool = False)
 async def _page(
     app: Services, wanted: JobFilter, limit: int, after: views.Cursor | None
 ) -> tuple[list[Job], views.Cursor | None]:
-    """Jobs up to the limit, or fewer if they are large: a thousand can hold two gigabytes."""
+    """Jobs up to the limit, or fewer if they are large: a thousand can take two gigabytes."""
     ids, next = await app.core.views.ids(wanted, limit=limit, after=after)
     jobs: list[Job] = []
     size = 0

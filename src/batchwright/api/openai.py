@@ -1,4 +1,4 @@
-"""OpenAI's dialect: what it says about requests that are off, and what its objects have in common."""
+"""OpenAI's dialect: its messages for invalid requests, and what its objects have in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AfterId = Annotated[Text, Field(min_length=1, max_length=100)]
 
 
 class OpenAIRoute(OrjsonRoute):
-    """A route that refuses requests in the words that OpenAI's clients know."""
+    """A route whose errors have the words that OpenAI's clients know."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -44,7 +44,7 @@ class OpenAIRoute(OrjsonRoute):
 
 
 class ExpiresAfter(Body):
-    """How long a file is kept, from its creation on."""
+    """How long a file is kept after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(strict=True, ge=EXPIRES_SECONDS_MIN, le=EXPIRES_SECONDS_MAX)]
@@ -78,7 +78,7 @@ def out_of_range(param: str, value: object, *, least: object = None, most: objec
 
 
 def unknown_cursor(error: NotFound) -> Refusal:
-    """A page after an object that is not there: silence would be taken for the end of the list."""
+    """A page after an object that does not exist: clients would take an empty page for the end of the list."""
     return Refusal(_absent(error).detail, code="invalid_value", param="after")
 
 
@@ -122,7 +122,7 @@ _KINDS = {
 
 
 def _refusal(problem: Mapping[str, Any]) -> Refusal:
-    """What the framework found, as OpenAI says it."""
+    """The framework's validation errors, in OpenAI's words."""
     place, *path = problem["loc"]
     param = ".".join(str(part) for part in path if part != "[key]")[:200] or str(place)
     found, context = problem.get("input"), problem.get("ctx", {})

@@ -43,7 +43,7 @@ Which = Annotated[ScheduleName, Path(description="The schedule's name or id.")]
 
 
 class ScheduledJob(Body):
-    """What each tick's job is made from."""
+    """The template for each tick's job."""
 
     job_type: JobType
     payload: Payload = None
@@ -52,7 +52,7 @@ class ScheduledJob(Body):
     max_attempts: Attempts | None = None
     exclusive_key: list[KeyPart] | None = Field(None, min_length=1, max_length=20)
     on_held: OnHeld | None = None
-    deadline_seconds: Seconds | None = Field(None, description="Counts from the making of each job.")
+    deadline_seconds: Seconds | None = Field(None, description="Counted from the creation of each job.")
 
     def new_job(self, tenant: str) -> NewJob:
         return NewJob(
@@ -75,19 +75,19 @@ class Plan(Body):
         description="Five fields: minute, hour, day, month, weekday.", examples=["0 6 * * MON-FRI"]
     )
     timezone: Annotated[Text, Field(min_length=1, max_length=100)] = Field("UTC", examples=["Europe/Berlin"])
-    missed: Missed = Field(Missed.LATEST, description="What becomes of ticks that no worker was there to fire.")
+    missed: Missed = Field(Missed.LATEST, description="What to do with ticks that no worker was running to fire.")
     tick_field: Name | None = Field(None, description="The field of the payload that receives the tick.")
     job: ScheduledJob
 
 
 class NamedPlan(Plan):
-    """A schedule to be made."""
+    """A new schedule."""
 
     name: ScheduleName
 
 
 class ScheduleView(Answer):
-    """A schedule as it stands."""
+    """The current state of a schedule."""
 
     object: Literal["schedule"] = "schedule"
     id: UUID
@@ -115,7 +115,7 @@ class ScheduleView(Answer):
 
 
 class Fired(Answer):
-    """The job that a manual run made."""
+    """The job that a manual run created."""
 
     object: Literal["fired"] = "fired"
     job_id: UUID
@@ -126,7 +126,7 @@ async def create_schedule(request: Request, caller: Operator, plan: NamedPlan) -
     return await _put(request, caller.own_tenant, plan.name, plan, replace=False)
 
 
-@router.put("/{name}", responses=_FOUND, summary="Make a schedule, or give the one of that name this shape")
+@router.put("/{name}", responses=_FOUND, summary="Create a schedule, or replace the one of that name")
 async def put_schedule(request: Request, caller: Operator, name: Which, plan: Plan) -> ScheduleView:
     return await _put(request, caller.own_tenant, name, plan, replace=True)
 
@@ -136,7 +136,7 @@ async def list_schedules(
     request: Request,
     caller: Reader,
     limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = 100,
-    cursor: Annotated[ScheduleName | None, Query(description="The `next_cursor` of the page before.")] = None,
+    cursor: Annotated[ScheduleName | None, Query(description="The `next_cursor` of the previous page.")] = None,
 ) -> Page[ScheduleView]:
     schedules, tenant = services(request).core.schedules, caller.own_tenant
     try:
@@ -160,17 +160,17 @@ async def delete_schedule(request: Request, caller: Operator, name: Which) -> Re
     return Response(status_code=204)
 
 
-@router.post("/{name}/pause", responses=_FOUND, summary="Fire no tick until it is resumed")
+@router.post("/{name}/pause", responses=_FOUND, summary="Pause a schedule: it fires no tick until it is resumed")
 async def pause_schedule(request: Request, caller: Operator, name: Which) -> ScheduleView:
     return ScheduleView.of(await services(request).core.schedules.pause(name, tenant=caller.own_tenant))
 
 
-@router.post("/{name}/resume", responses=_FOUND, summary="Go on with the next tick to come")
+@router.post("/{name}/resume", responses=_FOUND, summary="Resume a schedule with its next tick")
 async def resume_schedule(request: Request, caller: Operator, name: Which) -> ScheduleView:
     return ScheduleView.of(await services(request).core.schedules.resume(name, tenant=caller.own_tenant))
 
 
-@router.post("/{name}/run", status_code=201, responses=_MOVED, summary="Make one job at once")
+@router.post("/{name}/run", status_code=201, responses=_MOVED, summary="Run a schedule now: create one job")
 async def run_schedule(request: Request, caller: Operator, name: Which) -> Fired:
     job_id: JobId = await services(request).core.schedules.fire_now(name, tenant=caller.own_tenant)
     return Fired(job_id=job_id)

@@ -1,4 +1,4 @@
-"""What goes over the wire: request bodies and answers, as the OpenAPI document shows them."""
+"""Request and response bodies, as the OpenAPI document shows them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _written_out(value: Any) -> Any:
 
 
 def _storable_moment(moment: datetime) -> datetime:
-    """PostgreSQL keeps years that Python cannot read back, and a time zone can lead there."""
+    """PostgreSQL stores years that Python cannot read back, and a time zone conversion can produce one."""
     try:
         return moment.astimezone(UTC)
     except OverflowError:
@@ -43,7 +43,7 @@ def _storable_moment(moment: datetime) -> datetime:
 
 
 def _shallow(payload: Any) -> Any:
-    """orjson writes a certain depth and no more; what it can write inside of some lists has room for our own words."""
+    """orjson has a maximum depth. The limit leaves room for the objects that we wrap around a payload."""
     try:
         orjson.dumps(reduce(lambda inner, _: [inner], range(_WRITTEN_DEPTH_MAX - PAYLOAD_DEPTH_MAX), payload))
     except TypeError:
@@ -52,7 +52,7 @@ def _shallow(payload: Any) -> Any:
 
 
 def _free_for_all(job_type: str) -> str:
-    """Operations of batches and tasks are driven by those; enqueued by hand they would act for one that nobody made."""
+    """Batches and tasks enqueue their own operations; enqueued by hand, such a job would have no batch or task."""
     if job_type.startswith("batch."):
         raise ValueError(f"{job_type!r} belongs to batches, which POST /v1/batches makes")
     if job_type in ("ingest.run", "ingest.item", "ingest.gather"):
@@ -83,19 +83,19 @@ KeyPart = (
 
 
 class Body(BaseModel):
-    """A request body; fields that nobody knows are refused."""
+    """A request body; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Answer(BaseModel):
-    """An answer, read off our own objects."""
+    """A response, read from our own objects."""
 
     model_config = ConfigDict(from_attributes=True)
 
 
 class Page(Answer, Generic[T]):
-    """A part of a list. `next_cursor` leads to the next part, which may be there even if this one is short."""
+    """One page of a list. `next_cursor` leads to the next page, which may exist even if this one is short."""
 
     object: Literal["list"] = "list"
     data: list[T]
@@ -104,7 +104,7 @@ class Page(Answer, Generic[T]):
 
 
 class All(Answer, Generic[T]):
-    """A list that is given whole, up to its limit."""
+    """A list without pages, up to its limit."""
 
     object: Literal["list"] = "list"
     data: list[T]
@@ -114,7 +114,7 @@ class All(Answer, Generic[T]):
 
 
 class JobToBe(Body):
-    """A job to be run."""
+    """A job to run."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -123,21 +123,21 @@ class JobToBe(Body):
     )
 
     job_type: JobType = Field(description="The operation's name; `GET /v1/operations` lists them.")
-    payload: Payload = Field(None, description="What the operation is called with; checked against its schema.")
-    queue: QueueName | None = Field(None, description="Instead of the operation's own.")
+    payload: Payload = Field(None, description="The operation's arguments; checked against its schema.")
+    queue: QueueName | None = Field(None, description="Overrides the operation's own queue.")
     priority: Priority | None = Field(None, description="0 is first.")
-    delay_seconds: Seconds = Field(0.0, description="Run it that much later.")
-    run_after: Moment | None = Field(None, description="Not before this moment.")
-    deadline: Moment | None = Field(None, description="Fail if not ended by then.")
-    max_attempts: Attempts | None = Field(None, description="Tries before it fails for good.")
+    delay_seconds: Seconds = Field(0.0, description="Delay before the job may run.")
+    run_after: Moment | None = Field(None, description="Do not run before this time.")
+    deadline: Moment | None = Field(None, description="Fail the job if it has not ended by then.")
+    max_attempts: Attempts | None = Field(None, description="Attempts before the job fails permanently.")
     exclusive_key: list[KeyPart] | None = Field(
-        None, min_length=1, max_length=20, description="Of the jobs with this key at most one runs."
+        None, min_length=1, max_length=20, description="At most one job with this key runs at a time."
     )
     on_held: OnHeld | None = Field(None, description="What to do when the key has open jobs.")
     idempotency_key: Annotated[Text, Field(min_length=1, max_length=255)] | None = Field(
-        None, description="The same key gives the same job; with another body it is a conflict."
+        None, description="The same key returns the same job; with another body it is a conflict."
     )
-    pipeline_id: UUID | None = Field(None, description="Group it with other jobs; by default its own id.")
+    pipeline_id: UUID | None = Field(None, description="Groups it with other jobs; by default its own id.")
     traceparent: Annotated[Text, Field(max_length=200)] | None = Field(None, description="W3C trace context.")
 
     def new_job(self, tenant: str, traceparent: str | None) -> NewJob:
@@ -162,7 +162,7 @@ OneOrMany = Annotated[
 
 
 class WaitingOnView(Answer):
-    """One thing that keeps a job from running."""
+    """One reason why a job does not run."""
 
     reason: Reason
     message: str
@@ -171,12 +171,12 @@ class WaitingOnView(Answer):
 
 
 def _worded(code: Any) -> Any:
-    """Operations may have given a number as their code, and a job that cannot be shown would break every list."""
+    """An operation may have used a number as its code; one job that cannot be shown would break every list."""
     return code if code is None else str(code)
 
 
 class JobError(Answer):
-    """Why a job failed, or why it is tried again."""
+    """Why a job failed, or why it is retried."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -187,7 +187,7 @@ class JobError(Answer):
 
 
 class JobView(Answer):
-    """A job as it stands."""
+    """The current state of a job."""
 
     object: Literal["job"] = "job"
     id: UUID
@@ -202,11 +202,11 @@ class JobView(Answer):
     waiting_on: list[WaitingOnView] = Field(description="Why it does not run; empty when it does, or has ended.")
     attempts: int
     max_attempts: int
-    rescues: int = Field(description="How often in a row its worker has died with it.")
+    rescues: int = Field(description="How many times in a row its worker died while running it.")
     run_after: datetime
     deadline: datetime | None
     exclusive_key: list[Any] | None
-    is_current: bool = Field(description="Whether it has its exclusive key.")
+    is_current: bool = Field(description="Whether it holds its exclusive key.")
     locked_by: str | None = Field(description="The worker that holds it.")
     locked_at: datetime | None
     lease_until: datetime | None
@@ -219,7 +219,7 @@ class JobView(Answer):
     message: str | None
     idempotency_key: str | None
     traceparent: str | None
-    owner: str | None = Field(description="The object that it belongs to, which has verbs of its own.")
+    owner: str | None = Field(description="The object that owns the job, such as a batch; use that object's verbs.")
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -234,7 +234,7 @@ class JobView(Answer):
 
 
 class EventView(Answer):
-    """One line of a job's history."""
+    """One entry in a job's history."""
 
     id: int
     job_id: UUID
@@ -255,7 +255,7 @@ class EventView(Answer):
 
 
 class Why(Body):
-    """A reason for the job's history."""
+    """A reason, recorded in the job's history."""
 
     reason: Annotated[Text, Field(min_length=1, max_length=500)] = "cancelled by request"
 
@@ -264,7 +264,7 @@ class Why(Body):
 
 
 class Which(Body):
-    """Which jobs are meant; at least one field besides `dry_run` and `cursor` must be given."""
+    """Selects jobs; at least one field besides `dry_run` and `cursor` is required."""
 
     status: list[JobStatus] = Field(default_factory=list, max_length=5)
     job_type: Name | None = None
@@ -279,13 +279,13 @@ class Which(Body):
 
 
 class WhichToCancel(Which):
-    """Open jobs that are to be cancelled."""
+    """Selects open jobs to cancel."""
 
     reason: Annotated[Text, Field(min_length=1, max_length=500)] = "cancelled by request"
 
 
 class Group(Body):
-    """A group of the inbox."""
+    """A group of failed jobs."""
 
     job_type: Name
     code: Name | None = Field(None, description="Only failures with this code; without it all of the type.")
@@ -294,12 +294,12 @@ class Group(Body):
 
 
 class ChangedView(Answer):
-    """What was done; with `dry_run` what would be. Call again with `next_cursor` while there is more."""
+    """What was changed, or with `dry_run` what would change. Call again with `next_cursor` while there is more."""
 
     object: Literal["changed"] = "changed"
     dry_run: bool
-    matched: int = Field(description="Jobs that the filter and the verb are for; a dry run counts to 100,000.")
-    changed: int = Field(description="Jobs that were changed; the others could not be, or had ended by themselves.")
+    matched: int = Field(description="Jobs that match the filter and allow the verb; a dry run counts to 100,000.")
+    changed: int = Field(description="Jobs that were changed; the others could not be changed, or had already ended.")
     has_more: bool
     next_cursor: str | None
 
@@ -310,13 +310,13 @@ class InboxView(Answer):
     job_type: str
     code: str | None
     kind: str | None
-    count: int = Field(description="How many; all groups together count to about 20,000.")
-    has_more: bool = Field(description="Whether there are more, which were not counted.")
+    count: int = Field(description="Number of jobs; counting stops at about 20,000 over all groups.")
+    has_more: bool = Field(description="Whether there are more jobs, which were not counted.")
     first_at: datetime
     last_at: datetime
-    samples: list[UUID] = Field(description="The ids of the latest ones.")
-    message: str | None = Field(description="What the latest one says.")
-    retryable: bool = Field(description="Whether the same job may well succeed when it is rerun.")
+    samples: list[UUID] = Field(description="The ids of the latest jobs.")
+    message: str | None = Field(description="The latest job's error message.")
+    retryable: bool = Field(description="Whether a rerun of the same job is likely to succeed.")
 
     @classmethod
     def of(cls, group: InboxGroup) -> InboxView:
@@ -343,11 +343,11 @@ class QueueList(All[QueueView]):
 
 
 class PipelineView(Answer):
-    """A root job with all that came of it."""
+    """A root job with all its descendants."""
 
     object: Literal["pipeline"] = "pipeline"
     id: UUID
-    status: JobStatus = Field(description="RUNNING while anything is open, then as bad as the worst of its jobs.")
+    status: JobStatus = Field(description="RUNNING while any job is open, then the worst status of its jobs.")
     counts: dict[JobStatus, int]
     steps: list[StepView]
     created_at: datetime
@@ -361,7 +361,7 @@ class PipelineView(Answer):
 
 
 class Health(Answer):
-    """Whether the server is well."""
+    """Whether the server is healthy."""
 
     status: Literal["ok", "unavailable"]
     version: str

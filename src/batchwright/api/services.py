@@ -1,4 +1,4 @@
-"""What the routes work with: the core and what the server adds to it, put together once."""
+"""The services that routes use: the core and what the server adds to it, built once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fastapi import Request
 
 from batchwright.access.gate import Gate
 from batchwright.access.settings import ApiSettings
+from batchwright.api.streams import StreamPlaces
 from batchwright.core import Core
 from batchwright.engine.event_streams import EventStreams
 from batchwright.engine.exposition import Exposition
@@ -21,17 +22,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """Everything that a route of the engine may use; routes of a part have services of their own beside it."""
+    """Everything that the engine's routes may use; the routes of a part also have the part's own services."""
 
     core: Core
     counts: Counts
-    """What this process counts for itself."""
+    """The metrics of this process."""
     exposition: Exposition
     event_streams: EventStreams
     gate: Gate
     served: Sequence[Served]
-    """What the parts have brought."""
+    """The services of the parts."""
     settings: ApiSettings
+    stream_places: StreamPlaces
     version: str
 
 
@@ -41,7 +43,7 @@ def services(request: Request) -> Services:
 
 
 def service(request: Request, kind: type[T]) -> T:
-    """What a part has brought for its routes."""
+    """The service that a part provides for its routes."""
     for served in services(request).served:
         if isinstance(served.services, kind):
             return served.services

@@ -1,4 +1,4 @@
-"""Enqueue over HTTP: one job or many, once per Idempotency-Key however often the request is sent."""
+"""Enqueue over HTTP: one job or many, once per Idempotency-Key, however often the request is sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TRIES_MAX = 4
 
 
 class Submitted(NamedTuple):
-    """The jobs that a request stands for; `is_new` is false when an earlier one had made them."""
+    """The jobs of a request; `is_new` is false if an earlier request with the same key created them."""
 
     ids: list[JobId]
     is_new: bool
@@ -30,17 +30,17 @@ class Submitted(NamedTuple):
 async def submit(
     core: Core, jobs: Sequence[NewJob], *, tenant: str, key: str | None, body: Mapping[str, Any]
 ) -> Submitted:
-    """All jobs or none. Their ids are made before, so a commit whose answer was lost is simply made again."""
+    """Enqueue all jobs or none. Their ids are chosen first, so a commit whose answer was lost can be repeated."""
     places = (f"jobs.{place}." if "jobs" in body else "" for place in range(len(jobs)))
     rows = [await _prepared(core, place, job) for place, job in zip(places, jobs, strict=True)]
     ids = await retry_unavailable(lambda: _once(core, rows, tenant, key, body), tries_max=_TRIES_MAX)
     core.doorbell.ring({row["queue"] for row in rows})
-    # Not what the last try says, which may have found what the one before it had made.
+    # Compare ids: the last try may have found the jobs that the try before it created.
     return Submitted(ids, not {row["id"] for row in rows}.isdisjoint(ids))
 
 
 async def _prepared(core: Core, place: str, job: NewJob) -> dict[str, Any]:
-    """The job's row; an error names the field as the body calls it."""
+    """The job's row; errors name fields as the body does."""
     try:
         (row,) = await core.catalog.prepare([job])
     except InvalidInput as error:
@@ -68,12 +68,12 @@ async def _once(
 
 
 async def _known(core: Core, session: Session, tenant: str, key: str, digest: bytes) -> list[JobId] | None:
-    """Take the key, or find what it stands for; a request with the same key that is under way is waited for."""
+    """Take the key, or find its jobs; waits for a request in progress that has the same key."""
     params = {"tenant": tenant, "key": key, "digest": digest}
     while not await core.queue.database.ask(SQL["take"], params, session):
         for found, answer in await core.queue.database.ask(SQL["known"], params, session):
             if bytes(found) != digest:
                 raise Conflict(f"the Idempotency-Key {key!r} was used before with another body")
             return [JobId(UUID(id)) for id in answer]
-        # Retention has removed it between the two statements, so it can be taken now.
+        # Retention removed the key between the two statements, so we can take it now.
     return None

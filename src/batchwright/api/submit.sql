@@ -1,4 +1,4 @@
--- Requests by their Idempotency-Key: taken, and answered, in the transaction that enqueues their jobs.
+-- Requests by their Idempotency-Key. The transaction that enqueues the jobs also takes the key and stores the answer.
 
 -- name: take
 INSERT INTO batchwright.api_request (tenant, key, digest, answer, created_at)

@@ -1,4 +1,4 @@
-"""What stands around the jobs: queues, workers, operations, health and metrics."""
+"""Routes besides jobs: queues, workers, operations, health and metrics."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from batchwright.errors import ConfigurationError, DatabaseError, NotFound
 
 router = APIRouter(route_class=OrjsonRoute)
 
-Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="At most so many.")]
+Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="Maximum number to return.")]
 WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 
 
-@router.get("/v1/queues", responses=documented(), tags=["queues"], summary="Queues, and what waits in them")
+@router.get("/v1/queues", responses=documented(), tags=["queues"], summary="List queues and their waiting jobs")
 async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> QueueList:
-    """The queues in which the tenant has open jobs; with `tenant=*` all queues, and everybody's jobs.
+    """The queues in which the tenant has open jobs; with `tenant=*` all queues, with the jobs of all tenants.
 
-    Of each queue the first 10,000 jobs that wait are looked at; for one tenant its newest 5,000 jobs, and if it has
-    more, also the first 1,000 of each queue. `has_more` says that there are others, so that at least as many as shown
-    are due or scheduled.
+    Counts are limited: for all tenants to the first 10,000 waiting jobs of each queue; for one tenant to its newest
+    5,000 jobs and, if it has more, also the first 1,000 of each queue. `has_more` means that there are other jobs, so
+    the true numbers are at least those shown.
     """
     views = services(request).core.views
     if caller.tenant is None:
@@ -38,14 +38,14 @@ async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> Q
     return QueueList(data=found.queues, is_complete=found.is_complete)
 
 
-@router.post("/v1/queues/{name:path}/pause", responses=documented(404), tags=["queues"], summary="Claim no more of it")
+@router.post("/v1/queues/{name:path}/pause", responses=documented(404), tags=["queues"], summary="Pause a queue")
 async def pause_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueView:
-    """Jobs that run already go on."""
+    """Workers claim no more jobs of the queue. Running jobs continue."""
     await services(request).core.named_queues.pause(name)
     return await _queue(request, name)
 
 
-@router.post("/v1/queues/{name:path}/resume", responses=documented(404), tags=["queues"], summary="Claim from it again")
+@router.post("/v1/queues/{name:path}/resume", responses=documented(404), tags=["queues"], summary="Resume a queue")
 async def resume_queue(request: Request, caller: Admin, name: WhichQueue) -> QueueView:
     app = services(request)
     await app.core.named_queues.resume(name)
@@ -58,21 +58,21 @@ async def list_workers(request: Request, caller: Admin, limit: Limit = 100) -> A
     return All(data=await services(request).core.views.workers(limit=limit))
 
 
-@router.get("/v1/operations", responses=documented(), tags=["system"], summary="Operations that jobs can run")
+@router.get("/v1/operations", responses=documented(), tags=["system"], summary="List operations")
 async def list_operations(request: Request, caller: Reader, limit: Limit = 1000) -> All[OperationView]:
     return All(data=await services(request).core.views.operations(limit=limit))
 
 
-@router.get("/healthz", tags=["system"], summary="Whether this process answers")
+@router.get("/healthz", tags=["system"], summary="Liveness: whether this process answers")
 async def healthz(request: Request) -> Health:
     return Health(status="ok", version=services(request).version)
 
 
 @router.get(
     "/readyz",
-    responses={503: {"model": Health, "description": "It cannot work now"}},
+    responses={503: {"model": Health, "description": "Not ready"}},
     tags=["system"],
-    summary="Whether requests can be answered: the database answers, and its schema fits",
+    summary="Readiness: whether the database answers and its schema fits",
 )
 async def readyz(request: Request) -> Response:
     app = services(request)
@@ -81,7 +81,7 @@ async def readyz(request: Request) -> Response:
     except ConfigurationError as error:
         return _unready(app.version, str(error))
     except DatabaseError:
-        return _unready(app.version, "the database is away")
+        return _unready(app.version, "the database is unavailable")
     return JSONResponse(Health(status="ok", version=app.version).model_dump())
 
 

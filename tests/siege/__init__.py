@@ -1,0 +1,1 @@
+"""Strangers at the door, all at once, beside an honest client."""
