@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -27,6 +28,11 @@ EXTERNAL = os.environ.get("BATCHWRIGHT_TEST_DATABASE_URL")
 MEMORY_BYTES_MIN = 4 * 1024**3
 POOL_MODE = os.environ.get("BATCHWRIGHT_TEST_POOL_MODE")
 MAJOR = int(os.environ.get("BATCHWRIGHT_TEST_POSTGRES_MAJOR", "18"))
+
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,6 +73,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
     fast = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
     with EmbeddedPostgres(SERVER_ROOT, major=MAJOR, settings=fast) as embedded:
         yield embedded.url
+
+
+@pytest.fixture(scope="session")
+def batchwright_server(server: str) -> str:
+    """Let the fixtures of the test kit use this run's server."""
+    return server
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,11 +34,16 @@ LIST = Path(__file__).with_name("surface.json")
 
 # Names of AsyncBatchwright that were never documented, and belong to the part of batches, or to Core, now
 # (`adopt`, for programs of ours that have a pool already, is `use_pool` there).
-_MOVED = {"adopt", "batch_runtime", "batches", "files", "open_store", "runtime", "seal", "workspace"}
+_MOVED = {"adopt", "batch_runtime", "files", "open_store", "runtime", "seal", "workspace"}
 # What it has from Core and had before there was one. Other names of Core are for parts, and promised to nobody else.
 _FROM_CORE = {
     "bulk", "catalog", "doorbell", "folder", "keys", "pool", "queue", "schedules", "store", "views",
 }  # fmt: skip
+# Classes of which users get objects, and make none.
+_OURS_TO_MAKE = (
+    batchwright.AsyncBatch, batchwright.AsyncBatches, batchwright.Batch, batchwright.BatchProgress,
+    batchwright.Batches, batchwright.Context, batchwright.RequestError,
+)  # fmt: skip
 # Refusals of the HTTP API, which were declared beside it: users meet them as 401 and 403.
 _OF_THE_GATE = {"Forbidden", "Unauthorized"}
 
@@ -74,10 +79,12 @@ def python() -> Iterator[str]:
 def _described(name: str, value: Any) -> Iterator[str]:
     if not inspect.isclass(value):
         yield f"{name}{_signature(value)}" if callable(value) and not hasattr(value, "__supertype__") else name
+    elif typing.is_typeddict(value):
+        yield from (f"{name}[{key!r}]" for key in value.__annotations__)
     elif issubclass(value, enum.Enum):
         yield from (f"{name}.{member.name} = {member.value!r}" for member in value)
     else:
-        made = "" if value is batchwright.Context else _signature(value)  # only the engine makes those
+        made = "" if value in _OURS_TO_MAKE else _signature(value)
         yield f"{name}{made} is a {' and a '.join(base.__name__ for base in _public_bases(value))}"
         yield from _members(name, value)
 

@@ -111,7 +111,8 @@ async def test_wait_raises_when_the_job_was_cancelled(batchwright):
 async def test_wait_gives_up_after_its_timeout_and_the_job_goes_on(batchwright):
     id = await batchwright.enqueue(noop)
     for timeout in (0, 0.02):
-        with pytest.raises(WaitTimeout, match=f"still QUEUED after {timeout:g} seconds"):
+        why = "no live worker knows the operation 'noop' and serves the queue 'default'"
+        with pytest.raises(WaitTimeout, match=f"still QUEUED after {timeout:g} seconds: {why}"):
             await batchwright.wait(id, timeout=timeout)
     assert (await batchwright.get(id)).status is JobStatus.QUEUED
 
@@ -124,7 +125,7 @@ async def test_wait_for_an_unknown_job_is_not_found(batchwright):
 async def test_a_bad_id_is_named(batchwright):
     for verb in ("wait", "get", "events", "cancel", "recover", "rerun"):
         for id in ("nonsense", "", 17, None):
-            with pytest.raises(InvalidInput, match="is no job id"):
+            with pytest.raises(InvalidInput, match="is not a job id"):
                 await getattr(batchwright, verb)(id)
 
 
@@ -163,9 +164,16 @@ BAD_INPUT = [
     ((noop, {"note": "x" * 1_100_000}), {}, TooLarge, "the limit is 1048576"),
     ((noop, {"note": "a\x00b"}), {}, PayloadInvalid, "NUL"),
     ((print,), {}, InvalidInput, "decorate it with @operation"),
-    ((noop,), {"colour": "red"}, InvalidInput, "colour"),
+    (
+        (noop,),
+        {"x": 1},
+        InvalidInput,
+        "enqueue has no option 'x'; a field of the payload goes into the payload",
+    ),
+    ((noop,), {"x": 1}, InvalidInput, r"enqueue\(operation, \{'x': \.\.\.\}\), and its options are "),
+    ((noop,), {"delay": 1}, InvalidInput, "did you mean 'delay_seconds'"),
     ((NewJob(noop),), {"colour": "red"}, InvalidInput, "colour"),
-    ((NewJob(noop), {"n": 1}), {}, InvalidInput, "brings its own payload"),
+    ((NewJob(noop), {"n": 1}), {}, InvalidInput, "has its own payload"),
     (([NewJob(noop)], {"n": 1}), {}, InvalidInput, "in each NewJob"),
     (([NewJob(noop), "noop"],), {}, InvalidInput, "expected a NewJob, found str"),
     ((noop,), {"priority": 10}, InvalidInput, "priority is 10"),

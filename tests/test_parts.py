@@ -220,12 +220,12 @@ REFUSED: dict[str, tuple[dict[str, str], str, str]] = {
     "a class that is no part": (
         ONE,
         "class One: pass\n",
-        "the part 'one' (one:One) of an installed package is no part: it must be a class made from ",
+        "the part 'one' (one:One) of an installed package is not a part: it must be a subclass of ",
     ),
     "a part without a name": (
         ONE,
         "from batchwright.part import Part\nclass One(Part): pass\n",
-        "is no part: it must be a class made from batchwright.part.Part, with a name",
+        "is not a part: it must be a subclass of batchwright.part.Part, with a name",
     ),
     "a table of the engine": (
         ONE,

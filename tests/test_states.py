@@ -92,6 +92,7 @@ PARAMETERS = {
     "models": ["m"],
     "failed": 0,
     "part_ids": [],
+    "progress": "{}",
     "message": "why",
     "provider_state": "{}",
     "reason": "user",

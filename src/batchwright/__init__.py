@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchwright.app import AsyncBatchwright
+    from batchwright.batches.answers import BatchResult, RequestError
+    from batchwright.batches.blocking import Batch, Batches
+    from batchwright.batches.client import AsyncBatch, AsyncBatches
+    from batchwright.batches.submitting import BatchOptions
+    from batchwright.batches.watching import BatchProgress
     from batchwright.blocking import Batchwright
     from batchwright.engine.context import Child, Context, Joined
     from batchwright.engine.jobs import Job, JobEvent, JobId, NewJob, OnHeld
     from batchwright.engine.outcomes import Done, Snooze, Wait
     from batchwright.errors import (
+        BatchFailed,
         BatchwrightError,
         Conflict,
         Fatal,
@@ -23,10 +29,19 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from batchwright.operations.decorator import operation
-    from batchwright.states import JobStatus
+    from batchwright.states import BatchStatus, JobStatus
 
 __all__ = [
+    "AsyncBatch",
+    "AsyncBatches",
     "AsyncBatchwright",
+    "Batch",
+    "BatchFailed",
+    "BatchOptions",
+    "BatchProgress",
+    "BatchResult",
+    "BatchStatus",
+    "Batches",
     "Batchwright",
     "BatchwrightError",
     "Child",
@@ -45,6 +60,7 @@ __all__ = [
     "NotFound",
     "OnHeld",
     "RateLimited",
+    "RequestError",
     "RetryLater",
     "SchemaInvalid",
     "Snooze",
@@ -56,18 +72,23 @@ __all__ = [
 
 _HOMES = {
     "app": ("AsyncBatchwright",),
+    "batches.answers": ("BatchResult", "RequestError"),
+    "batches.blocking": ("Batch", "Batches"),
+    "batches.client": ("AsyncBatch", "AsyncBatches"),
+    "batches.submitting": ("BatchOptions",),
+    "batches.watching": ("BatchProgress",),
     "blocking": ("Batchwright",),
     "engine.context": ("Child", "Context", "Joined"),
     "engine.jobs": ("Job", "JobEvent", "JobId", "NewJob", "OnHeld"),
     "engine.outcomes": ("Done", "Snooze", "Wait"),
     "operations.decorator": ("operation",),
-    "states": ("JobStatus",),
+    "states": ("BatchStatus", "JobStatus"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: whatever is imported from this package runs this module, too."""
+    """Load a public name when it is first used: every import from this package runs this module, too."""
     if name not in __all__:
         raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
     found = getattr(import_module(f"batchwright.{_HOME_OF.get(name, 'errors')}"), name)

@@ -1,11 +1,11 @@
-"""Batchwright for plain code: the verbs of the async client, each waiting for its answer."""
+"""Batchwright for sync code: the verbs of the async client, each of which waits for its result."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast, overload
 from uuid import UUID
 
 from batchwright.app import AsyncBatchwright, Operation
@@ -13,11 +13,16 @@ from batchwright.db.database import complete, is_blocking
 from batchwright.engine.jobs import Job, JobEvent, JobId, NewJob
 from batchwright.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from batchwright.batches.blocking import Batch, Batches
+    from batchwright.batches.requests import Requests
+    from batchwright.batches.submitting import BatchOptions
+
 T = TypeVar("T")
 
 
 class Batchwright:
-    """Batchwright for plain code: the same verbs as `AsyncBatchwright`, each waiting for its answer.
+    """Batchwright for sync code: the same verbs as `AsyncBatchwright`, each of which waits for its result.
 
     >>> with Batchwright() as batchwright:
     ...     print(batchwright.wait(batchwright.enqueue(greet, {"name": "Ada"})))
@@ -58,7 +63,7 @@ class Batchwright:
     def enqueue(self, operation: Sequence[NewJob], *, connection: Any = None) -> list[JobId]: ...
 
     def enqueue(self, operation: Any, payload: Any = None, *, connection: Any = None, **options: Any) -> Any:
-        """As `AsyncBatchwright.enqueue`; a `connection` is used in this thread, inside its open transaction."""
+        """Like `AsyncBatchwright.enqueue`; a `connection` is used in this thread, inside its open transaction."""
         asked = self.client.enqueue(operation, payload, connection=connection, **options)
         if connection is None:
             return self.call(asked)
@@ -85,8 +90,26 @@ class Batchwright:
     def rerun(self, job: JobId | UUID | str) -> None:
         self.call(self.client.rerun(job))
 
+    def batch(self, requests: Requests, **options: Unpack[BatchOptions]) -> Batch:
+        """Submit a file or an iterable of requests as one batch. An iterable is read in this thread.
+
+        >>> requests = ({"custom_id": str(n), "messages": [{"role": "user", "content": text}]} for n, text in texts)
+        >>> batch = batchwright.batch(requests, model="small")
+        >>> answers = {result.custom_id: result.text for result in batch.results() if result.ok}
+
+        A dict is a line of a batch file, with `body`, or the body itself, which may also contain a `custom_id`.
+        Requests are written to the store as they come, not held in memory. The options are those of `BatchOptions`.
+        """
+        return self.batches.submit(requests, **options)
+
+    @property
+    def batches(self) -> Batches:
+        """All batches: `batches[id]`, `batches.list()`."""
+        offered: Batches = cast("Any", self.client.part_named("batches").blocking_client(self.call))
+        return offered
+
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run something of the async client's on its loop and wait for it."""
+        """Run a coroutine of the async client on its loop and wait for it."""
         if self._loop is None:
             coroutine.close()
             raise InvalidInput("this client is not open; use it in a `with` block, or call open()")

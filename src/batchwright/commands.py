@@ -1,4 +1,4 @@
-"""The root of the command line: commands of parts, which are loaded when they are called."""
+"""The root of the command line: the commands of parts, which are loaded when they are called."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from batchwright.cli.exit_codes import CANCELLED, FAILED, INTERRUPTED
+from batchwright.cli.hangup import interrupt_on_hangup
+from batchwright.cli.help import use_our_help, write_root_help
 from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseUnavailable, JobCancelled
 from batchwright.part import Command
 from batchwright.plugins import load, part_kinds
 
 
 class LazyCommand(TyperCommand):
-    """Stands in lists for the command of a part. Whoever calls it, asks for its help or completes its words gets the
-    command itself: all of them begin by making a context."""
+    """A command of a part in the list of commands. It is loaded when it is called, when its help is shown and for shell
+    completion: each of these begins by creating a context."""
 
     def __init__(self, name: str, command: Command, part: str) -> None:
         super().__init__(name, help=command.help)
         self.part = part
+        self.group = command.group
         self._command = command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         return self.load().make_context(info_name, args, parent, **extra)
 
     def load(self) -> Any:
-        """The command itself, or the group of commands; one without a help of its own has the line of the list."""
+        """The command itself, or the group of commands. Its line in the list is its help if it has no other."""
         assert self.name is not None
         try:
             command = _make_command(self.name, load(self._command.place))
@@ -39,12 +42,12 @@ class LazyCommand(TyperCommand):
                 f"{type(error).__name__}: {error}"
             ) from error
         command.help = command.help or self.help
-        return command
+        return use_our_help(command)
 
 
 def _make_command(name: str, found: Any) -> Any:
     """From a function with typer's annotations, or from a `typer.Typer`."""
-    holder = typer.Typer()
+    holder = typer.Typer(rich_markup_mode=None)
     if isinstance(found, typer.Typer):
         holder.add_typer(found, name=name)
     else:
@@ -53,7 +56,7 @@ def _make_command(name: str, found: Any) -> Any:
 
 
 class Root(TyperGroup):
-    """Lists the commands of all parts without importing them."""
+    """Lists the commands of all parts by group, on one screen, without importing them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -64,10 +67,14 @@ class Root(TyperGroup):
                     raise ConfigurationError(f"two parts have a command {name!r}: {parts}; remove one of them")
                 self.add_command(LazyCommand(name, command, kind.name))
 
+    def format_help(self, context: Any, formatter: Any) -> None:
+        write_root_help(self, context, formatter)
+
 
 app = typer.Typer(
     name="batchwright",
     cls=Root,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -86,7 +93,8 @@ def batchwright(
 
 
 def main() -> None:
-    """Errors of ours and of the user's words are one line; anything else is a bug and shows its traceback."""
+    """Errors of Batchwright and of the command line print one line. Anything else is a bug and shows its traceback."""
+    interrupt_on_hangup()
     try:
         code = app(prog_name="batchwright", standalone_mode=False)
     except DatabaseUnavailable as error:
@@ -109,7 +117,7 @@ def main() -> None:
 
 
 def _complain(text: str, code: int) -> int:
-    """In one line, unless it shows what to write into a file: that keeps its own lines."""
+    """In one line, unless the message shows lines to write into a file; those stay."""
     if "\n    " not in text:
         text = "; ".join(part.strip() for part in text.splitlines() if part.strip())
     typer.echo(f"error: {text}", err=True)

@@ -4,14 +4,14 @@ BatchwrightError
 ├── ConfigurationError          a setting or the environment is wrong; the message says what to write
 ├── DatabaseError
 │   ├── DatabaseUnavailable     refused, lost or restarting: the same call may succeed later
-│   │   └── DatabaseBusy        it is there, but slow or short of something
+│   │   └── DatabaseBusy        it answers, but is slow or short of resources
 │   ├── Deadlock                the database chose this transaction as a victim: repeat it
 │   ├── DataRefused             a value that PostgreSQL cannot store
-│   └── UniqueViolation         a unique index spoke
+│   └── UniqueViolation         a unique index refused the row
 ├── StorageError                the object store refused, and would refuse again
 │   ├── StorageFull             no room: the same call may succeed when there is some
-│   └── StorageUnavailable      away, or answers with errors: the same call may succeed later
-├── InvalidInput                the caller's words are off; nothing was written
+│   └── StorageUnavailable      unreachable, or answers with errors: the same call may succeed later
+├── InvalidInput                the caller's input is wrong; nothing was written
 │   ├── UnknownOperation        no worker knows this job type
 │   ├── PayloadInvalid          the payload does not have the shape its operation declares
 │   └── TooLarge                a payload, result or list is over its limit
@@ -22,8 +22,9 @@ BatchwrightError
 │   └── Fenced                  another claim owns the job now: this worker may change nothing
 ├── JobFailed                   raised by wait(): the job ended FAILED
 ├── JobCancelled                raised by wait(): the job ended CANCELLED
-├── WaitTimeout                 raised by wait(): the job is still open
-├── WorkerBroken                raised by Worker.run(): the process must be started anew
+├── BatchFailed                 raised by wait() and results() of a batch: it failed as a whole
+├── WaitTimeout                 raised by wait(): the job, or the batch, is still open
+├── WorkerBroken                raised by Worker.run(): the process must be restarted
 ├── RetryLater                  raised by an operation: put the job back, no attempt used
 └── OperationError              raised by an operation: the class decides the reaction
     ├── RateLimited             wait, same step again, no attempt used
@@ -34,8 +35,10 @@ BatchwrightError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
+
+_PROBLEMS_SHOWN = 3
 
 
 class BatchwrightError(Exception):
@@ -51,11 +54,11 @@ class DatabaseError(BatchwrightError):
 
 
 class DatabaseUnavailable(DatabaseError):
-    """The connection was refused or lost; whether the last statement happened is unknown."""
+    """The connection was refused or lost; it is unknown whether the last statement took effect."""
 
 
 class DatabaseBusy(DatabaseUnavailable):
-    """PostgreSQL is there, but a statement, a lock or a free connection took too long, or it is short of resources."""
+    """PostgreSQL answers, but a statement, a lock or a free connection took too long, or it is short of resources."""
 
 
 class Deadlock(DatabaseError):
@@ -71,7 +74,7 @@ class UniqueViolation(DatabaseError):
 
 
 class StorageError(BatchwrightError):
-    """The object store refused, such as for credentials or a bucket that does not exist."""
+    """The object store refused, for example because of wrong credentials or a bucket that does not exist."""
 
 
 class StorageFull(StorageError):
@@ -79,7 +82,7 @@ class StorageFull(StorageError):
 
 
 class StorageUnavailable(StorageError):
-    """The store could not be reached or answered with an error of its own, as often as it was asked."""
+    """The store could not be reached, or answered every try with an error of its own."""
 
 
 class InvalidInput(BatchwrightError):
@@ -108,7 +111,7 @@ class NotFound(BatchwrightError):
     def __init__(self, message: str, *, kind: str | None = None, id: str = "") -> None:
         super().__init__(message)
         self.kind = kind
-        """What was looked for, such as `batch`: for faces that have words of their own for it."""
+        """The kind of object, such as `batch`: for interfaces that have their own words for it."""
         self.id = id
 
 
@@ -121,7 +124,7 @@ class Forbidden(BatchwrightError):
 
 
 class Conflict(BatchwrightError):
-    """The object is not in a state that allows this; says what was found and what was expected."""
+    """The object is not in a state that allows this; the message names the state found and the states expected."""
 
     def __init__(self, message: str, *, holder: str | None = None) -> None:
         super().__init__(message)
@@ -149,16 +152,32 @@ class JobCancelled(BatchwrightError):
         self.job_id = job_id
 
 
+class BatchFailed(BatchwrightError):
+    """The batch failed as a whole, e.g. because of its input; `problems` says why: `code`, `message`, `line`."""
+
+    def __init__(self, batch_id: str, problems: Sequence[Mapping[str, Any]]) -> None:
+        first = "; ".join(_describe_problem(problem) for problem in problems[:_PROBLEMS_SHOWN])
+        more = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        super().__init__(f"batch {batch_id} failed: {first or 'its files could not be written'}{more}")
+        self.batch_id = batch_id
+        self.problems = [dict(problem) for problem in problems]
+
+
+def _describe_problem(problem: Mapping[str, Any]) -> str:
+    where = f"line {problem['line']}: " if problem.get("line") is not None else ""
+    return f"{where}{problem.get('message')}"
+
+
 class WaitTimeout(BatchwrightError):
-    """The awaited job was still open when the time was over; it goes on running."""
+    """The awaited job or batch was still open at the timeout. It continues; the message says why it waits."""
 
 
 class WorkerBroken(BatchwrightError):
-    """A worker has found that its own accounts do not add up. It has given its jobs back; start the process anew."""
+    """A worker found its own state inconsistent. It has released its jobs; restart the process."""
 
 
 class RetryLater(BatchwrightError):
-    """Raised by an operation whose resource is busy: the job goes back, no attempt is used.
+    """Raised by an operation whose resource is busy: the job returns to the queue and uses no attempt.
 
     >>> raise RetryLater("GPU busy", delay_seconds=60)
     """
@@ -170,7 +189,7 @@ class RetryLater(BatchwrightError):
 
 
 class OperationError(BatchwrightError):
-    """Base of the classes by which an operation says what went wrong."""
+    """Base class of the errors with which an operation says what went wrong."""
 
     kind: ClassVar[str] = "fatal"
 
@@ -180,7 +199,7 @@ class OperationError(BatchwrightError):
 
 
 class RateLimited(OperationError):
-    """The other side asks for patience: the job waits and uses no attempt."""
+    """The other side limits the rate: the job waits and uses no attempt."""
 
     kind = "rate_limited"
 

@@ -1,8 +1,8 @@
-"""JSON in lines, for every reader of lines.
+"""JSON lines that every line reader can read.
 
-JSON may hold U+0085, U+2028 and U+2029 raw inside strings. Many readers take each for the end of a line: Python's
-`str.splitlines`, and with it `iter_lines` of HTTP clients. Escaped, the JSON is equal and the line stays whole. All
-other characters that such readers split at are control characters, which JSON holds escaped only.
+JSON strings may contain U+0085, U+2028 and U+2029 unescaped. Many readers take each of these for the end of a line:
+Python's `str.splitlines`, and with it `iter_lines` of HTTP clients. With these escaped, the JSON is equal and the line
+stays whole. All other characters at which such readers split are control characters, which JSON always escapes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _BREAKS = (("\u2028", rb"\u2028"), ("\u2029", rb"\u2029"), ("\x85", rb"\u0085"))
 
 
 def one_line(document: bytes) -> bytes:
-    r"""The same JSON, with these three escaped; everything else stays byte for byte.
+    r"""The same JSON, with these three characters escaped; everything else stays byte for byte.
 
     >>> one_line('{"a": "\u2028"}'.encode())
     b'{"a": "\\u2028"}'

@@ -1,47 +1,61 @@
-"""The one door for capabilities: what a part of Batchwright brings.
+"""The interface for capabilities: what a part of Batchwright provides.
 
     core ──▶ part ──▶ work()   what it does in a worker: services, demand, rounds
                   ├─▶ serve()  what its routes need in the HTTP server
-                  ├─▶ check()  what `batchwright check` looks at
+                  ├─▶ check()  what `batchwright check` examines
                   ├─▶ inbox()  what waits for a person
+                  ├─▶ client() what it offers to Python code, and blocking_client() to code without an event loop
+                  ├─▶ attention()  what a person should look at now
+                  ├─▶ spent_today()
                   └─▶ close()
 
 A part declares what is known without a process: its settings, metrics, operations, routers, pages and commands. Each
-may be named by its place, `package.module:name`, and is then loaded only where it is needed: clients and workers import
-no web framework, and `--help` imports next to nothing. A part has only the facets that it needs; the others are empty.
+may be given by name, `package.module:name`, and is then loaded only where it is needed: clients and workers import no
+web framework, and `--help` imports next to nothing. A part has only the facets that it needs; the others are empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.attention import Concern
     from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
+    from batchwright.inference.spending import Spent
     from batchwright.storage import Store
     from batchwright.telemetry.metrics import Counts, LabelLimits
 
+T = TypeVar("T")
 Place = Any
 """`package.module:name`, or the object itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the command line, or a group of them, which is loaded when it is called."""
+    """A command of the command line, or a group of commands, which is loaded when it is called."""
 
     place: Place
     """A function with typer's annotations, or a `typer.Typer` with commands of its own."""
     help: str
-    """One line for the list of commands."""
+    """One line for the list of commands, at most 60 characters."""
+    group: str = "Other"
+    """Where the list of commands shows it: Start, Batches, Jobs, Operate, or a group of your own."""
+
+
+class Call(Protocol):
+    """Runs a coroutine on the event loop of a blocking client, and waits for its answer."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Requests of which the body may be larger, or must be smaller, than the settings say."""
+    """Requests whose body has another size limit than the settings say."""
 
     method: str
     path: str
@@ -50,18 +64,22 @@ class BodyLimit:
     too_large: str
     """The answer to a larger one."""
     param: str
-    """The parameter that it is about."""
+    """The parameter that the error names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a part brings into an HTTP server that is about to start."""
+    """What a part adds to an HTTP server that is about to start."""
 
     services: object = None
-    """What its routes work with; they get it by its class: `service(request, Kind)`."""
+    """The services of its routes, which get them by class: `service(request, Kind)`."""
     body_limits: Sequence[BodyLimit] = ()
     streams: Sequence[str] = ()
-    """Paths of routes that may stay open, so that their times say nothing."""
+    """Paths of routes that may stay open, so that their durations mean nothing."""
+    fallbacks: Sequence[Any] = ()
+    """Routes that are tried after those of all parts."""
+    end_streams: Callable[[], None] | None = None
+    """Ends its open responses; called when the server begins to stop."""
     close: Callable[[], Awaitable[None]] | None = None
 
 
@@ -70,9 +88,9 @@ class Server:
     """What an HTTP server offers to the parts that it serves."""
 
     counts: Counts
-    """Counted in the database, as what workers count."""
+    """Counts that are kept in the database, like those of workers."""
     store: Store
-    """The object store, with the patience that users have."""
+    """The object store, with short timeouts for users' requests."""
 
 
 class Part:
@@ -90,13 +108,13 @@ class Part:
     tables: ClassVar[Mapping[str, Place]] = {}
     """Its tables of the configuration, by name: a frozen dataclass each, or an annotated dictionary of such."""
     metrics: ClassVar[Place] = ()
-    """What it counts in worker processes: a sequence of `Metric`."""
+    """Its metrics in worker processes: a sequence of `Metric`."""
     operations: ClassVar[Sequence[Place]] = ()
-    """Its operations: functions that are marked by `@operation`."""
+    """Its operations: functions marked with `@operation`."""
     routers: ClassVar[Sequence[Place]] = ()
-    """Its HTTP routes: routers of FastAPI."""
+    """Its HTTP routes: FastAPI routers."""
     pages: ClassVar[Sequence[Place]] = ()
-    """Its pages for people: routers, which are left out of the OpenAPI document."""
+    """Its dashboard pages: `batchwright.web.pages.Pages`, or other routers. The OpenAPI document omits them."""
     commands: ClassVar[Mapping[str, Command]] = {}
     """Its commands, by name."""
 
@@ -126,12 +144,28 @@ class Part:
         return None
 
     async def check(self) -> Sequence[Finding]:
-        """What is right and wrong with it here; the database is open, unless a finding before says otherwise."""
+        """Findings for `batchwright check`; the database is open, unless an earlier finding says otherwise."""
         return ()
 
     async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
-        """What waits for a person, beside jobs that have failed; of one tenant, or of all (None)."""
+        """Items that wait for a person, besides failed jobs; of one tenant, or of all (None)."""
+        return ()
+
+    def client(self) -> object | None:
+        """What it offers to Python code in an event loop: what users of `AsyncBatchwright` work with."""
+        return None
+
+    def blocking_client(self, call: Call) -> object | None:
+        """The same for sync code: what users of `Batchwright` work with."""
+        return None
+
+    async def attention(self, tenant: str | None) -> Sequence[Concern]:
+        """What a person should look at now; of one tenant, or of all (None). Each query must be bounded."""
+        return ()
+
+    async def spent_today(self, tenant: str | None) -> Sequence[Spent]:
+        """What models cost today (UTC), as far as that is not in the sums of `inference.spending`."""
         return ()
 
     async def close(self) -> None:
-        """Let go of what the object itself holds, when the client is closed."""
+        """Release the part's own resources; called when the client is closed."""

@@ -1,4 +1,4 @@
-"""The one door for other people's code: modules, files, folders and entry points, all searched for marked objects."""
+"""Loads other people's code: modules, files, folders and entry points, all searched for marked objects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from batchwright.errors import ConfigurationError
 
 BUILT_IN = (
     "batchwright.builtin:EnginePart",
+    "batchwright.web.part:WebPart",
     "batchwright.files.part:FilesPart",
     "batchwright.webhooks.part:WebhooksPart",
     "batchwright.providers.part:ProvidersPart",
     "batchwright.batches.part:BatchesPart",
     "batchwright.ingest.part:IngestPart",
 )
-"""The parts that come with Batchwright, by name, so that nothing below them imports them."""
+"""The parts that come with Batchwright, as text, so that lower layers do not import them."""
 PARTS = "batchwright.parts"
-"""The entry point by which an installed package brings a part of its own."""
+"""The entry point with which an installed package adds its own part."""
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def part_kinds() -> tuple[Any, ...]:
 
 
 def load(place: Any) -> Any:
-    """What `package.module:name` stands for; anything but such a name stands for itself."""
+    """The object that `package.module:name` refers to; anything but a string is returned as it is."""
     if not isinstance(place, str):
         return place
     module, _, name = place.partition(":")
@@ -56,16 +57,16 @@ def _load_entry(entry: importlib.metadata.EntryPoint) -> Any:
             f"the part {entry.name!r} ({entry.value}) of an installed package cannot be loaded: "
             f"{type(error).__name__}: {error}; correct that package, or remove it"
         ) from error
-    if not all(hasattr(kind, facet) for facet in ("name", "tables", "work")):  # `Part` stands above this module
+    if not all(hasattr(kind, facet) for facet in ("name", "tables", "work")):  # `Part` is in a layer above this module
         raise ConfigurationError(
-            f"the part {entry.name!r} ({entry.value}) of an installed package is no part: it must be a class made from "
+            f"the part {entry.name!r} ({entry.value}) of an installed package is not a part: it must be a subclass of "
             "batchwright.part.Part, with a name"
         )
     return kind
 
 
 def marked(sources: Sequence[str], mark: str, *, entry_points: str | None = None) -> Iterator[tuple[str, object]]:
-    """Every object that carries the mark, with the source that it can be loaded from again.
+    """Every object that carries the mark, with the source from which it can be loaded again.
 
     A source is a module (`shop.jobs`), a file (`jobs.py`) or a folder, whose files are all loaded.
     """
@@ -127,7 +128,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _marked_in(module: ModuleType, mark: str) -> Iterator[object]:
-    """Marked objects that this module defines, or a package's own modules; what it merely imports is another's."""
+    """Marked objects that this module or the package's own modules define; objects only imported do not count."""
     for value in (value for value in list(vars(module).values()) if hasattr(value, mark)):
         home = getattr(value, "__module__", module.__name__)
         if home == module.__name__ or (hasattr(module, "__path__") and home.startswith(f"{module.__name__}.")):

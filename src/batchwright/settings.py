@@ -12,6 +12,7 @@
     queue_limits = { gpu = 1 }
 
 In the environment a setting is BATCHWRIGHT_<PART>_<NAME>: BATCHWRIGHT_DATABASE_URL, BATCHWRIGHT_WORKER_CONCURRENCY.
+A setting whose name ends in a unit of time also takes a duration: lease_seconds = "1m", succeeded_days = "36h".
 """
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ import pydantic
 
 from batchwright.access.settings import ApiSettings
 from batchwright.db.database import DatabaseSettings
+from batchwright.durations import DURATION_FORM, replace_durations, unit_seconds_of
 from batchwright.engine.queue import EngineSettings
 from batchwright.engine.retention import RetentionSettings
 from batchwright.engine.worker.worker import WorkerSettings
 from batchwright.errors import ConfigurationError
-from batchwright.inference.settings import GatewaySettings, InferenceSettings, refuse_both
+from batchwright.inference.settings import TO_ANY_SERVER, GatewaySettings, InferenceSettings, refuse_both
 from batchwright.plugins import load, part_kinds
 from batchwright.storage.settings import StorageSettings
 
 T = TypeVar("T")
 PREFIX = "BATCHWRIGHT_"
 CONFIG = "BATCHWRIGHT_CONFIG"
-# What Kubernetes tells every pod about a service that is called batchwright, or batchwright-something.
+# Variables that Kubernetes sets in every pod for a service named batchwright or batchwright-something.
 _KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
+_TABLE = re.compile(r"\b(dict|Mapping)\[|\bHeaders\b")
+"""Occurs in the text of a type if the setting is a table."""
 _OTHERS = {CONFIG, "BATCHWRIGHT_CHILD", "BATCHWRIGHT_PERTURB", "BATCHWRIGHT_PERTURB_SEED", "BATCHWRIGHT_REQUIRE_ALL"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """What is logged, and how."""
+    """Logging: level and format."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """The least important level that is still written."""
+    """Minimum level of messages that are written."""
     form: Literal["auto", "text", "json"] = "auto"
-    """Text on a terminal and JSON elsewhere, unless one of them is named."""
+    """`auto` writes text on a terminal and JSON elsewhere; `text` and `json` choose one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Settings:
     """The tables of the engine; `load_settings` adds those of the parts."""
 
     operations: tuple[str, ...] = ()
-    """Modules, files or folders with operations; installed packages are found by themselves."""
+    """Modules, files or folders with operations; operations of installed packages are found automatically."""
     database: DatabaseSettings = field(default_factory=DatabaseSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
@@ -74,7 +78,7 @@ class Settings:
     inference: InferenceSettings = field(default_factory=InferenceSettings)
     global_inference_gateway: GatewaySettings = field(default_factory=GatewaySettings)
     model_gateways: dict[str, GatewaySettings] = field(default_factory=dict)
-    """A gateway for each model instead of one for all, each with all settings that it needs."""
+    """A gateway for each model instead of one for all; each has all its own settings."""
 
     @property
     def has_gateways(self) -> bool:
@@ -83,7 +87,7 @@ class Settings:
 
     @property
     def passthrough_headers(self) -> frozenset[str]:
-        """Headers of creators that some gateway wants."""
+        """Headers of a batch's creator that any gateway wants."""
         gateways = (self.global_inference_gateway, *self.model_gateways.values())
         return frozenset(name for gateway in gateways for name in gateway.passthrough_headers)
 
@@ -91,7 +95,7 @@ class Settings:
         refuse_both(self.global_inference_gateway, self.model_gateways)
 
     def table(self, name: str, kind: type[T]) -> T:
-        """A table that a part has brought."""
+        """A table that a part has added."""
         found = getattr(self, name)
         assert isinstance(found, kind), f"the table {name} is no {kind.__name__}"
         return found
@@ -123,23 +127,42 @@ def load_settings(
     *,
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """File < environment < flags; flags are nested like the file, and None there means not given."""
+    """Defaults < file < environment < flags; defaults and flags are nested like the file, and None means not given."""
     environment = os.environ if environment is None else environment
     merged: dict[str, Any] = {}
-    for layer in (_from_file(environment, file), _from_environment(environment), flags or {}):
+    for layer in (defaults or {}, _from_file(environment, file), _from_environment(environment), flags or {}):
         _merge(merged, layer)
     _refuse_unknown(merged)
     try:
-        return _adapter().validate_python(merged)
+        return _adapter().validate_python(replace_durations(merged))
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"the setting {where} is {first['input']!r}: {first['msg']}") from error
+        raise ConfigurationError(_explain(error.errors(include_url=False)[0], environment)) from error
+
+
+def _explain(error: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Name the setting, and the environment variable if it came from there."""
+    path, given = [str(part) for part in error["loc"]], error["input"]
+    names = [PREFIX + "_".join(path[:length]).upper() for length in (2, 1)]
+    variable = next((name for name in names if name in environment), None)
+    hint = f"; {DURATION_FORM}" if isinstance(given, str) and unit_seconds_of(path[-1]) is not None else ""
+    origin = "" if variable is None else f" (the environment variable {variable})"
+    return f"the setting {'.'.join(path)}{origin} is {given!r}: {error['msg']}{hint}"
+
+
+def use_model_server(settings: Settings, url: str) -> Settings:
+    """Use this server for all models, instead of those in the settings. A key is sent only to its own server."""
+    before, gateway = settings.global_inference_gateway, GatewaySettings(url=url)
+    if before.is_set and before.endpoint == gateway.endpoint:
+        gateway = dataclasses.replace(before, url=url)
+    elif before.is_set:
+        gateway = dataclasses.replace(gateway, **{name: getattr(before, name) for name in TO_ANY_SERVER})
+    return dataclasses.replace(settings, global_inference_gateway=gateway, model_gateways={})
 
 
 def settings_document(settings: Settings) -> dict[str, Any]:
-    """The settings as JSON, for another process of ours."""
+    """The settings as JSON, for our other processes."""
     document: dict[str, Any] = _adapter().dump_python(settings, mode="json")
     return document
 
@@ -150,7 +173,7 @@ def settings_of(document: Mapping[str, Any]) -> Settings:
 
 @functools.cache
 def _adapter() -> pydantic.TypeAdapter[Settings]:
-    """Made once: that takes longer than all else here."""
+    """Created once: this takes longer than everything else here."""
     return pydantic.TypeAdapter(settings_class())
 
 
@@ -170,7 +193,7 @@ def _from_file(environment: Mapping[str, str], file: Path | None) -> dict[str, A
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """BATCHWRIGHT_WORKER_CONCURRENCY=50 is worker.concurrency; lists and tables are JSON, or words with commas."""
     found: dict[str, Any] = {}
-    known = _known()
+    known, kinds = _known(), _kinds()
     for name, text in environment.items():
         if not name.startswith(PREFIX) or name in _OTHERS or name.startswith(PREFIX + "TEST_"):
             continue
@@ -180,31 +203,28 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if path is None:
             close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), known, n=1)
             hint = f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
-            raise ConfigurationError(f"the environment variable {name} is no setting{hint}")
+            raise ConfigurationError(f"the environment variable {name} is not a setting{hint}")
         table = found
         for part in path[:-1]:
             table = table.setdefault(part, {})
-        table[path[-1]] = _value(name, text, is_list=path in _lists())
+        table[path[-1]] = _value(name, text, kinds[path])
     return found
 
 
-def _value(name: str, text: str, *, is_list: bool) -> Any:
-    """An error does not repeat the text: there may be headers in it."""
+def _value(name: str, text: str, kind: str) -> Any:
+    """An error does not repeat the text: it may contain headers."""
     if text.startswith(("[", "{")):
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise ConfigurationError(f"the environment variable {name} is not JSON: {error}") from error
-    return text.split(",") if is_list else text
-
-
-def _lists() -> set[tuple[str, ...]]:
-    """Settings that are lists, which the environment may write as words with commas."""
-    return {path for path, kind in _kinds().items() if "tuple" in kind}
+    if _TABLE.search(kind):
+        raise ConfigurationError(f"the environment variable {name} is not JSON; write {name}='{{\"name\": …}}'")
+    return text.split(",") if "tuple" in kind else text
 
 
 def _kinds() -> dict[tuple[str, ...], str]:
-    """Every setting, as its path, with the text of its type."""
+    """The path of every setting, with the text of its type."""
     kinds: dict[tuple[str, ...], str] = {}
     for part in dataclasses.fields(settings_class()):
         if not is_table(part) or part.default_factory is dataclasses.MISSING:
@@ -232,7 +252,7 @@ def _merge(into: dict[str, Any], layer: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _replaced_whole() -> set[str]:
-    """Tables of entries that belong together: a later layer replaces all of them, and merges none."""
+    """Tables whose entries belong together: a later layer replaces such a table and does not merge it."""
     of_parts = {name for part in part_kinds() for name, place in part.tables.items() if not is_dataclass(load(place))}
     return {"model_gateways", "queue_limits"} | of_parts
 
@@ -255,13 +275,13 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown_of_gateways(gateways: Any) -> None:
-    """The names inside model_gateways are models, so their settings lie one table deeper."""
+    """The names inside model_gateways are models, so their settings are one table deeper."""
     for model, settings in gateways.items() if isinstance(gateways, Mapping) else ():
         refuse_unknown_inside(f'model_gateways."{model}"', settings, GatewaySettings)
 
 
 def refuse_unknown_inside(where: str, settings: Any, kind: Any) -> None:
-    """Of one entry of a table of entries, which lies deeper than the names that are checked above."""
+    """Check one entry of a table of entries, which is deeper than the names checked above."""
     known = [setting.name for setting in dataclasses.fields(kind)]
     for name in settings if isinstance(settings, Mapping) else ():
         if name not in known:

@@ -1,4 +1,4 @@
-"""Every lifecycle as data: which verb moves what from where to where.
+"""Every lifecycle as data: which verb moves an object from which state to which.
 
                       ┌────────────── retry · snooze · release · rescue · recover · join
                       ▼                                                        │
@@ -18,7 +18,7 @@ from enum import StrEnum
 
 
 class BatchStatus(StrEnum):
-    """Where a batch stands, in OpenAI's words."""
+    """The status of a batch, in OpenAI's words."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -31,7 +31,7 @@ class BatchStatus(StrEnum):
 
 
 class UploadStatus(StrEnum):
-    """Where an upload stands, in OpenAI's words."""
+    """The status of an upload, in OpenAI's words."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -40,7 +40,7 @@ class UploadStatus(StrEnum):
 
 
 class JobStatus(StrEnum):
-    """Where a job stands."""
+    """The status of a job."""
 
     QUEUED = "QUEUED"
     RUNNING = "RUNNING"
@@ -50,7 +50,7 @@ class JobStatus(StrEnum):
 
 
 class TaskStatus(StrEnum):
-    """Where a task for a provider stands."""
+    """The status of a task for a provider."""
 
     PENDING = "PENDING"
     IN_PROGRESS = "IN_PROGRESS"
@@ -61,7 +61,7 @@ class TaskStatus(StrEnum):
 
 
 class RunStatus(StrEnum):
-    """Where a run over documents stands."""
+    """The status of a run over documents."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -73,7 +73,7 @@ class RunStatus(StrEnum):
 
 
 class ItemStatus(StrEnum):
-    """Where a document of a run stands; while it is OPEN, its `step` says how far it is."""
+    """The status of a document of a run; while it is OPEN, `step` shows its progress."""
 
     OPEN = "OPEN"
     DONE = "DONE"
@@ -110,34 +110,34 @@ JOB = Lifecycle(
     initial=_Q,
     meanings={
         _Q: "Waits for `run_after`, for its key, or for a free worker. Enqueue puts it here, and so does every "
-        "verb that gives a job back. Claim takes it out; upkeep expires it at its deadline.",
+        "verb that returns a job to the queue. Claim takes it out; upkeep expires it at its deadline.",
         _R: "With a lease: a worker holds it and renews the lease. Without one: it waits for its children, and "
         "neither rescue nor recover may touch it. A settle takes it out; rescue does when the worker has died.",
-        _S: "Ended well; `result` holds what the operation returned. Final. Retention removes it.",
-        _F: "Ended badly; `error` says why. Stays until a human reruns it or retention removes it.",
-        _C: "Ended by a human or by a cancelled parent. Keeps its lease until the worker has let go of it.",
+        _S: "Ended successfully; `result` holds what the operation returned. Final. Retention removes it.",
+        _F: "Ended with an error; `error` says why. Stays until a person reruns it or retention removes it.",
+        _C: "Ended by a person or by a cancelled parent. Keeps its lease until the worker has released it.",
     },
     terminal=frozenset({_S, _F, _C}),
     moves=(
-        Move("claim", _Q, _R, "a worker takes a due job"),
+        Move("claim", _Q, _R, "a worker claims a due job"),
         Move("cancel", _Q, _C, "a human, a parent or a superseding job ends it"),
         Move("expire", _Q, _F, "its deadline passed before it could run"),
         Move("succeed", _R, _S, "the operation returned"),
         Move("join", _R, _S, "the last child ended and the parent had nothing left to do"),
-        Move("fail", _R, _F, "the operation failed for good, or its attempts are used up"),
+        Move("fail", _R, _F, "the operation failed permanently, or its attempts are used up"),
         Move("expire", _R, _F, "its deadline passed while it ran"),
         Move("rescue", _R, _F, "its worker died and it may not start again: `abandoned` or `poison`"),
         Move("join", _R, _F, "too many children failed"),
         Move("cancel", _R, _C, "a human, a parent or a superseding job ends it; the operation is interrupted"),
-        Move("wait", _R, _R, "the operation handed over to children; the lease is given up"),
-        Move("retry", _R, _Q, "a transient error, with attempts left; comes back after a backoff"),
-        Move("snooze", _R, _Q, "the operation asked to be called again later; no attempt used"),
+        Move("wait", _R, _R, "the operation waits for children; the lease is released"),
+        Move("retry", _R, _Q, "a transient error, with attempts left; due again after a backoff"),
+        Move("snooze", _R, _Q, "the operation asked to run again later; no attempt used"),
         Move("release", _R, _Q, "the worker stops before the operation ended; no attempt used"),
-        Move("rescue", _R, _Q, "its worker died; the attempt is given back"),
-        Move("recover", _R, _Q, "a human frees a job whose lock is stale; attempts start again at 0"),
+        Move("rescue", _R, _Q, "its worker died; the attempt does not count"),
+        Move("recover", _R, _Q, "a person releases a job whose lock is stale; attempts start again at 0"),
         Move("join", _R, _Q, "the last child ended and the parent asked to be resumed"),
-        Move("rerun", _F, _Q, "a human gives it another life"),
-        Move("rerun", _C, _Q, "a human gives it another life"),
+        Move("rerun", _F, _Q, "a person reruns it"),
+        Move("rerun", _C, _Q, "a person reruns it"),
         Move("rerun", _F, _R, "a parent waits again for its unsuccessful children"),
         Move("rerun", _C, _R, "a parent waits again for its unsuccessful children"),
     ),
@@ -150,11 +150,11 @@ BATCH = Lifecycle(
     initial=_VALIDATING,
     meanings={
         _VALIDATING: "Waits for a worker that checks its input and plans it. Creating it puts it here.",
-        _IN_PROGRESS: "Its requests are sent, on any number of workers; or it is paused, and the clock runs on.",
+        _IN_PROGRESS: "Its requests are sent, on any number of workers; or it is paused, while its window still runs.",
         _FINALIZING: "Every request has its answer; the files are being written. The deadline does not count here.",
         _COMPLETED: "Every line is in the output or the error file, even if all of them failed.",
         _FAILED: "The input was refused and nothing was sent; or something broke, and what was answered is kept.",
-        _EXPIRED: "Its window was over; what was answered is in the output file, the rest in the error file.",
+        _EXPIRED: "Its window ended; what was answered is in the output file, the rest in the error file.",
         _CANCELLING: "A user wants it to end; requests in flight have their grace, then the files are written.",
         _CANCELLED: "Ended by a user; what was answered is in the output file, the rest in the error file.",
     },
@@ -162,16 +162,16 @@ BATCH = Lifecycle(
     moves=(
         Move("begin", _VALIDATING, _IN_PROGRESS, "every line is good and planned"),
         Move("fail", _VALIDATING, _FAILED, "the input is gone or a line of it is bad: `errors` says which"),
-        Move("expire", _VALIDATING, _EXPIRED, "its window was over before a worker came to it"),
+        Move("expire", _VALIDATING, _EXPIRED, "its window ended before a worker picked it up"),
         Move("cancel", _VALIDATING, _CANCELLING, "a user cancels it before anything was sent"),
         Move("finalize", _IN_PROGRESS, _FINALIZING, "every request has its answer"),
-        Move("expire", _IN_PROGRESS, _EXPIRED, "its window was over; the files hold what was answered"),
-        Move("fail", _IN_PROGRESS, _FAILED, "something broke for good; the files hold what was answered"),
+        Move("expire", _IN_PROGRESS, _EXPIRED, "its window ended; the files hold what was answered"),
+        Move("fail", _IN_PROGRESS, _FAILED, "a permanent error; the files hold what was answered"),
         Move("cancel", _IN_PROGRESS, _CANCELLING, "a user cancels it"),
-        Move("resend", _FINALIZING, _IN_PROGRESS, "lines have no answer after all; they are sent again"),
+        Move("resend", _FINALIZING, _IN_PROGRESS, "some lines have no answer after all; they are sent again"),
         Move("complete", _FINALIZING, _COMPLETED, "the files are in the store and every line is accounted for"),
         Move("fail", _FINALIZING, _FAILED, "the files could not be written; only the counts are known"),
-        Move("cancel", _FINALIZING, _CANCELLING, "a user cancels it; the files are written all the same"),
+        Move("cancel", _FINALIZING, _CANCELLING, "a user cancels it; the files are written anyway"),
         Move("end_cancelled", _CANCELLING, _CANCELLED, "what was in flight has ended and the files are written"),
         Move("fail", _CANCELLING, _FAILED, "its job could not be run; only the counts are known"),
     ),
@@ -183,16 +183,16 @@ UPLOAD = Lifecycle(
     name="upload",
     initial=_PENDING,
     meanings={
-        _PENDING: "Takes parts. Creating it puts it here.",
+        _PENDING: "Accepts parts. Creating it puts it here.",
         _FINISHED: "Its parts were put together, and its file exists. The collector removes the parts.",
         _ABANDONED: "Ended by a user; there is no file. The collector removes the parts.",
-        _LATE: "An hour was over before it was completed; there is no file. The collector removes the parts.",
+        _LATE: "It was not completed within an hour; there is no file. The collector removes the parts.",
     },
     terminal=frozenset({_FINISHED, _ABANDONED, _LATE}),
     moves=(
         Move("complete", _PENDING, _FINISHED, "a user names its parts in order; the same commit adds the file"),
-        Move("cancel", _PENDING, _ABANDONED, "a user does not want it any more"),
-        Move("expire", _PENDING, _LATE, "its hour is over; it counts as expired even before upkeep writes it down"),
+        Move("cancel", _PENDING, _ABANDONED, "a user cancels it"),
+        Move("expire", _PENDING, _LATE, "its hour is over; it counts as expired even before upkeep records it"),
     ),
 )
 
@@ -204,7 +204,7 @@ TASK = Lifecycle(
     meanings={
         _TASK_PENDING: "Waits until a worker has checked its inputs, brought them to the provider and submitted a job. "
         "Creating it puts it here; its timeout takes it out if nothing else does.",
-        _TASK_RUNS: "A job of it is at a provider, and is asked for until it ends: see `provider_state`.",
+        _TASK_RUNS: "One of its jobs is at a provider, and is polled until it ends: see `provider_state`.",
         _TASK_DONE: "Every job succeeded; the merged result file holds a result for every input.",
         _TASK_PARTIAL: "Some results are there and some are not; the result file holds both, with the reasons.",
         _TASK_FAILED: "Nothing succeeded: all jobs failed, none could be submitted, or its time was over.",
@@ -218,7 +218,7 @@ TASK = Lifecycle(
         Move("complete", _TASK_RUNS, _TASK_DONE, "all jobs ended, and all of them succeeded"),
         Move("complete_in_part", _TASK_RUNS, _TASK_PARTIAL, "all jobs ended, and something is missing"),
         Move("fail", _TASK_RUNS, _TASK_FAILED, "all jobs ended, and none succeeded; or the time was over"),
-        Move("end_cancelled", _TASK_RUNS, _TASK_CANCELLED, "a user cancelled it; what was finished was brought home"),
+        Move("end_cancelled", _TASK_RUNS, _TASK_CANCELLED, "a user cancelled it; finished results were downloaded"),
     ),
 )
 
@@ -233,7 +233,7 @@ RUN = Lifecycle(
         _RUN_PARKED: "Waits for a person: `parked_reason` says why. Steps in progress end; no new ones start.",
         _RUN_DONE: "Every document is done or unchanged.",
         _RUN_ERRORS: "Every document has ended, and some have failed: they are in the inbox, and can be retried.",
-        _RUN_FAILED: "Its sources could not be listed, or something broke for good: `error` says why.",
+        _RUN_FAILED: "Its sources could not be listed, or there was a permanent error: `error` says why.",
         _RUN_CANCELLED: "Ended by a user. Documents that were done stay; the others can be retried.",
     },
     terminal=frozenset({_RUN_DONE, _RUN_ERRORS, _RUN_FAILED, _RUN_CANCELLED}),
@@ -265,18 +265,18 @@ ITEM = Lifecycle(
         _ITEM_OPEN: "Goes through its steps, from ENQUEUED on; `step` is the last one that it has reached.",
         _ITEM_DONE: "Every step is done, and search finds this version of the document.",
         _ITEM_UNCHANGED: "Nothing had to be done: neither the document nor the settings have changed.",
-        _ITEM_FAILED: "A step failed for good: `last_error` says which and why. Stays in the inbox until it is "
-        "retried or dismissed; the version before stays searchable.",
+        _ITEM_FAILED: "A step failed permanently: `last_error` says which and why. Stays in the inbox until it is "
+        "retried or dismissed; the previous version stays searchable.",
         _ITEM_CANCELLED: "Its run was cancelled before it was done.",
     },
     terminal=frozenset({_ITEM_DONE, _ITEM_UNCHANGED, _ITEM_FAILED, _ITEM_CANCELLED}),
     moves=(
         Move("complete", _ITEM_OPEN, _ITEM_DONE, "its last step is done"),
         Move("skip", _ITEM_OPEN, _ITEM_UNCHANGED, "its content and the settings are those of its live version"),
-        Move("fail", _ITEM_OPEN, _ITEM_FAILED, "a step failed for good, or its retries are used up"),
+        Move("fail", _ITEM_OPEN, _ITEM_FAILED, "a step failed permanently, or its retries are used up"),
         Move("cancel", _ITEM_OPEN, _ITEM_CANCELLED, "its run was cancelled"),
-        Move("retry", _ITEM_FAILED, _ITEM_OPEN, "a person has it tried again, from the step that failed"),
-        Move("retry", _ITEM_CANCELLED, _ITEM_OPEN, "a person has it tried again, from the step that it had reached"),
+        Move("retry", _ITEM_FAILED, _ITEM_OPEN, "a person retries it, from the step that failed"),
+        Move("retry", _ITEM_CANCELLED, _ITEM_OPEN, "a person retries it, from the step that it had reached"),
     ),
 )
 

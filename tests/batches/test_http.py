@@ -520,6 +520,17 @@ async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
     assert await rate() is None
     await registered(api, id, lines=600, ago=30.0, seq=1)
     assert await rate() == pytest.approx(10, rel=0.05)
+    started = """INSERT INTO batchwright.worker (id, host, pid, version, queues, operations, concurrency, started_at,
+            heartbeat_at)
+        VALUES (%(id)s, 'h', 1, '1', %(queues)s, '{}', 1, now() - make_interval(secs => %(ago)s), now())"""
+    await api.sql(started, id="other", queues=["elsewhere"], ago=1.0)
+    assert await rate() == pytest.approx(10, rel=0.05)
+    await api.sql(started, id="ours", queues=None, ago=40.0)
+    assert await rate() == pytest.approx(15, rel=0.05), "time in which nobody ran it counted"
+    assert (await api.batchwright.part(BatchesPart).batches.paces([id]))[id].silent_seconds == pytest.approx(30, abs=2)
+    await api.sql("UPDATE batchwright.worker SET started_at = now() - interval '5 s' WHERE id = 'ours'")
+    assert (await api.batchwright.part(BatchesPart).batches.paces([id]))[id].silent_seconds == pytest.approx(5, abs=2)
+    await api.sql("DELETE FROM batchwright.worker")
     await api.sql(
         """INSERT INTO batchwright.batch_segment
             (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, registered_at)
@@ -821,7 +832,7 @@ async def test_a_cursor_that_was_made_up_is_refused(api: Api, http: httpx.AsyncC
         "\u0661:0",
     ):
         answer = await http.get(f"/v1/batches/{id}/results", params={"after": cursor})
-        assert "no cursor of this batch" in fails(answer, 400, param="after"), cursor
+        assert "not a cursor of this batch" in fails(answer, 400, param="after"), cursor
     assert (await http.get(f"/v1/batches/{id}/results", params={"after": f"{segment}:{end}"})).content == b""
 
 
@@ -832,7 +843,7 @@ async def test_the_cursor_of_another_batch_is_refused_and_skips_nothing(api: Api
     cursor = (await http.get(f"/v1/batches/{other}/results")).headers["x-next-cursor"]
     for params in ({"after": cursor}, {"after": cursor, "follow": "true"}):
         answer = await http.get(f"/v1/batches/{mine}/results", params=params)
-        assert "no cursor of this batch" in fails(answer, 400, param="after")
+        assert "not a cursor of this batch" in fails(answer, 400, param="after")
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -1051,7 +1062,7 @@ async def test_a_follower_who_cannot_be_served_any_further_is_cut_off_and_told_w
         await Shard(api, id, 1, host="elsewhere").answer(1)
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
             await anext(lines)
-    assert f"results of {id} cannot be followed any further" in caplog.text
+    assert f"results of {id} can no longer be followed" in caplog.text
     assert "Traceback" not in caplog.text
     answer = await live.get(f"/v1/batches/{id}/results", params={"follow": "true"})
     assert "another machine" in fails(answer, 409, "conflict")

@@ -49,7 +49,14 @@ async def test_one_gateway_for_all_models_is_asked_and_its_answer_is_remembered(
             assert found["data"][0]["owned_by"] == "batchwright-simulator"
             assert found["data"][0]["created"] > 0
             assert all(answer.json() == found for answer in answers)
+            message = fails(await http.get("/v1/models/smal"), 404, "model_not_found")
+            assert message == "The model 'smal' does not exist. Did you mean 'small'?"
             models = api.service(BatchServices).models
+            said = await module.describe_missing(models, ["smal", "large"], ["model_not_found", "timeout"])
+            hint = "the models that the server has: large, small; did you mean 'small'?"
+            assert said == f"the server has no model 'smal'; {hint}"
+            assert await module.describe_missing(models, ["small"], ["model_not_found"]) is None
+            assert await module.describe_missing(models, ["smal"], ["timeout"]) is None
             models._asked_at -= 2 * module.KEPT_SECONDS
             await simulator.close()
             assert (await http.get("/v1/models")).json() == found
@@ -63,6 +70,6 @@ async def test_a_gateway_that_never_answered_is_unavailable_and_not_empty(databa
         http = await api.client()
         for path in ("", "/small"):
             answer = await http.get(f"/v1/models{path}")
-            assert "did not say" in fails(answer, 503, "unavailable")
+            assert "did not list" in fails(answer, 503, "unavailable")
             assert answer.headers["retry-after"] == "5"
             assert "127.0.0.1" not in answer.text

@@ -12,7 +12,7 @@ import pytest
 from batchwright.batches.local import LocalRun, lock_queue, private_settings, use_server
 from batchwright.batches.plan.lines import MODEL_CHARACTERS_MAX
 from batchwright.batches.store import shard_queue
-from batchwright.errors import ConfigurationError, Conflict
+from batchwright.errors import ConfigurationError, Conflict, InvalidInput
 from batchwright.settings import Settings, load_settings
 
 KEY = "BATCHWRIGHT_TEST_KEY"
@@ -48,8 +48,24 @@ def test_a_server_on_the_command_line_takes_the_place_of_those_by_model() -> Non
     found = use_server(before, "http://theirs:8000", None)
     assert (found.global_inference_gateway.url, found.model_gateways) == ("http://theirs:8000", {})
     assert use_server(before, None, None) is before
-    with pytest.raises(ConfigurationError, match="--api-key-env is for one server; write its --url, too"):
+    with pytest.raises(ConfigurationError, match="--api-key-env is for one server; add its --url"):
         use_server(before, None, KEY)
+
+
+def test_a_timeout_of_the_command_line_is_that_of_every_server() -> None:
+    found = use_server(settings(global_inference_gateway=OURS), None, None, 30.0)
+    assert found.global_inference_gateway.request_timeout == 30.0
+    found = use_server(settings(), "http://theirs:8000", None, 30.0)
+    assert found.global_inference_gateway.request_timeout == 30.0
+    found = use_server(settings(model_gateways={"a": {"url": "http://a:8000"}}), None, None, 30.0)
+    assert found.model_gateways["a"].request_timeout == 30.0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings/", "/v1/v1", "/openai/v1/models"])
+def test_a_url_that_holds_what_each_request_adds_is_refused(path: str) -> None:
+    with pytest.raises(InvalidInput, match="which each request adds itself; leave that out of --url"):
+        use_server(settings(), f"http://theirs:8000{path}", None)
+    assert use_server(settings(), "http://theirs:8000/openai/v1", None).global_inference_gateway.is_set
 
 
 def test_a_private_worker_serves_its_queue_only_and_has_little_patience() -> None:

@@ -44,6 +44,14 @@ def test_the_risk_is_the_share_of_the_time_left_that_is_needed(rate: float, left
     assert found == Forecast(NOW + seconds(50), risk)
 
 
+@pytest.mark.parametrize(
+    ("rate", "silent", "is_known"), [(5.0, 9.0, True), (5.0, 11.0, False), (0.05, 59.0, True), (0.05, 61.0, False)]
+)
+def test_while_answers_fail_to_come_nobody_knows_the_end(rate: float, silent: float, is_known: bool) -> None:
+    found = forecast(batch(expires_at=NOW + seconds(1)), Pace(rate, NOW, silent_seconds=silent))
+    assert (found.eta is not None, found.risk) == (is_known, DeadlineRisk.HIGH)
+
+
 def test_a_batch_with_all_its_answers_ends_now() -> None:
     assert forecast(batch(completed=90), Pace(1.0, NOW)) == Forecast(NOW, DeadlineRisk.NONE)
     assert forecast(batch(completed=200), Pace(1.0, NOW)).eta == NOW

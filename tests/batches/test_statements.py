@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from batchwright.batches import store
+from batchwright.batches import samples, store
 from batchwright.batches.upkeep import collector
 from batchwright.db.database import DatabaseSettings, connect_arguments
 from batchwright.engine import owned
@@ -36,7 +36,7 @@ CROWD = f"""
 """
 IN_THE_MIDDLE = f"{BATCHES // 2:032x}"
 PAGES_MAX = 300
-SOURCES = (store, collector, owned, files, uploads)
+SOURCES = (store, collector, owned, files, samples, uploads)
 
 
 @pytest.fixture(scope="module")

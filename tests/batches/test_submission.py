@@ -34,7 +34,7 @@ async def test_a_file_that_is_too_large_or_was_changed_leaves_nothing(database_u
         files = stage.batchwright.part(BatchesPart).files
         with pytest.raises(TooLarge, match="larger than 5 bytes"):
             await store_input(files, path, tenant="acme", bytes_max=5)
-        with pytest.raises(Conflict, match=r"in\.jsonl was changed while it was read"):
+        with pytest.raises(Conflict, match=r"in\.jsonl changed while it was read"):
             await store_input(files, path, tenant="acme", bytes_max=100, sha256=hashlib.sha256(b"").hexdigest())
         assert await files.list("acme") == []
         assert [one async for one in files.store.list("files")] == []

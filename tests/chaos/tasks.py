@@ -72,6 +72,8 @@ class Size:
     tasks: int
     submit_seconds: float
     """Over which they are submitted; the monkey plays until the last one is, and for a third of that time more."""
+    kills_min: int
+    """On a slow machine the monkey, and the provider's bad days, go on until so many workers were killed."""
     drain_seconds: float
     kill_seconds: tuple[float, float]
     """Between two deeds."""
@@ -83,8 +85,16 @@ class Size:
     cancelled_every: int = 12
 
 
-LONG = Size(tasks=200, submit_seconds=120.0, drain_seconds=300.0, kill_seconds=(0.5, 2.5))
-SHORT = Size(tasks=26, submit_seconds=12.0, drain_seconds=110.0, kill_seconds=(0.5, 2.0), workers=2, postgres_every=5)
+LONG = Size(tasks=200, submit_seconds=120.0, kills_min=10, drain_seconds=300.0, kill_seconds=(0.5, 2.5))
+SHORT = Size(
+    tasks=26,
+    submit_seconds=12.0,
+    kills_min=3,
+    drain_seconds=110.0,
+    kill_seconds=(0.5, 2.0),
+    workers=2,
+    postgres_every=5,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,7 +252,7 @@ class Play:
     async def _kill(self, fleet: Fleet, postgres: EmbeddedPostgres, seconds: float) -> None:
         chance = random.Random(f"monkey {self.result.seed}")
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until or not self._was_wild:
             await asyncio.sleep(chance.uniform(*self.size.kill_seconds))
             if chance.randrange(self.size.postgres_every) == 0:
                 await asyncio.to_thread(_restart, postgres, chance.uniform(0.0, 1.0))
@@ -257,6 +267,10 @@ class Play:
                 self.deeds["workers killed"] += 1
                 self._say(f"SIGKILL {victim.process.pid}")
 
+    @property
+    def _was_wild(self) -> bool:
+        return self.deeds["workers killed"] >= self.size.kills_min and self.deeds["PostgreSQL killed"] > 0
+
     def _stop(self, victim: Victim, seconds: float) -> None:
         """For longer than a lease: it comes back when others have its tasks, and goes on where it was."""
         victim.stops.append((time.time(), time.time() + seconds))
@@ -268,7 +282,7 @@ class Play:
     async def _fail_calls(self, seconds: float) -> None:
         chance = random.Random(f"faults {self.result.seed}")
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until or not self._was_wild:
             rules = chance.choice(FAULTS)
             self.server.put_faults(*rules)
             await asyncio.sleep(chance.uniform(1.0, 4.0))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -62,6 +63,9 @@ def test_every_command_and_every_flag_says_what_it_does(words: tuple[str, ...]) 
     assert all(packed(part) in said for part in command.help.partition("\f")[0].split("\n\n"))
     for flag in (flag for flag in command.params if not getattr(flag, "hidden", False)):
         assert flag.help, f"{words}: {flag.name} has no help"
+        if not words:  # the list of all commands has only room for the names of flags
+            assert flag.opts[0] in said
+            continue
         assert packed(flag.help) in said, f"{words}: {flag.name}"
         assert packed(flag.metavar or "") in said, f"{words}: {flag.name}"
 
@@ -71,7 +75,9 @@ def packed(text: str) -> str:
     return "".join(text.replace("\\[", "[").replace("│", "").split())
 
 
-@pytest.mark.parametrize("words", [words for words in LEAVES if words not in SERVERS], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [words for words in LEAVES if words not in SERVERS | {("batch", "example")}], ids=" ".join
+)
 def test_every_command_with_a_result_prints_json(words: tuple[str, ...]) -> None:
     assert "--json" in {name for flag in TREE[words].params for name in flag.opts}
 
@@ -147,10 +153,21 @@ def test_the_list_of_commands_is_printed_without_loading_any_of_them() -> None:
     there = loaded("--help")
     assert there.isdisjoint(HEAVY)
     ours = {name for name in there if name.startswith("batchwright.")}
-    names = ("files", "webhooks", "batches", "providers", "ingest")
+    names = ("files", "webhooks", "web", "batches", "providers", "ingest")
     parts = {*names, *(f"{name}.part" for name in names), "builtin", "part"}
     assert ours == {
-        f"batchwright.{name}" for name in ("cli", "cli.exit_codes", "commands", "errors", "plugins", "states", *parts)
+        f"batchwright.{name}"
+        for name in (
+            "cli",
+            "cli.exit_codes",
+            "cli.hangup",
+            "cli.help",
+            "commands",
+            "errors",
+            "plugins",
+            "states",
+            *parts,
+        )
     }
 
 
@@ -307,3 +324,41 @@ def test_a_word_that_is_no_command_is_answered_with_those_that_are_close() -> No
 def test_the_help_of_the_simulator_names_its_profiles() -> None:
     (flag,) = [flag for flag in TREE["simulate",].params if flag.name == "profile_name"]
     assert ", ".join(PROFILES) in flag.help
+
+
+# Help on a screen ---------------------------------------------------------------------------------------------------
+
+
+def shown_help(*words: str) -> str:
+    return CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).output
+
+
+def test_the_list_of_commands_fits_a_screen_and_is_grouped_by_what_people_do() -> None:
+    lines = shown_help().splitlines()
+    assert len(lines) < 24, "the prompt needs a line, too"
+    assert max(map(len, lines)) <= 80
+    groups = [line.split()[0] for line in lines[3:] if not line.startswith(" ")]
+    assert groups == ["Start", "Batches", "Jobs", "Operate", "Options"]
+    assert {words[0] for words in TREE if words} <= {word for line in lines for word in line.split()[:2]}
+
+
+def test_each_group_begins_with_the_command_that_it_is_named_after() -> None:
+    first = {line.split()[0]: line.split()[1] for line in shown_help().splitlines()[3:] if not line.startswith(" ")}
+    assert (first["Start"], first["Batches"], first["Jobs"]) == ("up", "batch", "job")
+
+
+@pytest.mark.parametrize("words", [words for words in TREE if words], ids=" ".join)
+def test_help_breaks_no_word_and_shows_flags_as_flags_at_80_columns(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = TREE[words].get_help(typer.Context(TREE[words], info_name=" ".join(words)))
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in "".join(part for part in said.split() if part.startswith("-")), "no flag is cut"
+    seen = set(said.replace(",", " ").split())
+    for flag in (flag for flag in TREE[words].params if not getattr(flag, "hidden", False)):
+        names = [*flag.opts, *flag.secondary_opts] if flag.param_type_name == "option" else []
+        assert set(names) <= seen, f"{words}: {flag.name}"
+        for word in (flag.help or "").replace(",", " ").split():
+            assert word in seen, f"{words}: {word!r} is broken"
+    assert "<" not in said.replace("<=", ""), "a type in brackets is for programmers"

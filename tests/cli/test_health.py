@@ -90,7 +90,7 @@ def test_a_worker_whose_guard_has_tripped_says_so_to_the_probe_gives_its_jobs_ba
             assert BROKEN in probe.until(path, 503)["detail"]
         (guarded.folder / "go").touch()
         assert worker.ended() == 1
-        worker.until(f"error: this worker is broken and must be started anew: {BROKEN}")
+        worker.until(f"error: this worker is broken and must be restarted: {BROKEN}")
     assert guarded.rows("SELECT status::text, attempts FROM batchwright.job WHERE id = %s", held) == [("QUEUED", 0)]
     assert guarded.rows("SELECT id FROM batchwright.worker WHERE left_at IS NULL") == []
 

@@ -1,58 +1,11 @@
-"""Tables on terminals of any width, and numbers as people read them."""
+"""Numbers and findings as people read them."""
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
-from rich.text import Text
 
-from batchwright.cli.show import make_table, money, print_findings, size
+from batchwright.cli.show import money, print_findings, size
 from batchwright.db.check import Finding, Level
-
-COLUMNS = {
-    "id": [Text("0123456789"), Text("9876543210")],
-    "empty": [Text(""), Text("")],
-    "status": [Text("RUNNING"), Text("FAILED")],
-    "models": [Text("a-rather-long-name, another-name"), Text("short")],
-    "message": [Text("a message that is longer than anything else in here"), Text("")],
-}
-
-
-def draw(width: int, **options: bool) -> tuple[list[str], int]:
-    table, needed = make_table(COLUMNS, width, elastic=("models", "message"), **options)
-    out = Console(file=io.StringIO(), width=max(width, needed))
-    out.print(table)
-    assert isinstance(out.file, io.StringIO)
-    return [line.rstrip() for line in out.file.getvalue().splitlines()], needed
-
-
-@pytest.mark.parametrize("width", [45, 60, 80, 120, 200])
-def test_no_column_vanishes_and_only_elastic_ones_are_cut(width: int) -> None:
-    (head, first, second), needed = draw(width)
-    assert head.split() == ["id", "status", "models", "message"]
-    assert first.startswith("0123456789  RUNNING")
-    assert second.startswith("9876543210  FAILED")
-    assert needed <= width
-    assert ("…" in first) == (width < 110)
-
-
-def test_the_widest_of_the_elastic_columns_are_cut_first() -> None:
-    (_, first, _), _ = draw(80)
-    _, models, message = first.partition("RUNNING")[2].partition("a-rather")
-    assert abs(len(models + message.split("…")[0]) - len(message.split("…")[1])) <= 4
-
-
-def test_what_must_not_be_cut_makes_a_table_wider_than_asked() -> None:
-    (_, first, _), needed = draw(20)
-    assert needed > 20
-    assert first.startswith("0123456789  RUNNING  ")
-
-
-def test_a_table_may_have_no_header() -> None:
-    lines, _ = draw(120, has_header=False)
-    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(

@@ -215,3 +215,18 @@ def test_a_read_only_file_system_is_told_without_a_traceback_of_the_clean_up(fol
     *_, last = done.stderr.splitlines()
     assert last.endswith(f"{folder}/out.jsonl cannot be written: Read-only file system"), done.stderr
     assert "During handling of the above exception" not in done.stderr
+
+
+def test_a_file_that_is_replaced_stays_as_private_as_it_was_and_a_new_one_follows_the_umask(folder: Path) -> None:
+    (folder / "mine").write_bytes(b"before")
+    (folder / "mine").chmod(0o600)
+    before = os.umask(0o027)
+    try:
+        with open_target("--output", Path("mine")).replace() as stream:
+            stream.write(b"after")
+            assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600, 0o600]
+        put("new")
+    finally:
+        os.umask(before)
+    assert (folder / "mine").stat().st_mode & 0o777 == 0o600
+    assert (folder / "new").stat().st_mode & 0o777 == 0o640

@@ -518,7 +518,7 @@ def test_python_code_of_the_wheel_is_never_imported(root: Path) -> None:
 
 
 def test_data_of_another_major_version_is_refused(root: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"made by PostgreSQL 18, and this is 16; dump it with"):
+    with pytest.raises(ConfigurationError, match=r"created by PostgreSQL 18, and this is 16; dump it with"):
         EmbeddedPostgres(root, major=16).start()
     with pytest.raises(ConfigurationError, match=r"choose one of \[16, 18\]"):
         EmbeddedPostgres(root, major=17)

@@ -14,12 +14,14 @@ import pytest
 from batchwright import NewJob
 from batchwright.db.database import Database, Pool
 from batchwright.engine import (
+    attention,
     catalog,
     event_streams,
     metrics,
     named_queues,
     queue,
     retention,
+    samples,
     schedules,
     upkeep,
     views,
@@ -29,7 +31,20 @@ from batchwright.engine.queue import NOWHERE, Queue
 from tests.engine.planning import QUEUED, indexes, nodes, numbered, plan, scanned, touched, whole_table_scans
 from tests.support import BASIC, DATABASE, put, take
 
-SOURCES = (catalog, event_streams, metrics, named_queues, queue, retention, schedules, upkeep, views, workers)
+SOURCES = (
+    attention,
+    catalog,
+    event_streams,
+    metrics,
+    named_queues,
+    queue,
+    retention,
+    samples,
+    schedules,
+    upkeep,
+    views,
+    workers,
+)
 ID = UUID("00000000-0000-0000-0000-000000000001")
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 SETTLES = ("succeed", "fail", "retry", "snooze", "release")

@@ -723,7 +723,7 @@ def test_the_survivors_of_a_week_are_found_tenant_by_tenant_and_not_all_counted(
 @pytest.mark.parametrize("name", ["succeeded_days", "ended_days", "requests_days"])
 def test_days_that_would_keep_nothing_or_overflow_are_refused(name, days):
     with pytest.raises(
-        ConfigurationError, match=rf"{name} is .*; give days from 0\.042 .* or inf to keep them for ever"
+        ConfigurationError, match=rf"{name} is .*; give days from 0\.042 .* or inf to keep them forever"
     ):
         RetentionSettings(**{name: days})
 

@@ -180,7 +180,7 @@ def test_a_cron_expression_that_cannot_be_says_why(cron, why):
         ("europe/berlin", "did you mean 'Europe/Berlin'?"),
         ("new york", "did you mean 'America/New_York'?"),
         ("Europe", "did you mean 'Europe/"),
-        ("localtime", "there is no time zone 'localtime'"),
+        ("localtime", "'localtime' is another time zone on each machine"),
         ("../../etc/passwd", "write it as 'Europe/Berlin' or 'UTC'"),
         ("", "write it as 'Europe/Berlin' or 'UTC'"),
     ],
@@ -253,9 +253,9 @@ REFUSED = [
     ({"missed": "some"}, InvalidInput, "missed is 'some'; use skip, latest or all"),
     ({"cron": "0 0 31 2 *"}, InvalidInput, "day-of-month"),
     ({"timezone": "Mars"}, InvalidInput, "there is no time zone 'Mars'"),
-    ({"name": ""}, InvalidInput, "is no name for a schedule"),
-    ({"name": "a/b"}, InvalidInput, "is no name for a schedule"),
-    ({"name": "x" * 201}, InvalidInput, "is no name for a schedule"),
+    ({"name": ""}, InvalidInput, "is not a schedule name"),
+    ({"name": "a/b"}, InvalidInput, "is not a schedule name"),
+    ({"name": "x" * 201}, InvalidInput, "is not a schedule name"),
     ({"name": str(uuid4())}, InvalidInput, "not the form of an id"),
 ]
 

@@ -629,7 +629,7 @@ async def test_an_operation_that_waits_for_one_job_twice_fails_at_once(queue, po
     await worker.close()
     job = await queue.get(id)
     assert (job.status, job.error["kind"]) == (FAILED, "schema_invalid")
-    assert "the same NewJob stands twice" in job.error["message"]
+    assert "the same NewJob is twice" in job.error["message"]
     assert await queue.count_children(id) == {}
 
 

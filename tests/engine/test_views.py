@@ -89,7 +89,7 @@ def test_a_cursor_comes_back_from_its_text_to_the_microsecond(moment, id):
 @example(str(Cursor(datetime(2026, 1, 1, tzinfo=UTC), UUID(int=7)))[:-3])
 @example("ZmZmZmZmZmZmZmZmZmZmZmZmZmZmLjAw")
 def test_what_is_no_cursor_is_refused_in_words(text):
-    with pytest.raises(InvalidInput, match="is no cursor; use the next_cursor of a list") as refused:
+    with pytest.raises(InvalidInput, match="is not a cursor; use the next_cursor of a list") as refused:
         Cursor.parse(text)
     assert refused.value.param == "cursor"
 

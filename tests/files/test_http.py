@@ -28,7 +28,7 @@ LINES = b'{"custom_id": "a"}\n{"custom_id": "b"}'
 async def api(database_url: str) -> AsyncIterator[Api]:
     """A server with a small limit for files, and a smaller one for all other bodies."""
     parts = {"batches": BatchSettings(file_bytes_max=LIMIT)}
-    async with serving(database_url, parts=parts, body_bytes_max=LIMIT // 2) as api:
+    async with serving(database_url, parts=parts, body_bytes_max=LIMIT // 2, jobs_bytes_max=LIMIT // 2) as api:
         yield api
 
 

@@ -147,7 +147,7 @@ async def test_a_server_that_does_not_take_the_connection_is_unavailable():
         limits = InferenceSettings(connect_timeout=0.2)
         found = await gateway(f"http://127.0.0.1:{full.getsockname()[1]}", limits=limits).send(request())
     assert (found.verdict, found.code) == (Verdict.UNAVAILABLE, "connection_failed")
-    assert found.message.endswith("no connection in time")
+    assert found.message.endswith("no connection within 0.2 s, the inference.connect_timeout")
 
 
 @pytest.mark.parametrize(
@@ -448,3 +448,44 @@ def test_the_http_library_is_imported_by_two_modules_only():
     source = Path(gateway_module.__file__).parents[1]
     users = [file.name for file in source.rglob("*.py") if "import wreq" in file.read_text(encoding="utf-8")]
     assert sorted(users) == ["gateway.py", "http.py"], "one for model servers, one for services"
+
+
+async def test_a_timeout_names_its_duration_and_its_setting(model_server):
+    model_server.replies["/hang"] = None
+    found = await gateway(model_server, request_timeout=0.2).send(request("/hang"))
+    assert found.code == "request_timeout"
+    assert found.message == "the server did not answer within 0.2 s, the request_timeout"
+
+
+async def test_the_wrong_scheme_is_named(model_server):
+    async def refuse(reader, writer):
+        """As servers of plain HTTP answer to a TLS handshake."""
+        await reader.read(1)
+        writer.write(answer(b"", "400 Bad Request"))
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as plain:
+        port = plain.sockets[0].getsockname()[1]
+        found = await gateway(f"https://127.0.0.1:{port}").send(request())
+    assert (found.verdict, found.code) == (Verdict.UNAVAILABLE, "connection_failed")
+    assert found.message.endswith("if it is a plain http server, write http:// instead of https://")
+    model_server.replies["/tls"] = b"\x15\x03\x01\x00\x02\x02\x46"
+    model_server.then_close.add("/tls")
+    found = await gateway(model_server).send(request("/tls"))
+    assert found.code == "connection_lost"
+    assert found.message.endswith("if it is an https server, write https://, else another port")
+
+
+async def test_a_redirect_names_the_server_that_it_leads_to_and_no_more(model_server):
+    model_server.replies["/a"] = answer(b"", "301 Moved", "location: https://secure.example:8443/v1?key=secret")
+    found = await gateway(model_server).send(request("/a"))
+    assert found.message == (
+        "the server answered 301, a redirect to https://secure.example:8443; redirects are not followed, correct the "
+        "gateway's url"
+    )
+
+
+async def test_a_web_page_is_told_from_a_broken_answer(model_server):
+    model_server.replies["/a"] = answer(b"\n<!DOCTYPE html><html></html>")
+    found = await gateway(model_server).send(request("/a"))
+    assert found.message == "the server answered 200 with HTML, as a web site or a proxy does"

@@ -149,7 +149,7 @@ async def test_a_newcomer_reads_web_pages_searches_them_and_takes_them_away(stag
     ("change", "param", "words"),
     [
         ({"collection": "a/b"}, "collection", "no slash"),
-        ({"collection": " a"}, "collection", "no spaces at its ends"),
+        ({"collection": " a"}, "collection", "no spaces at either end"),
         ({"collection": ""}, "collection", ""),
         ({"collection": "x" * 101}, "collection", ""),
         ({"sources": []}, "sources", ""),
@@ -157,7 +157,7 @@ async def test_a_newcomer_reads_web_pages_searches_them_and_takes_them_away(stag
         ({"sources": ["@/etc/hosts"]}, "sources", "under none of the roots"),
         ({"sources": ["s3://bucket/prefix"]}, "sources", "under none of the roots"),
         ({"sources": ["{papers}/../secret"]}, "sources", "under none of the roots"),
-        ({"sources": ["ftp://example.com/a"]}, "sources", "is no address that documents are fetched from"),
+        ({"sources": ["ftp://example.com/a"]}, "sources", "ftp: is not a supported scheme"),
         ({"sources": ["http://u:p@example.com/a"]}, "sources", "a user or password"),
         ({"sources": [URL] * 10_001}, "sources", ""),
         ({"sources": ["http://x/" + "y" * 4_000]}, "sources.0", ""),

@@ -111,7 +111,7 @@ async def test_the_row_of_a_step_forbids_a_second_completion(bench):
     blind = await Machine.open(bench.queue, script.graph(), machine.held, machine.run, machine.item, 2)
     await machine.run_step(FIRST, functools.partial(script.call, FIRST))
     result = await blind.run_step(FIRST, functools.partial(script.call, FIRST))
-    assert (result.category, "completed by somebody else" in result.message) == (Category.FATAL, True)
+    assert (result.category, "completed by another worker" in result.message) == (Category.FATAL, True)
     assert len(await events_of(bench, item, "step_completed")) == 1
 
 

@@ -102,7 +102,7 @@ class TestWords:
     async def test_a_query_of_stop_words_says_so(self, shelf):
         await fill(shelf, "to be or not to be")
         found = await shelf.search.search("default", "papers", "to be or not", mode="words")
-        assert (found.hits, found.used) == ([], ["words left out: the query has none that tell something"])
+        assert (found.hits, found.used) == ([], ["words left out: the query has no words to search by"])
 
     async def test_another_language_has_other_endings(self, shelf):
         collection = await shelf.collection("deutsch", language="german")

@@ -56,7 +56,7 @@ class World:
     async def run(self, operation: Any, payload: dict[str, Any], **options: Any) -> Job:
         """Enqueue, run everything, and answer the job."""
         id = await self.batchwright.enqueue(operation, payload, **options)
-        await drain(self.batchwright, limit=100)
+        await drain(self.batchwright, fast_forward=True, limit=100)
         return await self.batchwright.get(id)
 
     async def ingest(self, text: str | bytes, **options: Any) -> Job:
@@ -134,7 +134,7 @@ KNOWN = {"km": Unit("km", "distance", Decimal(1), "kilometre"), "old": Unit("old
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
     [
-        ("amount", "abc", "'abc' is not a number; write it as 1234.5, without signs for thousands"),
+        ("amount", "abc", "'abc' is not a number; write it as 1234.5, without thousands separators"),
         ("amount", '"1,5"', "'1,5' is not a number"),
         ("amount", "1e5", "'1e5' is not a number"),
         ("amount", "NaN", "'NaN' is not a number"),
@@ -190,7 +190,7 @@ def test_separators_byte_order_marks_blank_lines_and_quoted_line_ends_are_read(s
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'T2,"BIO,train,2026-05-04,1,km', "quoted field goes on for more than 20 lines; is a quote not closed?"),
+        (b'T2,"BIO,train,2026-05-04,1,km', "quoted field spans more than 20 lines; is a quote not closed?"),
         (b'T2,"BIO"x,train,2026-05-04,1,km', "expected after"),
         (b"T2,BIO,train", "the row has 3 fields, the header has 6"),
         (b"T2," + b"x" * LINE_BYTES_MAX, "the line is longer than 65,536 bytes"),
@@ -279,7 +279,7 @@ def test_what_is_no_readable_file_is_refused_with_the_reason(tmp_path: Path, mon
         ("inner", "'inner' is not a regular file"),
         ("pipe.csv", "'pipe.csv' is not a regular file"),
         ("large.csv", "'large.csv' has 11 bytes; the limit is 10"),
-        ("a\x00b", "is no usable path"),
+        ("a\x00b", "is not a usable path"),
     ]:
         with pytest.raises(Fatal, match=reason):
             DataFile(path, "default", bytes_max=10)
@@ -455,7 +455,7 @@ async def test_a_page_is_written_once_whoever_comes_with_it(world: World) -> Non
         assert await world.ask("SELECT rows_bad FROM emissions.dataset WHERE id = %(id)s", id=dataset.id) == [(1,)]
         async with pool.transaction() as session:
             await store.swap(session, standing, key, dataset.id)
-        with pytest.raises(RetryLater, match="another worker has gone on with this file"):
+        with pytest.raises(RetryLater, match="another worker has continued this file"):
             await store.stage(pool, dataset, staged)
         unfinished = await store.begin(pool, standing, key, file, START)
         with pytest.raises(RetryLater):
@@ -515,10 +515,10 @@ async def test_three_factor_files_at_once_lead_to_one_recalculation_per_module(w
     async with AsyncBatchwright(database_url=database_url, operations=[factor_ingest]) as only_factors:
         jobs = [NewJob(factor_ingest, {"path": name, "year": 2026}) for name in ("a.csv", "b.csv", "c.csv")]
         await only_factors.enqueue(jobs)
-        assert await drain(only_factors, limit=20) == 3
+        assert await drain(only_factors, fast_forward=True, limit=20) == 3
     waiting = "SELECT payload->>'module', count(*) FROM batchwright.job WHERE status = 'QUEUED' GROUP BY 1 ORDER BY 1"
     assert await world.ask(waiting) == [("energy", 1), ("travel", 1)]
-    await drain(world.batchwright, limit=20)
+    await drain(world.batchwright, fast_forward=True, limit=20)
     assert await world.totals() == {("BIO", "train"): Decimal(63)}
 
 

@@ -106,7 +106,7 @@ def test_the_schema_is_published_with_the_defaults():
 
 @pytest.mark.parametrize("name", ["", "a b", "1st", "x" * 101, "a..b"])
 def test_a_bad_name_is_refused(name):
-    with pytest.raises(ConfigurationError, match="is no operation name"):
+    with pytest.raises(ConfigurationError, match="is not an operation name"):
         operation(name)
 
 

@@ -460,7 +460,7 @@ def test_bad_settings_are_refused(settings, message):
     ("changes", "message"),
     [
         ({"uri": "ftp://x/a.wav"}, "begins with 'ftp'"),
-        ({"filename": "notes.txt"}, "no format of AWS"),
+        ({"filename": "notes.txt"}, "a format that AWS does not accept"),
         ({"speakers_max": 1}, "2 to 30"),
         ({"language": "English!"}, "en-US"),
         ({"tempo": 2}, "'tempo' is unknown"),

@@ -95,7 +95,7 @@ async def test_a_service_that_is_not_there_is_a_warning(server, tools):
     tables["openai"]["base_url"] = url
     findings = await found(Checked(tables, tools))
     assert (findings["openai"].level, findings["mistral"].level) == (Level.WARNING, Level.OK)
-    assert findings["openai"].remedy == "see whether it can be reached from here; tasks for it wait until then"
+    assert findings["openai"].remedy == "check that this machine can reach it; tasks for it wait until then"
 
 
 async def test_a_service_that_does_not_answer_is_not_waited_for(server, tools, monkeypatch):

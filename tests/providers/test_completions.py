@@ -82,7 +82,7 @@ async def test_only_line_feeds_end_lines_and_long_ones_are_skipped(parts, expect
         ([line(url=5)], "line 1: url must be a text", "url"),
         ([line("a"), line("b"), line("a")], "line 3: the custom_id is that of line 1", "custom_id"),
         ([line(url="/v1/embeddings")], "line 1: its url is '/v1/embeddings'", "url"),
-        ([line("a"), line("b", body={"model": "other"})], "line 2: its model is another", "body.model"),
+        ([line("a"), line("b", body={"model": "other"})], "line 2: its model differs", "body.model"),
         ([line(str(n)) for n in range(4)], "the file has more than 3 requests", None),
     ],
 )

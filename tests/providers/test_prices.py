@@ -277,7 +277,7 @@ async def test_an_unknown_price_is_no_cost_and_one_warning(database_url, tmp_pat
         (warning,) = await events_of(stage, task, "task.cost_unknown")
         assert warning.level == "warning"
         assert warning.message == (
-            "the cost is unknown of openai/unheard-of, mistral/nobody; "
+            "the cost of openai/unheard-of, mistral/nobody is unknown; "
             'write it as [providers.openai.prices."unheard-of"]'
         )
 

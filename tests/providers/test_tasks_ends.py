@@ -98,7 +98,7 @@ async def test_a_task_that_ends_without_a_result_because_it_is_late_says_so(stag
     stage.server.advance(stage.server.settings.cancel_seconds + 1)
     task = await stage.until(id, lambda task: task.has_ended)
     assert (task.status, task.error["code"]) == (TaskStatus.FAILED, "timeout")
-    assert task.error["message"].startswith("the time of the task was over: ")
+    assert task.error["message"].startswith("the task timed out: ")
 
 
 async def test_a_late_job_that_cannot_be_cancelled_fails_its_task(stage):
@@ -157,7 +157,7 @@ async def test_a_task_of_a_type_that_nothing_does_fails_and_says_so(stage):
     stage.work()
     task = await stage.until(id, lambda task: task.has_ended)
     assert task.status is TaskStatus.FAILED
-    assert task.error["message"] == "nothing here does tasks of the type 'translation'"
+    assert task.error["message"] == "no provider here supports tasks of the type 'translation'"
 
 
 # Credentials ------------------------------------------------------------------------------------------------------

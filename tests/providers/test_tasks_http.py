@@ -51,7 +51,7 @@ async def nothing_was_made(stage):
     [
         (transcription(provider="azzure"), "provider", "did you mean 'azure'?"),
         (transcription(provider="nobody-at-all"), "provider", "there are anthropic, aws, azure"),
-        (transcription(provider="openai"), "provider", "no tasks of the type transcription; there are aws, azure"),
+        (transcription(provider="openai"), "provider", "support tasks of the type transcription; use aws, azure"),
         (transcription(provider=None), "provider", "name a provider for this task"),
         (transcription(task_type="translation"), "task_type", "there are transcription, completion"),
         (transcription(inputs=[]), "inputs", "there is no input"),

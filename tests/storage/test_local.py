@@ -104,6 +104,7 @@ async def test_everything_is_synced_before_and_after_it_gets_its_name(folder, tm
     folders = [("fsync", str(root / "a" / "b")), ("fsync", str(root / "a")), ("fsync", str(root))]
     journal = tmp_path / "journal"
     journal.write_bytes(b"precious")
+    journal.chmod(0o600)
     for put in (folder.put("a/b/c", b"x"), folder.put_file("a/b/c", journal)):
         calls.clear()
         await put
@@ -116,6 +117,7 @@ async def test_everything_is_synced_before_and_after_it_gets_its_name(folder, tm
 async def test_a_finished_file_is_linked_and_outlives_its_old_name(folder, tmp_path):
     journal = tmp_path / "journal"
     journal.write_bytes(b"precious")
+    journal.chmod(0o600)
     stored = await folder.put_file("a/b", journal)
     assert folder.local_path("a/b").stat().st_ino == journal.stat().st_ino
     assert (await folder.head("a/b")).etag == stored.etag
@@ -320,3 +322,16 @@ def test_a_url_that_names_no_store_is_refused_with_those_that_do(tmp_path, url):
 def test_settings_that_cannot_work_are_refused(setting, least):
     with pytest.raises(ConfigurationError, match=f"must be .* {least}"):
         StorageSettings(**setting)
+
+
+async def test_a_file_that_others_can_read_is_copied_so_that_the_object_is_private(tmp_path: Path) -> None:
+    store = open_store(StorageSettings(), beside=tmp_path)
+    for name, mode in {"public": 0o644, "private": 0o600}.items():
+        (tmp_path / name).write_bytes(b"answer")
+        (tmp_path / name).chmod(mode)
+        await store.put_file(f"a/{name}", tmp_path / name)
+    public, private = (store.local_path(f"a/{name}") for name in ("public", "private"))
+    assert public is not None
+    assert private is not None
+    assert (public.stat().st_mode & 0o777, (tmp_path / "public").stat().st_mode & 0o777) == (0o600, 0o644)
+    assert private.samefile(tmp_path / "private"), "what is private already is linked"

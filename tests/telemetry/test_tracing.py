@@ -600,7 +600,7 @@ def test_more_spans_than_the_queue_holds_are_dropped_and_said_once(environment, 
             with tracing.span("a"):
                 pass
         (record,) = caplog.records
-        assert record.getMessage().startswith("spans are lost: they come faster than the collector takes them;")
+        assert record.getMessage().startswith("spans are lost: they come faster than the collector accepts them;")
         tracing.stop()
     assert len(caplog.records) == 1
 

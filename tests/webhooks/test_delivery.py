@@ -221,7 +221,7 @@ async def test_a_redirect_is_refused_and_not_followed(receiver, status):
 async def test_gone_is_final(receiver):
     receiver.replies["/hook"] = answer(b"", "410 Gone")
     webhooks = make(endpoint(receiver))
-    with pytest.raises(Fatal, match="take it out of the configuration") as failed:
+    with pytest.raises(Fatal, match="remove it from the configuration") as failed:
         await deliver(webhooks, receiver)
     assert failed.value.code == "endpoint_gone"
     await webhooks.close()

@@ -3,16 +3,16 @@
 -- part: columns
 id, tenant, status::text, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds,
 metadata, limits, traceparent, retry_of, retry_codes, family, models, total, input_sha256, errors, completed, failed,
-expired, cancelled, input_tokens, cached_tokens, output_tokens, reasoning_tokens, usage_by_model, error_summary,
-resends, overflow_cost, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
+expired, cancelled, input_tokens, cached_tokens, output_tokens, reasoning_tokens, usage_by_model, progress_by_model,
+error_summary, resends, overflow_cost, stop_reason, stop_at, stop_error, output_file_id, error_file_id, manifest, segments_gone_at, created_at,
 expires_at, paused_at, taken_up_at, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at,
-cancelled_at, waiting_reason, waiting_message,
+cancelled_at, waiting_reason, waiting_message, origin,
 coalesce(waiting_at > :now - make_interval(mins => 2), false)
 
 -- part: open
 batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
 
--- What is known of a batch that ends. Counts and errors that are null stay as they are.
+-- What is known about a batch that ends. Counts and errors that are null stay unchanged.
 -- part: ending
 completed = coalesce(%(completed)s, completed),
 failed = coalesce(%(failed)s, failed),
@@ -27,18 +27,18 @@ manifest = %(manifest)s::jsonb
 -- name: insert
 INSERT INTO batchwright.batch (
     id, tenant, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds, metadata,
-    limits, idempotency_key, idempotency_digest, traceparent, retry_of, retry_codes, family, sealed_headers, created_at,
-    expires_at)
+    limits, idempotency_key, idempotency_digest, traceparent, retry_of, retry_codes, family, origin, sealed_headers,
+    created_at, expires_at)
 VALUES (
     %(id)s, %(tenant)s, %(job_id)s, %(queue)s, %(priority)s, %(endpoint)s, %(input_file_id)s, %(completion_window)s,
     %(output_expires_seconds)s, %(metadata)s::jsonb, %(limits)s::jsonb, %(idempotency_key)s, %(idempotency_digest)s,
-    %(traceparent)s, %(retry_of)s, %(retry_codes)s, %(family)s,
+    %(traceparent)s, %(retry_of)s, %(retry_codes)s, %(family)s, %(origin)s::jsonb,
     coalesce(%(sealed_headers)s::bytea, (SELECT sealed_headers FROM batchwright.batch AS first WHERE first.id = %(retry_of)s)),
     :now, :now + make_interval(secs => %(window_seconds)s))
 ON CONFLICT DO NOTHING
 RETURNING :columns
 
--- The batch that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- The batch that the insert conflicts with: the same one, from a call whose answer was lost, or the one with the key.
 -- name: known
 SELECT idempotency_digest, :columns
 FROM batchwright.batch
@@ -46,7 +46,7 @@ WHERE id = %(id)s OR (tenant = %(tenant)s AND idempotency_key = %(idempotency_ke
 ORDER BY id <> %(id)s
 LIMIT 1
 
--- Of an ended batch: from now on the key can stand for another one.
+-- For an ended batch: from now on the key can identify another one.
 -- name: free_idempotency_key
 UPDATE batchwright.batch SET idempotency_key = NULL, idempotency_digest = NULL
 WHERE id = %(id)s AND status IN ('completed', 'failed', 'expired', 'cancelled')
@@ -54,6 +54,14 @@ RETURNING id
 
 -- name: get
 SELECT :columns FROM batchwright.batch WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
+
+-- Runs of one file that have not ended; few batches are open, and they have an index of their own.
+-- name: unfinished
+SELECT :columns
+FROM batchwright.batch
+WHERE :open AND batch.origin ->> 'file' = %(file)s
+ORDER BY id DESC
+LIMIT %(limit)s
 
 -- name: sealed_headers
 SELECT sealed_headers FROM batchwright.batch WHERE id = %(id)s
@@ -107,18 +115,26 @@ WHERE id = ANY(ARRAY(
     LIMIT %(limit)s))
 ORDER BY id DESC
 
--- How many lines were registered since when: of late, but never more than the newest segments, however many a batch
--- has. The oldest of a full house only says when, because nobody knows how long its lines had taken.
+-- How many lines were registered since when: recently, and from no more than the newest segments, however many a batch
+-- has. The oldest of a full set only marks the start, because it is not known how long its lines took. Time before the
+-- oldest worker of today began does not count: no worker ran the batch then. The last column is the silent time.
 -- name: paces
 SELECT id, coalesce(sum(lines) FILTER (WHERE registered_at > since), 0)::bigint,
-    extract(epoch FROM :now - since)::float8, :now
+    extract(epoch FROM :now - since)::float8, :now,
+    extract(epoch FROM :now - greatest(max(registered_at), began_at))::float8
 FROM (
-    SELECT batch.id, recent.lines, recent.registered_at,
+    SELECT batch.id, recent.lines, recent.registered_at, staffed.began_at,
         greatest(
-            :now - make_interval(secs => %(seconds)s), batch.in_progress_at,
+            :now - make_interval(secs => %(seconds)s), staffed.began_at,
             CASE count(recent.lines) OVER of_batch WHEN %(segments)s THEN min(recent.registered_at) OVER of_batch END
         ) AS since
     FROM batchwright.batch
+    CROSS JOIN LATERAL (
+        SELECT greatest(batch.in_progress_at, min(worker.started_at)) AS began_at
+        FROM batchwright.worker
+        WHERE (worker.queues IS NULL OR batch.queue = ANY(worker.queues))
+            AND worker.heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
+    ) AS staffed
     LEFT JOIN LATERAL (
         SELECT lines, registered_at FROM batchwright.batch_segment
         WHERE batch_id = batch.id
@@ -128,7 +144,7 @@ FROM (
     WHERE batch.id = ANY(%(ids)s)
     WINDOW of_batch AS (PARTITION BY batch.id)
 ) AS newest
-GROUP BY id, since
+GROUP BY id, since, began_at
 
 -- When a worker first came to it, and whether that was too late.
 -- name: pick_up
@@ -139,7 +155,7 @@ RETURNING :columns, expires_at <= :now
 -- name: begin
 UPDATE batchwright.batch
 SET status = 'in_progress', in_progress_at = :now, total = %(total)s, models = %(models)s,
-    input_sha256 = %(input_sha256)s, waiting_reason = NULL, waiting_message = NULL, waiting_at = NULL
+    input_sha256 = %(input_sha256)s, progress_by_model = %(progress)s::jsonb, waiting_reason = NULL, waiting_message = NULL, waiting_at = NULL
 WHERE id = %(id)s AND status = 'validating'
 RETURNING :columns
 
@@ -148,14 +164,14 @@ UPDATE batchwright.batch SET status = 'finalizing', finalizing_at = :now
 WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
 RETURNING :columns
 
--- Lines have no answer although every shard is done: they are sent again, and only so often.
+-- Lines have no answer although every shard is done: they are sent again, a limited number of times.
 -- name: resend
 UPDATE batchwright.batch SET status = 'in_progress', finalizing_at = NULL, resends = resends + 1
 WHERE id = %(id)s AND status = 'finalizing' AND resends < %(resends_max)s
 RETURNING resends
 
--- What keeps it waiting, and whether it may go on waiting: until its window is over, and for an hour at least after
--- everything was asked or it was told to stop.
+-- What keeps it waiting, and whether it may keep waiting: until its window ends, and for at least an hour after all
+-- requests were sent or it was ordered to stop.
 -- name: note_wait
 UPDATE batchwright.batch SET waiting_reason = %(reason)s, waiting_message = %(message)s, waiting_at = :now
 WHERE id = %(id)s AND :open
@@ -233,13 +249,57 @@ UPDATE batchwright.batch SET priority = %(priority)s WHERE id = %(id)s RETURNING
 -- name: set_limits
 UPDATE batchwright.batch SET limits = %(limits)s::jsonb WHERE id = %(id)s RETURNING :columns
 
--- The private queue of a batch, and those of its shards, once no open batch has it: nobody will ask for them again.
+-- The private queue of a batch, and those of its shards, once no open batch uses it: they are no longer needed.
 -- name: forget_queue
 DELETE FROM batchwright.queue
 WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
     AND NOT EXISTS (
         SELECT FROM batchwright.batch WHERE batch.queue = %(queue)s AND :open)
 RETURNING name
+
+-- Tokens of today (UTC) by tenant and model, of batches that are open or ended today. One that began before is told by
+-- its samples. Batches that documents have made are left out: what those cost is counted where the documents are.
+-- name: used_today
+WITH today AS MATERIALIZED (SELECT date_trunc('day', :now AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' AS began),
+busy AS MATERIALIZED (
+    SELECT batch.id, batch.tenant, batch.in_progress_at >= (SELECT began FROM today) AS is_new, batch.usage_by_model,
+        batch.metadata
+    FROM batchwright.batch
+    WHERE :open AND batch.in_progress_at IS NOT NULL
+    UNION ALL
+    (SELECT batch.id, batch.tenant, batch.in_progress_at >= (SELECT began FROM today), batch.usage_by_model,
+        batch.metadata
+    FROM batchwright.batch
+    WHERE leftovers_gone_at IS NULL AND batch.in_progress_at IS NOT NULL
+        AND coalesce(completed_at, failed_at, expired_at, cancelled_at) >= (SELECT began FROM today)
+    LIMIT %(limit)s)
+    UNION ALL
+    (SELECT batch.id, batch.tenant, batch.in_progress_at >= (SELECT began FROM today), batch.usage_by_model,
+        batch.metadata
+    FROM batchwright.batch
+    WHERE leftovers_gone_at IS NOT NULL AND batch.in_progress_at IS NOT NULL
+        AND coalesce(completed_at, failed_at, expired_at, cancelled_at) >= (SELECT began FROM today)
+    LIMIT %(limit)s)
+),
+used AS (
+    SELECT busy.tenant, usage.key AS model, (usage.value ->> 'input')::bigint AS input,
+        (usage.value ->> 'cached')::bigint AS cached, (usage.value ->> 'output')::bigint AS output,
+        (busy.metadata ->> 'ingest_run') IS NOT NULL AS is_of_documents
+    FROM busy
+    CROSS JOIN LATERAL jsonb_each(busy.usage_by_model) AS usage
+    WHERE busy.is_new
+    UNION ALL
+    SELECT busy.tenant, sample.model, sample.input_tokens, sample.cached_tokens, sample.output_tokens,
+        (busy.metadata ->> 'ingest_run') IS NOT NULL
+    FROM busy
+    JOIN batchwright.batch_sample AS sample ON sample.batch_id = busy.id
+    WHERE NOT busy.is_new AND sample.at >= (SELECT began FROM today)
+)
+SELECT tenant, model, sum(input)::bigint, sum(cached)::bigint, sum(output)::bigint
+FROM used
+WHERE NOT is_of_documents AND tenant = coalesce(%(tenant)s, tenant)
+GROUP BY tenant, model
+ORDER BY 1, 2
 
 -- The queues of shards that workers claim from, or did until a moment ago: they may only be restarting. A queue that
 -- ends in a slash stands for all below it.
@@ -258,7 +318,7 @@ SELECT id, status::text, stop_reason, extract(epoch FROM :now - stop_at)::float8
 FROM batchwright.batch
 WHERE id = ANY(%(ids)s)
 
--- Batches that somebody must look after: the window is over, the order to stop was not followed, or the job is gone.
+-- Batches that need the watchdog: the window has ended, the order to stop was not followed, or the job is gone.
 -- name: stalled
 SELECT batch.id, batch.status::text, batch.stop_reason, extract(epoch FROM :now - batch.stop_at)::float8,
     extract(epoch FROM :now - batch.expires_at)::float8, job.status, batch.job_id, batch.tenant,
@@ -277,7 +337,8 @@ LIMIT %(limit)s
 -- Registering: the claims are locked first, then the batches, then the rows are inserted, whose ids therefore grow in
 -- commit order in a batch.
 -- name: lock_sums
-SELECT id, usage_by_model, error_summary FROM batchwright.batch WHERE id = ANY(%(ids)s) ORDER BY id FOR NO KEY UPDATE
+SELECT id, usage_by_model, error_summary, progress_by_model
+FROM batchwright.batch WHERE id = ANY(%(ids)s) ORDER BY id FOR NO KEY UPDATE
 
 -- A range is taken only if it begins where the one before it in its journal ends. After a failover that lost commits
 -- the one before may be gone; a range behind a gap would hide what was lost.
@@ -311,17 +372,45 @@ CROSS JOIN LATERAL (
     LIMIT 1
 ) AS last
 
+-- What is registered is also kept by time, so that the course of a batch can be drawn: in steps of two seconds at first,
+-- and of an hour after some days, so that no batch has many. A small and quick batch leaves none.
 -- name: add_sums
+WITH sampled AS (
+    INSERT INTO batchwright.batch_sample AS sample (
+        batch_id, model, at, seconds, completed, failed, input_tokens, cached_tokens, output_tokens, load)
+    SELECT batch.id, new.model,
+        batch.in_progress_at + make_interval(secs => floor(age.seconds / step.seconds) * step.seconds), step.seconds,
+        new.completed, new.failed, new.input_tokens, new.cached_tokens, new.output_tokens, new.load
+    FROM jsonb_to_recordset(%(samples)s::jsonb) AS new (
+        id text, model text, completed bigint, failed bigint, input_tokens bigint, cached_tokens bigint,
+        output_tokens bigint, load jsonb)
+    JOIN batchwright.batch ON batch.id = new.id
+    CROSS JOIN LATERAL (
+        SELECT greatest(0, extract(epoch FROM :now - batch.in_progress_at))::float8 AS seconds
+    ) AS age
+    CROSS JOIN LATERAL (
+        SELECT CASE WHEN age.seconds < 120 THEN 2 WHEN age.seconds < 3600 THEN 10 WHEN age.seconds < 21600 THEN 60
+            WHEN age.seconds < 259200 THEN 600 ELSE 3600 END AS seconds
+    ) AS step
+    WHERE batch.in_progress_at IS NOT NULL AND (batch.total > %(small_max)s OR age.seconds >= 10)
+    ON CONFLICT (batch_id, at, model) DO UPDATE SET
+        completed = sample.completed + excluded.completed, failed = sample.failed + excluded.failed,
+        input_tokens = sample.input_tokens + excluded.input_tokens,
+        cached_tokens = sample.cached_tokens + excluded.cached_tokens,
+        output_tokens = sample.output_tokens + excluded.output_tokens, load = sample.load || excluded.load
+)
 UPDATE batchwright.batch
 SET completed = batch.completed + one.completed, failed = batch.failed + one.failed,
     expired = batch.expired + one.expired, cancelled = batch.cancelled + one.cancelled,
     input_tokens = batch.input_tokens + one.input_tokens, cached_tokens = batch.cached_tokens + one.cached_tokens,
     output_tokens = batch.output_tokens + one.output_tokens,
     reasoning_tokens = batch.reasoning_tokens + one.reasoning_tokens,
-    usage_by_model = one.usage_by_model, error_summary = one.error_summary
+    usage_by_model = one.usage_by_model, progress_by_model = one.progress_by_model,
+    error_summary = one.error_summary
 FROM jsonb_to_recordset(%(sums)s::jsonb) AS one (
     id text, completed bigint, failed bigint, expired bigint, cancelled bigint, input_tokens bigint,
-    cached_tokens bigint, output_tokens bigint, reasoning_tokens bigint, usage_by_model jsonb, error_summary jsonb)
+    cached_tokens bigint, output_tokens bigint, reasoning_tokens bigint, usage_by_model jsonb, progress_by_model jsonb,
+    error_summary jsonb)
 WHERE batch.id = one.id
 
 -- name: segments

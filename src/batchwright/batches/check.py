@@ -63,7 +63,7 @@ async def _is_reached(endpoint: str) -> bool:
 
 
 async def check_store(part: BatchesPart) -> Finding:
-    """Can it be reached, and by all who must?"""
+    """Whether it is reachable, from every process that needs it."""
     core = part.core
     store = core.open_store("check", Counts(STORAGE_METRICS), patience_seconds=_STORE_PATIENCE_SECONDS)
     try:

@@ -21,7 +21,7 @@ EVENTS: dict[BatchStatus, EventType] = {
     BatchStatus.CANCELLED: "batch.cancelled",
 }
 LastMove = Callable[[Session], Awaitable[BatchStatus | None]]
-"""Ends a batch in this transaction; None if somebody else moved it."""
+"""Ends a batch in this transaction; None if another process moved it."""
 
 
 class Endings:
@@ -53,7 +53,7 @@ class Endings:
         self.count(batch, batch.status, reason, at=batch.ended_at or batch.created_at)
 
     def count(self, batch: Batch, status: BatchStatus, reason: str, *, at: datetime, worked: bool = False) -> None:
-        """After the commit: before it, the same end may be tried several times, or in vain.
+        """After the commit: before it, the same end may be tried several times, or fail.
 
         `worked` says that a worker had the batch from the moment it picked it up until now.
         """

@@ -1,4 +1,4 @@
-"""Batches over HTTP: OpenAI's four routes, and what it does not offer below each batch."""
+"""Batches over HTTP: OpenAI's four routes, and additional routes below each batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from batchwright.api.access import Reader, Submitter
 from batchwright.api.errors import Refusal, Responses, documented
 from batchwright.api.jobs import event_page
 from batchwright.api.openai import AfterId, Id, OpenAIRoute, unknown_cursor, unsupported
-from batchwright.api.routes import Streamed, Unfinished
+from batchwright.api.routes import Unfinished
 from batchwright.api.schemas import LIMIT_MAX, EventId, EventView, Page, Text
 from batchwright.api.services import Services, service, services
+from batchwright.api.streams import LiveStream
 from batchwright.batches.output.results import Cursor, Lines
 from batchwright.batches.plan.lines import ENDPOINTS, NO_JSON
 from batchwright.batches.progress import forecast
@@ -56,7 +57,7 @@ _MOVED = documented(404, 409)
 _RESULTS: Responses = {
     200: {
         "content": {NDJSON: {"schema": {"type": "string"}}},
-        "description": "Lines as they will stand in the output and error files, in the order of their completion",
+        "description": "Lines as they will be in the output and error files, in the order of their completion",
         "headers": {
             "x-next-cursor": {
                 "description": "`after` of the next page; absent when the batch has ended and this was the last page",
@@ -71,11 +72,11 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="Sent again within 30 days with the same body it answers with the same batch; "
+        description="A repeated request with the same key and body within 30 days returns the same batch; "
         "with another body it is a conflict.",
     ),
 ]
-Traceparent = Annotated[Text | None, Header(description="W3C trace context, carried on to workers.")]
+Traceparent = Annotated[Text | None, Header(description="W3C trace context, passed on to workers.")]
 
 
 # As at OpenAI -----------------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ async def create_batch(
     idempotency_key: IdempotencyKey = None,
     traceparent: Traceparent = None,
 ) -> BatchView:
-    """Its lines are checked by a worker: what is wrong with them is in `errors` of a batch that has `failed`."""
+    """A worker checks the lines. If there are problems, the batch is `failed`, and `errors` lists them."""
     app = service(request, BatchServices)
     _check(body)
     headers = _read_headers(app, request)
@@ -118,11 +119,11 @@ async def create_batch(
         return await _create(app, response, new, batch)
 
 
-@router.get("", responses=documented(), summary="List batches, the newest first")
+@router.get("", responses=documented(), summary="List batches, newest first")
 async def list_batches(
     request: Request,
     caller: Reader,
-    after: Annotated[AfterId | None, Query(description="The `last_id` of the page before.")] = None,
+    after: Annotated[AfterId | None, Query(description="The `last_id` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=_LIST_MAX)] = 20,
 ) -> BatchList:
     app = service(request, BatchServices)
@@ -147,9 +148,9 @@ async def get_batch(request: Request, caller: Reader, id: Id) -> BatchView:
     return await _view(app, await app.batches.get(id, tenant=caller.tenant))
 
 
-@router.post("/{id}/cancel", responses=_MOVED, summary="Cancel a batch; what is answered is kept")
+@router.post("/{id}/cancel", responses=_MOVED, summary="Cancel a batch and keep its answers")
 async def cancel_batch(request: Request, caller: Submitter, id: Id) -> BatchView:
-    """Requests in flight have `batches.cancel_grace_seconds`. One that is cancelled already is answered as it is."""
+    """Requests in flight get `batches.cancel_grace_seconds` to finish. A cancelled batch is returned unchanged."""
     app = service(request, BatchServices)
     try:
         batch = await app.batches.cancel(id, tenant=caller.tenant)
@@ -162,14 +163,14 @@ async def cancel_batch(request: Request, caller: Submitter, id: Id) -> BatchView
 # What OpenAI does not offer ---------------------------------------------------------------------------------------
 
 
-@router.post("/{id}/pause", responses=_MOVED, summary="Send no more of its requests")
+@router.post("/{id}/pause", responses=_MOVED, summary="Pause a batch: send no more of its requests")
 async def pause_batch(request: Request, caller: Submitter, id: Id) -> BatchView:
-    """It stays `in_progress`, with `paused_at`. Requests in flight end, and the time of its window goes on."""
+    """It stays `in_progress`, with `paused_at`. Requests in flight end, and its window keeps running."""
     app = service(request, BatchServices)
     return await _view(app, await app.batches.pause(id, tenant=caller.tenant))
 
 
-@router.post("/{id}/resume", responses=_MOVED, summary="Go on with a paused batch")
+@router.post("/{id}/resume", responses=_MOVED, summary="Resume a paused batch")
 async def resume_batch(request: Request, caller: Submitter, id: Id) -> BatchView:
     app = service(request, BatchServices)
     batch = await app.batches.resume(id, tenant=caller.tenant)
@@ -177,21 +178,21 @@ async def resume_batch(request: Request, caller: Submitter, id: Id) -> BatchView
     return await _view(app, batch)
 
 
-@router.post("/{id}/priority", responses=_MOVED, summary="Put it before or behind other batches")
+@router.post("/{id}/priority", responses=_MOVED, summary="Set the priority of a batch")
 async def set_priority(request: Request, caller: Submitter, id: Id, body: NewPriority) -> BatchView:
     """Counts for the requests that no worker has taken yet."""
     app = service(request, BatchServices)
     return await _view(app, await app.batches.set_priority(id, body.priority, tenant=caller.tenant))
 
 
-@router.post("/{id}/limits", responses=_MOVED, summary="Limit what it uses of the workers")
+@router.post("/{id}/limits", responses=_MOVED, summary="Limit the requests in flight of a batch")
 async def set_limits(request: Request, caller: Submitter, id: Id, body: BatchLimits) -> BatchView:
     """Takes effect within about a second, also on requests that wait already."""
     app = service(request, BatchServices)
     return await _view(app, await app.batches.set_limits(id, body.as_row(), tenant=caller.tenant))
 
 
-@router.post("/{id}/retry", responses=_MOVED, summary="Ask the failed lines of an ended batch again")
+@router.post("/{id}/retry", responses=_MOVED, summary="Retry the failed lines of an ended batch")
 async def retry_batch(
     request: Request,
     response: Response,
@@ -201,7 +202,7 @@ async def retry_batch(
     idempotency_key: IdempotencyKey = None,
     traceparent: Traceparent = None,
 ) -> BatchView:
-    """Makes a new batch of the same input with files of its own, and answers it; `retry_of` is this one."""
+    """Creates and returns a new batch of the same input, with its own files; its `retry_of` is this one."""
     app = service(request, BatchServices)
     batch = await app.batches.get(id, tenant=caller.tenant)
     codes = (body or WhichToRetry()).codes
@@ -217,16 +218,16 @@ async def retry_batch(
         return await _create(app, response, new, known)
 
 
-@router.get("/{id}/manifest", responses=_FOUND, summary="What its files hold, to be checked")
+@router.get("/{id}/manifest", responses=_FOUND, summary="Get the manifest of an ended batch")
 async def get_manifest(request: Request, caller: Reader, id: Id) -> dict[str, Any]:
-    """Counts, and the SHA-256 of the input and of the files that came of it. There is none before the end."""
+    """Counts, and the SHA-256 of the input and of the result files. There is none before the end."""
     batch = await service(request, BatchServices).batches.get(id, tenant=caller.tenant)
     if batch.manifest is None:
         raise NotFound(f"the batch {id} has no manifest: it is {batch.status.value}")
     return batch.manifest
 
 
-@router.get("/{id}/events", responses=_FOUND, summary="The history of the job that drives it")
+@router.get("/{id}/events", responses=_FOUND, summary="List the events of a batch")
 async def list_batch_events(
     request: Request,
     caller: Reader,
@@ -234,7 +235,7 @@ async def list_batch_events(
     after: Annotated[EventId, Query(description="Only events after this id; a page's `next_cursor`.")] = 0,
     limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = 100,
 ) -> Page[EventView]:
-    """Those of its shards are listed job by job: `GET /v1/jobs?parent_job_id=` names them."""
+    """The events of its shards are listed per job: `GET /v1/jobs?parent_job_id=` lists those jobs."""
     app = service(request, BatchServices)
     batch = await app.batches.get(id, tenant=caller.tenant)
     return await event_page(app.core.queue, JobId(batch.job_id), after, limit)
@@ -243,21 +244,21 @@ async def list_batch_events(
 @router.get(
     "/{id}/results",
     response_class=Response,
-    responses=documented(404, 409, 410, others=_RESULTS),
-    summary="Finished lines while it runs",
+    responses=documented(404, 409, 410, 429, others=_RESULTS),
+    summary="Get finished lines while the batch runs",
 )
 async def get_results(
     request: Request,
     caller: Reader,
     id: Id,
     after: Annotated[
-        Text | None, Query(max_length=40, description="Where to go on: an `x-next-cursor`, or a `cursor`.")
+        Text | None, Query(max_length=40, description="Where to continue: an `x-next-cursor`, or a `cursor`.")
     ] = None,
     cursors: Annotated[
-        bool, Query(description="Give each line a field more, `cursor`: what is `after` to go on behind it.")
+        bool, Query(description="Add a field `cursor` to each line; sent as `after`, it continues behind that line.")
     ] = False,
     follow: Annotated[
-        bool, Query(description="Keep the answer open until the batch has ended; one that ends earlier is cut off.")
+        bool, Query(description="Keep the response open until the batch has ended; if it ends earlier, it was cut off.")
     ] = False,
 ) -> Response:
     """About 8 MB at a time, one JSON object per line, in the order in which they were finished. An hour after the end
@@ -267,10 +268,9 @@ async def get_results(
     lines = await _read_lines(app, batch, Cursor() if after is None else Cursor.parse(after), cursors)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     if follow:
-        if server.counts.total("event_streams") >= server.settings.streams_max:
-            text = f"{server.settings.streams_max} streams are open already, the limit of this server"
-            raise Refusal(text, status=503, code="unavailable", headers={"Retry-After": "5"})
-        return Streamed(_follow(app, server, caller, batch, lines, cursors), media_type=NDJSON, headers=headers)
+        place = server.stream_places.take(caller)
+        content = _follow(app, server, caller, batch, lines, cursors)
+        return LiveStream(place, content, media_type=NDJSON, headers=headers)
     if lines.has_more or not batch.has_ended:
         headers["x-next-cursor"] = str(lines.next)
     return Response(lines.data, media_type=NDJSON, headers=headers)
@@ -289,7 +289,7 @@ def _check(body: BatchToBe) -> None:
 
 
 def _read_headers(app: BatchServices, request: Request) -> CreatorHeaders:
-    """Refused where they cannot be encrypted: a batch without them could go to the wrong place."""
+    """Refuse headers that cannot be encrypted: a batch without them could go to the wrong place."""
     try:
         found = CreatorHeaders(
             app.seal, headers_of_creator(request.headers.items(), app.core.settings.passthrough_headers)
@@ -309,7 +309,7 @@ def _read_headers(app: BatchServices, request: Request) -> CreatorHeaders:
 
 
 async def _check_workers(app: BatchServices) -> None:
-    """Where no gateway is configured, some worker must have said that it runs batches; it may be away just now."""
+    """Where no gateway is configured, some worker must have said that it runs batches; it may be down at the moment."""
     if app.core.settings.has_gateways or await is_served(app.core.catalog):
         return
     text = f"No worker runs batches: {NO_GATEWAY}\nand start a worker with that."
@@ -328,7 +328,7 @@ async def _check_input(app: BatchServices, new: NewBatch) -> None:
 
 
 async def _create(app: BatchServices, response: Response, new: NewBatch, known: Batch | None) -> BatchView:
-    """The batch with its job, or the one that an earlier request with the same key has made."""
+    """The batch with its job, or the one that an earlier request with the same key created."""
     batch, is_new = known, False
     if batch is None:
         batch, is_new = await create(app.batches, app.core.catalog, new, must_be_served=False)
@@ -356,13 +356,13 @@ async def _read_lines(app: BatchServices, batch: Batch, cursor: Cursor, with_cur
     except NotFound:
         batch = await app.batches.get(batch.id, tenant=None)
     instead = f"its output file is {batch.output_file_id}" if batch.output_file_id else "it has no output file"
-    raise Refusal(f"The lines of {batch.id} cannot be had one by one any more; {instead}.", status=410, code="gone")
+    raise Refusal(f"The lines of {batch.id} are no longer available one by one; {instead}.", status=410, code="gone")
 
 
 async def _follow(
     app: BatchServices, server: Services, caller: Caller, batch: Batch, lines: Lines, with_cursors: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Lines until the batch has ended; whoever is let go before that must not take what he has for all of them."""
+    """Lines until the batch has ended; a client that is cut off before must not take its lines for all of them."""
     server.counts.add("event_streams", 1)
     pause = _PAUSE_SECONDS_MIN
     try:
@@ -383,15 +383,15 @@ async def _follow(
                 latest = await app.batches.get(batch.id, tenant=caller.tenant)
                 lines = await _read_lines(app, latest, lines.next, with_cursors)
                 batch = latest
-    except (Refusal, BatchwrightError) as error:  # whoever comes back is told
-        log.warning("results of %s cannot be followed any further: %s", batch.id, error)
+    except (Refusal, BatchwrightError) as error:  # a client that comes back gets the error
+        log.warning("results of %s can no longer be followed: %s", batch.id, error)
         raise Unfinished from error
     finally:
         server.counts.add("event_streams", -1)
 
 
 async def _is_still_open(server: Services, caller: Caller) -> bool:
-    """Whether the key still opens; a database that is away closes nothing."""
+    """Whether the key is still valid; it counts as valid while the database is unavailable."""
     try:
         return await server.gate.is_still_open(caller)
     except DatabaseError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -28,10 +29,13 @@ async def list_models(request: Request, caller: Reader) -> ModelList:
 async def get_model(
     request: Request, caller: Reader, id: Annotated[Text, Path(min_length=1, max_length=500)]
 ) -> ModelView:
-    for model in await _find_models(request):
+    found = await _find_models(request)
+    for model in found:
         if model.id == id:
             return ModelView.model_validate(model)
-    raise Refusal(f"The model '{id}' does not exist.", status=404, code="model_not_found", param="model")
+    close = difflib.get_close_matches(id, [model.id for model in found], n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    raise Refusal(f"The model '{id}' does not exist.{hint}", status=404, code="model_not_found", param="model")
 
 
 async def _find_models(request: Request) -> list[Model]:

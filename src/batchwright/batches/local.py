@@ -4,8 +4,8 @@
     a worker in this process, for this queue only ─▶ the end
 
 The batch is in the database like any other, so that nothing is lost however this process ends; but no other worker
-takes it. A lock in the work folder tells whether the process that ran it before is really gone. If it is, then what it
-held is free at once, instead of after its lease.
+takes it. A lock in the work folder shows whether the process that ran it before is really gone. If so, its jobs are
+released at once, instead of after their lease.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import orjson
 
 from batchwright.batches.journal.envelopes import batch_id_of
+from batchwright.batches.plan.lines import ENDPOINTS, NO_JSON
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batch, NewBatch
 from batchwright.batches.submission import check_retry, create, retry_of, store_input
 from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.engine.worker.lanes import PRIVATE
-from batchwright.engine.worker.worker import Worker, worker_id
+from batchwright.engine.worker.worker import Worker, host_name, worker_id
 from batchwright.errors import ConfigurationError, Conflict, InvalidInput, NotFound
 from batchwright.inference.headers import header_pairs
 from batchwright.inference.settings import NO_GATEWAY, GatewaySettings, InferenceSettings
-from batchwright.settings import Settings
+from batchwright.private import make_folders
+from batchwright.settings import Settings, use_model_server
 from batchwright.states import JobStatus
 from batchwright.telemetry import tracing
 
 if TYPE_CHECKING:
     from batchwright.batches.part import BatchesPart
     from batchwright.batches.runtime import Runtime
+    from batchwright.batches.send.health import Complaint
+    from batchwright.engine.views import WorkerView
 
 GRACE_SECONDS_MAX = 10.0
-"""After Ctrl-C, requests in flight may go on so long: they are paid for, but somebody waits before a terminal."""
+"""After Ctrl-C, requests in flight may take this long: they are paid for, but a user waits at the terminal."""
 _QUEUE = f"{PRIVATE}run-"
 _KEY_DIGITS = 12
-_TO_ANY_SERVER = ("request_timeout", "max_retries", "initial_backoff", "max_backoff")
-"""What may be kept of a gateway's settings for another server: no key, and nothing about trust."""
 _NOWHERE = GatewaySettings(url="http://127.0.0.1:9")
 
 
@@ -65,6 +66,59 @@ class LocalRun:
     """Whether a batch that has ended is run again from the beginning."""
     retry_failed: bool = False
     """Whether the failed lines of a batch that has ended are sent again."""
+    errors: str = ""
+    """The name of the file that gets the lines that failed."""
+    url: str | None = None
+    """The server of the command line; None if it is that of the settings."""
+    api_key_env: str | None = None
+    headers: tuple[str, ...] = ()
+    """The names of the headers of the command line; their values are not kept."""
+    resumed: str | None = None
+    """The id of the batch to resume, if that was named instead of a file."""
+
+    @classmethod
+    def of(cls, batch: Batch, *, retry_failed: bool = False) -> Self:
+        """The run that created a batch."""
+        origin = batch.origin
+        if origin is None:
+            raise InvalidInput(
+                f"{batch.id} was not made by batchwright batch run; workers run it: batchwright batch watch {batch.id}"
+                if not batch.is_private
+                else f"{batch.id} was made by an older version; resume it with the command that made it"
+            )
+        return cls(
+            file=Path(origin["file"]),
+            sha256=origin["sha256"],
+            endpoint=batch.endpoint,
+            server=origin["server"],
+            output=origin["output"],
+            window=batch.completion_window,
+            retry_failed=retry_failed,
+            errors=origin["errors"],
+            url=origin["url"],
+            api_key_env=origin["api_key_env"],
+            headers=tuple(origin["headers"]),
+            resumed=batch.id,
+        )
+
+    @property
+    def path(self) -> str:
+        """The absolute path of the file; one that is not UTF-8 is only shown."""
+        return os.fsencode(self.file.absolute()).decode("utf-8", "replace")
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What is stored with the batch, so that it can be resumed by its id."""
+        return {
+            "file": self.path,
+            "sha256": self.sha256,
+            "server": self.server,
+            "output": self.output,
+            "errors": self.errors,
+            "url": self.url,
+            "api_key_env": self.api_key_env,
+            "headers": list(self.headers),
+        }
 
     @property
     def key(self) -> str:
@@ -90,10 +144,11 @@ class LocalRun:
             "queue": self.queue,
             "idempotency_key": f"run:{self.key}",
             "idempotency_digest": bytes.fromhex(self.key),
+            "origin": self.origin,
         }
 
     def is_done(self, batch: Batch) -> bool:
-        """Whether only the files are to be written. A batch that never began has cost nothing: it is begun anew."""
+        """Whether only the files must be written. A batch that never began has cost nothing: it starts again."""
         if not batch.has_ended or batch.in_progress_at is None or self.again:
             return False
         return not self.retry_failed or batch.done == batch.completed
@@ -101,36 +156,61 @@ class LocalRun:
 
 def refuse_too_large(file: Path, settings: Settings) -> None:
     if (size := file.stat().st_size) > (most := settings.table("batches", BatchSettings).file_bytes_max):
-        raise InvalidInput(f"{file} has {size} bytes, and batches.file_bytes_max is {most}; split it, or raise that")
+        raise InvalidInput(
+            f"{file} has {size} bytes, more than batches.file_bytes_max, {most}; split it, or raise that"
+        )
 
 
 # Settings ---------------------------------------------------------------------------------------------------------
 
 
-def use_server(settings: Settings, url: str | None, api_key_env: str | None) -> Settings:
+def use_server(
+    settings: Settings, url: str | None, api_key_env: str | None, timeout_seconds: float | None = None
+) -> Settings:
     """The server of the command line instead of those of the settings; a key goes to no server but its own."""
-    before = settings.global_inference_gateway
     if url is None and not settings.has_gateways:
         raise ConfigurationError(
             f"there is no model server to send to; write --url http://127.0.0.1:8000, or configure one: {NO_GATEWAY}"
         )
-    if url is None and (api_key_env is None or not before.is_set):
+    if url is None and not settings.global_inference_gateway.is_set:
         if api_key_env is not None:
-            raise ConfigurationError("--api-key-env is for one server; write its --url, too")
-        return settings
-    gateway = GatewaySettings(url=url) if url is not None else before
-    if before.is_set and gateway.endpoint == before.endpoint:
-        gateway = replace(before, url=gateway.url)
-    elif before.is_set:
-        gateway = replace(gateway, **{name: getattr(before, name) for name in _TO_ANY_SERVER})
+            raise ConfigurationError("--api-key-env is for one server; add its --url")
+        return _use_timeout(settings, timeout_seconds)
+    gateway = settings.global_inference_gateway if url is None else _choose_gateway(settings, url)
     if api_key_env is not None:
         gateway = replace(gateway, api_key_env=api_key_env, api_key_file=None, api_key_name=None)
-    return replace(settings, global_inference_gateway=gateway, model_gateways={})
+    return _use_timeout(replace(settings, global_inference_gateway=gateway, model_gateways={}), timeout_seconds)
+
+
+def _choose_gateway(settings: Settings, url: str) -> GatewaySettings:
+    _refuse_wrong_path(url)
+    return use_model_server(settings, url).global_inference_gateway
+
+
+def _refuse_wrong_path(url: str) -> None:
+    """Lines bring their own urls, which begin with /v1: one that is there already would be there twice."""
+    for ending in sorted((*ENDPOINTS, *NO_JSON, "/v1/models", "/v1/v1"), key=len, reverse=True):
+        if url.rstrip("/").endswith(ending):
+            raise InvalidInput(f"--url ends with {ending}, which each request adds itself; leave that out of --url")
+
+
+def _use_timeout(settings: Settings, seconds: float | None) -> Settings:
+    if seconds is None:
+        return settings
+
+    def limited(gateway: GatewaySettings) -> GatewaySettings:
+        return replace(gateway, request_timeout=seconds) if gateway.url else gateway
+
+    return replace(
+        settings,
+        global_inference_gateway=limited(settings.global_inference_gateway),
+        model_gateways={model: limited(one) for model, one in settings.model_gateways.items()},
+    )
 
 
 def add_headers(settings: Settings, headers: Mapping[str, str]) -> Settings:
     """These headers for all gateways, before those of the configuration. No other process runs the batch, so they are
-    not stored: whoever resumes it gives them again."""
+    not stored: to resume it, the user gives them again."""
 
     def with_headers(gateway: GatewaySettings) -> GatewaySettings:
         pairs = header_pairs({**dict(gateway.headers), **headers})
@@ -162,7 +242,7 @@ def private_settings(settings: Settings, queue: str, max_in_flight: int | None =
 
 
 def _limit(inference: InferenceSettings, most: int) -> InferenceSettings:
-    """So many over all models: this process has nothing else to send."""
+    """This limit over all models: this process has nothing else to send."""
     return replace(
         inference,
         concurrency=most,
@@ -176,12 +256,14 @@ def _limit(inference: InferenceSettings, most: int) -> InferenceSettings:
 
 
 async def find_batch(part: BatchesPart, run: LocalRun) -> Batch | None:
-    """The batch that this run has made before."""
-    return await part.batches.find_repeated(run.new_batch(""))
+    """The batch that this run created before: the last one with its key, which is forgotten after a month."""
+    if (batch := await part.batches.find_repeated(run.new_batch(""))) is not None or run.resumed is None:
+        return batch
+    return await part.batches.get(run.resumed, tenant=None)
 
 
 async def begin_batch(part: BatchesPart, run: LocalRun, known: Batch | None) -> Batch:
-    """The batch of before if it is open, else a new one. Only for whoever has the queue's lock."""
+    """The earlier batch if it is open, else a new one. Only for the process that holds the queue's lock."""
     if known is not None and not known.has_ended:
         await release_dead_workers(part, run.queue)
         return known
@@ -224,7 +306,7 @@ async def has_written(part: BatchesPart, run: LocalRun, head: bytes) -> bool:
 async def work_until_ended(
     worker: Worker, following: Coroutine[Any, Any, Batch], on_start: Callable[[], object] = lambda: None
 ) -> Batch | None:
-    """How the batch ended, by whoever follows it; None if the worker was stopped before that."""
+    """How the batch ended, as `following` saw it; None if the worker was stopped before that."""
     running = asyncio.create_task(worker.run())
     followed = asyncio.create_task(following)
     started = asyncio.create_task(_call_once_started(worker, on_start))
@@ -246,10 +328,21 @@ async def _call_once_started(worker: Worker, on_start: Callable[[], object]) -> 
 
 
 class SenderLoad(NamedTuple):
-    """Requests in flight, and how many there may be."""
+    """Requests in flight, how many there may be, and how many wait for a retry."""
 
     in_flight: int
     limit: int | None
+    retrying: int = 0
+    retry_seconds: float | None = None
+    """Until the first of them is sent."""
+
+
+class Silence(NamedTuple):
+    """No answer has come for a while."""
+
+    seconds: float
+    complaints: Sequence[Complaint] = ()
+    """What came instead."""
 
 
 class SendingState:
@@ -259,18 +352,32 @@ class SendingState:
         self._dispatcher = runtime.dispatcher
 
     def load(self) -> SenderLoad:
-        total = self._dispatcher.limits.total
-        limits = [sender.limit.adaptive.limit for sender in self._dispatcher.senders.values()]
-        return SenderLoad(total.in_use, min(total.capacity, sum(limits)) if limits else None)
+        total, senders = self._dispatcher.limits.total, self._dispatcher.senders.values()
+        limits = [sender.limit.adaptive.limit for sender in senders]
+        due = min((at for sender in senders if (at := sender.schedule.next_retry) is not None), default=None)
+        return SenderLoad(
+            in_flight=total.in_use,
+            limit=min(total.capacity, sum(limits)) if limits else None,
+            retrying=sum(sender.schedule.retrying for sender in senders),
+            retry_seconds=None if due is None else max(0.0, due - self._dispatcher.clock()),
+        )
+
+    def silence(self) -> Silence:
+        health = self._dispatcher.health
+        return Silence(health.silent_seconds(self._dispatcher.clock()), health.complaints())
+
+    def refusals(self) -> Sequence[Complaint]:
+        """Every way in which requests failed, as long as none has succeeded."""
+        return self._dispatcher.health.refusals()
 
     def trouble(self) -> str | None:
         if self._dispatcher.disk.trouble is not None:
             return self._dispatcher.disk.trouble
         for sender in self._dispatcher.senders.values():
             if sender.limit.breaker.is_open:
-                return f"{sender.gateway.endpoint} cannot be reached; it is tried again until the window is over"
-            if sender.limit.adaptive.wait_seconds(time.monotonic()) > 1.0:
-                return f"{sender.gateway.endpoint} asks for patience with {sender.model}"
+                return f"{sender.gateway.endpoint} cannot be reached; retrying until the window ends"
+            if sender.limit.adaptive.wait_seconds(self._dispatcher.clock()) > 1.0:
+                return f"{sender.gateway.endpoint} is overloaded and refuses requests for {sender.model}; retrying"
         return None
 
 
@@ -278,9 +385,9 @@ class SendingState:
 
 
 async def release_dead_workers(part: BatchesPart, queue: str) -> int:
-    """Give back what earlier processes of this machine held of the queue; answers how many jobs that were.
+    """Release the jobs of the queue that earlier processes of this machine held; returns how many.
 
-    Only for whoever has the queue's lock: then they are gone, and nobody has to wait for their leases.
+    Only for the process that holds the queue's lock: the others are gone, so their leases need not run out.
     """
     core, here = part.core, worker_id().rsplit(":", 2)[0]
     released = 0
@@ -288,15 +395,38 @@ async def release_dead_workers(part: BatchesPart, queue: str) -> int:
         if worker.queues == [queue] and worker.host == here:
             held = await core.queue.holdings(worker.id)
             running = [claim for claim, status in held.items() if status is JobStatus.RUNNING]
-            released += await core.queue.release(running, worker.id, "the process that ran it is gone")
+            released += await core.queue.release(running, worker.id, "its process is gone")
             await core.workers.leave(worker.id)
     return released
 
 
-async def finish_abandoned(part: BatchesPart, batch: Batch, finish: Callable[[Settings], Awaitable[Batch]]) -> Batch:
-    """End a cancelled batch whose process is gone. Nothing is sent; a process that lives does that itself.
+async def find_abandoned(part: BatchesPart, batches: Iterable[Batch]) -> set[str]:
+    """Those of these batches whose process is gone: only it works for them, so that they wait until it is resumed."""
+    private = [one for one in batches if one.is_private and not one.has_ended]
+    if not private:
+        return set()
+    workers = await part.core.views.workers()
+    served = {queue for worker in workers if _is_running(worker) for queue in worker.queues or ()}
+    return {one.id for one in private if one.queue not in served}
 
-    `finish` runs a worker with these settings, and answers how the batch ended.
+
+def _is_running(worker: WorkerView) -> bool:
+    """A process of this machine is seen to be gone before its heartbeat is missed."""
+    if not worker.is_alive or worker.host != host_name():
+        return worker.is_alive
+    try:
+        os.kill(worker.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+async def finish_abandoned(part: BatchesPart, batch: Batch, finish: Callable[[Settings], Awaitable[Batch]]) -> Batch:
+    """End a cancelled batch whose process is gone. Nothing is sent; a live process does that itself.
+
+    `finish` runs a worker with these settings, and returns how the batch ended.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -319,14 +449,14 @@ class Lock(NamedTuple):
     path: Path
 
     def remove(self) -> None:
-        """For whoever is done with the batch."""
+        """When the batch has ended."""
         self.path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def lock_queue(folder: Path, queue: str) -> Iterator[Lock]:
     """One process of this machine at a time; the kernel frees the lock of a process that dies."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     path = folder / f"{queue}.lock"
     descriptor = _take_lock(path)
     try:
@@ -338,7 +468,7 @@ def lock_queue(folder: Path, queue: str) -> Iterator[Lock]:
 
 
 def _take_lock(path: Path) -> int:
-    """A lock on the file that is there now: one that we opened may have been removed by whoever was done with it."""
+    """A lock on the file that exists now: the process that had it may have removed the one that we opened."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -347,7 +477,7 @@ def _take_lock(path: Path) -> int:
             pid = os.pread(descriptor, 20, 0).decode(errors="replace")
             os.close(descriptor)
             raise Conflict(
-                f"the process {pid} runs this batch already; see how far it is: batchwright batch list"
+                f"the process {pid} runs this batch already; see its progress: batchwright batch list"
             ) from None
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(descriptor).st_ino:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batchwright.inference.answers import Answer
 from batchwright.states import BatchStatus
-from batchwright.telemetry.metrics import Counts, LabelLimit, LabelLimits, Metric
+from batchwright.telemetry.metrics import Counts, LabelLimit, LabelLimits, Metric, Sampled
 
 if TYPE_CHECKING:
     from batchwright.batches.send.dispatch import Dispatcher
@@ -62,7 +62,7 @@ BATCH_GATEWAY_METRICS = (
     ),
     Metric(
         "job_processing_duration_seconds",
-        "Time from the moment a worker came to a batch until its end, by the number of its requests.",
+        "Time from when a worker picked up a batch until its end, by the number of its requests.",
         ("size_bucket",),
         "histogram",
         _LIVES,
@@ -70,23 +70,30 @@ BATCH_GATEWAY_METRICS = (
     ),
     Metric(
         "job_queue_wait_duration_seconds",
-        "Time that a batch waited until a worker came to it.",
+        "Time that a batch waited until a worker picked it up.",
         (),
         "histogram",
         _WAITS,
         prefix="",
     ),
-    Metric("total_workers", "Shards that the processes which live can have in hand.", (), "gauge", prefix=""),
-    Metric("active_workers", "Shards that they have in hand.", (), "gauge", prefix=""),
+    Metric("total_workers", "Maximum number of shards that live worker processes can hold.", (), "gauge", prefix=""),
+    Metric("active_workers", "Shards that live worker processes hold.", (), "gauge", prefix=""),
     Metric("processor_inflight_requests", "Requests in flight to model servers.", (), "gauge", prefix=""),
     Metric(
         "processor_max_inflight_concurrency",
-        "Requests that may be in flight: inference.concurrency, added up over processes.",
+        "Maximum number of requests in flight: inference.concurrency, summed over processes.",
         (),
         "gauge",
         prefix="",
     ),
-    Metric("model_inflight_requests", "Requests in flight to each model.", ("model",), "gauge", prefix=""),
+    Metric(
+        "model_inflight_requests",
+        "Requests in flight to each model.",
+        ("model",),
+        "gauge",
+        prefix="",
+        sampled=Sampled("in_flight", "model"),
+    ),
     Metric(
         "plan_build_duration_seconds",
         "Time to check and plan an input file, by the number of its requests.",
@@ -102,24 +109,28 @@ BATCH_GATEWAY_METRICS = (
         "histogram",
         _REQUESTS,
         prefix="",
+        sampled=Sampled("requests", "model"),
     ),
     Metric(
         "request_errors_by_model_total",
-        "Requests whose final answer is an error; attempts that were repeated are not in it.",
+        "Requests whose final answer is an error; attempts that were retried do not count.",
         ("model",),
         prefix="",
+        sampled=Sampled("errors", "model"),
     ),
     Metric(
         "batch_request_prompt_tokens_total",
-        "Tokens of prompts, where the model server said how many.",
+        "Prompt tokens that model servers reported.",
         ("model",),
         prefix="",
+        sampled=Sampled("tokens", "model"),
     ),
     Metric(
         "batch_request_generation_tokens_total",
-        "Tokens of answers, where the model server said how many.",
+        "Answer tokens that model servers reported.",
         ("model",),
         prefix="",
+        sampled=Sampled("tokens", "model"),
     ),
     Metric(
         "batch_job_e2e_latency_seconds",
@@ -131,32 +142,50 @@ BATCH_GATEWAY_METRICS = (
     ),
     Metric(
         "batch_cancellation_total",
-        "Batches that were cancelled, by where they stood: queued, in_progress or finalizing.",
+        "Batches that were cancelled, by their phase: queued, in_progress or finalizing.",
         ("phase",),
         prefix="",
         expected=(("queued",), ("in_progress",), ("finalizing",)),
     ),
     Metric(
         "batch_startup_recovery_total",
-        "Batches that were taken up after a worker had died, by where they stood and by what was done.",
+        "Batches that were recovered after a worker died, by their status and by what was done.",
         ("status", "action"),
         prefix="",
     ),
 )
 OWN_METRICS = (
-    Metric("model_limit", "Requests in flight that each model bears, as workers found out.", ("model",), "gauge"),
+    Metric(
+        "model_limit",
+        "Requests in flight that each model can take, as tuned automatically.",
+        ("model",),
+        "gauge",
+        sampled=Sampled("limit", "model"),
+    ),
+    Metric(
+        "model_breaker_open",
+        "Processes that send nothing to the model now, because its server cannot be reached.",
+        ("model",),
+        "gauge",
+    ),
+    Metric(
+        "work_disk_full",
+        "Processes that send nothing now, because the disk of their work folder is nearly full.",
+        (),
+        "gauge",
+    ),
     Metric(
         "batch_retries_total",
-        "Attempts after which a request was to be sent again, by the server's status or by what went wrong.",
+        "Attempts after which a request is sent again, by the server's status or the failure.",
         ("model", "reason"),
     ),
     Metric(
         "batch_answers_registered_total",
-        "Answers that were registered in the database: from then on no crash can lose them.",
+        "Answers registered in the database; no crash can lose them.",
     ),
     Metric(
         "batch_lines_resent_total",
-        "Lines that had no answer when the files were to be written, and were sent again.",
+        "Lines without an answer at the end, which were sent again.",
         expected=((),),
     ),
 )
@@ -186,6 +215,10 @@ class Load:
     """Requests in flight, by model."""
     limits: Mapping[str, int]
     """Requests that may be in flight, by model."""
+    unreachable: Collection[str] = frozenset()
+    """Models whose server cannot be reached."""
+    has_room: bool = True
+    """Whether the disk of the work folder has room for more answers."""
 
 
 def load_of(dispatcher: Dispatcher, *, shards: int, shards_max: int) -> Load:
@@ -198,12 +231,14 @@ def load_of(dispatcher: Dispatcher, *, shards: int, shards_max: int) -> Load:
         requests_max=total.capacity,
         in_flight=dispatcher.in_flight(),
         limits={model: sender.limit.adaptive.limit for model, sender in dispatcher.senders.items()},
+        unreachable=frozenset(model for model, one in dispatcher.senders.items() if one.limit.breaker.is_open),
+        has_room=dispatcher.disk.trouble is None,
     )
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What was put down of one model's answers."""
+    """What was recorded about one model's answers."""
 
     seconds: list[float] = field(default_factory=list)
     errors: int = 0
@@ -253,15 +288,15 @@ class BatchCounts:
     # Batches ----------------------------------------------------------------------------------------------------
 
     def waited(self, seconds: float) -> None:
-        """A batch waited so long until a worker came to it."""
+        """A batch waited this long until a worker picked it up."""
         self._counts.observe("job_queue_wait_duration_seconds", seconds)
 
     def planned(self, total: int, seconds: float) -> None:
-        """A plan was made."""
+        """A plan was written."""
         self._counts.observe("plan_build_duration_seconds", seconds, (size_bucket(total),))
 
     def recovered(self, status: str, action: str) -> None:
-        """A batch was taken up after its worker had died."""
+        """A batch was recovered after its worker died."""
         self._counts.add("batch_startup_recovery_total", 1, (status, action))
 
     def given_back(self, reason: str) -> None:
@@ -320,3 +355,5 @@ class BatchCounts:
             self._counts.set_all(name, {(): n})
         for name, by_model in (("model_inflight_requests", load.in_flight), ("model_limit", load.limits)):
             self._counts.set_all(name, {(model,): n for model, n in by_model.items()})
+        self._counts.set_all("model_breaker_open", {(model,): 1 for model in load.unreachable})
+        self._counts.set_all("work_disk_full", {} if load.has_room else {(): 1})

@@ -1,10 +1,11 @@
 """Which models there are: those with a gateway of their own, those that workers serve, and those that the gateway of
-all models names. That one is asked at most twice a minute; what it said last counts while it does not answer.
+all models names. It gets at most two requests a minute; while it does not answer, its last answer counts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 import math
 import time
@@ -29,11 +30,14 @@ _PAUSE_SECONDS = 5.0
 _ANSWER_SECONDS_MAX = 3.0
 _MODELS_MAX = 10_000
 _OWNER = "batchwright"
+_MODELS_NAMED = 10
+_UNKNOWN_MODEL = frozenset({"404", "http_404", "model_not_found", "not_found", "notfounderror"})
+"""Codes by which servers say that they do not have a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model; when it was made and by whom is what its server says."""
+    """A model; its server reports when and by whom it was created."""
 
     id: str
     created: int = 0
@@ -83,9 +87,7 @@ class Models:
                     log.warning("the gateway %s does not list its models: %s", self._settings.endpoint, error)
                 self._asked_at = time.monotonic()
             if self._said is None:
-                raise ModelsUnknown(
-                    "The model server did not say which models it has; the log of this server says why."
-                )
+                raise ModelsUnknown("The model server did not list its models; see the log of this server.")
             return self._said
 
     async def _fetch(self) -> list[Model]:
@@ -106,7 +108,7 @@ def _is_plain(queue: str) -> bool:
 
 
 def _parse(found: Any) -> list[Model]:
-    """What other servers leave out is filled in; what has no name is no model."""
+    """Fills in fields that some servers leave out; skips entries without a name."""
     match found:
         case {"data": [*data]}:
             pass
@@ -121,3 +123,21 @@ def _parse(found: Any) -> list[Model]:
         )
         for one in models
     ]
+
+
+async def describe_missing(models: Models, wanted: Iterable[str], codes: Iterable[str]) -> str | None:
+    """If lines failed because the server does not have their model: which models it has."""
+    if not _UNKNOWN_MODEL.intersection(code.lower() for code in codes):
+        return None
+    try:
+        known = [model.id for model in await models.find()]
+    except BatchwrightError:
+        return None
+    missing = sorted(set(wanted) - set(known))
+    if not missing or not known:
+        return None
+    close = difflib.get_close_matches(missing[0], known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    more = f" and {len(known) - _MODELS_NAMED} more" if len(known) > _MODELS_NAMED else ""
+    named = ", ".join(known[:_MODELS_NAMED])
+    return f"the server has no model {missing[0]!r}; the models that the server has: {named}{more}{hint}"

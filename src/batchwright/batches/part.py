@@ -6,23 +6,33 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from batchwright.files.part import FilesPart
-from batchwright.part import Command, Part, Served, Server
+from batchwright.part import BodyLimit, Command, Part, Served, Server
 from batchwright.webhooks.part import WebhooksPart
 
 if TYPE_CHECKING:
+    from batchwright.batches.blocking import Batches as BlockingBatches
+    from batchwright.batches.client import AsyncBatches
     from batchwright.batches.ending import Endings
     from batchwright.batches.journal.workspace import Workspace
     from batchwright.batches.metrics import BatchCounts
+    from batchwright.batches.models import Models
     from batchwright.batches.runtime import Runtime
+    from batchwright.batches.samples import BatchSamples
     from batchwright.batches.seal import Seal
     from batchwright.batches.settings import BatchSettings
     from batchwright.batches.store import Batches
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.attention import Concern
     from batchwright.engine.upkeep import Round
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.files.store import Files
+    from batchwright.inference.spending import Spent
+    from batchwright.part import Call
     from batchwright.telemetry.metrics import LabelLimits
+
+FORM_BYTES = 64 * 1024
+"""What a form may hold beside its file."""
 
 
 class BatchesPart(Part):
@@ -37,11 +47,18 @@ class BatchesPart(Part):
         "batchwright.batches.operations:send_provider_shard",
     )
     routers = ("batchwright.batches.http:router", "batchwright.batches.http_models:router")
+    pages = (
+        "batchwright.batches.pages_new:pages",
+        "batchwright.batches.pages:pages",
+        "batchwright.batches.pages_lines:pages",
+    )
     commands = {
-        "batch": Command("batchwright.batches.commands.batch:app", "Run, watch and control batches of requests."),
+        "batch": Command(
+            "batchwright.batches.commands.batch:app", "Run, watch and control batches of requests.", "Batches"
+        ),
     }
     runtime: Runtime | None = None
-    """The batch side of the worker that was made last, where a gateway is configured."""
+    """The batch side of the worker that was created last, if a gateway is configured."""
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
@@ -64,6 +81,12 @@ class BatchesPart(Part):
         return Batches(self.core.queue)
 
     @property
+    def samples(self) -> BatchSamples:
+        from batchwright.batches.samples import BatchSamples
+
+        return BatchSamples(self.core.queue.database)
+
+    @property
     def files(self) -> Files:
         return self.core.part(FilesPart).files
 
@@ -75,7 +98,7 @@ class BatchesPart(Part):
 
     @property
     def seal(self) -> Seal:
-        """Encrypts headers of creators; a key is made by itself only where nobody else needs it."""
+        """Encrypts headers of creators. A key is created automatically only if no other machine needs it."""
         from batchwright.batches.seal import KEY_FILE, KeySource, Seal
 
         settings = self.settings
@@ -83,11 +106,30 @@ class BatchesPart(Part):
         made = None if is_named or self.core.settings.database.url is not None else self.core.folder / KEY_FILE
         return Seal(KeySource(settings.header_key_file, settings.header_key_env, made))
 
+    def make_models(self) -> Models:
+        """The models that can be used here; close it after use."""
+        from batchwright.batches.models import Models
+
+        settings = self.core.settings
+        return Models(self.batches, settings.global_inference_gateway, settings.model_gateways, settings.inference)
+
     def label_limits(self) -> LabelLimits:
         """Every model that the configuration names has series of its own."""
         from batchwright.batches.metrics import label_limits
 
         return label_limits({*self.core.settings.model_gateways, *self.settings.prices} - {"*"})
+
+    # In Python code ---------------------------------------------------------------------------------------------
+
+    def client(self) -> AsyncBatches:
+        from batchwright.batches.client import AsyncBatches
+
+        return AsyncBatches(self)
+
+    def blocking_client(self, call: Call) -> BlockingBatches:
+        from batchwright.batches.blocking import Batches
+
+        return Batches(self, call)
 
     # In a worker ------------------------------------------------------------------------------------------------
 
@@ -122,32 +164,55 @@ class BatchesPart(Part):
         watchdog = Watchdog(self.batches, endings, settings.cancel_grace_seconds, settings.provider_grace_seconds)
         store = core.open_store(COMPONENT, site.counts)
         garbage = Collector(core.queue, store, self.workspace, self.settings, core.settings.retention)
-        return [*watchdog.rounds(), *garbage.rounds()]
+        return [*watchdog.rounds(), *garbage.rounds(), self.samples.round()]
 
     # In the HTTP server -----------------------------------------------------------------------------------------
 
     def serve(self, server: Server) -> Served:
-        from batchwright.batches.models import Models
+        from batchwright.api.errors import file_too_large
+        from batchwright.batches.inspector import Inspector
+        from batchwright.batches.output.lookup import LineSearch
         from batchwright.batches.output.results import Results
         from batchwright.batches.services import BatchServices
 
-        settings = self.core.settings
-        models = Models(self.batches, settings.global_inference_gateway, settings.model_gateways, settings.inference)
+        models = self.make_models()
+        files = self.core.part(FilesPart).files_in(server.store)
         services = BatchServices(
             core=self.core,
             batches=self.batches,
-            files=self.core.part(FilesPart).files_in(server.store),
+            files=files,
+            inspector=Inspector(self.core, files, self.settings),
+            lines=LineSearch(self.batches, files, self.workspace),
             models=models,
             results=Results(self.batches, self.workspace, server.store),
+            samples=self.samples,
             seal=self.seal,
             settings=self.settings,
         )
-        return Served(services=services, streams=["/v1/batches/{id}/results"], close=models.close)
+        most = self.settings.file_bytes_max
+        upload = BodyLimit("POST", "/ui/batches/new", 2 * most + FORM_BYTES, file_too_large(most), "file")
+        return Served(
+            services=services,
+            body_limits=[upload],
+            streams=["/v1/batches/{id}/results", "/ui/batches/{id}/download/{kind}"],
+            close=models.close,
+        )
+
+    async def attention(self, tenant: str | None) -> Sequence[Concern]:
+        from batchwright.batches.concerns import find_concerns
+
+        return await find_concerns(self.batches, tenant)
+
+    async def spent_today(self, tenant: str | None) -> Sequence[Spent]:
+        from batchwright.batches.concerns import spent_today
+
+        return await spent_today(self.batches, self.settings.prices, tenant)
 
     async def check(self) -> Sequence[Finding]:
         from batchwright.batches.check import check_gateways, check_store
+        from batchwright.db.check import check_folder
 
         if not self.is_active:
             return ()
-        found = [await check_gateways(self)]
+        found = [await check_gateways(self), *check_folder("batches.work_dir", self.workspace.root)]
         return [*found, await check_store(self)] if self.core.is_open else found

@@ -1,4 +1,4 @@
-"""The story of a batch, told by its job: plan, hand over to shards, and when they have ended, write the files.
+"""The life of a batch, driven by its job: plan it, hand it over to shards, and write the files when they have ended.
 
     validating ─ plan ─▶ in_progress ─ Wait(shards) … resumed ─▶ finalizing ─ files ─▶ completed
          │                  ▲  │                                   │  │
@@ -133,7 +133,7 @@ class Run:
         self._workspace = processor.tools.workspace
 
     async def advance(self) -> Outcome:
-        """Do what comes next."""
+        """Do the next step."""
         try:
             outcome = await self._do_next()
         except (OSError, StorageError) as error:
@@ -142,7 +142,7 @@ class Run:
         return outcome
 
     async def _wait_or_give_up(self, error: Exception) -> Outcome:
-        """Its window and the database's clock say whether it may go on waiting, not its attempts."""
+        """Its window and the database's clock decide whether it may keep waiting, not its attempts."""
         batch = self._found
         if self._ctx.after_death:
             self._counts.recovered(batch.status, "error")
@@ -177,7 +177,7 @@ class Run:
     async def _validate(self) -> Outcome:
         picked_up = await self._batches.pick_up(self._batch.id)
         if picked_up is None:
-            raise RetryLater("the batch was moved before it was planned", 0)
+            raise RetryLater("the batch changed its status before it was planned", 0)
         batch, is_late = picked_up
         self._batch = batch
         if self._ctx.claim == 1:
@@ -211,10 +211,12 @@ class Run:
             return self._end(self._batches.fail, Ending(errors=problems.as_json()))
         await self._workspace.keep_plan(id, self._files.store)
         total, models = planned.total, planned.models
-        begun = await self._batches.begin(id, total=total, models=models, input_sha256=file.sha256)
+        begun = await self._batches.begin(
+            id, total=total, models=models, input_sha256=file.sha256, requests=planned.requests
+        )
         self._counts.planned(total, time.perf_counter() - began)
         if begun is None:
-            raise RetryLater("the batch was moved while it was planned", 0)
+            raise RetryLater("the batch changed its status while it was planned", 0)
         self._batch = begun
         text = f"{total} requests for {len(models)} models"
         self._ctx.emit("batch.planned", text, requests=total, models=len(models))
@@ -271,7 +273,7 @@ class Run:
         return frozenset(wanted)
 
     async def _hand_over(self) -> Outcome:
-        """The shards, each a job of its own; when the last one has ended we come back."""
+        """The shards, each its own job; this job resumes when the last one has ended."""
         with self._workspace.use(self._batch.id):
             return self._wait_for(await self._finalizer.shards(self._batch, workers=await self._count_workers()))
 
@@ -337,7 +339,7 @@ class Run:
             await self._batches.finalize(id)
         moved = await self._batches.get(id, tenant=None)
         if moved.status is BatchStatus.IN_PROGRESS and moved.stop_reason is None:
-            raise RetryLater("the batch was moved while it was finished", 0)
+            raise RetryLater("the batch changed its status while it was finished", 0)
         return moved
 
     async def _resend(self, assembly: Assembly) -> Outcome | None:
@@ -347,7 +349,7 @@ class Run:
         resends = await self._batches.resend(id)
         if resends is None:
             if (await self._batches.get(id, tenant=None)).status is not BatchStatus.FINALIZING:
-                raise RetryLater("the batch was moved while it was finished", 0)
+                raise RetryLater("the batch changed its status while it was finished", 0)
             log.error("batch %s: %d lines have no answer, although they were sent again", id, assembly.missing)
             return None
         log.error("batch %s: %d lines have no answer, and are sent again", id, assembly.missing)
@@ -374,7 +376,7 @@ class Run:
     # The last move ----------------------------------------------------------------------------------------------
 
     def _last_move(self) -> tuple[EndingVerb, str | None]:
-        """The verb that ends a batch which sends nothing any more, and what is said of the lines without an answer."""
+        """The verb that ends a batch that no longer sends, and the error of the lines without an answer."""
         if self._batch.status is BatchStatus.FINALIZING:
             return self._batches.complete, None
         if self._batch.status is BatchStatus.CANCELLING:
@@ -391,9 +393,9 @@ class Run:
         return self._end(self._batches.fail, Ending(errors=error_list(problem)))
 
     def _end_with_counts(self, error: Exception) -> Outcome:
-        """The files cannot be written: the counts are what is left, until somebody repairs the batch.
+        """The files cannot be written: only the counts are left, until an operator repairs the batch.
 
-        What expired or was cancelled stays so: that its files are missing is said in its errors.
+        An expired or cancelled batch stays so; its errors say that its files are missing.
         """
         batch = self._batch
         log.error("batch %s ends without files: %s", batch.id, error)
@@ -407,7 +409,7 @@ class Run:
         return self._end(verb, Ending(counts=counts, errors=errors))
 
     def _end(self, verb: EndingVerb, ending: Ending, result: Result | None = None) -> Outcome:
-        """One commit: the batch's last move, its files, its webhooks, and the success of its job."""
+        """One commit: the batch's last transition, its files, its webhooks, and the success of its job."""
         batch = self._batch
         ended: list[BatchStatus] = []
 
@@ -420,7 +422,7 @@ class Run:
         async def write(connection: Any) -> None:
             status = await self._endings.write(batch.id, batch.tenant, move, await wrap_connection(connection))
             if status is None:
-                raise RetryLater("the batch was moved while it ended", 0)
+                raise RetryLater("the batch changed its status while it ended", 0)
             ended.append(status)
 
         def count(settled: str | None) -> None:
@@ -436,7 +438,7 @@ class Run:
 
 
 def _trace_return(ctx: Context, batch_id: str, error: Exception) -> None:
-    """A batch is put back: a span of its own, which nobody's cancellation cuts short."""
+    """A batch is put back: in its own span, which no cancellation cuts short."""
     with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
         span.set({"batch.id": batch_id, "tenant.id": ctx.tenant, "batch.re_enqueue.reason": str(error)})
 

@@ -1,7 +1,7 @@
 """How fast a batch is, when it will end at that pace, and whether that is in time.
 
 Two things depend on the share of the remaining time that a batch needs. Users see a low risk early, from 0.75 on, while
-there is time to add a worker. The sender lets a batch go first only from 0.8 on, because others wait for it then.
+there is time to add a worker. The sender prefers a batch only from 0.8 on, because others then wait for it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,22 @@ class DeadlineRisk(StrEnum):
 
 
 class Forecast(NamedTuple):
-    """When a batch will have its answers at the recent pace; None where nobody can know."""
+    """When a batch will have its answers at the recent pace; None if that is unknown."""
 
     eta: datetime | None
     risk: DeadlineRisk | None
 
 
 def needs_more(share: float, *, lines: int, rate: float, seconds_left: float) -> bool:
-    """Whether these lines need more than this share of the time left, at so many lines per second."""
+    """Whether these lines need more than this share of the time left, at this rate of lines per second."""
     return lines > rate * seconds_left * share
 
 
 def forecast(batch: Batch, pace: Pace | None) -> Forecast:
-    """Nothing is known of a batch that is not planned, is paused or got no answers recently."""
+    """Nothing is known of a batch that is not planned, is paused or got no answers recently.
+
+    While no answers arrive, it is unknown when it will end, but known whether it is late at its recent pace.
+    """
     if batch.status is BatchStatus.FINALIZING:
         return Forecast(None, DeadlineRisk.NONE)
     if batch.status is not BatchStatus.IN_PROGRESS or batch.paused_at is not None or batch.stop_reason is not None:
@@ -55,7 +58,7 @@ def forecast(batch: Batch, pace: Pace | None) -> Forecast:
     if pace is None or not pace.rate:
         return Forecast(None, None)
     lines = max(0, batch.total - batch.done - pace.ahead)
-    eta = pace.now + min(_LONGEST, timedelta(seconds=lines / pace.rate))
+    eta = None if pace.is_stalled else pace.now + min(_LONGEST, timedelta(seconds=lines / pace.rate))
     seconds_left = (batch.expires_at - pace.now).total_seconds()
     if needs_more(1.0, lines=lines, rate=pace.rate, seconds_left=seconds_left):
         return Forecast(eta, DeadlineRisk.HIGH)
@@ -69,10 +72,10 @@ class RecentPace:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
         self.rate = 0.0
-        """Answers in a second, when somebody last looked."""
+        """Answers per second at the last look."""
 
     def needs_express(self, control: Control) -> bool:
-        """Note how far the batch is now; False until it was watched for a while."""
+        """Note the progress of the batch; False until it was watched for a while."""
         now = time.monotonic()
         self._seen.append((now, control.done))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _RECENT_SECONDS:

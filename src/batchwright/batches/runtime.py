@@ -65,6 +65,7 @@ class Runtime:
             tools.counts,
             tools.settings,
             is_shared=core.settings.storage.url is not None,
+            load=self.dispatcher.load,
         )
         segments = Segments(tools.workspace, tools.files.store)
         unregistered = UnregisteredAnswers(tools.batches, segments, checkpoints)

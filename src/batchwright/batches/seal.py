@@ -34,7 +34,7 @@ _FILE_BYTES_MAX = 4096
 
 
 class KeySource(NamedTuple):
-    """Where the key is; `made` is a file that is written with a new key if it is not there."""
+    """Where the key is; `made` is a file that gets a new key if it does not exist."""
 
     file: Path | None = None
     variable: str | None = None
@@ -77,12 +77,12 @@ class Seal:
         )
 
     def fingerprint(self, headers: Mapping[str, str]) -> str:
-        """By which equal headers are known; without the key nobody can guess them from it."""
+        """A fingerprint that equal headers share; without the key, headers cannot be guessed from it."""
         text = orjson.dumps(dict(headers), option=orjson.OPT_SORT_KEYS)
         return hmac.new(self._keys()[0], text, hashlib.sha256).hexdigest()
 
     def check(self) -> None:
-        """ConfigurationError if there is no key, and none is made by itself."""
+        """ConfigurationError if there is no key, and none is created automatically."""
         if self._source.made is None:
             self._keys()
 
@@ -126,7 +126,7 @@ class CreatorHeaders:
 
     @property
     def digest(self) -> dict[str, str]:
-        """What an idempotency key stands for beside the body."""
+        """What an idempotency key identifies besides the body."""
         return {"passed_on": self.seal.fingerprint(self.headers)} if self.headers else {}
 
     def check(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchwright.batches.inspector import Inspector
 from batchwright.batches.models import Models
+from batchwright.batches.output.lookup import LineSearch
 from batchwright.batches.output.results import Results
+from batchwright.batches.samples import BatchSamples
 from batchwright.batches.seal import Seal
 from batchwright.batches.settings import BatchSettings
 from batchwright.batches.store import Batches
@@ -20,7 +23,10 @@ class BatchServices:
     batches: Batches
     core: Core
     files: Files
+    inspector: Inspector
+    lines: LineSearch
     models: Models
     results: Results
+    samples: BatchSamples
     seal: Seal
     settings: BatchSettings

@@ -14,47 +14,48 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """What a batch may be, and how it is run."""
+    """Limits of batches, and how they run."""
 
     requests_max: int = 50_000
-    """Requests in one input file."""
+    """Maximum number of requests in one input file."""
     file_bytes_max: int = 200 * MIB
-    """Bytes of one uploaded file."""
+    """Maximum size of one uploaded file, in bytes."""
     line_bytes_max: int = 16 * MIB
-    """Bytes of one line of an input file."""
+    """Maximum size of one line of an input file, in bytes."""
     embedding_inputs_max: int = 50_000
-    """Texts to embed in one input file, over all its lines."""
+    """Maximum number of texts to embed in one input file."""
     models_max: int = 64
-    """Models in one input file."""
+    """Maximum number of models in one input file."""
     work_dir: Path | None = None
-    """Where workers keep inputs and journals; unset, the folder `work` beside the embedded database."""
+    """Folder in which workers keep inputs and journals; unset, the folder `work` beside the embedded database."""
     work_dir_limit: int = 10 * 1024 * MIB
-    """Bytes in the work folder beyond which no further batch is begun on this machine."""
+    """Bytes in the work folder above which no further batch is started on this machine."""
     work_dir_reserve: int = 64 * MIB
-    """Bytes that must stay free on the disk of the work folder, beside the answers in flight: below that nothing is
-    sent, because its answer could not be kept."""
+    """Bytes that must stay free on the disk of the work folder, in addition to the answers in flight. Below that
+    nothing is sent, because its answer could not be stored."""
     cancel_grace_seconds: float = 30.0
-    """How long requests in flight may go on when their batch is cancelled."""
+    """How long requests in flight may continue when their batch is cancelled."""
     provider_grace_seconds: float = 600.0
-    """How long a batch that is cancelled, or whose window is over, waits for outside providers to cancel its jobs:
-    what they have done by then is paid for, and is fetched."""
+    """How long a batch that is cancelled or expired waits for outside providers to cancel its jobs.
+    Their results so far are paid for, and are fetched."""
     checkpoint_seconds: float = 1.0
-    """How often answers are registered, so that another worker can build on them."""
+    """How often answers are registered, so that another worker can continue from them."""
     shared_checkpoint_seconds: float = 5.0
-    """The same where answers are first uploaded to the store that `storage.url` names; sooner after 8 MB."""
+    """The same if answers are first uploaded to the store that `storage.url` names; sooner after 8 MB."""
     segments_kept_hours: float = 1.0
     """How long answers can still be read one by one after the end of their batch."""
     failed_segments_kept_days: float = 7.0
-    """The same if the files could not be written, so that `batchwright batch repair` can."""
+    """The same if the files could not be written, so that `batchwright batch repair` can write them."""
     header_key_file: Path | None = None
     """The file with the key that encrypts headers of creators, 32 bytes in base64; unset, the embedded database has one
     in its folder, and with another database such headers are refused."""
     header_key_env: str | None = None
-    """The same key is in this environment variable."""
+    """Environment variable with the same key."""
     prices: dict[str, Price] = field(default_factory=dict)
-    """What the tokens of a model cost; `*` is for all that are not named."""
+    """Price of the tokens of a model; `*` is for all models that are not named."""
     tenant_weights: dict[str, int] = field(default_factory=dict)
-    """Requests of a tenant in each round of those that wait for the same model; 1 for tenants that are not named."""
+    """Number of requests of a tenant in each round among the tenants that wait for the same model; 1 for tenants that
+    are not named."""
 
     def __post_init__(self) -> None:
         if self.header_key_file is not None and self.header_key_env is not None:

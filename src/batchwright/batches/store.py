@@ -1,4 +1,4 @@
-"""The rows of batches: every move is a compare-and-set, and what is not registered here does not exist.
+"""The rows of batches: every transition is a compare-and-set, and what is not registered here does not exist.
 
 A batch is driven by its job, `batch.process`. The job verbs refuse jobs that belong to a batch; the verbs here take
 their place.
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from uuid import UUID
 
@@ -20,6 +21,7 @@ from batchwright.batches.tally import Tally
 from batchwright.db.database import Row, Session
 from batchwright.db.retry import retry_deadlocks
 from batchwright.db.statements import statements
+from batchwright.durations import parse_duration
 from batchwright.engine import owned
 from batchwright.engine.context import Context
 from batchwright.engine.jobs import JobId, new_id
@@ -40,34 +42,43 @@ PROCESS = "batch.process"
 SHARD = "batch.shard"
 PROVIDER_SHARD = "batch.provider_shard"
 WINDOW_SECONDS = (60, 30 * 24 * 3600)
+_WINDOW = re.compile(r"(?:[0-9]+[smhd])+")
 AWAY_SECONDS = 10.0
-"""How long a job of a batch leaves a store alone that is away."""
+"""How long a job of a batch waits before it tries an unavailable store again."""
 _WAITS = {
     "credential": "a provider refuses its credential",
     "disk": "no room on the disk",
     "key": "no key for the headers of its creator",
     "store": "the store is unavailable",
 }
-_WINDOW = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
-_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _RACES_MAX = 10
+_UNFINISHED_MAX = 10
 PATIENCE_SECONDS = 3600.0
-"""A batch that needs nothing but its files written waits at least so long for the store, also after its window."""
+"""A batch that only needs its files written waits at least this long for the store, also after its window."""
 RESENDS_MAX = 3
-"""So often are lines sent again that have no answer when the files are to be written."""
+"""How often lines that have no answer are resent when the files must be written."""
 _IDLE = AtWork(0, 0.0)
 _RATE_SECONDS = 60.0
 _SERVED_SECONDS = 300.0
 """A worker that was seen within this time counts as serving its models: it may only be restarting."""
+_ALIVE_SECONDS = 30.0
+"""A worker without a heartbeat for longer is dead."""
 _RATE_SEGMENTS = 500
+STALLED_SECONDS = 10.0
+"""Without an answer for this long, a batch shows that it waits for one."""
+_STALLED_GAPS = 3.0
+"""A slow batch, e.g. with an answer a minute, may wait this many times as long."""
+_ENDED_TODAY_MAX = 5_000
 _SEGMENTS_PER_PAGE = 5_000
+SMALL_MAX = 1_000
+"""The course of a batch with no more requests is sampled only if it takes longer than ten seconds."""
 SHARDS_GRACE_SECONDS = 1.5
 """After the deadline, or after the grace of a cancellation, shards have this long to end by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as its row stood when it was read."""
+    """A batch as its row was when it was read."""
 
     id: str
     tenant: str
@@ -98,11 +109,13 @@ class Batch:
     output_tokens: int
     reasoning_tokens: int
     usage_by_model: dict[str, Any]
+    progress_by_model: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Requests of each model: `total`, as planned, and `completed` and `failed` so far."""
     error_summary: Any
     resends: int
     """How often lines without an answer were sent again."""
     overflow_cost: float = 0.0
-    """What the shards may cost that went to a provider because the batch would be late."""
+    """Estimated cost of the shards that went to a provider because the batch would be late."""
     stop_reason: str | None
     stop_at: datetime | None
     stop_error: dict[str, Any] | None
@@ -114,7 +127,7 @@ class Batch:
     expires_at: datetime
     paused_at: datetime | None
     taken_up_at: datetime | None
-    """When a worker first came to it."""
+    """When a worker first picked it up."""
     in_progress_at: datetime | None
     finalizing_at: datetime | None
     completed_at: datetime | None
@@ -125,12 +138,14 @@ class Batch:
     waiting_reason: str | None
     """What kept it waiting when a worker last looked: `store`, `disk`, `key` or `credential`."""
     waiting_message: str | None
+    origin: dict[str, Any] | None
+    """Of a batch of `batch run`: the file, the server and more that its command needs to resume it."""
     waits: bool
     """Whether that was in the last minutes."""
 
     @property
     def waits_for(self) -> str | None:
-        """What it cannot go on without, in words; None if it goes on, as far as is known."""
+        """What it waits for, in words; None if it makes progress, as far as is known."""
         if not self.waits or self.has_ended:
             return None
         return f"{_WAITS[self.waiting_reason or '']}: {self.waiting_message}"
@@ -141,7 +156,7 @@ class Batch:
 
     @property
     def is_private(self) -> bool:
-        """Whether only the process that made it works for it."""
+        """Whether only the process that created it works on it."""
         return self.queue.startswith(PRIVATE)
 
     @property
@@ -155,7 +170,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
-    """A batch to be."""
+    """A batch to create."""
 
     tenant: str
     endpoint: str
@@ -172,6 +187,8 @@ class NewBatch:
     retry_of: str | None = None
     retry_codes: Sequence[str] | None = None
     family: str | None = None
+    origin: Mapping[str, Any] | None = None
+    """What a command needs to resume it, if it is private to one."""
     sealed_headers: bytes | None = field(default=None, repr=False)
     """Encrypted; a retry without any has those of the batch that it repeats."""
     id: str = field(default_factory=lambda: f"batch_{new_id().hex}")
@@ -179,12 +196,19 @@ class NewBatch:
 
 
 class Pace(NamedTuple):
-    """Answers per second of late, None if there were none; and when that was, by the database's clock."""
+    """Recent answers per second, None if there were none; and when that was, by the database's clock."""
 
     rate: float | None
     now: datetime
     ahead: int = 0
     """Answers that are ready at a provider, as it says, and will be fetched when its job has ended."""
+    silent_seconds: float = 0.0
+    """Seconds since the last answer, counting only time in which a worker could get one."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether far fewer answers come than the rate says, so that it says nothing about the future."""
+        return self.silent_seconds > max(STALLED_SECONDS, _STALLED_GAPS / self.rate if self.rate else 0.0)
 
 
 class Control(NamedTuple):
@@ -208,14 +232,14 @@ class Control(NamedTuple):
 
 
 class Stalled(NamedTuple):
-    """An open batch whose window is over, that was told to stop, or whose job is gone."""
+    """An open batch whose window is over, that was ordered to stop, or whose job is gone."""
 
     id: str
     status: str
     stop_reason: str | None
     stopped_seconds: float | None
     late_seconds: float
-    """Since its window is over; below 0 it is not."""
+    """Seconds since its window ended; below 0 it has not."""
     job_status: str | None
     job_id: UUID
     tenant: str
@@ -258,11 +282,11 @@ class Position(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """What became of ranges that were to be registered; one that is in neither belongs to a claim that is lost."""
+    """The outcome of registering ranges; a range in neither list belongs to a lost claim."""
 
     taken: set[Name]
     behind: dict[Name, Position]
-    """Refused, because less of their journal is registered than their writer believes: where it must go on."""
+    """Refused, because less of their journal is registered than their writer believes: where it must continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +307,8 @@ class Registration:
     job_id: UUID
     job_claim: int
     worker: str
+    load: tuple[int, int] | None = None
+    """The limit of requests in flight to this model in the worker, and how many are; None at a provider."""
 
     @property
     def name(self) -> Name:
@@ -291,7 +317,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What is known of a batch when it ends; counts and errors that are None stay as they are."""
+    """What is known about a batch when it ends; counts and errors that are None stay unchanged."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     error_summary: Any = None
@@ -312,11 +338,11 @@ class Ending:
 
 
 class WrongJob(Fatal):
-    """A job that somebody enqueued by hand: it would ask every line of the batch once more."""
+    """A manually enqueued job: it would resend every line of the batch."""
 
 
 def require_own_job(ctx: Context, batch_id: str, job_id: UUID) -> None:
-    """A batch is run by the job that was made with it, and by the children of that."""
+    """Only the job that was created with a batch, and its children, run the batch."""
     if ctx.pipeline_id != job_id:
         raise WrongJob(f"{ctx.job_type} belongs to {batch_id}, whose own job runs it; enqueue nothing for it")
 
@@ -327,9 +353,8 @@ def later_priority(priority: int) -> int:
 
 
 def window_seconds(window: str) -> int:
-    """`24h`, `90m`, `7d`: from one minute to thirty days."""
-    found = _WINDOW.fullmatch(window)
-    seconds = int(found[1]) * _UNIT_SECONDS[found[2]] if found else 0
+    """`24h`, `90m`, `7d`, `1h30m`: from one minute to thirty days. Like OpenAI's API, it accepts no bare numbers."""
+    seconds = int(parse_duration(window) or 0) if _WINDOW.fullmatch(window) else 0
     least, most = WINDOW_SECONDS
     if not least <= seconds <= most:
         raise InvalidInput(
@@ -361,9 +386,9 @@ class Batches:
     async def create(
         self, new: NewBatch, job: Mapping[str, Any], *, instead_of: str | None = None
     ) -> tuple[Batch, bool]:
-        """Make the batch together with its job; answers it, and whether it is new. After a lost answer, call it again.
+        """Create the batch together with its job; returns it and whether it is new. After a lost answer, call it again.
 
-        The same idempotency key with the same digest answers the first batch; with another one it is a Conflict. From
+        The same idempotency key with the same digest returns the first batch; with another one it is a Conflict. From
         an ended batch `instead_of` whose place this one takes, the key is taken first.
         """
         async with self.queue.database.transaction() as session:
@@ -373,6 +398,7 @@ class Batches:
                 **{name: getattr(new, name) for name in NewBatch.__dataclass_fields__},
                 "metadata": _json(new.metadata),
                 "limits": _json(new.limits),
+                "origin": _json(new.origin),
                 "retry_codes": list(new.retry_codes) if new.retry_codes else None,
                 "family": new.family or new.id,
                 "window_seconds": window_seconds(new.completion_window),
@@ -387,12 +413,17 @@ class Batches:
         raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
 
     async def find_repeated(self, new: NewBatch) -> Batch | None:
-        """The batch that this idempotency key stands for already; with another digest it is a Conflict."""
+        """The existing batch with this idempotency key; with another digest it is a Conflict."""
         params = {name: getattr(new, name) for name in ("id", "tenant", "idempotency_key", "idempotency_digest")}
         return await self._find_known(params, None) if new.idempotency_key is not None else None
 
+    async def find_unfinished(self, file: str) -> list[Batch]:
+        """Batches of `batch run` that began with the file of this path and have not ended, the newest first."""
+        params = {"file": file, "limit": _UNFINISHED_MAX}
+        return [_batch(row) for row in await self.queue.database.ask(SQL["unfinished"], params)]
+
     async def forget_queue(self, batch: Batch) -> int:
-        """Remove what is left of a batch's private queue; answers how many queues that were."""
+        """Remove what is left of a batch's private queue; returns how many queues there were."""
         assert batch.is_private, f"{batch.queue} is not {batch.id}'s own"
         return len(await self.queue.database.ask(SQL["forget_queue"], {"queue": batch.queue}))
 
@@ -432,17 +463,27 @@ class Batches:
         """How fast these batches are being answered."""
         if not ids:
             return {}
-        params = {"ids": list(ids), "seconds": _RATE_SECONDS, "segments": _RATE_SEGMENTS}
+        params = {
+            "ids": list(ids),
+            "seconds": _RATE_SECONDS,
+            "segments": _RATE_SEGMENTS,
+            "silent_seconds": _ALIVE_SECONDS,
+        }
         there = await RemoteJobs(self.queue).at_work(ids)
         found = {}
-        for id, lines, seconds, now in await self.queue.database.ask(SQL["paces"], params):
+        for id, lines, seconds, now, silent in await self.queue.database.ask(SQL["paces"], params):
             at_work = there.get(id, _IDLE)
-            found[id] = Pace(lines / max(seconds, 1.0) + at_work.rate or None, now, at_work.done)
+            silent = 0.0 if at_work.rate else silent or 0.0
+            found[id] = Pace(lines / max(seconds, 1.0) + at_work.rate or None, now, at_work.done, silent)
         return found
+
+    async def used_today(self, tenant: str | None) -> Sequence[Row]:
+        """Tokens of today (UTC): tenant, model, input, cached and output; without those of documents."""
+        return await self.queue.database.ask(SQL["used_today"], {"tenant": tenant, "limit": _ENDED_TODAY_MAX})
 
     @retry_deadlocks
     async def cancel(self, id: str, *, tenant: str | None) -> Batch:
-        """Order the batch to end; one that is cancelling or cancelled already is answered as it is."""
+        """Order the batch to end; a batch that is cancelling or cancelled is returned unchanged."""
         async with self.queue.database.transaction() as session:
             batch = await self._lock(session, id, tenant)
             if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
@@ -457,7 +498,7 @@ class Batches:
 
     @retry_deadlocks
     async def pause(self, id: str, *, tenant: str | None) -> Batch:
-        """Send nothing more until it is resumed; what is in flight ends, and the clock runs on."""
+        """Send nothing more until it is resumed; requests in flight end, and its window keeps running."""
         return await self._while_open("pause", id, tenant, "pause", {})
 
     @retry_deadlocks
@@ -502,7 +543,7 @@ class Batches:
     # Workers ----------------------------------------------------------------------------------------------------
 
     async def pick_up(self, id: str) -> tuple[Batch, bool] | None:
-        """A worker has come to it; whether its window was over by then. None if somebody else moved it."""
+        """A worker has picked it up; returns whether its window had ended by then. None if another process moved it."""
         rows = await self.queue.database.ask(SQL["pick_up"], {"id": id})
         return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
 
@@ -512,14 +553,23 @@ class Batches:
         params = {"shard": SHARD, "below": SHARD_QUEUE, "silent_seconds": _SERVED_SECONDS}
         return {queue for (queue,) in await self.queue.database.ask(SQL["served"], params)}
 
-    async def begin(self, id: str, *, total: int, models: Sequence[str], input_sha256: str) -> Batch | None:
-        """From validating to in_progress; None if somebody else moved it."""
-        params = {"id": id, "total": total, "models": list(models), "input_sha256": input_sha256}
+    async def begin(
+        self,
+        id: str,
+        *,
+        total: int,
+        models: Sequence[str],
+        input_sha256: str,
+        requests: Mapping[str, int] = MappingProxyType({}),
+    ) -> Batch | None:
+        """From validating to in_progress; None if another process moved it. `requests` are those of each model."""
+        progress = _json({model: {"total": n, "completed": 0, "failed": 0} for model, n in requests.items()})
+        params = {"id": id, "total": total, "models": list(models), "input_sha256": input_sha256, "progress": progress}
         rows = await self.queue.database.ask(SQL["begin"], params)
         return _batch(rows[0]) if rows else None
 
     async def finalize(self, id: str) -> Batch | None:
-        """From in_progress to finalizing, unless it was told to stop; None if somebody else moved it."""
+        """From in_progress to finalizing, unless it was ordered to stop; None if its status has changed."""
         rows = await self.queue.database.ask(SQL["finalize"], {"id": id})
         return _batch(rows[0]) if rows else None
 
@@ -529,12 +579,12 @@ class Batches:
         return int(rows[0][0]) if rows else None
 
     async def note_wait(self, id: str, reason: str, message: str) -> bool:
-        """Say what the batch waits for; answers whether it may go on waiting."""
+        """Record what the batch waits for; returns whether it may keep waiting."""
         params = {"id": id, "reason": reason, "message": message, "patience_seconds": PATIENCE_SECONDS}
         rows = await self.queue.database.ask(SQL["note_wait"], params)
         return bool(rows and rows[0][0])
 
-    # The last move: it freezes the counts, and answers where it led, or None if somebody else moved the batch ------
+    # The last transition: freezes the counts; returns the new state, or None if another process moved the batch ----
 
     async def complete(self, id: str, ending: Ending, *, session: Session | None = None) -> BatchStatus | None:
         """A batch that a user cancelled meanwhile ends cancelled."""
@@ -548,7 +598,7 @@ class Batches:
         return await self._end("expire", id, ending, session) or await self.end_cancelled(id, ending, session=session)
 
     async def expire_unstarted(self, id: str, *, session: Session | None = None) -> BatchStatus | None:
-        """The window was over before a worker came to it."""
+        """The window ended before a worker picked it up."""
         rows = await self.queue.database.ask(SQL["expire_unstarted"], {"id": id}, session)
         return BatchStatus.EXPIRED if rows else None
 
@@ -560,7 +610,7 @@ class Batches:
         return BatchStatus(rows[0][0]) if rows else None
 
     async def repair(self, batch: Batch, ending: Ending, *, session: Session | None = None) -> bool:
-        """Give an ended batch the files that it lacks, unless somebody else has done that since it was read."""
+        """Give an ended batch the files that it lacks, unless another process has done that since it was read."""
         params = {"id": batch.id, "manifest_before": _json(batch.manifest), **ending.as_params()}
         return bool(await self.queue.database.ask(SQL["repair"], params, session))
 
@@ -594,7 +644,7 @@ class Batches:
     async def register(self, registrations: Sequence[Registration]) -> Registered:
         """Make written ranges part of their batches, at most one of each journal.
 
-        Sent again after a doubtful commit it answers the same and counts nothing twice.
+        A repeated call after a doubtful commit returns the same and counts nothing twice.
         """
         claims = {one.job_id: owned.Held(one.job_id, one.job_claim, one.worker) for one in registrations}
         async with self.queue.database.transaction() as session:
@@ -613,12 +663,14 @@ class Batches:
                 sums[one.batch_id].add(one)
         changed = [one.as_row() for one in sums.values() if one.tally.lines]
         if changed:
-            await self.queue.database.ask(SQL["add_sums"], {"sums": _json(changed)}, session)
+            samples = [row for one in sums.values() for row in one.sample_rows()]
+            params = {"sums": _json(changed), "samples": _json(samples), "small_max": SMALL_MAX}
+            await self.queue.database.ask(SQL["add_sums"], params, session)
         behind = await self._find_positions(session, [one for one in held if one.name not in new])
         return Registered({one.name for one in held} - behind.keys(), behind)
 
     async def _find_positions(self, session: Session, refused: Sequence[Registration]) -> dict[Name, Position]:
-        """Where the journals of ranges that were not inserted must go on; without those that had been registered."""
+        """Where the journals of ranges that were not inserted must continue; without those that were registered."""
         if not refused:
             return {}
         segments = _json([_segment_row(place, one) for place, one in enumerate(refused)])
@@ -665,7 +717,7 @@ class Batches:
 
     @retry_deadlocks
     async def redirect(self, batch: Batch, one: OpenShard, shard: Shard, cost: float, *, cost_max: float) -> bool:
-        """Give a shard that nobody has begun to its provider; False if that costs too much, or it was begun."""
+        """Give a shard that no worker has begun to its provider; False if that costs too much, or it was begun."""
         assert shard.provider is not None
         to = provider_queue(batch.queue, shard.provider)
         params = {"id": batch.id, "cost": cost, "cost_max": cost_max}
@@ -690,7 +742,7 @@ class Batches:
 
     @retry_deadlocks
     async def stop_queued_shards(self, job_id: UUID, reason: str, *, wake: bool) -> None:
-        """Cancel the shards that no worker has; some may have come back since the batch was told to stop.
+        """Cancel the shards that no worker has; some may have come back since the batch is stopping.
 
         `wake` lets those at a provider look at once: one that was just being put off has not heard of it.
         """
@@ -718,10 +770,19 @@ class Batches:
 class _Sums:
     """What a batch's row will hold once these registrations are added."""
 
-    def __init__(self, id: str, usage_by_model: dict[str, Any], error_summary: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        id: str,
+        usage_by_model: dict[str, Any],
+        error_summary: dict[str, Any],
+        progress_by_model: dict[str, dict[str, int]],
+    ) -> None:
         self.id = id
         self.tally = Tally()
         self.usage_by_model = usage_by_model
+        self.progress_by_model = progress_by_model
+        self.samples: dict[str, tuple[Tally, dict[str, tuple[int, int]]]] = {}
+        """By model: what is added now, and the load of the worker that adds it."""
         self.errors = Tally.from_json({"errors": error_summary})
 
     def add(self, one: Registration) -> None:
@@ -730,6 +791,13 @@ class _Sums:
         usage = self.usage_by_model.setdefault(one.model, {})
         for name, n in one.tally.usage().items():
             usage[name] = usage.get(name, 0) + n
+        progress = self.progress_by_model.setdefault(one.model, {"total": 0, "completed": 0, "failed": 0})
+        progress["completed"] += one.tally.completed
+        progress["failed"] += one.tally.lines - one.tally.completed
+        tally, load = self.samples.setdefault(one.model, (Tally(), {}))
+        tally += one.tally
+        if one.load is not None:
+            load[one.worker] = one.load
 
     def as_row(self) -> dict[str, Any]:
         tally = self.tally
@@ -741,8 +809,24 @@ class _Sums:
             "cancelled": tally.cancelled,
             **{f"{name}_tokens": n for name, n in tally.usage().items()},
             "usage_by_model": self.usage_by_model,
+            "progress_by_model": self.progress_by_model,
             "error_summary": self.errors.errors,
         }
+
+    def sample_rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": self.id,
+                "model": model,
+                "completed": tally.completed,
+                "failed": tally.lines - tally.completed,
+                "input_tokens": tally.input_tokens,
+                "cached_tokens": tally.cached_tokens,
+                "output_tokens": tally.output_tokens,
+                "load": load,
+            }
+            for model, (tally, load) in self.samples.items()
+        ]
 
 
 def _segment_row(place: int, one: Registration) -> dict[str, Any]:

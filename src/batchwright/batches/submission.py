@@ -1,4 +1,4 @@
-"""How a batch comes to be: its input is stored, what it asks for is checked, and it is made together with its job."""
+"""Creates a batch: stores its input, checks the request, and creates the batch together with its job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 async def store_input(files: Files, path: Path, *, tenant: str, bytes_max: int, sha256: str | None = None) -> File:
-    """Copy a file of requests into the store; one that has another checksum by now is refused."""
+    """Copy a file of requests into the store; refuse a file whose checksum has changed meanwhile."""
     return await store_file(files, path, tenant=tenant, purpose=BATCH, bytes_max=bytes_max, sha256=sha256)
 
 
@@ -43,7 +43,7 @@ async def create(
 
 
 async def is_served(catalog: Catalog) -> bool:
-    """Whether some worker has said that it runs batches; it may be away just now."""
+    """Whether some worker has said that it runs batches; it may be down at the moment."""
     return await catalog.is_published(PROCESS)
 
 
@@ -83,7 +83,7 @@ def retry_of(batch: Batch, codes: Sequence[str] | None, **values: Any) -> NewBat
 
 
 def idempotency(route: str, key: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys are the route's own, and stand for the body that came with them first."""
+    """Idempotency keys belong to the route, and identify the body that first came with them."""
     if key is None:
         return {}
     digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).digest()

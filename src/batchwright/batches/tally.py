@@ -11,7 +11,7 @@ CODES_MAX = 50
 OTHER = "other"
 TOKENS_UNKNOWN = 2**32 - 1
 Tokens = tuple[int, int, int, int]
-"""Input, cached, output and reasoning tokens as they stand in a record: the largest number means unknown."""
+"""Input, cached, output and reasoning tokens as written in a record: the largest number means unknown."""
 
 
 class LineStatus(IntEnum):
@@ -59,7 +59,7 @@ class Tally:
         return asdict(self)
 
     def usage(self) -> dict[str, int]:
-        """Sums of the tokens that servers told of; where one said nothing, nothing is added."""
+        """Sums of the tokens that servers reported; a server that reports none adds nothing."""
         return {
             "input": self.input_tokens,
             "cached": self.cached_tokens,
@@ -68,11 +68,11 @@ class Tally:
         }
 
     def add(self, status: LineStatus, tokens: Tokens) -> None:
-        """One more line; if it is no success, `add_error` comes with it."""
+        """Count one more line; for a failed line, call `add_error` as well."""
         self.add_all([(status, tokens)])
 
     def add_all(self, lines: Sequence[tuple[LineStatus, Tokens]]) -> None:
-        """More lines; for those that are no successes `add_error` comes with it."""
+        """Count more lines; for failed lines, call `add_error` as well."""
         completed = 0
         for status, (input, cached, output, reasoning) in lines:
             if input != TOKENS_UNKNOWN:

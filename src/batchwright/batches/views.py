@@ -1,4 +1,4 @@
-"""Batches and models as OpenAI shows them, and what we know of them besides."""
+"""Batches and models as OpenAI shows them, with additional fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelView(Answer):
 
     id: str
     object: Literal["model"] = "model"
-    created: int = Field(description="Unix seconds, as its server says; 0 if nobody says.")
+    created: int = Field(description="Unix seconds, as its server reports; 0 if unknown.")
     owned_by: str
 
 
@@ -56,7 +56,7 @@ Metadata = Annotated[
 
 
 class BatchToBe(Body):
-    """A batch to be run."""
+    """A batch to create."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -72,25 +72,25 @@ class BatchToBe(Body):
 
     input_file_id: Annotated[Text, Field(max_length=100)] = Field(description="A file with the purpose `batch`.")
     endpoint: Annotated[Text, Field(max_length=100)] = Field(
-        description="Where every line goes.", json_schema_extra={"enum": [*ENDPOINTS]}
+        description="The endpoint of every line.", json_schema_extra={"enum": [*ENDPOINTS]}
     )
     completion_window: Annotated[Text, Field(max_length=40)] = Field(
         description="Any time from `1m` to `30d`; what is not answered by then is `batch_expired`.", examples=["24h"]
     )
-    metadata: Metadata | None = Field(None, description="Words of your own, shown again with the batch.")
+    metadata: Metadata | None = Field(None, description="Your own metadata, returned with the batch.")
     output_expires_after: ExpiresAfter | None = None
     priority: Priority = Field(5, description="0 is first. Not in OpenAI's API.")
     limits: BatchLimits = Field(default_factory=BatchLimits)
 
 
 class NewPriority(Body):
-    """Where the batch stands among others."""
+    """The position of the batch among others."""
 
     priority: Priority
 
 
 class WhichToRetry(Body):
-    """Which failed lines are to be asked again."""
+    """Which failed lines to retry."""
 
     codes: Annotated[list[Name], Field(min_length=1, max_length=50)] | None = Field(
         None, description="Only lines that failed with one of these, as `error_summary` names them; null means all."
@@ -98,7 +98,7 @@ class WhichToRetry(Body):
 
 
 class BatchProblem(Answer):
-    """Something that is wrong with the input, or that broke."""
+    """A problem with the input, or an error."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -109,17 +109,17 @@ class BatchProblem(Answer):
 
 
 class BatchProblems(Answer):
-    """The first thousand things that are wrong with the input."""
+    """The first thousand problems with the input."""
 
     model_config = ConfigDict(extra="allow")
 
     object: Literal["list"] = "list"
     data: list[BatchProblem]
-    total: int | None = Field(None, description="How many there are altogether.")
+    total: int | None = Field(None, description="Total number of problems.")
 
 
 class RequestCounts(Answer):
-    """How far the batch is; at the end `completed` and `failed` make up `total`."""
+    """Progress of the batch; at the end `completed` and `failed` add up to `total`."""
 
     total: int
     completed: int
@@ -127,7 +127,7 @@ class RequestCounts(Answer):
 
 
 class CountsByOutcome(Answer):
-    """The same, told apart: `failed` of `request_counts` is the sum of the last three here."""
+    """The same by outcome: `failed` of `request_counts` is the sum of the last three here."""
 
     completed: int
     failed: int
@@ -136,19 +136,19 @@ class CountsByOutcome(Answer):
 
 
 class CachedTokens(Answer):
-    """Tokens of the prompts that the server had in its cache."""
+    """Tokens of the prompts that the server read from its cache."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(Answer):
-    """Tokens of the answers that were thought, and not said."""
+    """Tokens of the answers that the model used for reasoning."""
 
     reasoning_tokens: int
 
 
 class BatchUsage(Answer):
-    """Tokens, as the model servers told them."""
+    """Tokens, as the model servers reported them."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -178,14 +178,14 @@ class ErrorGroup(Answer):
 
 
 class BatchWait(Answer):
-    """Something that a batch cannot go on without."""
+    """Something that a batch waits for."""
 
     reason: Literal["credential", "disk", "key", "store"]
     message: str
 
 
 class BatchView(Answer):
-    """A batch, as OpenAI shows it, and what we know besides; all times are Unix seconds."""
+    """A batch, as OpenAI shows it, with additional fields; all times are Unix seconds."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -199,7 +199,7 @@ class BatchView(Answer):
     error_file_id: str | None
     created_at: int
     in_progress_at: int | None
-    expires_at: int = Field(description="When its window is over.")
+    expires_at: int = Field(description="When its window ends.")
     finalizing_at: int | None
     completed_at: int | None
     failed_at: int | None
@@ -207,11 +207,13 @@ class BatchView(Answer):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: RequestCounts
-    usage: BatchUsage | None = Field(description="Null until a model server has told of tokens.")
+    usage: BatchUsage | None = Field(description="Null until a model server has reported tokens.")
     metadata: dict[str, str] | None
 
     counts_by_outcome: CountsByOutcome
-    eta: int | None = Field(description="When every line will be answered at the pace of the last minute.")
+    eta: int | None = Field(
+        description="When every line will be answered at the pace of the last minute; null while no answers come."
+    )
     deadline_risk: DeadlineRisk | None = Field(
         description="`high`: too slow for its window; `low`: done in the last quarter of the time left; `none`: "
         "sooner. Null where there is no pace to judge by."
@@ -220,12 +222,12 @@ class BatchView(Answer):
     cost: float | None = Field(description="By the setting `batches.prices`; null if a model has no price.")
     prefix_saved_tokens: int = Field(description="Tokens of prompts that the server's prefix cache saved.")
     waiting_on: list[BatchWait] = Field(
-        description="What it cannot go on without now: the object store, room on a worker's disk, the key for the "
+        description="What the batch waits for now: the object store, room on a worker's disk, the key for the "
         "headers of its creator, or a credential that an outside provider refuses. It waits until its window is over, "
         "and for an hour at least if only its files are to be written."
     )
     paused_at: int | None
-    retry_of: str | None = Field(description="The batch whose failed lines this one asks again.")
+    retry_of: str | None = Field(description="The batch whose failed lines this one retries.")
     priority: int
     limits: BatchLimits
 
@@ -255,7 +257,7 @@ class BatchView(Answer):
 
 
 class BatchList(Answer):
-    """A page of batches, the newest first; the id of the last one is `after` for the next page."""
+    """A page of batches, newest first; the id of the last one is `after` for the next page."""
 
     object: Literal["list"] = "list"
     data: list[BatchView]
@@ -296,7 +298,7 @@ def _waits(batch: Batch) -> list[BatchWait]:
 
 
 def _problems(batch: Batch) -> BatchProblems | None:
-    """What the plan found wrong with the input; else what made the batch fail later on."""
+    """The problems that the plan found in the input, or else what made the batch fail later."""
     if batch.errors is not None:
         return BatchProblems.model_validate({"object": "list", **batch.errors})
     if batch.status is BatchStatus.FAILED and batch.stop_error is not None:

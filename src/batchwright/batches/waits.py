@@ -19,7 +19,7 @@ _TOLD_MAX = 1000
 
 
 def reason_to_wait(error: BaseException) -> str | None:
-    """What is to be waited for after this error: room on a disk, or the store; None if waiting helps nothing."""
+    """What to wait for after this error: room on a disk, or the store; None if waiting does not help."""
     if isinstance(error, StorageFull) or (isinstance(error, OSError) and error.errno in FULL):
         return DISK
     return STORE if isinstance(error, StorageUnavailable) else None
@@ -33,7 +33,7 @@ class Waits:
         self._told: OrderedDict[str, str] = OrderedDict()
 
     async def note(self, batch_id: str, reason: str, message: str) -> bool:
-        """The batch cannot go on now; answers whether it may go on waiting."""
+        """The batch cannot continue now; returns whether it may keep waiting."""
         if self._told.get(batch_id) != reason:
             self._told[batch_id] = reason
             log.warning("batch %s waits: %s", batch_id, message)
@@ -47,4 +47,4 @@ class Waits:
     def end(self, batch_id: str) -> None:
         """What it waited for is there."""
         if self._told.pop(batch_id, None) is not None:
-            log.info("batch %s goes on", batch_id)
+            log.info("batch %s resumes", batch_id)

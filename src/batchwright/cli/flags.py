@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from batchwright.cli.process_list import hide_password
 from batchwright.cli.stop import end
+from batchwright.durations import DURATION_FORM, parse_duration
 from batchwright.errors import InvalidInput
 from batchwright.part import Part
 from batchwright.states import JobStatus
@@ -34,7 +36,9 @@ DatabaseUrl = Annotated[
     typer.Option(
         "--database-url",
         metavar="URL",
-        help="PostgreSQL 15 or newer; without it (or BATCHWRIGHT_DATABASE_URL), the embedded PostgreSQL.",
+        help="PostgreSQL 15 or newer; without it (or BATCHWRIGHT_DATABASE_URL), the embedded PostgreSQL. Pass a "
+        "password by that variable or by PGPASSFILE: other users can see command lines.",
+        callback=hide_password,
         show_default=False,
     ),
 ]
@@ -97,31 +101,59 @@ def parse_pairs(flag: str, given: Sequence[str], example: str) -> dict[str, str]
     return pairs
 
 
+def parse_time_span(
+    flag: str, text: str | None, *, least: str = "0s", most: str = "3650d", unit_seconds: float = 1.0
+) -> float | None:
+    """Seconds of a duration such as 90s, 5m, 1h or 2d; a bare number counts units, by default seconds."""
+    if text is None:
+        return None
+    found = parse_duration(text, unit_seconds=unit_seconds)
+    param = flag.lstrip("-").replace("-", "_")
+    if found is None:
+        raise InvalidInput(f"{flag} {text!r} is no duration: {DURATION_FORM}", param=param)
+    if not (parse_duration(least) or 0.0) <= found <= (parse_duration(most) or 0.0):
+        raise InvalidInput(f"{flag} {text} is out of range: use {least} to {most}", param=param)
+    return found
+
+
 def check_length(flag: str, text: str | None, most: int) -> None:
     if text is not None and not 0 < len(text) <= most:
         raise InvalidInput(f"{flag} has {len(text)} characters; it may have 1 to {most}")
 
 
 async def warn_if_no_worker(core: Core, job_id: UUID, work: str) -> None:
-    """A worker may be on its way, so this is no error; but without one the job only waits."""
+    """A worker may start later, so this is no error; but without one the job only waits."""
     from batchwright.engine.jobs import JobId
 
     reasons = await core.views.waiting_on([await core.queue.get(JobId(job_id))])
-    if any(one.reason == "no_worker" for of_job in reasons.values() for one in of_job):
-        typer.echo(
-            f"no worker that runs {work} is there now; start one: batchwright up, or batchwright worker", err=True
-        )
+    if not any(one.reason == "no_worker" for of_job in reasons.values() for one in of_job):
+        return
+    if work == "batches" and not core.settings.has_gateways:
+        remedy = "start one with a model server: batchwright up --url http://127.0.0.1:8000, or configure one as "
+        remedy += "global_inference_gateway.url in batchwright.toml"
+    else:
+        remedy = "start one: batchwright up, or batchwright worker"
+    typer.echo(f"no live worker runs {work}; {remedy}", err=True)
 
 
-def settings_from(database_url: str | None, config: Path | None, **parts: Mapping[str, Any]) -> Settings:
-    """File, environment and these flags; a flag of None was not given. A URL that cannot be read ends here."""
+def settings_from(
+    database_url: str | None,
+    config: Path | None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    **parts: Mapping[str, Any],
+) -> Settings:
+    """File, environment and these flags; a flag of None was not given. A URL that cannot be read ends here.
+
+    `defaults` are for what neither the file nor the environment says.
+    """
     from batchwright.settings import load_settings
 
     flags: dict[str, Any] = {}
     for part, values in {"database": {"url": database_url}, **parts}.items():
         if given := {name: value for name, value in values.items() if value is not None}:
             flags[part] = given
-    settings = load_settings(flags, file=config)
+    settings = load_settings(flags, file=config, defaults=defaults)
     for url in (settings.database.url, settings.database.lease_url):
         if url is not None:
             from batchwright.db.check import describe
@@ -155,7 +187,7 @@ def on_part(
     database_url: str | None,
     config: Path | None,
 ) -> NoReturn:
-    """A command that touches the store; `tell` says what came of it, and answers the exit code."""
+    """A command that uses the store. `tell` prints the result and returns the exit code."""
 
     async def go() -> tuple[T, Settings]:
         async with open_part(kind, database_url, config) as part:

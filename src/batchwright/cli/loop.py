@@ -1,4 +1,4 @@
-"""The event loop of commands that go on, and its garbage collector."""
+"""The event loop of long-running commands, and its garbage collector."""
 
 from __future__ import annotations
 

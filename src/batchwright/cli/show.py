@@ -1,4 +1,4 @@
-"""How things look on paper: tables and facts for people, JSON for programs."""
+"""What commands print: tables and facts for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchwright.cli.tables import Columns, table_lines
 from batchwright.jsonl import one_line
 from batchwright.states import JOB, JobStatus
 
@@ -30,69 +31,50 @@ COLOURS = {
 BAR_COLUMNS = 46
 _BAR_ORDER = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.RUNNING)
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "red")}
-_UNFOLDED = 1000
-_GAP = 2
+_PIPE_COLUMNS = 1000
 _MONEY_MIN = 0.0001
-_ELASTIC_MIN = 8
+_AGES = ((86_400, "d"), (3600, "h"), (60, "min"))
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def console() -> Console:
-    """Standard output; into a pipe nothing is cut to the width of a terminal that is not there."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _UNFOLDED)
+    """Standard output. A pipe gets lines that are as long as they need to be."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
 def print_json(value: Any, *, indent: bool = True) -> None:
-    """Statuses may be keys: they are text, which the encoder takes for something else."""
+    """Keys may be statuses, which the encoder does not take for text by itself."""
     shape = orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
     document = orjson.dumps(value, option=shape, default=str)
     sys.stdout.write(one_line(document).decode() + "\n")
     sys.stdout.flush()
 
 
-def print_table(columns: Mapping[str, Sequence[Text]], *, elastic: Sequence[str] = ("message",)) -> None:
-    """Only elastic columns may be cut; those in which nothing stands are left out, numbers stand on the right."""
+def terminal_width() -> int | None:
+    """The number of columns, or None if standard output is no terminal."""
+    return console().width if sys.stdout.isatty() else None
+
+
+def print_table(columns: Columns, *, elastic: Sequence[str] = ("message",)) -> None:
+    """Print a table as wide as the terminal. Columns without any value are left out."""
     out = console()
-    table, width = make_table(columns, out.width, elastic=elastic)
-    if width > out.width:  # a line that the terminal wraps is better than a column that is not there
-        out = Console(highlight=False, width=width)
-    out.print(table)
+    for line in table_lines(columns, terminal_width(), elastic=elastic):
+        out.print(line, soft_wrap=True)
 
 
-def make_table(
-    columns: Mapping[str, Sequence[Text]],
-    width: int,
-    *,
-    elastic: Sequence[str] = ("message",),
-    has_header: bool = True,
-) -> tuple[Table, int]:
-    """The table, and how wide it is: what is asked for, unless columns that must not be cut need more."""
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
-    natural = {name: max(len(name) * has_header, *(cell.cell_len for cell in cells)) for name, cells in shown.items()}
-    widths = _fit(natural, width - _GAP * (len(shown) - 1), elastic)
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0), show_header=has_header)
-    for name, cells in shown.items():
-        is_number = all(cell.plain.isdecimal() for cell in cells)
-        side: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(name, width=widths[name], no_wrap=True, overflow="ellipsis", justify=side)
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*row)
-    return table, sum(widths.values()) + _GAP * (len(shown) - 1)
-
-
-def _fit(natural: Mapping[str, int], room: int, elastic: Sequence[str]) -> dict[str, int]:
-    """The widest of the elastic columns are cut first, and none of them to nothing."""
-    widths = dict(natural)
-    while sum(widths.values()) > room:
-        cuttable = [name for name in elastic if widths.get(name, 0) > _ELASTIC_MIN]
-        if not cuttable:
-            break
-        widths[max(cuttable, key=lambda name: widths[name])] -= 1
-    return widths
+def print_indented(text: Text, indent: int = 2) -> None:
+    """Words of people: wrapped between words on a terminal, and in one line in a pipe."""
+    width = terminal_width()
+    if width is None:
+        console().print(Text(" " * indent).append_text(text), soft_wrap=True)
+        return
+    for line in text.wrap(console(), width - indent):
+        line.rstrip()
+        console().print(Text(" " * indent).append_text(line), soft_wrap=True)
 
 
 def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
-    """Names and values, without those that are not there; an id that is cut would be of no use."""
+    """Names and values. Empty values are left out, and long ones continue on the next line."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
@@ -103,7 +85,7 @@ def print_facts(facts: Sequence[tuple[str, Any]]) -> None:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Plain lines, which wrap as the terminal likes: remedies hold commands to be copied."""
+    """Plain lines that the terminal wraps: remedies hold commands to copy."""
     out = console()
     width = max((len(finding.name) for finding in findings), default=0) + 1
     for finding in findings:
@@ -115,7 +97,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 @contextlib.contextmanager
 def show_meanwhile(text: str) -> Iterator[None]:
-    """On a terminal, for as long as it takes: the first start of the embedded database takes a few seconds."""
+    """Show a text on a terminal while something takes long, such as the first start of the embedded database."""
     if not sys.stderr.isatty():
         yield
         return
@@ -145,7 +127,7 @@ def number(n: float) -> str:
 
 
 def money(amount: float) -> str:
-    """What is very little is not nothing."""
+    """Very small amounts do not look like zero."""
     if 0 < amount < _MONEY_MIN:
         return f"<{_MONEY_MIN}"
     return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
@@ -168,6 +150,18 @@ def seconds(n: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
+def age(n: float) -> str:
+    """A length of time in one unit, as tables show it."""
+    for unit, name in _AGES:
+        if n >= unit:
+            return f"{int(n // unit)} {name}"
+    return f"{max(0, int(n))} s"
+
+
+def ago(now: datetime, moment: datetime | None) -> str:
+    return "" if moment is None else f"{age((now - moment).total_seconds())} ago"
+
+
 def time_text(moment: datetime | None) -> str | None:
     return None if moment is None else f"{moment.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
@@ -177,21 +171,29 @@ def jobs_text(n: int) -> str:
 
 
 def counts_text(counts: Mapping[JobStatus, int]) -> Text:
-    """`12 queued · 3 running`, without what is not there."""
-    parts = [(f"{counts[status]} {status.lower()}", COLOURS[status]) for status in JobStatus if counts.get(status)]
-    return Text(" · ").join(Text(*part) for part in parts)
+    """`12 queued · 3 running`, without statuses that no job has."""
+    return Text(" · ").join(counts_parts(counts))
 
 
-def status_bar(counts: Mapping[JobStatus, int], noun: str) -> Text:
-    """How many of them have ended, and how."""
+def counts_parts(counts: Mapping[JobStatus, int]) -> list[Text]:
+    return [Text(f"{counts[status]} {status.lower()}", COLOURS[status]) for status in JobStatus if counts.get(status)]
+
+
+def status_bar(counts: Mapping[JobStatus, int], noun: str, width: int = _PIPE_COLUMNS) -> Text:
+    """How many have ended, and how. The bar is shorter where there is little room."""
     total = sum(counts.values())
     done = sum(n for status, n in counts.items() if status in JOB.terminal)
     shown = {COLOURS[status]: counts.get(status, 0) for status in _BAR_ORDER}
-    return bar(shown, total).append(f"  {done}/{total} {noun}")
+    return bar_with(shown, total, f"  {done}/{total} {noun}", width)
+
+
+def bar_with(parts: Mapping[str, int], total: int, numbers: str, width: int) -> Text:
+    """A bar and its numbers in one line of at most `width` columns."""
+    return bar(parts, total, max(0, min(BAR_COLUMNS, width - len(numbers)))).append(numbers)
 
 
 def bar(parts: Mapping[str, int], total: int, columns: int = BAR_COLUMNS) -> Text:
-    """Parts of a whole in their colours; whatever is there at all gets at least its share rounded down."""
+    """Parts of a whole in their colours; each gets its share, rounded down."""
     text, filled, so_far = Text(), 0, 0
     for colour, n in parts.items():
         so_far += n

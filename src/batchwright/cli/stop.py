@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from batchwright.cli.hangup import Terminal
+
 if TYPE_CHECKING:
     from batchwright.settings import Settings
 
@@ -24,7 +26,7 @@ _ORPHAN_SECONDS = 20.0
 
 
 class Stop:
-    """The first signal asks to stop, the second one leaves at once.
+    """The first signal asks to stop, the second one quits now; a closed terminal only asks, however often.
 
     Plain signal handlers run even while an operation keeps the event loop busy, so that the second signal works
     when it is needed most.
@@ -36,6 +38,7 @@ class Stop:
         self.asked = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._asked_at: float | None = None
+        self._terminal = Terminal()
         self.on_ask = on_ask
         self.on_hard = on_hard
         self.is_tethered = False
@@ -58,9 +61,13 @@ class Stop:
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            self._terminal.let_go()
         if self._asked_at is None:
             self._asked_at = now
             self.ask(number)
+        elif number == signal.SIGHUP:
+            return
         elif now - self._asked_at > _ECHO_SECONDS or not (number == signal.SIGINT or self.is_tethered):
             # One Ctrl-C may arrive twice: from the terminal, and from a program between us and it.
             if self.on_hard is not None:
@@ -71,7 +78,7 @@ class Stop:
 class Tether:
     """A child's line to the process that started it: readiness goes up, and its end means to stop.
 
-    The kernel closes the other end whatever way that process dies, so nobody is left behind without a master.
+    The kernel closes the other end however that process dies, so no child is left behind.
     """
 
     def __init__(self, descriptor: int, stop: Stop, grace_seconds: float) -> None:
@@ -112,8 +119,28 @@ def end_if_nobody_reads() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute_output()
         raise typer.Exit(0) from None
+
+
+@contextlib.contextmanager
+def mute_if_nobody_reads(note: str | None = None) -> Iterator[None]:
+    """The same for output that is only shown beside the work of a command: the display ends, and the work continues."""
+    try:
+        yield
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != 1:  # rich turns a closed pipe into this
+            raise
+        _mute_output()
+        if note is not None:
+            with contextlib.suppress(OSError):
+                typer.echo(note, err=True)
+
+
+def _mute_output() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def leave(code: int) -> NoReturn:

@@ -22,7 +22,7 @@ _LAST_SECONDS = 30.0
 
 
 class Supervisor:
-    """Keeps several `batchwright worker` with these arguments running until `stop` is asked; answers the exit code.
+    """Keeps several `batchwright worker` with these arguments running until `stop` is asked. Returns the exit code.
 
     A child that dies is replaced, at once the first time and ever more slowly when it keeps dying. If one leaves
     with an error before any of them was ready, then it is the configuration that is wrong, and all is given up.
@@ -117,7 +117,7 @@ class Supervisor:
             self.ready.set()
 
     def _pass_on(self, number: int) -> None:
-        log.info("stopping %d worker processes; a second signal leaves at once", len(self._children))
+        log.info("stopping %d worker processes; a second signal quits now", len(self._children))
         for child in list(self._children):
             _signal(child, number)
 

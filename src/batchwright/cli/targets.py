@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import os
 import re
@@ -148,12 +149,16 @@ def _replace_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def _open_draft(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file beside `path`, locked; removed at the end unless it has got another name."""
+    """A new file beside `path`, locked; removed at the end unless it has got another name.
+
+    It is as private as the file that it replaces. A new name follows the umask, as with any file that a user names.
+    """
     _remove_abandoned(path)
+    mode = stat.S_IMODE(_find_mode(path) or 0o666)
     while True:
         draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
-            with draft.open("xb") as stream:
+            with open(draft, "xb", opener=functools.partial(os.open, mode=mode)) as stream:
                 if _lock_draft(draft, stream):
                     yield draft, stream
                     return

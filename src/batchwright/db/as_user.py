@@ -1,4 +1,4 @@
-"""Running programs as somebody else, and folders that only they can enter: what root needs to run a PostgreSQL."""
+"""Runs programs as another user, and creates folders that only that user can enter: root needs it for PostgreSQL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from batchwright import private
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
 
 if sys.platform != "win32":
@@ -36,7 +37,7 @@ def system_user() -> Owner:
         except (DatabaseUnavailable, OSError) as error:
             refusal = str(error)
         try:
-            entry = pwd.getpwnam(USER)  # which another process may have made in the meantime
+            entry = pwd.getpwnam(USER)  # another process may have created it in the meantime
         except KeyError:
             raise ConfigurationError(
                 f"PostgreSQL does not run as root, and the system user {USER!r} cannot be made ({refusal}); "
@@ -46,10 +47,8 @@ def system_user() -> Owner:
 
 
 def make_folders(folder: Path, owner: Owner | None) -> None:
-    """Those that are missing, private; those that exist stay as they are."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
+    """Create missing folders, private; existing ones stay as they are."""
+    for path in private.make_folders(folder):
         give(path, owner)
 
 
@@ -59,7 +58,7 @@ def give(path: Path, owner: Owner | None) -> None:
 
 
 def open_private(path: Path, owner: Owner | None) -> int:
-    """Only a file that we made is given away: root must not be led to another one by a link."""
+    """Change the owner only of a file that we created: a link must not lead root to another file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
@@ -84,7 +83,7 @@ def is_private(folder: Path, owner: Owner | None, *, make: bool) -> bool:
 
 
 def check_reach(folders: Sequence[Path], owner: Owner) -> None:
-    """Ask the system itself, as the user in question: access lists and the like count, too."""
+    """Test access as the user in question, because access lists and the like count, too."""
     for folder in dict.fromkeys(path for last in folders for path in (*reversed(last.parents), last)):
         if not can_run("test", owner, "-x", folder):
             name = pwd.getpwuid(owner[0]).pw_name
@@ -103,10 +102,10 @@ def can_run(program: str | Path, owner: Owner, *arguments: str | Path) -> bool:
 
 
 def run(command: Sequence[str | Path], owner: Owner | None, *, seconds: float, inherited: Sequence[int] = ()) -> str:
-    """What the command printed; or DatabaseUnavailable with the end of it.
+    """The output of the command; raises DatabaseUnavailable with the end of the output.
 
     The output goes to a file, since a pipe would stay open for as long as a server started by the command.
-    The environment is bare: PG* variables would change the server, and the user's keys are not its business.
+    The environment is empty: PG* variables would change the server, and it must not see the user's keys.
     """
     environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "PATH") if name in os.environ}
     uid, gid = owner or (None, None)
@@ -138,7 +137,7 @@ def run(command: Sequence[str | Path], owner: Owner | None, *, seconds: float, i
 
 
 def command_line(pid: int) -> str:
-    """As one line, empty for a process that is not there or only waits to be reaped."""
+    """As one line; empty for a process that does not exist or is a zombie."""
     if Path("/proc/self/cmdline").exists():
         try:
             return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "))

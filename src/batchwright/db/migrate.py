@@ -1,7 +1,7 @@
 """Numbered, immutable SQL files, applied once each under a lock.
 
-A migration names, in a line `-- serves: VERSION`, the oldest program that still works with the schema it leaves
-behind. A program older than that is refused when it starts; one that already runs is left alone.
+A migration names, in a line `-- serves: VERSION`, the oldest program that still works with the new schema. An older
+program is refused when it starts; one that already runs is not stopped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def migrations() -> list[Migration]:
 
 
 async def migrate(database: Source, program: str) -> list[Migration]:
-    """Apply what is missing; whoever comes second waits for the first and finds nothing left to do."""
+    """Apply missing migrations; a second process waits for the first and then finds nothing left to do."""
     await check_server(database)
     applied = []
     async with database.transaction() as session:
@@ -98,7 +98,7 @@ async def pending(database: Session) -> list[Migration]:
 
 
 async def require_current(database: Source, program: str) -> None:
-    """Refuse to start on a schema that is behind this program, or that has left it behind."""
+    """Refuse to start on a schema that is too old or too new for this program."""
     await check_server(database)
     missing = await pending(database)
     if missing:

@@ -1,4 +1,4 @@
-"""Values that are in PostgreSQL's own binary form already: the driver hands them on as they are."""
+"""Values that are already in PostgreSQL's binary form: the driver passes them on unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psycopg.pq import Format
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A parameter in binary form. The statement says its type, by a cast; the driver does not know it."""
+    """A parameter in binary form. The statement gives its type with a cast; the driver does not know it."""
 
     data: bytes
 

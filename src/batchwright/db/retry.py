@@ -1,4 +1,4 @@
-"""When to run a call again: its transaction was the victim of a deadlock, or the database did not answer."""
+"""Repeats calls whose transaction was the victim of a deadlock, or that the database did not answer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ async def retry_unavailable(
     tries_max: int | None = None,
     on_failure: Callable[[DatabaseUnavailable], object] = lambda error: None,
 ) -> T:
-    """Make a call again until the database answers, at most `tries_max` times.
+    """Repeat a call until the database answers, at most `tries_max` times.
 
-    It may be one whose answer was lost, so only calls that do nothing the second time are safe here.
+    The answer to an earlier try may have been lost, so only idempotent calls are safe here.
     """
     tries, pause = 1, _PAUSE_SECONDS_FIRST
     while True:

@@ -1,7 +1,7 @@
-"""What lies between us and PostgreSQL: nothing, a pooler that keeps sessions, or one that lends them to transactions.
+"""What is between us and PostgreSQL: nothing, a pooler that keeps sessions, or one that lends them to transactions.
 
-It is found out once, when a process starts. Behind a pooler that lends sessions nothing may be left in one: statements
-stay prepared only if the pooler itself keeps track of them, and there is no LISTEN.
+Each process finds this out once, when it starts. Behind a pooler that lends sessions, we must leave nothing in a
+session: statements stay prepared only if the pooler itself tracks them, and there is no LISTEN.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _NAMED_BY_DRIVER = "_pg3_"
 _ROUNDS = 3
 _ROUNDS_HOLDING = 2
 _ANSWER_SECONDS_MAX = 5.0
-"""For each round trip: a database that is far away needs long for all of them, but not for one."""
+"""The limit for each round trip: a distant database takes long for all of them, but not for one."""
 
 Connect = Callable[[], contextlib.AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]]
 
 
 class Mode(StrEnum):
-    """What a client of the server has for itself."""
+    """What a client of the server does not share with others."""
 
     DIRECT = "directly"
     SESSION = "through a pooler in session mode"
@@ -62,7 +62,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A way to the database, as it was when it was explored."""
+    """A route to the database, at the time it was explored."""
 
     url: str
     mode: Mode
@@ -77,7 +77,7 @@ class Route:
 
 
 def describe_routes(statements: Route, leases: Route, poll_seconds: float) -> str:
-    """What is used how, by a worker; `poll_seconds` is its poller's pace when idle."""
+    """A description of how a worker uses its routes; `poll_seconds` is its poll interval when idle."""
     said = [f"statements go {statements.mode}"]
     if not statements.keeps_sessions:
         said[0] += ", which keeps them prepared" if statements.prepares else ", unprepared"
@@ -93,10 +93,10 @@ def describe_routes(statements: Route, leases: Route, poll_seconds: float) -> st
 
 
 async def explore(connect: Connect, url: str, needed: str) -> Route:
-    """Find out what lies between; `needed` says how many connections a process needs, should there be too few.
+    """Find out what is in between; `needed` says how many connections a process needs, for the error message.
 
-    A server tells each client which backend it has. If that backend answers, nothing stands between. Otherwise a
-    pooler does.
+    A server tells each client which backend it has. If that backend answers, nothing is in between. Otherwise there is
+    a pooler.
     """
     began = time.monotonic()
     with _explain_refusals():
@@ -116,7 +116,7 @@ async def explore(connect: Connect, url: str, needed: str) -> Route:
 
 @contextlib.contextmanager
 def _explain_refusals() -> Iterator[None]:
-    """What a pooler refuses by itself, with the remedy."""
+    """An error of the pooler itself, with the remedy."""
     try:
         yield
     except psycopg.Error as error:
@@ -131,10 +131,10 @@ async def _lends_sessions(connect: Connect, one: _Client, needed: str) -> bool:
     """While two clients are connected to a pooler that keeps sessions, neither meets the other's backend nor changes
     its own.
 
-    One that lends them shows itself. Mostly without further ado: it lends the backend that has just become free to
-    the other client, or takes turns, or is so busy that each gets whatever is free. Else it takes the backend of the
-    first while the second is in a transaction. That comes last: of many processes that start at once behind a small
-    pool, each would hold one backend and wait for another.
+    A pooler that lends sessions can be detected. Usually at once: it lends the backend that just became free to the
+    other client, or takes turns, or is so busy that each client gets any free backend. Otherwise it uses the backend
+    of the first while the second is in a transaction. That test comes last: if many processes start at once behind a
+    small pool, each would hold one backend and wait for another.
     """
     async with connect() as connection:
         two = _Client(connection, one.connecting)
@@ -146,7 +146,7 @@ async def _lends_sessions(connect: Connect, one: _Client, needed: str) -> bool:
             except TimeoutError as error:
                 text = _CROWDED.format(limit=_ANSWER_SECONDS_MAX, slowest=one.slowest, needed=needed)
                 raise DatabaseUnavailable(text) from error
-            if not _met(one, two):  # else the first might wait for its backend until the second lets go
+            if not _met(one, two):  # otherwise the first might wait for its backend until the second releases it
                 await one.backend()
             if holds:
                 await two.ask("ROLLBACK")
@@ -160,9 +160,9 @@ def _met(one: _Client, two: _Client) -> bool:
 
 
 class _Client:
-    """A connection, the backends that it met, and how long they took to answer.
+    """A connection, the backends that served it, and how long they took to answer.
 
-    Statements without parameters are not prepared: that would fail in the very case that is looked for.
+    Statements without parameters are not prepared: that would fail in exactly the case that we test for.
     """
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], connecting: float) -> None:
@@ -181,11 +181,11 @@ class _Client:
         return int(backend)
 
     async def keeps_prepared(self) -> bool:
-        """Whether the pooler knows itself what each client has prepared (PgBouncer 1.22 with max_prepared_statements).
+        """Whether the pooler tracks what each client has prepared (PgBouncer 1.22 with max_prepared_statements).
 
-        Such a one gives statements names of its own, and hears it when a client gives up all of them, as the driver
-        does after a rollback. In another one the name of ours would meet that of the next client: it is taken away
-        before anybody else can have this backend.
+        Such a pooler gives statements its own names, and notices when a client drops all of them, as the driver does
+        after a rollback. In any other pooler our name could collide with that of the next client: so it is removed
+        before another client can get this backend.
         """
         try:
             async with self._connection.transaction():

@@ -15,9 +15,9 @@ _NOW = "coalesce(%(now)s::timestamptz, now())"
 def statements(package: str, *filenames: str, parts: Mapping[str, str] = MappingProxyType({})) -> Mapping[str, str]:
     """Read `-- name: verb` blocks of one file, or of several that share their parts.
 
-    `:now` stands for the `now` parameter, or the server's clock when that is null: tests own the time. A block
-    `-- part: x` is text that several statements share; it stands where they say `:x`. `parts` come from another
-    package. Comments are dropped, because the server would parse them each time.
+    `:now` is the `now` parameter, or the server's clock if that is null: tests control the time. A block
+    `-- part: x` is text that several statements share; it replaces `:x` in them. `parts` come from another package.
+    Comments are dropped, because the server would parse them each time.
     """
     blocks = _read_blocks(package, filenames)
     parts = _collect_parts(blocks, parts)

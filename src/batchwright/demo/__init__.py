@@ -1,1 +1,1 @@
-"""`batchwright demo`: the main job on this machine, with a worker killed in the middle."""
+"""`batchwright demo`: real work on this machine, with a worker that is killed halfway through."""

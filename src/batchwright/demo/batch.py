@@ -1,7 +1,7 @@
-"""`batchwright demo`: a batch over three simulated models, of which one of two workers does not live to see the end.
+"""`batchwright demo`: a batch over three simulated models and two workers, one of which is killed on the way.
 
 simulated model server, PostgreSQL, two workers ─▶ a file of requests ─▶ a batch ─▶ SIGKILL at a third
-─▶ the other worker takes over ─▶ what the server was really asked, what was saved, and the manifest, checked
+─▶ the other worker takes over ─▶ a check of the requests that the server got, the tokens saved, and the manifest
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from batchwright.app import AsyncBatchwright
 from batchwright.batches.commands.watch import Lines, OnLook, View, begin_view, follow, show_live
-from batchwright.batches.local import SenderLoad
+from batchwright.batches.local import SenderLoad, Silence
 from batchwright.batches.output.verify import verify
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.store import Batch, NewBatch
@@ -40,6 +40,7 @@ from batchwright.demo.stage import (
     own_folder,
     read_clock,
     run_workers,
+    show_dashboard,
     wait_until_ready,
 )
 from batchwright.engine.jobs import DEFAULT_TENANT, Job, JobId
@@ -63,6 +64,9 @@ _SETTINGS = """\
 [database]
 folder = "{folder}"
 
+[api]
+port = 0
+
 [engine]
 lease_seconds = {lease}
 rescue_jitter_seconds = 0.5
@@ -84,7 +88,7 @@ url = "{url}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What a worker held when it was killed, and when another one had its first answer for it."""
+    """What a worker held when it was killed, and when another worker got the first answer for it."""
 
     pid: int
     shards: int
@@ -94,7 +98,7 @@ class Loss:
 
 @dataclass(slots=True)
 class Server:
-    """The simulated model server; what it has in flight is looked up now and then."""
+    """The simulated model server; we poll its number of requests in flight."""
 
     remote: Remote
     in_flight: int = 0
@@ -102,7 +106,13 @@ class Server:
     def load(self) -> SenderLoad:
         return SenderLoad(self.in_flight, None)
 
+    def silence(self) -> Silence:
+        return Silence(0.0)
+
     def trouble(self) -> str | None:
+        return None
+
+    def advice(self) -> str | None:
         return None
 
     async def stats(self) -> dict[str, Any]:
@@ -111,12 +121,12 @@ class Server:
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
-            with contextlib.suppress(OSError):  # who looks at the crew says that the server is gone
+            with contextlib.suppress(OSError):  # the check of the crew reports that the server is gone
                 self.in_flight = (await self.stats())["in_flight"]
             await asyncio.sleep(5 * LOOK_SECONDS)
 
     async def count_aborted(self) -> int:
-        """Requests whose client has gone, as soon as their number stays the same."""
+        """Number of requests whose client is gone, as soon as it no longer changes."""
         before = -1
         while (found := int((await self.stats())["aborted"]["total"])) != before:
             before = found
@@ -142,12 +152,12 @@ class Stage:
         return await self.part.batches.get(id, tenant=None)
 
     def check(self) -> None:
-        """Nobody but the worker that we kill may die."""
+        """Raise an error if a process other than the killed worker has ended."""
         if (code := self.server.remote.process.poll()) is not None:
             raise BatchwrightError(f"the simulated model server has ended with {code}")
         for one in self.crew:
             if one.has_ended and one.process.pid not in self.killed:
-                raise BatchwrightError(f"a worker of the demo has ended by itself: {one.last_lines()}")
+                raise BatchwrightError(f"a worker of the demo has ended unexpectedly: {one.last_lines()}")
 
     async def kill(self, pid: int) -> None:
         (victim,) = [one for one in self.crew if one.process.pid == pid]
@@ -156,21 +166,24 @@ class Stage:
         await victim.process.wait()
 
 
-async def run_batch(requests: int, out: Console) -> Report:
+async def run_batch(requests: int, out: Console, *, keep: bool = False) -> Report:
     say = make_say(out)
     say("Batchwright demo", "bold")
     with own_folder() as folder, _start_simulator(say) as remote:
         environment = own_environment(folder, _settings_text(folder, remote.url))
-        say(f"starting a PostgreSQL of its own in {folder}", "")
+        say(f"starting its own PostgreSQL in {folder}", "")
         async with (
             AsyncBatchwright(settings=load_settings(environment=environment)) as batchwright,
             _start_workers(environment, folder) as crew,
+            show_dashboard(batchwright, say) as dashboard,
         ):
             await wait_until_ready(batchwright, crew)
             say(f"{WORKERS} worker processes are ready, with leases of {LEASE_SECONDS} s", "")
             stage = Stage(batchwright=batchwright, server=Server(remote), crew=crew, folder=folder)
             report = await _run_and_report(stage, requests, out, say)
             print_report(report, out)
+            if keep:
+                await dashboard.stay()
             return report
 
 
@@ -189,7 +202,7 @@ def _start_simulator(say: Say) -> Iterator[Remote]:
     models = [argument for model in MODELS for argument in ("--model", f"{model.name}:{model.profile}")]
     lengths = ("--output-tokens", str(_OUTPUT_TOKENS), "--cache-blocks", str(CACHE_BLOCKS))
     with running_process(*models, *lengths) as remote:
-        say(f"a simulated model server is up on {remote.url}: no model runs, and nothing is paid", "")
+        say(f"a simulated model server is up on {remote.url}: no model runs, and it costs nothing", "")
         names = ", ".join(f"{model.name} (as {model.profile})" for model in MODELS)
         say(f"  {names}, with prefix caches of {number(BLOCK_TOKENS * CACHE_BLOCKS)} tokens", "")
         yield remote
@@ -197,7 +210,7 @@ def _start_simulator(say: Say) -> Iterator[Remote]:
 
 @contextlib.asynccontextmanager
 async def _start_workers(environment: dict[str, str], folder: Path) -> AsyncIterator[Sequence[Tethered]]:
-    """Nobody replaces a worker that dies: the other one has to do."""
+    """Start the workers. Nothing replaces a worker that dies: the other one does its work."""
     async with contextlib.AsyncExitStack() as stack:
         names = [f"worker-{place}" for place in range(1, WORKERS + 1)]
         yield [await stack.enter_async_context(run_workers(environment, folder, name)) for name in names]
@@ -207,7 +220,7 @@ async def _start_workers(environment: dict[str, str], folder: Path) -> AsyncIter
 
 
 async def _run_and_report(stage: Stage, requests: int, out: Console, say: Say) -> Report:
-    """From the input file to the last look at what came of it."""
+    """Run the batch, from the input file to the report."""
     path = stage.folder / "requests.jsonl"
     prompts = await asyncio.to_thread(write_requests, path, requests)
     batch = await _submit(stage.part, path)
@@ -227,7 +240,7 @@ async def _submit(part: BatchesPart, path: Path) -> Batch:
 
 
 async def _watch_and_kill(stage: Stage, batch: Batch, out: Console, say: Say, most: float) -> tuple[Batch, Loss]:
-    """How the batch ended, and what was lost on the way; whichever of the two breaks down ends the other."""
+    """The ended batch, and what the kill cost. If one of the two tasks fails, the other is cancelled."""
     view = await begin_view(stage.part, batch.id, sending=stage.server)
     watching = asyncio.create_task(stage.server.watch())
     showing = asyncio.create_task(_show(stage, view, out))
@@ -268,12 +281,12 @@ async def _kill_and_see(stage: Stage, batch: Batch, say: Say) -> Loss:
     in_flight = await stage.server.count_aborted()
     had = f"it held {_shards_text(len(held))}, and {in_flight} of its requests were in flight"
     say(f"✗ killed worker {pid} with SIGKILL: {had}", "bold red")
-    rest = f"goes on with {_shards_text(others)}" if others else "has no shard, and waits until its lease is over"
-    say(f"  nobody takes its place; the other worker {rest}", "red")
+    rest = f"continues with {_shards_text(others)}" if others else "has no shard, and waits until the lease expires"
+    say(f"  nothing replaces it; the other worker {rest}", "red")
     seconds = await _wait_for_takeover(stage, batch.id, held, at)
     if seconds is not None:
         first = f"its first answer for them came {seconds:.1f} s after the kill"
-        say(f"✓ the lease ran out: the other worker has taken over, and {first}", "bold green")
+        say(f"✓ the lease expired: the other worker has taken over, and {first}", "bold green")
     return Loss(pid=pid, shards=len(held), in_flight=in_flight, takeover_seconds=seconds)
 
 
@@ -295,12 +308,12 @@ async def _wait_for_takeover(stage: Stage, batch_id: str, held: Sequence[Job], s
 
 
 async def _choose(stage: Stage, batch: Batch) -> tuple[int, list[Job], int]:
-    """At about a third, the worker that holds the most shards, these, and how many the others hold."""
+    """At about a third of the batch: the worker with the most shards, its shards, and the number that others hold."""
     while True:
         now = await stage.batch(batch.id)
         held = await _find_holdings(stage.batchwright, JobId(batch.job_id))
         if now.has_ended:
-            raise BatchwrightError("the batch was over before a worker could be killed; give it more --requests")
+            raise BatchwrightError("the batch ended before a worker could be killed; use a larger --requests")
         if held and now.total and now.done >= now.total * _KILL_AT:
             pid, shards = max(held.items(), key=lambda one: len(one[1]))
             return pid, shards, sum(map(len, held.values())) - len(shards)
@@ -308,7 +321,7 @@ async def _choose(stage: Stage, batch: Batch) -> tuple[int, list[Job], int]:
 
 
 async def _find_holdings(batchwright: AsyncBatchwright, id: JobId) -> dict[int, list[Job]]:
-    """The shards that are being worked on, by the process that has them."""
+    """Shards in progress, by the process that holds them."""
     held: dict[int, list[Job]] = {}
     for job in await fetch_jobs(batchwright, JobFilter(statuses=(JobStatus.RUNNING,), parent_job_id=id)):
         if job.locked_by is not None:

@@ -1,4 +1,4 @@
--- The books of `batchwright demo`: a table for the effects of its children, and what is read at the end.
+-- Statements of `batchwright demo`: a table for the effects of its children, and the queries for its report.
 
 -- name: make_effects
 CREATE SCHEMA demo CREATE TABLE effect (number integer NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp())
@@ -15,11 +15,11 @@ FROM batchwright.job_event
 WHERE job_id IN (SELECT id FROM :jobs AS job WHERE parent_job_id = %(id)s)
 
 -- name: rescued_at
--- When the last of the dead worker's jobs was taken back.
+-- When the last of the dead worker's jobs was rescued.
 SELECT max(ts) FROM batchwright.job_event WHERE event = 'job.rescued'
 
 -- name: taken_over
--- Seconds until the first answer that a later claim of one of these shards brought was registered.
+-- Seconds until the first answer from a later claim of one of these shards was registered.
 SELECT extract(epoch FROM min(segment.registered_at) - %(since)s)::float8
 FROM batchwright.batch_segment AS segment
 JOIN unnest(%(shards)s::integer[], %(claims)s::bigint[]) AS lost (shard, claim)
@@ -27,7 +27,7 @@ JOIN unnest(%(shards)s::integer[], %(claims)s::bigint[]) AS lost (shard, claim)
 WHERE segment.batch_id = %(batch_id)s
 
 -- name: adopted
--- Answers of a dead worker that were on the disk and not registered, and that its heirs kept.
+-- Answers of a dead worker that were on the disk and not registered, and that the workers after it kept.
 SELECT coalesce(sum((fields ->> 'answers')::integer), 0) FROM batchwright.job_event WHERE event = 'batch.answers_adopted'
 
 -- name: steps

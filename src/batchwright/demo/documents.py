@@ -28,6 +28,7 @@ from batchwright.demo.stage import (
     own_environment,
     own_folder,
     run_workers,
+    show_dashboard,
     wait_until_ready,
 )
 from batchwright.engine.jobs import DEFAULT_TENANT
@@ -48,6 +49,9 @@ _PASSAGE_CHARACTERS = 240
 _SETTINGS = """\
 [database]
 folder = "{folder}"
+
+[api]
+port = 0
 
 [engine]
 lease_seconds = {lease}
@@ -78,7 +82,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentReport:
-    """What the database says when all is over."""
+    """What the database says at the end."""
 
     documents: int
     status: RunStatus
@@ -93,7 +97,7 @@ class DocumentReport:
     chunks: int
     seconds: float
     second_run_steps: int
-    """Steps of another run over the same files, which must be none."""
+    """Steps that a second run over the same files did; must be 0."""
     answers: Sequence[Answered]
     problems: Sequence[str] = field(init=False)
 
@@ -114,18 +118,23 @@ class DocumentReport:
         yield from (f"wrong passage for: {one.question}" for one in self.answers if not one.is_right)
 
 
-async def run_documents(reports: int, out: Console) -> DocumentReport:
+async def run_documents(reports: int, out: Console, *, keep: bool = False) -> DocumentReport:
     say = make_say(out)
     say("Batchwright demo: documents", "bold")
     with own_folder() as folder:
         papers = folder / "papers"
         documents = await asyncio.to_thread(write_papers, papers, reports)
         environment = own_environment(folder, _SETTINGS.format(folder=folder / "postgres", lease=LEASE_SECONDS))
-        say(f"starting a PostgreSQL of its own in {folder}", "")
-        async with AsyncBatchwright(settings=load_settings(environment=environment)) as batchwright:
+        say(f"starting its own PostgreSQL in {folder}", "")
+        async with (
+            AsyncBatchwright(settings=load_settings(environment=environment)) as batchwright,
+            show_dashboard(batchwright, say) as dashboard,
+        ):
             stage = _Stage(batchwright, environment, folder, say)
             report = await stage.play(papers, documents)
-        print_documents(report, out)
+            print_documents(report, out)
+            if keep:
+                await dashboard.stay()
         return report
 
 
@@ -196,11 +205,11 @@ class _Stage:
             async with asyncio.timeout(_SECONDS_MAX):
                 while not is_enough(run := await self.part.runs.get(run_id, tenant=None)):
                     if worker.has_ended:
-                        raise BatchwrightError(f"a worker of the demo has ended by itself: {worker.last_lines()}")
+                        raise BatchwrightError(f"a worker of the demo has ended unexpectedly: {worker.last_lines()}")
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError as error:
             raise BatchwrightError(
-                f"the run has not got there within {_SECONDS_MAX:g} s: {worker.last_lines()}"
+                f"the run did not get this far within {_SECONDS_MAX:g} s: {worker.last_lines()}"
             ) from error
         return run
 
@@ -241,19 +250,19 @@ def print_documents(report: DocumentReport, out: Console) -> None:
 
 
 def _table(report: DocumentReport) -> Table:
-    table = Table(show_header=False, title="What came of it", title_justify="left", title_style="bold")
+    table = Table(show_header=False, title="Result", title_justify="left", title_style="bold")
     table.add_column(justify="left")
     table.add_column(justify="right")
     table.add_row("the run", report.status.value)
     table.add_row("documents done", f"{number(report.done)} of {number(report.documents)}")
     table.add_row("steps completed before the kill, and kept", number(report.steps_when_killed))
-    table.add_row("steps completed in all", f"{number(report.steps_completed)} of {number(report.steps_wanted)}")
+    table.add_row("steps completed in total", f"{number(report.steps_completed)} of {number(report.steps_wanted)}")
     table.add_row("  of these twice", number(report.steps_doubled))
     started_again = report.steps_started - report.steps_completed
-    table.add_row("steps begun again, because the worker died in them", number(started_again))
+    table.add_row("steps restarted, because the worker died during them", number(started_again))
     table.add_row("steps of a second run over the same files", number(report.second_run_steps))
-    table.add_row("passages that search knows", number(report.chunks))
-    table.add_row("time, with the wait for the dead worker's lease", f"{report.seconds:.1f} s")
+    table.add_row("passages in the search index", number(report.chunks))
+    table.add_row("time, including the wait for the dead worker's lease", f"{report.seconds:.1f} s")
     return table
 
 

@@ -17,7 +17,7 @@ SECONDS_MAX = 0.9
 
 @operation("demo.plan")
 async def plan(ctx: Context, children: int) -> Done | Wait:
-    """Fan out, and when the last child has ended add up what they found."""
+    """Fan out; when the last child has ended, add up the results."""
     if ctx.joined is None:
         ctx.emit("demo.planned", f"{children} children, and a report when all are done")
         return Wait([NewJob(work, {"number": n}) for n in range(children)], on_join="resume")
@@ -30,7 +30,7 @@ async def plan(ctx: Context, children: int) -> Done | Wait:
 
 @operation("demo.work")
 async def work(number: int) -> Done:
-    """Half a second of work, and a row that is written in the same commit as the job's success."""
+    """Work for half a second, and write a row in the same commit as the job's success."""
     await asyncio.sleep(random.uniform(SECONDS_MIN, SECONDS_MAX))
 
     async def write(connection: Any) -> None:
@@ -41,5 +41,5 @@ async def work(number: int) -> Done:
 
 @operation("demo.report")
 async def report(total: int) -> str:
-    """The step that follows the parent, once."""
+    """The step that runs once, after the parent."""
     return f"the total is {total}"

@@ -1,4 +1,4 @@
-"""Documents for the demo: the project's own pages, and reports that nobody has written, as PDF files."""
+"""Documents for the demo: the project's own pages, and invented reports as PDF files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import batchwright
+from batchwright.private import make_folders, open_private, write_private
 
 _LINE_CHARACTERS = 90
 _PAGES = 4
@@ -29,7 +30,7 @@ _DETAILS = (
 
 
 class Fact(NamedTuple):
-    """A sentence that stands in one report only, and a question in other words that it answers."""
+    """A sentence that occurs in one report only, and a question in other words that it answers."""
 
     place: str
     page: int
@@ -64,22 +65,21 @@ FACTS = (
 
 
 def write_papers(folder: Path, reports: int) -> int:
-    """Write the demo's documents; answers how many there are."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the demo's documents. Returns how many there are."""
+    make_folders(folder)
     pages = list(_own_pages())
     for name, text in pages:
-        (folder / name).write_text(text, encoding="utf-8")
+        write_private(folder / name, text)
     for number in range(reports):
         place = _PLACES[number % len(_PLACES)]
         facts = [fact for fact in FACTS if fact.place == place and number < len(_PLACES)]
-        (folder / f"report-{number + 1:03}-{place.lower()}.pdf").write_bytes(
-            make_pdf(_write_report(number, place, facts))
-        )
+        with open_private(folder / f"report-{number + 1:03}-{place.lower()}.pdf", "wb") as file:
+            file.write(make_pdf(_write_report(number, place, facts)))
     return len(pages) + reports
 
 
 def make_pdf(pages: Sequence[Sequence[str]]) -> bytes:
-    """Lines of text on pages, in the simplest PDF there is."""
+    """A minimal PDF with these lines of text on its pages."""
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     streams: dict[int, bytes] = {}
     kids = []
@@ -114,7 +114,7 @@ def _assemble(objects: Sequence[str], streams: dict[int, bytes]) -> bytes:
 
 
 def _own_pages() -> Iterator[tuple[str, str]]:
-    """The pages of a checkout; an installed package has its README only."""
+    """The documentation pages of a checkout; an installed package has only its README."""
     docs = Path(batchwright.__file__).parents[2] / "docs"
     found = sorted(docs.glob("*.md")) if (docs / "quickstart.md").is_file() else []
     for path in found:

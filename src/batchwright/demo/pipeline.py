@@ -28,6 +28,7 @@ from batchwright.demo.stage import (
     own_folder,
     read_clock,
     run_workers,
+    show_dashboard,
     wait_until_ready,
 )
 from batchwright.engine.jobs import JobId
@@ -43,6 +44,9 @@ _SETTINGS = """\
 [database]
 folder = "{folder}"
 
+[api]
+port = 0
+
 [engine]
 lease_seconds = {lease}
 rescue_jitter_seconds = 0.5
@@ -55,7 +59,7 @@ stop_grace_seconds = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What the database says when all is over."""
+    """What the database says at the end."""
 
     children: int
     succeeded: int
@@ -71,25 +75,30 @@ class Tally:
         return self.succeeded == self.effects == self.distinct_effects == self.children
 
 
-async def run_pipeline(children: int, out: Console) -> Tally:
+async def run_pipeline(children: int, out: Console, *, keep: bool = False) -> Tally:
     say = make_say(out)
     say("Batchwright demo", "bold")
     with own_folder() as folder:
         environment = own_environment(folder, _SETTINGS.format(folder=folder / "postgres", lease=LEASE_SECONDS))
-        say(f"starting a PostgreSQL of its own in {folder}", "")
+        say(f"starting its own PostgreSQL in {folder}", "")
         async with AsyncBatchwright(settings=load_settings(environment=environment)) as batchwright:
             await batchwright.pool.rows(SQL["make_effects"])
             arguments = ("--processes", str(WORKERS), _OPERATIONS)
-            async with run_workers(environment, folder, "workers", *arguments) as supervisor:
+            async with (
+                run_workers(environment, folder, "workers", *arguments) as supervisor,
+                show_dashboard(batchwright, say) as dashboard,
+            ):
                 await wait_until_ready(batchwright, [supervisor])
                 say(f"{WORKERS} worker processes are ready, with leases of {LEASE_SECONDS} s", "")
                 tally = await _run_and_report(batchwright, children, out, say)
-        _print_tally(tally, out)
+                _print_tally(tally, out)
+                if keep:
+                    await dashboard.stay()
     return tally
 
 
 async def _run_and_report(batchwright: AsyncBatchwright, children: int, out: Console, say: Say) -> Tally:
-    """The pipeline itself, from the submission of its first job to the end of its last."""
+    """Run the pipeline, from the submission of its first job to the end of its last."""
     began = time.monotonic()
     id = await batchwright.enqueue("demo.plan", {"children": children})
     say(f"submitted a pipeline: one parent, {children} children, and a report when they are done", "")
@@ -98,9 +107,7 @@ async def _run_and_report(batchwright: AsyncBatchwright, children: int, out: Con
         await _show(batchwright, id, out)
         killed_at = await asyncio.wait_for(killer, _END_SECONDS)
     except TimeoutError as error:
-        raise BatchwrightError(
-            "the pipeline was over before a worker could be killed; give it more --children"
-        ) from error
+        raise BatchwrightError("the pipeline ended before a worker could be killed; use a larger --children") from error
     finally:
         killer.cancel()
     for job in await fetch_jobs(batchwright, JobFilter(pipeline_id=id, job_type="demo.report")):
@@ -118,7 +125,7 @@ async def _show(batchwright: AsyncBatchwright, id: JobId, out: Console) -> None:
 
 
 async def _kill_and_see(batchwright: AsyncBatchwright, id: JobId, children: int, say: Say) -> datetime:
-    """Answers when the worker was killed."""
+    """Kill a worker. Returns when."""
     worker = await _choose(batchwright, id, children)
     pid = int(worker.split(":")[-2])
     os.kill(pid, signal.SIGKILL)
@@ -129,12 +136,12 @@ async def _kill_and_see(batchwright: AsyncBatchwright, id: JobId, children: int,
     while held_still:
         await asyncio.sleep(LOOK_SECONDS)
         held_still = (await _find_holders(batchwright, id))[worker]
-    say("✓ its lease ran out: its jobs were taken back, and none of their tries is used up", "bold green")
+    say("✓ its lease expired: its jobs are back in the queue, and no attempt is used up", "bold green")
     return at
 
 
 async def _choose(batchwright: AsyncBatchwright, id: JobId, children: int) -> str:
-    """When a good part of the children has ended, the worker that holds the most of the others."""
+    """The worker with the most open children, once a good part of the children has ended."""
     while True:
         counts = await batchwright.queue.count_children(id)
         if sum(n for status, n in counts.items() if status in JOB.terminal) >= children * _KILL_AT:
@@ -177,9 +184,7 @@ def _print_tally(tally: Tally, out: Console) -> None:
     table.add_row("starts of children", f"{tally.starts}")
     table.add_row("rescued from the killed worker", f"{tally.rescued}")
     if tally.rescue_seconds is not None:
-        table.add_row(
-            f"all of them in the queue again (lease {LEASE_SECONDS} s)", f"after {tally.rescue_seconds:.1f} s"
-        )
+        table.add_row(f"all of them back in the queue (lease {LEASE_SECONDS} s)", f"after {tally.rescue_seconds:.1f} s")
     table.add_row("time of the pipeline", f"{tally.seconds:.1f} s")
     table.add_row("throughput", f"{tally.children / tally.seconds:.1f} children/s")
     out.print(table)

@@ -1,4 +1,4 @@
-"""What the demo's batch came to, whether it adds up, and how that looks."""
+"""The report of the demo's batch: its numbers, whether they add up, and how they are printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAMPLE_CHARACTERS = 420
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the database, the model server and the files say when all is over."""
+    """What the database, the model server and the files say at the end."""
 
     requests: int
     batch_id: str
@@ -32,16 +32,16 @@ class Report:
     asked_distinct: int
     asked_again: int
     answered_again: int
-    """Of those, how many it had answered before, with the answer lost on its way to the disk: paid twice."""
+    """How many of those it had answered before. That answer was lost before it reached the disk: it is paid twice."""
     in_flight_max: int
-    """The most that one worker may have in flight, and so the most that its death may cost."""
+    """Maximum number of requests that one worker has in flight, so also the maximum that its death may repeat."""
     killed_pid: int
     killed_shards: int
     killed_in_flight: int
     answers_adopted: int
     lease_seconds: float
     takeover_seconds: float | None
-    """From the kill to the first answer of a shard that was taken over; None if none was left to get."""
+    """From the kill to the first answer of a shard that was taken over; None if no answers were missing."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -49,10 +49,10 @@ class Report:
     """What the same caches would have saved, had the requests been sent in the order of the file."""
     seconds: float
     input_sha256: str
-    """Of the file as it was written, before anybody else had it."""
+    """Checksum of the file as the demo wrote it, before it was submitted."""
     manifest: dict[str, Any] | None
     findings: Sequence[Finding]
-    """What came of reading the files again."""
+    """Result of reading the files again."""
     samples: Sequence[str]
     saved_share: float = field(init=False)
     problems: Sequence[str] = field(init=False)
@@ -70,9 +70,9 @@ class Report:
         if self.status is not BatchStatus.COMPLETED or self.completed != self.requests or self.failed:
             yield f"the batch is {self.status.value} with {self.completed} of {self.requests} requests answered"
         if self.asked_distinct != self.requests or self.asked != self.requests + self.asked_again:
-            yield f"the model server was asked {self.asked} times for {self.asked_distinct} different requests"
+            yield f"the model server got {self.asked} requests, {self.asked_distinct} of them different"
         if self.asked_again > self.in_flight_max:
-            yield f"{self.asked_again} requests were asked again; a worker has at most {self.in_flight_max} in flight"
+            yield f"{self.asked_again} requests were resent; a worker has at most {self.in_flight_max} in flight"
         if self.manifest is None:
             yield "there is no manifest"
             return
@@ -97,13 +97,13 @@ def print_report(report: Report, out: Console) -> None:
     for problem in report.problems:
         out.print(Text(f"✗ {problem}", "bold red"), soft_wrap=True)
     if report.is_right:
-        out.print(Text("✓ A worker died, and no answer was lost or is there twice.", "bold green"))
+        out.print(Text("✓ A worker died, and no answer was lost or duplicated.", "bold green"))
     else:
         out.print(Text("✗ The numbers do not add up: this is a bug in Batchwright.", "bold red"))
 
 
 def _table(report: Report) -> Table:
-    table = Table(show_header=False, title="What came of it", title_justify="left", title_style="bold")
+    table = Table(show_header=False, title="Result", title_justify="left", title_style="bold")
     table.add_column(justify="left")
     table.add_column(justify="right")
     for name, value in _rows(report):
@@ -115,7 +115,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "the batch", report.status.value
     yield "requests answered", f"{number(report.completed)} of {number(report.requests)}"
     yield "requests that the simulated server got", number(report.asked)
-    yield "asked again, because they were in flight when the worker died", number(report.asked_again)
+    yield "resent, because they were in flight when the worker died", number(report.asked_again)
     yield "  of these answered twice: the answer died with the worker", number(report.answered_again)
     yield "answers of the dead worker that were only on the disk, and kept", number(report.answers_adopted)
     if report.takeover_seconds is not None:
@@ -123,7 +123,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield name, f"{report.takeover_seconds:.1f} s after the kill"
     yield "prompt tokens", number(report.prompt_tokens)
     yield "of these from the prefix cache", f"{number(report.cached_tokens)}, {report.saved_share:.0%}"
-    yield "it would have been, in the order of the file", f"{report.input_order_share:.0%}"
+    yield "the same, if sent in the order of the file", f"{report.input_order_share:.0%}"
     yield "time of the batch", f"{report.seconds:.1f} s"
     yield "throughput", f"{report.requests / report.seconds:.0f} requests/s"
 

@@ -1,8 +1,8 @@
 """The input of `batchwright demo`: groups of requests that share a long system prompt, in random order.
 
-So is the input of most real batches: one instruction, then a thousand rows of a table or letters of an inbox, several
-such jobs in one file. Who sends them in the order of the file makes a model server read the same instruction again and
-again, as soon as there are more instructions than its prefix cache holds.
+Most real batches look like this: one instruction, then a thousand rows of a table or letters of an inbox, with several
+such jobs in one file. If they are sent in the order of the file, and there are more instructions than the server's
+prefix cache holds, the model server must read the same instruction again and again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from batchwright.private import open_private
 from batchwright.simulator.bodies import CHAT, read
 from batchwright.simulator.prefix_cache import BLOCK_TOKENS, PrefixCache, chain, tokens
 
@@ -58,11 +59,11 @@ MODELS = (
 
 
 def write_requests(path: Path, requests: int) -> int:
-    """An input file with so many requests, the same each time; answers how many system prompts they share."""
+    """Write an input file with this many requests, always the same. Returns how many system prompts they share."""
     dice = random.Random(_SEED)
     pairs = list(_pairs(dice, requests))
     dice.shuffle(pairs)
-    with path.open("wb") as file:
+    with open_private(path, "wb") as file:
         for number, (model, prompt) in enumerate(pairs):
             file.write(orjson.dumps(_request(dice, number, model, prompt)) + b"\n")
     return len(set(pairs))
@@ -71,7 +72,7 @@ def write_requests(path: Path, requests: int) -> int:
 def input_order_share(path: Path) -> float:
     """The share of prompt tokens that the same caches would have saved in the order of the file.
 
-    Kinder to that order than a server could be: each prompt is in the cache before the next one comes.
+    This favours the order of the file: it assumes that each prompt is in the cache before the next one arrives.
     """
     caches = {model.name: PrefixCache(CACHE_BLOCKS) for model in MODELS}
     total = cached = 0

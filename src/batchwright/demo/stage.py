@@ -1,4 +1,4 @@
-"""What the demos stand on: a folder and settings of their own, and workers that end when the demo does."""
+"""What all demos share: their own folder and settings, and workers that end when the demo ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from rich.console import Console
 from rich.text import Text
 
 from batchwright.app import AsyncBatchwright
+from batchwright.cli.stop import Stop
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import Job
 from batchwright.engine.owned import JOBS_VIEW
 from batchwright.engine.views import JobFilter
 from batchwright.errors import BatchwrightError
+from batchwright.private import open_private, write_private
 from batchwright.settings import CONFIG, PREFIX
 
 SQL = statements(__package__, "demo.sql", parts=JOBS_VIEW)
@@ -40,7 +42,7 @@ Say = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tethered:
-    """A process of the demo's own, and where it writes what it has to say."""
+    """A process of the demo, and the file that gets its output."""
 
     process: asyncio.subprocess.Process
     log: Path
@@ -63,9 +65,10 @@ def make_say(out: Console) -> Say:
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
-    """A folder of the demo's own, whose inside the system user of a root's PostgreSQL can reach."""
+    """The demo's own folder. If we run as root, the system user that runs PostgreSQL must be able to enter it."""
     folder = Path(tempfile.mkdtemp(prefix="batchwright-demo-"))
-    folder.chmod(0o711)
+    if os.geteuid() == 0:
+        folder.chmod(0o711)
     try:
         yield folder
     finally:
@@ -73,19 +76,19 @@ def own_folder() -> Iterator[Path]:
 
 
 def own_environment(folder: Path, settings: str) -> dict[str, str]:
-    """Nothing of the user's settings: the demo must never touch a database or a collector that is not its own."""
+    """Ignore the user's settings: the demo must never touch a database or a collector that is not its own."""
     file = folder / "batchwright.toml"
-    file.write_text(settings, encoding="utf-8")
+    write_private(file, settings)
     others = {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, _TRACES))}
     return {**others, CONFIG: str(file)}
 
 
 @contextlib.asynccontextmanager
 async def run_workers(environment: dict[str, str], folder: Path, name: str, *arguments: str) -> AsyncIterator[Tethered]:
-    """`batchwright worker` with these arguments, tied to us: it ends when we do, however that happens."""
+    """Start `batchwright worker` with these arguments. It ends when this process ends, for whatever reason."""
     ours, theirs = socket.socketpair()
     path = folder / f"{name}.log"
-    with path.open("wb") as log, ours, theirs:
+    with open_private(path, "wb") as log, ours, theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "batchwright", "worker", "--tether", str(theirs.fileno()), *arguments),
             cwd=folder,
@@ -102,6 +105,34 @@ async def run_workers(environment: dict[str, str], folder: Path, name: str, *arg
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             await process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """The demo's own dashboard."""
+
+    url: str
+    say: Say
+
+    async def stay(self) -> None:
+        """Wait until the user presses Ctrl-C."""
+        stop = Stop()
+        stop.listen()
+        self.say(f"the dashboard is still running: {self.url}; press Ctrl-C to end", "bold")
+        await stop.asked.wait()
+
+
+@contextlib.asynccontextmanager
+async def show_dashboard(batchwright: AsyncBatchwright, say: Say) -> AsyncIterator[Dashboard]:
+    """Serve the dashboard on a free port of this machine for as long as the demo runs."""
+    server = await batchwright.server()
+    server.start()
+    try:
+        dashboard = Dashboard(url=f"{server.url}/ui", say=say)
+        say(f"watch it in a browser: {dashboard.url}", "bold")
+        yield dashboard
+    finally:
+        await server.close()
 
 
 async def wait_until_ready(

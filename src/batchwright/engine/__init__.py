@@ -1,1 +1,1 @@
-"""The engine: jobs, the verbs that move them, the worker that runs them, and upkeep."""
+"""The engine: jobs, the verbs that change their state, the worker that runs them, and upkeep."""

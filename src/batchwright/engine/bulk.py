@@ -1,4 +1,4 @@
-"""Human verbs on many jobs at once: by filter, by inbox group, or a whole pipeline; bounded, and repeatable."""
+"""Operator verbs on many jobs at once: by filter, by inbox group, or a whole pipeline. Bounded and repeatable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchwright.errors import Conflict, NotFound
 from batchwright.states import JobStatus
 
 BULK_MAX = 1_000
-"""Jobs that one call changes at most; whoever wants more calls again."""
+"""Maximum number of jobs that one call changes; call again for more."""
 COUNT_MAX = 100_000
 """A dry run counts no further."""
 _COUNTED_PER_STEP = 10_000
@@ -32,7 +32,7 @@ _MEANT = {
 
 
 class Changed(NamedTuple):
-    """What a verb did: jobs that matched, that were changed, and where another call goes on if some are left."""
+    """What a verb did: jobs matched, jobs changed, and where another call continues if some are left."""
 
     matched: int
     changed: int
@@ -40,14 +40,14 @@ class Changed(NamedTuple):
 
 
 class Bulk:
-    """Verbs by filter. Jobs that belong to an object such as a batch are left to its own verbs."""
+    """Verbs by filter. They skip jobs that belong to an object such as a batch, which has its own verbs."""
 
     def __init__(self, queue: Queue, views: Views) -> None:
         self._queue = queue
         self._views = views
 
     async def count(self, verb: Verb, wanted: JobFilter) -> int:
-        """How many jobs the verb would be for; at most `COUNT_MAX`."""
+        """How many jobs the verb would apply to; at most `COUNT_MAX`."""
         meant = _narrow(verb, wanted)
         n, after = 0, None
         while meant is not None and n < COUNT_MAX:
@@ -60,9 +60,9 @@ class Bulk:
     async def cancel(
         self, wanted: JobFilter, *, after: Cursor | None = None, reason: str = "cancelled by request"
     ) -> Changed:
-        """Cancel open jobs with everything below them, which may be more than what matched.
+        """Cancel open jobs with their descendants, which may be more jobs than matched.
 
-        A parent that is meant goes with its children: if they went before it, it would end as FAILED by them.
+        A matching parent is cancelled together with its children: if they were cancelled first, it would end as FAILED.
         """
 
         async def act(ids: Sequence[JobId], meant: JobFilter) -> int:
@@ -71,17 +71,17 @@ class Bulk:
         return await self._do("cancel", wanted, after, act)
 
     async def rerun(self, wanted: JobFilter, *, after: Cursor | None = None) -> Changed:
-        """Give FAILED and CANCELLED jobs another life; children of a parent that has ended are left to it."""
+        """Rerun FAILED and CANCELLED jobs, except children of a parent that has ended: rerun the parent instead."""
         return await self._do("rerun", wanted, after, lambda ids, _: self._rerun(ids))
 
     async def dismiss(self, wanted: JobFilter, *, after: Cursor | None = None) -> Changed:
-        """Take FAILED jobs out of the inbox; they stay FAILED."""
+        """Remove FAILED jobs from the inbox; they stay FAILED."""
         return await self._do("dismiss", wanted, after, lambda ids, _: self._queue.dismiss(ids))
 
     async def cancel_pipeline(
         self, id: UUID, *, tenant: str | None = None, reason: str = "cancelled by request"
     ) -> int:
-        """Cancel whatever is open in a pipeline, until nothing is: a job that was just ending may have chained one."""
+        """Cancel open jobs of a pipeline until none is left: a job that was just ending may have chained another."""
         await self._views.pipeline(id, tenant=tenant)
         total = 0
         for _ in range(_PIPELINE_ROUNDS_MAX):
@@ -111,7 +111,7 @@ class Bulk:
         return Changed(matched, changed, after)
 
     async def _cancel(self, ids: Sequence[JobId], reason: str) -> int:
-        """Together; if one of them cannot be cancelled any more, one by one without it."""
+        """Cancel all together; if one of them can no longer be cancelled, cancel the others one by one."""
         try:
             return await self._queue.cancel(ids, reason=reason)
         except (Conflict, NotFound):
@@ -129,7 +129,7 @@ class Bulk:
 
 
 def _narrow(verb: Verb, wanted: JobFilter) -> JobFilter | None:
-    """The jobs of a filter that the verb is for; None when there can be none."""
+    """The filter limited to jobs that allow the verb; None when there can be none."""
     statuses = tuple(status for status in _MEANT[verb] if not wanted.statuses or status in wanted.statuses)
     if not statuses or wanted.owned or (verb == "dismiss" and wanted.dismissed):
         return None

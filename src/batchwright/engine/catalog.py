@@ -1,4 +1,4 @@
-"""What job types exist and what a payload of each looks like: our own operations, and those that workers published.
+"""The known job types and their payload schemas: our own operations, and those that workers published.
 
 Everything that enters the queue is prepared here, so a payload of the wrong shape is refused at enqueue and never
 becomes a failed job.
@@ -32,7 +32,7 @@ MARK = "__batchwright_operation__"
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """An operation of some worker's, known by its schema only."""
+    """An operation that a worker published, known only by its schema."""
 
     name: str
     validator: Any
@@ -48,7 +48,7 @@ class _Published:
         return {**self._defaults_of_schema(), **plain} if isinstance(plain, dict) else plain
 
     def _defaults_of_schema(self) -> dict[str, Any]:
-        """Defaults, as the function itself would fill them in: an exclusive key is made of them, too."""
+        """Fill in defaults as the function itself would: the exclusive key may use them."""
         properties = self.validator.schema.get("properties", {})
         return {name: about["default"] for name, about in properties.items() if "default" in about}
 
@@ -85,7 +85,7 @@ class Catalog:
         return rows
 
     async def publish(self, worker: str) -> None:
-        """Let others know the operations of this worker; an enqueue elsewhere is checked against them."""
+        """Publish this worker's operations; other processes check their enqueues against them."""
         published = [
             {
                 "name": operation.name,
@@ -100,11 +100,11 @@ class Catalog:
         await self._database.ask(SQL["publish"], params)
 
     async def is_published(self, name: str) -> bool:
-        """Whether some worker has said that it runs this operation; it may be away just now."""
+        """Whether any worker has published this operation; that worker may not be running now."""
         return name in {found for found, *_ in await self._database.ask(SQL["published"])}
 
     async def _find(self, operation: object, session: Session | None) -> Operation | _Published:
-        """A function carries its own operation; a name is looked up here, then among those of the workers."""
+        """A function carries its own operation; a name is looked up here, then among the published ones."""
         if isinstance(operation, str):
             return self._operations.get(operation) or await self._find_published(operation, session)
         carried: Operation | None = getattr(operation, MARK, None)
@@ -114,7 +114,7 @@ class Catalog:
 
     async def _find_published(self, name: str, session: Session | None) -> _Published:
         if name not in self._published or time.monotonic() - self._published_at > _PUBLISHED_SECONDS:
-            from jsonschema import Draft202012Validator  # here, because it is slow to load, and most need it never
+            from jsonschema import Draft202012Validator  # imported here: it loads slowly, and most never need it
 
             rows = await self._database.ask(SQL["published"], {}, session)
             self._published = {
@@ -183,7 +183,7 @@ def _dump(payload: Any, name: str) -> bytes:
 
 
 def _encode_key(key: str | Sequence[Any] | None) -> str | None:
-    """A key is the JSON array of its parts, so that null and the empty string stay apart."""
+    """A key is the JSON array of its parts, so that null and the empty string stay distinct."""
     if key is None:
         return None
     parts = [key] if isinstance(key, str) else list(key)
@@ -213,7 +213,7 @@ def _read_deadline(deadline: datetime | timedelta | None) -> tuple[datetime | No
 
 
 def _to_utc(moment: datetime | None, param: str) -> datetime | None:
-    """In UTC, where a moment at the end of time may not exist; one that cannot be read back would stop every claim."""
+    """Convert to UTC, which fails at the ends of the range. A time that cannot be read back would stop every claim."""
     if moment is None:
         return None
     if moment.tzinfo is None:
@@ -221,4 +221,4 @@ def _to_utc(moment: datetime | None, param: str) -> datetime | None:
     try:
         return moment.astimezone(UTC)
     except OverflowError as error:
-        raise InvalidInput(f"{param} is {moment}, which is no time in UTC", param=param) from error
+        raise InvalidInput(f"{param} is {moment}, which is not a valid time in UTC", param=param) from error

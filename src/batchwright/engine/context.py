@@ -23,7 +23,7 @@ _EVENT_CHARACTERS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child that has ended, as its parent sees it when it is resumed."""
+    """A child that has ended, as its resumed parent sees it."""
 
     id: JobId
     job_type: str
@@ -47,7 +47,7 @@ class Joined:
     failed: int
     cancelled: int
     fetch: Callable[[UUID], Any] = field(repr=False)
-    """Children after this id: a list in plain code, an awaitable of one in async code."""
+    """Children after this id: a list in sync code, an awaitable list in async code."""
 
     async def __aiter__(self) -> AsyncIterator[Child]:
         after = UUID(int=0)
@@ -64,7 +64,7 @@ class Joined:
 
 
 class Reporter(Protocol):
-    """Where emits and progress go."""
+    """Receives events and progress."""
 
     def emit(self, claim: Claim, event: Mapping[str, Any]) -> None: ...
 
@@ -72,9 +72,9 @@ class Reporter(Protocol):
 
 
 class Context:
-    """A running job's line to the engine: events, progress, and whether it should stop.
+    """A running job's connection to the engine: events, progress, and whether it should stop.
 
-    An async operation that is cancelled is interrupted; plain functions look at `cancelled` now and then.
+    An async operation is interrupted when it is cancelled; plain functions should check `cancelled` now and then.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Context:
         self._logger: logging.LoggerAdapter[logging.Logger] | None = None
         self.joined = joined
         self.cancelled = False
-        """The job was cancelled, expired, timed out or given to another worker: what you return is not kept."""
+        """The job was cancelled, expired, timed out or given to another worker: its result is discarded."""
         self.stopping = False
-        """The worker is asked to stop: finish soon, or return Snooze(0) to go on elsewhere."""
+        """The worker is stopping: finish soon, or return Snooze(0) to continue on another worker."""
 
     @property
     def job_id(self) -> JobId:
@@ -114,12 +114,12 @@ class Context:
 
     @property
     def claim(self) -> int:
-        """How often the job was taken by a worker, this time included; only grows, and fences what is written."""
+        """How many times workers have claimed the job, including this time. It only grows, and fences every write."""
         return self._claim.claim
 
     @property
     def after_death(self) -> bool:
-        """Whether the worker that held the job before has died."""
+        """Whether the previous worker of this job died."""
         return self._claim.after_death
 
     @property
@@ -144,24 +144,24 @@ class Context:
 
     @property
     def deadline_passed(self) -> bool:
-        """The deadline passed while the job waited for its children: write the ending, start nothing new."""
+        """The deadline passed while the job waited for its children: finish up and start nothing new."""
         return self._claim.deadline_passed
 
     @property
     def progress_current(self) -> int | None:
-        """What an earlier run of this job had reported last: where to go on."""
+        """The last progress that an earlier run of this job reported: resume from there."""
         return self._claim.progress_current
 
     @property
     def logger(self) -> logging.LoggerAdapter[logging.Logger]:
-        """A logger whose every line carries the job's id and type."""
+        """A logger that adds the job's id and type to every line."""
         if self._logger is None:
             name = f"batchwright.job.{self._claim.job_type}"
             self._logger = _JobLogger(logging.getLogger(name), about(self._claim))
         return self._logger
 
     def emit(self, event: str, message: str | None = None, *, level: Level = "info", **fields: Any) -> None:
-        """Add a line to the job's history; `model`, tokens, `cost` and `error_kind` get columns of their own."""
+        """Add a line to the job's history; `model`, tokens, `cost` and `error_kind` have their own columns."""
         if not event or len(event) > _EVENT_CHARACTERS_MAX:
             raise InvalidInput(f"an event name has 1 to {_EVENT_CHARACTERS_MAX} characters", param="event")
         if level not in ("info", "warning", "error"):
@@ -174,15 +174,15 @@ class Context:
         self._reporter.emit(self._claim, record)
 
     def progress(self, current: int | None, total: int | None = None) -> None:
-        """Say how far the job is; shown live, and proof of life."""
+        """Report the job's progress; it is shown live, and proves that the job is alive."""
         self._reporter.progress(self._claim, current, total)
 
     def when_settled(self, call: Callable[[Verb | None], object]) -> None:
-        """Call this once the worker is done with the job: with the verb that was committed, None if none was."""
+        """Register a callback for the end of the job in this worker; it gets the committed verb, or None."""
         self._callbacks.append(call)
 
     def settled(self, verb: Verb | None) -> None:
-        """The worker is done with the job. A callback that raises harms nobody else."""
+        """The worker is done with the job. A callback that raises does not affect the others."""
         callbacks, self._callbacks = self._callbacks, []
         for call in callbacks:
             try:
@@ -191,11 +191,21 @@ class Context:
                 self.logger.exception("a callback after the settle failed")
 
     def service(self, kind: type[S]) -> S:
-        """The one object of this kind that the worker process keeps for its operations."""
+        """The object of this type that the worker process keeps for its operations."""
         if self._services is None:
             raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
         found: S = self._services(kind)
         return found
+
+
+class Silence:
+    """Drops the reports of an operation that no longer owns its job."""
+
+    def emit(self, claim: Claim, event: Mapping[str, Any]) -> None:
+        """Dropped."""
+
+    def progress(self, claim: Claim, current: int | None, total: int | None) -> None:
+        """Dropped."""
 
 
 class _JobLogger(logging.LoggerAdapter[logging.Logger]):

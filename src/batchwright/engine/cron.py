@@ -33,11 +33,13 @@ _NICKNAMES = {
     "@hourly": "0 * * * *",
 }
 _DST_SHIFT_MAX = timedelta(hours=3)
+_UNNAMED_ZONES = frozenset({"Factory", "localtime", "posixrules"})
+"""Files among the time zones that are not time zones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """When something happens: a checked expression and the zone whose clocks it means."""
+    """A checked cron expression with its time zone."""
 
     expression: str
     timezone: str
@@ -45,7 +47,7 @@ class Cron:
 
     @classmethod
     def parse(cls, expression: str, timezone: str = "UTC") -> Cron:
-        """Refuse what cannot be read; whether it ever fires, `first_after` finds out."""
+        """Refuse an invalid expression; `first_after` finds out whether it ever fires."""
         fields = _fields(expression)
         cron = cls(" ".join(fields), timezone, _zone(timezone))
         try:
@@ -55,24 +57,24 @@ class Cron:
         return cron
 
     def ticks(self, after: datetime) -> Iterator[datetime]:
-        """Every tick later than `after`, in UTC; the same ones wherever one begins."""
+        """Every tick later than `after`, in UTC; the ticks do not depend on the start."""
         last = after
         for local in self._simulate(after):
             tick = local.astimezone(UTC)
-            # Begun in the hour that an autumn night has twice, the library answers with its first time.
+            # If it starts in the hour that autumn repeats, the library returns the first of the two.
             if tick > last:
                 last = tick
                 yield tick
 
     def first_after(self, after: datetime) -> datetime:
-        """The next tick; the library looks 50 years ahead, then this is no schedule."""
+        """The next tick; an expression without one in 50 years, the library's limit, is refused."""
         tick = next(self.ticks(after), None)
         if tick is None:
             raise InvalidInput(f"the cron expression {self.expression!r} does not fire in 50 years", param="cron")
         return tick
 
     def newest(self, first: datetime, now: datetime) -> datetime:
-        """The last tick up to `now`, given one before that: found from its end, however long the time between."""
+        """The last tick up to `now`, given an earlier one; searches backwards from `now`, so a long gap is cheap."""
         back = next(self._simulate(now, reverse=True), None)
         start = first if back is None else max(first, back.astimezone(UTC) - _DST_SHIFT_MAX)
         newest = first
@@ -120,13 +122,16 @@ def _why(error: CronSimError, fields: list[str]) -> str:
 
 def _zone(name: str) -> tzinfo:
     if name == "UTC":
-        return UTC  # for this object the library leaves out its work on daylight saving time
+        return UTC  # for this object the library skips its handling of daylight saving time
+    if name in _UNNAMED_ZONES:
+        raise InvalidInput(
+            f"{name!r} is another time zone on each machine; name the one you mean, such as 'Europe/Berlin' or 'UTC'",
+            param="timezone",
+        )
     try:
-        if name == "localtime":
-            raise ValueError("every machine has another one")
         return zoneinfo.ZoneInfo(name)
     except (LookupError, ValueError, OSError) as error:
-        known = {zone.lower(): zone for zone in zoneinfo.available_timezones()}
+        known = {zone.lower(): zone for zone in zoneinfo.available_timezones() - _UNNAMED_ZONES}
         close = difflib.get_close_matches(name[:100].lower().replace(" ", "_"), known, n=1)
         hint = f"did you mean {known[close[0]]!r}?" if close else "write it as 'Europe/Berlin' or 'UTC'"
         raise InvalidInput(f"there is no time zone {name[:100]!r}; {hint}", param="timezone") from error

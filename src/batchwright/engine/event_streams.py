@@ -1,11 +1,11 @@
-"""Live events for any number of followers, read by two tasks: a follower holds no connection, and costs nothing idle.
+"""Live events for any number of followers, read by two tasks: followers hold no connection and cost nothing when idle.
 
     ┌ tail ───────────────────────────────────────────┐
     │ last_written ── moved? ──▶ since(all streams) ──▶ stream ──▶ follower · follower · follower
     └ no: nothing to ask ─────────────────────────────┘            ▲
       past ── since(places) ── pages, shared ──────────────────────┘ while it is behind its stream
 A stream keeps the latest events of one job as ready-made text. All events of a job are numbered under the lock of its
-row, so within a job ids grow in the order of commits: who has seen one has seen all before it.
+row, so within a job ids grow in commit order: a follower that has seen one has seen all before it.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ T = TypeVar("T")
 _LOOK_SECONDS_MIN = 0.1
 _LOOK_SECONDS_MAX = 1.0
 _LOOK_SHARE = 5
-"""A look that took long is followed by a pause that much longer."""
+"""After a slow query, the pause is this many times longer than the query."""
 _FAILED_SECONDS = 0.5
 _LATE_FACTOR = 1.5
-"""An event is committed after it took its number: the tail looks again after pauses that grow by this."""
+"""An event is committed after it takes its number, so the tail looks again, after pauses that grow by this factor."""
 _SWEEP_SECONDS = 60.0
-"""The longest of those pauses; and how often the tail asks whether the jobs still exist."""
+"""The longest of those pauses; also the interval at which the tail checks that the jobs still exist."""
 _PAGE = 100
 _PAGE_BYTES = 128 * 1024
-"""A page ends with the event that reaches this."""
+"""A page ends with the event that reaches this size."""
 _STREAMS_PER_FETCH = 200
 _PLACES_PER_READ = 20
 _EVENTS_PER_TURN = 500
-"""So many are rendered at a stretch before others get their turn on the loop."""
+"""Number of events rendered before other tasks get a turn on the loop."""
 _KEPT_MAX = 2_000
 _KEPT_BYTES_MAX = 64 * 1024 * 1024
-"""What all streams together keep; each has an equal share."""
+"""Maximum size of all streams together; each has an equal share."""
 _ENTRY_BYTES = 200
-"""What an entry takes beside its text."""
+"""Memory of an entry besides its text."""
 
 
 class Entry(NamedTuple):
-    """An event as its followers get it."""
+    """An event as followers receive it."""
 
     id: int
     frame: bytes
     ends: bool | None
-    """Whether the job has ended with it; None for an event that is no move."""
+    """Whether the job ended with it; None for an event that does not change the status."""
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where somebody stands in the events of a job."""
+    """A position in the events of a job."""
 
     id: UUID
     after: int
@@ -76,21 +76,21 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Page:
-    """The next events after a place; behind a full page there may be more."""
+    """The next events after a position; after a full page there may be more."""
 
     entries: list[Entry] = field(default_factory=list)
     is_full: bool = False
 
 
 class EventStream:
-    """The latest events of one job; everything after `floor` is here once the stream has one."""
+    """The latest events of one job. Once `floor` is set, the stream has every event after it."""
 
     def __init__(self, id: UUID) -> None:
         self.id = id
         self.floor: int | None = None
         self.followers = 0
         self.is_over = False
-        """The job is gone: nothing will ever come."""
+        """The job is gone: there will be no more events."""
         self.changed = asyncio.Event()
         self._entries: list[Entry] = []
         self._bytes = 0
@@ -115,7 +115,7 @@ class EventStream:
         self._wake()
 
     def after(self, cursor: int) -> list[Entry] | None:
-        """The next of what a follower there has not seen; None when the stream does not reach back so far."""
+        """The next events after this position; None if the stream does not reach back that far."""
         if self.floor is None or cursor < self.floor:
             return None
         start = bisect.bisect_right(self._entries, cursor, key=lambda entry: entry.id)
@@ -159,9 +159,9 @@ class EventStreams:
         self._late_at = self._sweep_at = 0.0
 
     async def follow(self, job: Job, after: int, *, idle_seconds: float) -> AsyncGenerator[list[bytes], None]:
-        """Events after this id, in order, each once, until the job has ended; an empty list after a silence.
+        """Events after this id, in order, each once, until the job has ended; an empty list after a quiet period.
 
-        It also ends when the job is gone, and when all is closed. Close it (`aclosing`), so that it lets go at once.
+        It also ends when the job is gone or the object is closed. Close it (`aclosing`) to free its resources at once.
         """
         ended, cursor = job.status in JOB.terminal, after
         with self._join(job.id) as stream:
@@ -177,8 +177,8 @@ class EventStreams:
                     cursor = entries[-1].id
                     yield [entry.frame for entry in entries]
                 elif floor is not None and cursor < floor:
-                    # What was there is gone: retention has taken it. Only the floor from before the page was read
-                    # says so; behind a floor that came meanwhile there may be events that the page is too old to have.
+                    # Retention has removed the events at this position. Only the floor from before the page was read
+                    # proves that; after a floor that was set later there may be events that are newer than the page.
                     cursor = floor
                 elif ended or stream.is_over:
                     return
@@ -191,7 +191,7 @@ class EventStreams:
         return int(last)
 
     async def close(self) -> None:
-        """Let every follower go."""
+        """Release every follower."""
         self.is_closed = True
         for stream in self._streams.values():
             stream.changed.set()
@@ -220,13 +220,13 @@ class EventStreams:
     # The tail ---------------------------------------------------------------------------------------------------
 
     async def _look_on(self) -> None:
-        """For as long as anybody follows anything."""
+        """Runs as long as there are followers."""
         while self._streams:
             pause = await self._attempt(self.look)
             await asyncio.sleep(pause)
 
     async def look(self) -> bool:
-        """Ask for news, if there can be any; answers whether there is more than one look takes."""
+        """Query for new events, if there can be any; returns whether there are more than one query reads."""
         await self._begin()
         ((written,),) = await self._database.ask(SQL["last_written"], {})
         now = self._monotonic()
@@ -240,7 +240,7 @@ class EventStreams:
         else:
             return False
         has_more = await self._fetch()
-        if not has_more:  # noted at the end, so that a look that failed is made again
+        if not has_more:  # set at the end, so that a failed query is repeated
             self._written, self._late_at = written, now + self._late_seconds
         return has_more
 
@@ -251,7 +251,7 @@ class EventStreams:
                 new[id].begin(last)
 
     async def _fetch(self) -> bool:
-        """One page for every stream. A stream may be left and made anew meanwhile: then its page is nobody's."""
+        """One page for every stream. A stream may be closed and created again meanwhile: then its page is dropped."""
         has_more = False
         streams = [stream for stream in self._streams.values() if stream.floor is not None]
         for start in range(0, len(streams), _STREAMS_PER_FETCH):
@@ -263,7 +263,7 @@ class EventStreams:
         return has_more
 
     async def _sweep(self) -> None:
-        """Jobs may go without a word: by retention, or with their database to an older backup."""
+        """Jobs may disappear without an event: by retention, or when the database is restored from an older backup."""
         streams = dict(self._streams)
         for (id,) in await self._database.ask(SQL["gone"], {"ids": list(streams)}):
             streams[id].end()
@@ -271,7 +271,7 @@ class EventStreams:
     # The past ---------------------------------------------------------------------------------------------------
 
     def _page(self, place: Place) -> Awaitable[list[Entry]]:
-        """All who ask for the same page before it is read share it; who asks later may know of newer events."""
+        """Requests for the same page share it until it is read; a later request may know of newer events."""
         page: asyncio.Future[list[Entry]] = asyncio.get_running_loop().create_future()
         self._wanted.setdefault(place, []).append(page)
         if self._past is None or self._past.done():
@@ -298,7 +298,7 @@ class EventStreams:
     # ------------------------------------------------------------------------------------------------------------
 
     async def _attempt(self, step: Callable[[], Awaitable[bool]]) -> float:
-        """How long to pause after it: followers rely on these steps, so a stumble must not be the last."""
+        """Run a step; returns the pause after it. Followers rely on these steps, so an error must not end the loop."""
         began = time.monotonic()
         try:
             has_more = await step()
@@ -332,7 +332,7 @@ class EventStreams:
 
 
 def _cut(entries: list[Entry]) -> list[Entry]:
-    """As many as fit in a page."""
+    """As many events as fit in a page."""
     size = 0
     for n, entry in enumerate(entries, 1):
         size += len(entry.frame)
@@ -343,7 +343,7 @@ def _cut(entries: list[Entry]) -> list[Entry]:
 
 def _answer(waiting: list[asyncio.Future[list[Entry]]], entries: list[Entry]) -> None:
     for page in waiting:
-        if not page.done():  # else who asked has left
+        if not page.done():  # otherwise the requester has left
             page.set_result(entries)
 
 

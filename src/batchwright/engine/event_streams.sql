@@ -1,4 +1,4 @@
--- What followers of events ask: has anything happened at all, and what happened to these jobs since?
+-- Queries for followers of events: is there anything new at all, and which events of these jobs are new?
 
 -- name: last_written
 -- Every event takes its id from here, so a number that has not moved means that nothing new was written.
@@ -13,7 +13,7 @@ SELECT stream.id FROM unnest(%(ids)s::uuid[]) AS stream (id)
 WHERE (SELECT job.id FROM batchwright.job WHERE job.id = stream.id) IS NULL
 
 -- name: since
--- A page for each place. It ends with the event that fills it, by number or by bytes: an event may have 64 KiB.
+-- A page for each position. It ends with the event that fills it, by number or by bytes: an event may have 64 KiB.
 SELECT stream.turn, event.is_full, event.id, event.job_id, event.ts, event.event, event.level, event.status::text,
        event.claim, event.attempt, event.worker, event.message, event.fields, event.model, event.prompt_tokens,
        event.completion_tokens, event.cost, event.error_kind

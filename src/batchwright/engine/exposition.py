@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: what all workers counted, how the queues stand, and what this process counted."""
+"""The metrics page for Prometheus: counts of all workers, the state of the queues, and counts of this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROCESS_METRICS = (
     Metric("http_requests_total", "Requests that this process answered.", ("route", "method", "status")),
     Metric(
         "http_request_seconds",
-        "Time until this process had answered a request; event streams are left out.",
+        "Time that this process took to answer a request; event streams are left out.",
         ("route",),
         "histogram",
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -62,39 +62,39 @@ STANDING_METRICS = (
     ),
     Metric(
         "oldest_due_age_seconds",
-        "How long the oldest job of the queue is due already; 0 when none is. In a paused queue it grows.",
+        "How long the oldest job of the queue has been due; 0 when none is. It also grows in a paused queue.",
         ("queue",),
         "gauge",
     ),
     Metric("queue_paused", "1 while the queue is paused.", ("queue",), "gauge"),
     Metric(
         "failed_jobs",
-        "Failed jobs in the inbox, which nobody has dismissed yet. All together are counted up to 100,000.",
+        "Failed jobs in the inbox, not dismissed yet. Counted up to 100,000 over all job types.",
         ("job_type",),
         "gauge",
     ),
-    Metric("workers", "Worker processes that gave a sign of life in the last minute.", kind="gauge"),
+    Metric("workers", "Worker processes with a heartbeat in the last minute.", kind="gauge"),
     Metric("worker_slots", "Jobs that these workers can run at the same time.", kind="gauge"),
-    Metric("worker_slots_used", "Jobs that they ran when they last gave a sign of life.", kind="gauge"),
+    Metric("worker_slots_used", "Jobs that they were running at their last heartbeat.", kind="gauge"),
 )
 DATABASE_UP = Metric(
     "database_up",
-    "1 when this process could read the database for this page; 0 leaves out what is kept there.",
+    "1 if this process could read the database for this page; at 0, metrics from the database are missing.",
     (),
     "gauge",
 )
 
 
 def process_counts() -> Counts:
-    """What an API process counts for itself: requests, their times, and open event streams."""
+    """Metrics of an API process: requests, their durations, and open event streams."""
     return Counts(PROCESS_METRICS)
 
 
 class Exposition:
-    """Renders the page. What comes from the database is read at most every five seconds, however many ask.
+    """Renders the page. It reads the database at most every five seconds, however many requests come.
 
-    A reading that was slow is used longer, so that looking never costs more than a twentieth of one connection.
-    `more` are the metrics that parts have brought to the workers, `label_limits` the values of their labels.
+    A slow reading is used for longer, so that it never costs more than a twentieth of one connection.
+    `more` are the metrics that parts add to the workers, `label_limits` the limits on the values of their labels.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Exposition:
             return self._shared
 
     async def _families(self) -> list[Family]:
-        """What can be read. Sums are quick; where standing takes too long, they are shown without it."""
+        """Everything that can be read. Sums are quick; if the state of the queues takes too long, it is left out."""
         sums = await _try_reading(read_counts(self._database))
         if sums is None:
             return [_family(DATABASE_UP, {(): 0.0})]
@@ -164,7 +164,7 @@ def _standing_numbers(stand: Standing) -> dict[str, dict[Labels, float]]:
 def _families(
     metrics: Iterable[Metric], flat: Flat, note: str = "", label_limits: LabelLimits | None = None
 ) -> list[Family]:
-    """Metrics of the flat form; numbers of a newer version's metrics are left to that version."""
+    """Metrics from the flat form; the metrics of a newer version are ignored here."""
     found = series(flat)
     return [_family(metric, found.get(metric.name, {}), note, label_limits or {}) for metric in metrics]
 
@@ -197,7 +197,7 @@ def _histogram(family: HistogramMetricFamily, metric: Metric, numbers: Mapping[L
 
 
 def _cumulative(metric: Metric, spread: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Counts up to each bound; those of a version with other bounds go to the next one above theirs."""
+    """Counts up to each bound; counts from a version with other bounds go to the next higher bound."""
     counts = sorted((float(place), n) for place, n in spread.items() if place != SUM)
     for bound in metric.bounds:
         yield str(bound), sum(n for place, n in counts if place <= bound)

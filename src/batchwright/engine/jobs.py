@@ -1,8 +1,9 @@
-"""The nouns of the engine: jobs to be, jobs as they stand, and what a worker holds."""
+"""The data types of the engine: new jobs, stored jobs, and claimed jobs."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from batchwright.states import JobStatus
 
 JobId = NewType("JobId", uuid.UUID)
 ClaimKey = tuple[uuid.UUID, int]
-"""A job's id and the number of a claim of it: every write of a worker is fenced by both."""
+"""A job's id and claim number: together they fence every write of a worker."""
 
 PAYLOAD_BYTES_MAX = 1024 * 1024
 RESULT_BYTES_MAX = 1024 * 1024
@@ -35,7 +36,7 @@ class OnHeld(StrEnum):
     """What enqueue does when its exclusive key already has open jobs."""
 
     QUEUE = "queue"
-    """Stand in line: the jobs of a key run one after the other."""
+    """Wait in line: the jobs of a key run one after the other."""
     REJECT = "reject"
     """Refuse with `Conflict`, which names the job that holds the key."""
     COALESCE = "coalesce"
@@ -46,7 +47,7 @@ class OnHeld(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to be: an operation (the function, or its name), its payload, and how it should run.
+    """A new job: an operation (the function, or its name), its payload, and how it should run.
 
     >>> NewJob("greet", {"name": "Ada"}, priority=2, delay_seconds=60)
     """
@@ -72,7 +73,7 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job as its row stood when it was read."""
+    """A job's row at the time it was read."""
 
     id: JobId
     job_type: str
@@ -110,7 +111,7 @@ class Job:
     started_at: datetime | None
     finished_at: datetime | None
     dismissed_at: datetime | None
-    """When a human took the failed job out of the inbox."""
+    """When a person removed the failed job from the inbox."""
 
     @property
     def is_waiting(self) -> bool:
@@ -120,7 +121,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """One line of a job's history."""
+    """One entry in a job's history."""
 
     id: int
     job_id: JobId
@@ -142,7 +143,7 @@ class JobEvent:
 
 @dataclass(slots=True)
 class Claim:
-    """A job in a worker's hands. `(id, claim)` is the fence: every write of the worker carries both."""
+    """A job that a worker holds. `(id, claim)` is the fence: every write of the worker carries both."""
 
     id: JobId
     claim: int
@@ -164,7 +165,7 @@ class Claim:
     progress_total: int | None
     run_after: datetime
     after_death: bool
-    """Whether the worker that held it before has died."""
+    """Whether its previous worker died."""
     claimed_at: datetime
 
 
@@ -186,13 +187,14 @@ def new_id() -> JobId:
 
 
 def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[NewJob]:
-    """One NewJob or a list of them from whatever enqueue was given."""
+    """One NewJob or a list of them, from the arguments of enqueue."""
     if isinstance(operation, (list, tuple)):
         if payload is not None or options:
             raise InvalidInput("a list of jobs takes its payloads and options in each NewJob", param="payload")
         return list(operation)
     if isinstance(operation, NewJob) and payload is not None:
-        raise InvalidInput("a NewJob brings its own payload; do not give another one", param="payload")
+        raise InvalidInput("a NewJob has its own payload; do not give another one", param="payload")
+    _refuse_unknown_options(options)
     try:
         if isinstance(operation, NewJob):
             return [dataclasses.replace(operation, **options)]
@@ -201,8 +203,21 @@ def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[N
         raise InvalidInput(f"enqueue: {error}") from error
 
 
+def _refuse_unknown_options(options: Mapping[str, Any]) -> None:
+    """The usual mistake is to write a field of the payload as a keyword."""
+    known = {field.name for field in dataclasses.fields(NewJob) if field.init} - {"operation", "payload"}
+    for name in options.keys() - known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(sorted(known))}"
+        raise InvalidInput(
+            f"enqueue has no option {name!r}; a field of the payload goes into the payload, as in "
+            f"enqueue(operation, {{{name!r}: ...}}), and {hint}",
+            param=name,
+        )
+
+
 def job_id(job: JobId | UUID | str) -> JobId:
     try:
         return JobId(job if isinstance(job, UUID) else UUID(str(job)))
     except ValueError as error:
-        raise InvalidInput(f"{job!r} is no job id", param="job") from error
+        raise InvalidInput(f"{job!r} is not a job id", param="job") from error

@@ -1,5 +1,5 @@
 -- Every statement that reads or writes batchwright.job, one per verb. Nothing else writes a status.
--- `:now` is the caller's clock if a test brings one, otherwise the server's.
+-- `:now` is the caller's clock if a test passes one, otherwise the server's.
 
 -- part: is_held
 -- A worker holds the job. The test of `status::text` and `IS NOT DISTINCT FROM` below do not match any index: a
@@ -8,16 +8,16 @@ job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
 
 -- part: settle_fence
 -- The same claim of the same worker. After a failover that lost commits, a claim number may be given a second time;
--- the worker tells the two apart.
+-- the worker distinguishes the two.
 job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM %(worker)s::text AND :is_held
 
 -- part: put_off
--- When a job comes back: after its delay, but in time for its deadline.
+-- When a job becomes due again: after its delay, but in time for its deadline.
 greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
                      CASE WHEN NOT job.deadline_passed THEN job.deadline END))
 
 -- part: has_left_its_key
--- The job was the last to hold its key: it has ended, and no worker is at it any more.
+-- The job was the last to hold its key: it has ended, and no worker runs it any more.
 job.is_current AND job.finished_at IS NOT NULL AND (job.lease_until IS NULL OR job.lease_until < :now)
 
 -- part: key_number
@@ -84,12 +84,12 @@ WHERE tenant = %(tenant)s AND exclusive_key = %(key)s AND finished_at IS NULL
 ORDER BY is_current DESC, priority, run_after, id
 
 -- part: startable
--- An ordinary claim may start it, its key aside.
+-- An ordinary claim may start the job, apart from its key.
 job.status = 'QUEUED' AND job.run_after <= :now AND job.rescues < :deaths_max AND job.attempts < job.max_attempts
     AND job.job_type = ANY(%(job_types)s::text[])
 
 -- part: key_is_held
--- By a job that is open, or that has ended while its worker has not let go of it.
+-- By an open job, or by one that has ended but whose worker has not released it.
 EXISTS (
     SELECT FROM batchwright.job AS holder
     WHERE holder.tenant = job.tenant AND holder.exclusive_key = job.exclusive_key
@@ -140,7 +140,7 @@ CROSS JOIN LATERAL (
 ) AS next
 
 -- part: jobs_by_id
--- Those that the caller names; also suspects, if it says so.
+-- The jobs that the caller names; including suspects, if requested.
 SELECT named.place, named.id, named.tenant, named.exclusive_key, named.run_after, named.queue, NULL, 0
 FROM (
     SELECT job.ctid AS place, job.id, job.tenant, job.exclusive_key, job.run_after, job.queue
@@ -152,9 +152,9 @@ FROM (
 ) AS named
 
 -- name: claim
--- Find due jobs in three ways, pick as many as there are slots and quotas, take their keys from jobs that have ended,
--- and start them. A job is found once: whoever locks it keeps its place on disk until the update. One that somebody
--- changed between the look and the lock has moved; the update passes over it, and the next scan finds it.
+-- Find due jobs in three ways, pick as many as slots and quotas allow, take their keys from jobs that have ended, and
+-- start them. A job is found once: the lock keeps its row at the same place on disk until the update. A row that
+-- changed between the search and the lock has moved; the update skips it, and the next scan finds it.
 WITH lane AS MATERIALIZED (
     SELECT * FROM unnest(
         %(queues)s::text[], %(priorities)s::smallint[], %(quotas)s::integer[],
@@ -218,8 +218,8 @@ ORDER BY run_after
 LIMIT %(limit)s
 
 -- name: unknown_types
--- Jobs that nobody can run stay where they are while others are taken, so they are looked for where each queue and
--- priority begins, and among a bounded number of jobs.
+-- Jobs that no worker can run stay in place while others are claimed. So it is enough to search the head of each queue
+-- and priority, among a bounded number of jobs.
 WITH RECURSIVE head AS (
     (SELECT job.queue, job.priority FROM batchwright.job AS job
      WHERE job.status = 'QUEUED'
@@ -253,7 +253,7 @@ GROUP BY job_type ORDER BY job_type
 SELECT id, claims, status::text FROM batchwright.job WHERE locked_by = %(worker)s
 
 -- name: renew
--- Rows that somebody is just changing are skipped: they are being settled, cancelled or rescued.
+-- Rows locked by others are skipped: they are being settled, cancelled or rescued.
 WITH mine AS MATERIALIZED (
     SELECT job.id
     FROM batchwright.job
@@ -344,7 +344,7 @@ events AS (
 SELECT id, NULL::uuid, false FROM settled
 
 -- name: release
--- Earlier deaths are not forgiven: that the worker stopped says nothing about the job.
+-- Earlier deaths are kept: a worker that stops says nothing about the job.
 WITH settled AS (
     UPDATE batchwright.job
     SET status = 'QUEUED', attempts = job.attempts - 1, locked_by = NULL, lease_until = NULL,
@@ -386,7 +386,7 @@ events AS (
 SELECT id, parent_job_id, false, status::text, waits FROM settled
 
 -- name: keys_of_ancestors
--- The exclusive keys of a job and of all that wait for it.
+-- The exclusive keys of a job and of all jobs that wait for it.
 WITH RECURSIVE line AS (
     SELECT id, parent_job_id, exclusive_key FROM batchwright.job WHERE id = %(id)s
     UNION ALL
@@ -396,8 +396,8 @@ WITH RECURSIVE line AS (
 SELECT id, exclusive_key FROM line WHERE exclusive_key IS NOT NULL
 
 -- name: join
--- Count children that ended, and close or resume each parent whose last child this was. The verdict reads the rows as
--- they were locked: the snapshot does not know a child that ended while this statement waited for the lock.
+-- Count children that ended, and close or resume each parent whose last child this was. The decision reads the
+-- locked rows: the snapshot lacks a child that ended while this statement waited for the lock.
 WITH ended AS (
     SELECT parent_job_id, count(*)::integer AS n, (count(*) FILTER (WHERE failed))::integer AS failed
     FROM unnest(%(parents)s::uuid[], %(failed)s::boolean[]) AS ended (parent_job_id, failed)
@@ -491,14 +491,14 @@ UPDATE batchwright.job SET run_after = :now
 WHERE id = ANY(%(ids)s::uuid[]) AND status = 'QUEUED' AND run_after > :now
 RETURNING id
 
--- The job has got further than ever, so it is not what killed its workers.
+-- The job got further than before, so it is not what killed its workers.
 -- name: absolve
 UPDATE batchwright.job SET rescues = 0
 WHERE id = %(id)s AND claims = %(claim)s AND status = 'RUNNING' AND rescues > 0
 RETURNING id
 
 -- name: redirect
--- A job that no worker has had gets another type, queue and payload, once: other workers will run it.
+-- Give a job that no worker ever claimed another type, queue and payload, once: other workers will run it.
 WITH queues AS (
     INSERT INTO batchwright.queue (name)
     SELECT %(queue)s WHERE NOT EXISTS (SELECT FROM batchwright.queue WHERE name = %(queue)s)
@@ -517,7 +517,7 @@ SELECT id FROM moved
 
 -- name: split
 -- A held child keeps a part of its work; each of the other parts becomes a child of the same parent, which waits for it
--- too. The parent is written first, so that nothing happens if it waits no more.
+-- too. The parent is written first, so that nothing happens if it no longer waits.
 WITH held AS MATERIALIZED (
     SELECT job.* FROM batchwright.job
     WHERE job.id = %(id)s AND job.claims = %(claim)s AND job.locked_by IS NOT DISTINCT FROM %(worker)s::text AND :is_held
@@ -562,8 +562,8 @@ WHERE id = ANY(%(ids)s::uuid[]) AND finished_at IS NULL AND %(by)s <> 0
 RETURNING id
 
 -- name: disown
--- The object that a job and all that came of it belonged to is gone: retention may have them. Their failures were the
--- object's business and are no news for the inbox.
+-- The object that owned a job and its descendants is gone: retention may remove them. The object handled their
+-- failures, so they do not appear in the inbox.
 WITH RECURSIVE tree AS (
     (
         SELECT id FROM batchwright.job WHERE id = %(id)s
@@ -589,7 +589,7 @@ WHERE job.id = held.id AND job.claims = held.claim AND job.finished_at IS NOT NU
 RETURNING job.id
 
 -- name: expire
--- Queued jobs, and those that a worker holds; parents that wait are asked for by `overdue_parents`.
+-- Queued jobs, and those that a worker holds; `overdue_parents` finds waiting parents.
 WITH due AS MATERIALIZED (
     SELECT id FROM batchwright.job
     WHERE deadline IS NOT NULL AND finished_at IS NULL AND NOT deadline_passed AND deadline <= :now
@@ -620,10 +620,10 @@ ORDER BY deadline
 LIMIT %(limit)s
 
 -- name: rescue
--- Leases that are over: by the clock, but not in the first lease after the server started, or named by the worker
--- whose process for that job has died. A job that already ended only loses its lock. Deaths count towards isolation,
+-- Expired leases: by the clock, but not during the first lease after the server started; or named by the worker whose
+-- process for that job has died. A job that already ended only loses its lock. Deaths count towards isolation,
 -- but not in a private queue: its worker does nothing else, so there is no neighbour to protect, and users kill it.
--- The server is ready when these helpers of it start: after a recovery, and again after the crash of a backend.
+-- The server's start time is that of its helper processes: they start after a recovery, or after a backend crashed.
 WITH ready AS MATERIALIZED (
     SELECT greatest(pg_postmaster_start_time(), max(backend_start)) AS at
     FROM pg_stat_activity WHERE backend_type IN ('walwriter', 'autovacuum launcher')
@@ -681,7 +681,7 @@ SELECT id, CASE WHEN open AND status = 'FAILED' THEN parent_job_id END, true, st
 FROM rescued
 
 -- name: forgive
--- The worker of these claims lives after all: it had only lost its lease, so that was no death.
+-- The worker of these claims is alive after all: it had only lost its lease, so that was no death.
 UPDATE batchwright.job SET rescues = greatest(0, rescues - 1), dead_claim = NULL
 FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim)
 WHERE job.id = held.id AND job.dead_claim = held.claim AND job.finished_at IS NULL
@@ -720,7 +720,7 @@ WHERE parent_job_id = %(id)s AND round = %(round)s AND status IN ('FAILED', 'CAN
 ORDER BY id
 
 -- name: rerun
--- `children` unsuccessful ones go with it: the job then waits for them; with none it runs again itself.
+-- `children` unsuccessful children are rerun with it: the job then waits for them; with none it runs again itself.
 WITH demoted AS (
     UPDATE batchwright.job SET is_current = false
     FROM batchwright.job AS waiting
@@ -750,7 +750,7 @@ events AS (
 SELECT id FROM rerun
 
 -- name: dismiss
--- Out of the inbox; the job stays as it is.
+-- Remove the job from the inbox; its status does not change.
 WITH dismissed AS (
     UPDATE batchwright.job SET dismissed_at = :now
     WHERE id = ANY(%(ids)s::uuid[]) AND status::text = 'FAILED' AND dismissed_at IS NULL
@@ -816,7 +816,7 @@ FROM batchwright.job
 WHERE id = ANY(%(ids)s::uuid[]) AND tenant = coalesce(%(tenant)s, tenant)
 
 -- name: next_due
--- The next moment at which a job of these types falls due that is not due yet.
+-- The next time at which a job of these types becomes due.
 SELECT min(run_after) FROM batchwright.job
 WHERE status = 'QUEUED' AND run_after > :now AND job_type = ANY(%(job_types)s::text[])
 

@@ -1,4 +1,4 @@
-"""Words of users' own that are kept with their work, within the limits that OpenAI sets."""
+"""Users' own key-value pairs on their objects, within the limits that OpenAI sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METADATA_VALUE_CHARACTERS_MAX = 512
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Refuse what is over the limits."""
+    """Refuse metadata over the limits."""
     if len(metadata) > METADATA_PAIRS_MAX:
         raise InvalidInput(f"metadata has {len(metadata)} pairs; the limit is {METADATA_PAIRS_MAX}", param="metadata")
     for name, value in metadata.items():

@@ -1,9 +1,9 @@
-"""What workers have counted, added up in the database; and how many jobs, workers and slots there are.
+"""The counts of all workers, added up in the database; and the numbers of jobs, workers and slots.
 
-Each worker writes its own row every few seconds. A row that nobody touches any more is folded into the row '' and
-marked; a worker that was only frozen finds the mark, and from then on writes what came since, in a new row.
+Each worker writes its own row every few seconds. A row that is no longer updated is folded into the row '' and marked.
+A worker that was only frozen finds the mark; from then on it writes later counts to a new row.
 
-Gauges, which say what is true now, are added up over the workers that live: they stand in the row of the heartbeat.
+Gauges, which show the current state, are added up over the live workers; they are in the row of the heartbeat.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from batchwright.db.statements import statements
 from batchwright.engine.jobs import Claim
 from batchwright.engine.queue import Rescued
 from batchwright.errors import DatabaseError
-from batchwright.telemetry.metrics import VALUES_MAX, Counts, Flat, LabelLimits, Metric, difference, together
+from batchwright.telemetry.metrics import (
+    VALUES_MAX,
+    Counts,
+    Flat,
+    LabelLimits,
+    Metric,
+    Sampled,
+    difference,
+    together,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +53,10 @@ _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.
 _RUNS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
 
 WORKER_METRICS = (
-    Metric("jobs_claimed_total", "Jobs that workers took from a queue.", ("queue",)),
+    Metric("jobs_claimed_total", "Jobs that workers claimed from a queue.", ("queue",)),
     Metric(
         "job_claim_latency_seconds",
-        "Time from the moment a job fell due until a worker took it; waiting for a paused queue or a key is in it.",
+        "Time from the moment a job was due until a worker claimed it, including the wait for a paused queue or a key.",
         ("queue",),
         "histogram",
         _LATENCIES,
@@ -61,20 +70,21 @@ WORKER_METRICS = (
     ),
     Metric(
         "jobs_settled_total",
-        "Jobs that workers gave back, by what became of them: succeed, fail, retry, snooze, release or wait.",
+        "Jobs that workers settled, by outcome: succeed, fail, retry, snooze, release or wait.",
         ("job_type", "outcome"),
+        sampled=Sampled("jobs", "outcome"),
     ),
     Metric(
         "settle_seconds",
-        "Time of one commit that settles jobs, usually many at once.",
+        "Duration of one commit that settles jobs, usually many at once.",
         kind="histogram",
         bounds=_QUICK,
     ),
-    Metric("jobs_rescued_total", "Jobs taken back from a worker or process that died with them."),
+    Metric("jobs_rescued_total", "Jobs rescued from a worker or process that died while running them."),
     Metric("jobs_poisoned_total", "Jobs parked as FAILED because every process that ran them died."),
     Metric(
         "writes_fenced_total",
-        "Results refused because a newer claim or a human has the job: work that was done in vain, never damage.",
+        "Results refused because a newer claim or a person has changed the job: wasted work, never damage.",
     ),
     Metric("leases_lost_total", "Running jobs that a worker stopped because its lease was over."),
     Metric(
@@ -82,14 +92,19 @@ WORKER_METRICS = (
         "Operations stopped before their end: cancelled, lost, timeout, stop or self.",
         ("reason",),
     ),
+    Metric(
+        "threads_abandoned_total",
+        "Threads of operations that kept running past their time limit; their jobs were settled without them.",
+        ("job_type",),
+    ),
 )
 
 
 class WorkerCounts(Counts):
-    """What one worker process has done; parts of Batchwright may bring metrics of their own.
+    """The metrics of one worker process; parts of Batchwright may add their own.
 
-    What happens to every job is only put down at first, and counted a thousand at a time: that is several times
-    cheaper, and a job costs little else.
+    What happens to each job is first only noted, and then counted a thousand at a time. That is several times cheaper,
+    and it matters because a job costs little else.
     """
 
     def __init__(self, more: Iterable[Metric] = (), label_limits: LabelLimits | None = None) -> None:
@@ -103,7 +118,7 @@ class WorkerCounts(Counts):
         self._put_down = 0
 
     def note_claimed(self, claims: Sequence[Claim]) -> None:
-        """Jobs of one claim; those that were enqueued together fell due together, and are reckoned once."""
+        """Jobs of one claim; jobs that were enqueued together were due at the same time, so that is computed once."""
         due, seconds, waited = None, 0.0, self._waited
         for claim in claims:
             if claim.run_after != due:
@@ -134,7 +149,7 @@ class WorkerCounts(Counts):
 
 
 class CountsWriter:
-    """Keeps one worker's row. It never disturbs the worker: what cannot be written goes with the next write."""
+    """Keeps one worker's row. It never disturbs the worker: a failed write is made up for by the next one."""
 
     def __init__(self, database: Database, worker: str, counts: Counts) -> None:
         self._database = database
@@ -144,17 +159,17 @@ class CountsWriter:
         self._rows = 1
         self._is_written = False
         self._base: Flat = {}
-        """What was folded in earlier rows of ours."""
+        """The counts in our earlier, folded rows."""
         self._sent: Flat = {}
-        """What this row holds if our last write has happened."""
+        """The content of this row if our last write succeeded."""
         self._answered: Flat = {}
         self._touch_at = 0.0
         self._gauges: Flat = {}
-        """What the row of the heartbeat holds; a row that is missing holds nothing."""
+        """The content of the heartbeat's row; nothing if the row is missing."""
         self._gauges_touch_at = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         await self.learn()
         learn_at = time.monotonic() + _TOUCH_SECONDS
         while True:
@@ -165,11 +180,11 @@ class CountsWriter:
                 learn_at = time.monotonic() + _TOUCH_SECONDS
 
     async def learn(self) -> None:
-        """Look which values of labels others have counted; where there is no room for all, all must name the same."""
+        """Read which label values others have counted: if there are too many, all workers must name the same ones."""
         try:
             self._counts.know(await read_counts(self._database))
         except DatabaseError as error:
-            log.debug("what others have counted cannot be read: %s", error)
+            log.debug("the counts of other workers cannot be read: %s", error)
 
     async def write_last(self) -> None:
         try:
@@ -196,7 +211,7 @@ class CountsWriter:
         self._touch_at = time.monotonic() + _TOUCH_SECONDS
 
     async def _write_gauges(self, gauges: Flat) -> None:
-        """Written again now and then, for a row that was removed while we were frozen comes back without them."""
+        """Written again now and then: a row that was removed while we were frozen comes back without them."""
         is_touch_due = bool(gauges) and time.monotonic() >= self._gauges_touch_at
         if gauges != self._gauges or is_touch_due:
             params = {"worker": self._worker, "gauges": orjson.dumps(gauges).decode()}
@@ -217,10 +232,10 @@ class CountsWriter:
         return is_ours
 
     async def _begin_anew(self) -> None:
-        """Our row was folded: what it held is counted for good. This only reads, so it can be broken off anywhere.
+        """Our row was folded: its content is counted permanently. This only reads, so it can be interrupted anywhere.
 
-        When even the mark is gone we cannot know whether our last write was in time, and rather lose it than count
-        it twice.
+        If even the mark is gone, we cannot know whether our last write was in time. We prefer to lose it rather than
+        count it twice.
         """
         found = await self._database.ask(SQL["folded_counts"], {"worker": self._row})
         self._base = together(self._base, found[0][0] if found else self._sent)
@@ -231,7 +246,7 @@ class CountsWriter:
 
 
 async def fold(database: Database, *, session: Session | None = None) -> int:
-    """Add up the rows of workers that are gone; answers how many. Only under an upkeep lock: the sum has no other."""
+    """Add up the rows of workers that are gone; returns how many. Needs the upkeep lock: the sum has no other."""
     params = {"silent_seconds": _SILENT_SECONDS, "limit": _FOLDS_MAX}
     ((folded,),) = await database.ask(SQL["fold_counts"], params, session)
     await database.ask(SQL["forget_folded"], {"kept_seconds": _FOLDED_SECONDS}, session)
@@ -239,7 +254,7 @@ async def fold(database: Database, *, session: Session | None = None) -> int:
 
 
 class Depth(NamedTuple):
-    """How one queue stands."""
+    """The state of one queue."""
 
     queue: str
     is_paused: bool
@@ -249,7 +264,7 @@ class Depth(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """How everything stands, read from indexes and bounded in its cost."""
+    """The state of everything, read from indexes at a bounded cost."""
 
     depths: list[Depth]
     taken: Sequence[Row]
@@ -260,20 +275,25 @@ class Standing(NamedTuple):
     slots: int
     slots_used: int
     gauges: Flat
-    """What the workers that live said of themselves, added up"""
+    """The gauges of the live workers, added up."""
 
 
-async def read_counts(database: Database) -> Flat:
-    """The sum over all workers, those that are gone among them; no number in it ever goes down."""
-    return dict(await database.ask(SQL["counted"], {}))
+async def read_counts(database: Database, *, session: Session | None = None) -> Flat:
+    """The sum over all workers, including those that are gone; no number in it ever decreases."""
+    return dict(await database.ask(SQL["counted"], {}, session))
 
 
-async def read_standing(database: Database) -> Standing:
+async def read_gauges(database: Database, *, session: Session | None = None) -> Flat:
+    """The gauges of the live workers, added up."""
+    return dict(await database.ask(SQL["gauges"], {"silent_seconds": _WORKER_SILENT_SECONDS}, session))
+
+
+async def read_standing(database: Database, *, session: Session | None = None) -> Standing:
     limits = {"queues_max": VALUES_MAX, "jobs_max": _JOBS_MAX}
-    depths = await database.ask(SQL["depths"], limits)
-    taken = await database.ask(SQL["taken"], limits)
-    failed = await database.ask(SQL["failed"], limits)
+    depths = await database.ask(SQL["depths"], limits, session)
+    taken = await database.ask(SQL["taken"], limits, session)
+    failed = await database.ask(SQL["failed"], limits, session)
     alive = {"silent_seconds": _WORKER_SILENT_SECONDS}
-    ((workers, slots, slots_used),) = await database.ask(SQL["slots"], alive)
-    gauges: Flat = dict(await database.ask(SQL["gauges"], alive))
+    ((workers, slots, slots_used),) = await database.ask(SQL["slots"], alive, session)
+    gauges = await read_gauges(database, session=session)
     return Standing([Depth(*row) for row in depths], taken, failed, workers, slots, slots_used, gauges)

@@ -1,7 +1,7 @@
--- What workers have counted, and what stands in the queues; run by counts.py.
+-- The counts of workers, and the state of the queues; run by metrics.py.
 
 -- name: insert_counts
--- The first write of a row, repeated until it is answered. No row back: it was folded meanwhile.
+-- The first write of a row, repeated until it is answered. If it returns no row, the row was folded meanwhile.
 INSERT INTO batchwright.worker_counts AS written (worker, counts, updated_at)
 VALUES (%(worker)s, %(counts)s::jsonb, :now)
 ON CONFLICT (worker) DO UPDATE SET counts = excluded.counts, updated_at = excluded.updated_at
@@ -17,7 +17,7 @@ RETURNING worker
 SELECT counts FROM batchwright.worker_counts WHERE worker = %(worker)s AND folded_at IS NOT NULL
 
 -- name: fold_counts
--- Rows that nobody has touched for long go into the sum of those that are gone, and are marked in the same statement.
+-- Add rows that were not updated for long to the sum of workers that are gone, and mark them in the same statement.
 -- A worker that writes at this moment waits for us and then finds its row folded, or we wait and find it fresh.
 WITH gone AS (
     UPDATE batchwright.worker_counts SET folded_at = :now
@@ -94,7 +94,7 @@ CROSS JOIN LATERAL (
 GROUP BY 1
 
 -- name: taken
--- Jobs in the hands of workers, and parents that wait for their children: these are RUNNING without a lock.
+-- Jobs that workers hold, and parents that wait for their children: the latter are RUNNING without a lock.
 SELECT queue, 'running', count(*) FROM batchwright.job
 WHERE locked_by IS NOT NULL AND status = 'RUNNING'
 GROUP BY queue

@@ -1,4 +1,4 @@
-"""The queues by name: which there are, and which of them are paused."""
+"""Queues by name, and which of them are paused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SQL = statements(__package__, "named_queues.sql")
 
 
 class NamedQueues:
-    """The queues of this database; a queue exists from its first job on."""
+    """The queues of this database; a queue exists once it has had a job."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -22,7 +22,7 @@ class NamedQueues:
         return dict(await self._database.ask(SQL["all"]))
 
     async def pause(self, name: str) -> None:
-        """No job of this queue is claimed any more; those that run go on."""
+        """Workers claim no more jobs of this queue; running jobs continue."""
         await self._mark("pause", name)
 
     async def resume(self, name: str) -> None:

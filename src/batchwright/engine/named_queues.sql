@@ -1,4 +1,4 @@
--- The queues by name: enqueue makes their rows.
+-- Queues by name: enqueue creates their rows.
 
 -- name: all
 SELECT name, paused_at IS NOT NULL FROM batchwright.queue ORDER BY name

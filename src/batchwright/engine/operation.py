@@ -13,7 +13,7 @@ Kind = Literal["async", "thread", "process"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A named function with the shape of its payload and the way it wants to be run."""
+    """A named function with the schema of its payload and its options."""
 
     name: str
     function: Callable[..., Any]
@@ -33,7 +33,7 @@ class Operation:
     backoff_seconds: float = 2.0
     backoff_seconds_max: float = 600.0
     exclusive_key: tuple[str, ...] = ()
-    """Payload fields whose values, after the operation's name, are the key; none for no key."""
+    """Payload fields whose values, after the operation's name, form the key; empty for no key."""
     on_held: OnHeld = OnHeld.QUEUE
 
     def defaults(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Operation:
 
 
 class Operations(Protocol):
-    """The registry, as the engine sees it."""
+    """The part of the registry that the engine uses."""
 
     def get(self, name: str) -> Operation | None: ...
 

@@ -1,4 +1,4 @@
-"""What an operation may answer, and the settle by which a worker gives its job back."""
+"""What an operation may return, and the settle with which a worker ends its claim of a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Snooze:
-    """Call again later; no attempt is used. Polling something is an operation that snoozes.
+    """Run again later; no attempt is used. To poll something, write an operation that snoozes.
 
     >>> Snooze(120, "the provider is still working")
     """
@@ -43,7 +43,7 @@ class Snooze:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hand over to children. When the last one has ended the job closes with `result`, or is resumed.
+    """Wait for children. When the last one has ended, the job closes with `result`, or is resumed.
 
     More than `allow_failures` unsuccessful children (True: any number) fail the job.
 
@@ -65,9 +65,10 @@ Verb = Literal["succeed", "fail", "retry", "snooze", "release", "wait"]
 
 @dataclass(slots=True)
 class Settle:
-    """One fenced move out of RUNNING: the verb and its columns, as the statement of that name takes them.
+    """One fenced move out of RUNNING: the verb and its columns, as the statement of that name expects them.
 
-    Nobody changes it. It is not frozen because every job needs one, and a frozen one takes four times as long to make.
+    Treat it as immutable. It is not frozen, because every job needs one and a frozen one takes four times as long to
+    create.
     """
 
     verb: Verb
@@ -76,7 +77,7 @@ class Settle:
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Refuse an outcome that makes no sense: it is Fatal, and says what is wrong."""
+    """Refuse an invalid outcome: raises Fatal with the reason."""
     match outcome:
         case Done():
             problem = _problem_with_done(outcome)

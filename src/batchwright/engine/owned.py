@@ -1,7 +1,7 @@
-"""Jobs that belong to an object of a part, such as those of a batch: what the part may know of them and do to them.
+"""Jobs that belong to an object of a part, such as a batch: what the part may read and change.
 
-The job verbs refuse such jobs, and the verbs of the part take their place. Only the engine reads the table of jobs: a
-part calls what is here, or joins `:jobs` in a statement of its own.
+The job verbs refuse such jobs; use the verbs of the part instead. Only the engine reads the table of jobs: a part calls
+the functions here, or joins `:jobs` in its own statement.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OpenChild(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A claim of a job, in whose name a worker wants to write."""
+    """A claim of a job, under which a worker wants to write."""
 
     id: UUID
     claim: int
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 
 async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -> set[UUID]:
-    """The jobs whose claims are still held; until the transaction ends, nobody can take these away."""
+    """The jobs whose claims are still held; nobody can take these claims away until the transaction ends."""
     params = {
         "ids": [one.id for one in claims],
         "claims": [one.claim for one in claims],
@@ -53,14 +53,14 @@ async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -
 
 
 async def lock(queue: Queue, id: UUID, *, session: Session) -> None:
-    """Lock a job, whoever holds it: who writes to a part's rows and then to a job's history must lock the job first."""
+    """Lock a job, whoever holds it. Lock it first if you write to a part's rows and then to the job's history."""
     await queue.database.ask(SQL["lock"], {"id": id}, session)
 
 
 async def note(queue: Queue, held: Held, *events: Mapping[str, Any], session: Session) -> None:
-    """Add to the history of a job in the caller's transaction, so that the events and what they tell of are one commit.
+    """Add to a job's history in the caller's transaction, so that the events and the changes are one commit.
 
-    Nothing is fenced: what was paid for is told also by a worker that has lost the job.
+    Nothing is fenced: even a worker that has lost the job reports what was paid for.
     """
     document = orjson.dumps(events, default=str).decode()
     params = {"id": held.id, "claim": held.claim, "worker": held.worker, "events": document}
@@ -70,7 +70,7 @@ async def note(queue: Queue, held: Held, *events: Mapping[str, Any], session: Se
 async def children(
     queue: Queue, id: UUID, *statuses: JobStatus, job_type: str | None = None, session: Session
 ) -> list[JobId]:
-    """The children of a job that have one of these statuses, and this type."""
+    """The children of a job that have one of these statuses and this type."""
     params = {"id": id, "statuses": [status.value for status in statuses], "job_type": job_type}
     return [JobId(child) for (child,) in await queue.database.ask(SQL["children"], params, session)]
 
@@ -78,7 +78,7 @@ async def children(
 async def cancel_children(
     queue: Queue, id: UUID, *statuses: JobStatus, job_type: str | None = None, reason: str, session: Session
 ) -> int:
-    """Cancel the children that have one of these statuses, and this type; answers how many that were."""
+    """Cancel the children that have one of these statuses and this type; returns how many."""
     found = await children(queue, id, *statuses, job_type=job_type, session=session)
     return await queue.cancel(found, reason=reason, owned=True, session=session) if found else 0
 
@@ -89,16 +89,16 @@ async def open_children(queue: Queue, id: UUID) -> list[OpenChild]:
 
 
 async def absolve(queue: Queue, held: Held, *, session: Session) -> None:
-    """Forget the deaths of a job's workers, because it has got further than ever: it is not what kills them.
+    """Reset the count of a job's worker deaths, because it got further than before: it is not what kills them.
 
-    Only a step that a job takes once may absolve it, or one that does kill its workers would never run alone.
+    Call this only for a step that a job takes once; otherwise a job that does kill its workers would never run alone.
     """
     await queue.absolve(held.id, held.claim, session=session)
 
 
 @asynccontextmanager
 async def fenced(queue: Queue, held: Held) -> AsyncIterator[Session]:
-    """A transaction in the name of a claim; Fenced if another worker has the job by now."""
+    """A transaction under a claim; raises Fenced if another worker has the job by now."""
     async with queue.database.transaction() as session:
         if not await lock_held(queue, [held], session=session):
             raise Fenced(f"job {held.id} was given to another worker")

@@ -1,17 +1,17 @@
 -- Jobs that belong to an object of a part, such as those of a batch.
 
--- What the statements of parts may read of jobs: they say `FROM :jobs AS job`. The planner folds it into them.
+-- The columns of jobs that statements of parts may read, with `FROM :jobs AS job`. The planner inlines it.
 -- part: jobs
 (SELECT id, parent_job_id, status::text AS status, run_after, finished_at IS NULL AS is_open FROM batchwright.job)
 
--- For statements that check a claim and write in its name at once: `WITH held AS MATERIALIZED (:held_job)`.
+-- For statements that check a claim and write under it at once: `WITH held AS MATERIALIZED (:held_job)`.
 -- part: held_job
 SELECT job.id, job.attempts FROM batchwright.job AS job
 WHERE job.id = %(job_id)s AND job.claims = %(claim)s AND job.locked_by IS NOT DISTINCT FROM %(worker)s::text
     AND job.status = 'RUNNING' AND job.lease_until IS NOT NULL
 FOR NO KEY UPDATE
 
--- And what they tell: `INSERT INTO :event_of_held SELECT :about_held, message, fields FROM held`.
+-- And for their events: `INSERT INTO :event_of_held SELECT :about_held, message, fields FROM held`.
 -- part: event_of_held
 batchwright.job_event (job_id, ts, claim, attempt, worker, event, message, fields)
 
@@ -40,7 +40,7 @@ FOR NO KEY UPDATE OF job
 -- name: lock
 SELECT id FROM batchwright.job WHERE id = %(id)s FOR NO KEY UPDATE
 
--- Events of a job whatever its state, under its row lock, so that their ids grow in commit order.
+-- Add events to a job in any state, under its row lock, so that their ids grow in commit order.
 -- name: note
 WITH held AS MATERIALIZED (
     SELECT id, attempts FROM batchwright.job WHERE id = %(id)s FOR NO KEY UPDATE

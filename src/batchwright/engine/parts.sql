@@ -1,7 +1,7 @@
--- What statements of several files share.
+-- Fragments that statements of several files share.
 
 -- part: deaths_max
--- A job whose worker died so often runs alone; the index `job_suspect` knows the number too.
+-- A job whose worker died this often runs alone; the index `job_suspect` contains the same number.
 2
 
 -- part: private_mark

@@ -1,7 +1,7 @@
-"""From an error to what happens to the job: the class decides.
+"""Maps an error to what happens to the job: the class decides.
 
-RateLimited    wait as asked, same step again, no attempt used
-RetryLater     the same, said by the operation itself
+RateLimited    wait as requested, same step again, no attempt used
+RetryLater     the same, raised by the operation itself
 Transient      exponential backoff with full jitter, up to max_attempts, then FAILED
 SchemaInvalid  FAILED at once: same input, same output
 Fatal          FAILED at once
@@ -48,11 +48,11 @@ _TRACEBACK_CHARACTERS_MAX = 16_000
 
 
 class NotStorable(Fatal):
-    """The result cannot be kept as JSON, or is too large."""
+    """The result cannot be stored as JSON, or is too large."""
 
 
 def classify(error: BaseException, retry_on: tuple[type[BaseException], ...] = ()) -> OperationError | RetryLater:
-    """Map any exception to the class that decides; foreign ones by what they are, unknown ones to Fatal."""
+    """Map any exception to one of our classes: known foreign exceptions by their kind, unknown ones to Fatal."""
     if isinstance(error, (OperationError, RetryLater)):
         return error
     if retry_on and isinstance(error, retry_on):
@@ -69,7 +69,7 @@ def classify(error: BaseException, retry_on: tuple[type[BaseException], ...] = (
 
 
 def react(claim: Claim, operation: Operation, error: BaseException) -> Settle:
-    """What becomes of a job whose operation raised."""
+    """What happens to a job whose operation raised."""
     verdict = classify(error, operation.retry_on)
     match verdict:
         case RetryLater():
@@ -86,13 +86,13 @@ def react(claim: Claim, operation: Operation, error: BaseException) -> Settle:
 
 
 def backoff(attempt: int, operation: Operation) -> float:
-    """Full jitter: anything from nothing to the exponential step, so that retries spread out."""
+    """Full jitter: a random delay from zero to the exponential step, so that retries spread out."""
     step = min(operation.backoff_seconds_max, operation.backoff_seconds * 2.0 ** min(attempt - 1, _DOUBLINGS_MAX))
     return random.uniform(0.0, step)
 
 
 def describe(verdict: OperationError, error: BaseException) -> dict[str, Any]:
-    """The `error` object of a job: kind, code, type, message, and the trace of what we did not expect."""
+    """The `error` object of a job: kind, code, type, message, and a traceback for unexpected errors."""
     described: dict[str, Any] = {
         "kind": verdict.kind,
         "code": verdict.code or verdict.kind,
@@ -108,7 +108,7 @@ def describe(verdict: OperationError, error: BaseException) -> dict[str, Any]:
 
 
 def succeed(claim: Claim, result: Any, progress: tuple[int, int] | None = None) -> Settle:
-    """What is not there is left out: for the statement that is the same as null, and most jobs have little."""
+    """Missing values are left out: the statement treats them as null, and most jobs have few values."""
     values: dict[str, Any] = {}
     if result is not None:
         values["result"] = orjson.Fragment(storable(result))
@@ -124,7 +124,7 @@ def snooze(claim: Claim, outcome: Snooze) -> Settle:
 
 
 def storable(result: Any) -> bytes:
-    """Serialise a result; pydantic models and dataclasses are welcome."""
+    """Serialise a result; accepts pydantic models and dataclasses."""
     try:
         document = orjson.dumps(result, default=_to_plain)
     except (TypeError, ValueError) as error:
@@ -152,7 +152,7 @@ def _snooze(claim: Claim, seconds: float, reason: str | None, error_kind: str | 
 
 
 def _limit_delay(seconds: float) -> float:
-    """No delay is longer than a year, whatever the other side asks for; what is no number is no delay."""
+    """Limit a delay to a year, whatever the other side requests; a value that is not a number means no delay."""
     return min(_DELAY_SECONDS_MAX, seconds) if seconds > 0 else 0.0
 
 
@@ -165,12 +165,12 @@ def _text(text: str, limit: int) -> str:
 
 
 def _is_connection_error(error: BaseException) -> bool:
-    """Timeouts and lost connections of the usual clients, which we know by name so as not to import them."""
+    """Timeouts and lost connections of the usual clients, recognised by name so that we need not import them."""
     return any(kind.__name__ in _CONNECTION_ERRORS for kind in type(error).__mro__)
 
 
 def _status_code(error: BaseException) -> int | None:
-    """The HTTP status that most client libraries put on their errors, wherever they put it."""
+    """The HTTP status of an error, from the attributes that most client libraries use."""
     for owner in (error, getattr(error, "response", None)):
         for name in ("status_code", "status", "code"):
             value = getattr(owner, name, None)

@@ -1,7 +1,7 @@
 """The verbs: every change of a job is one method here, one statement in jobs.sql and one move in states.py.
 
-A verb opens its own transaction, unless it is given the session of one that is already open. Deadlocks are
-repeated: the database has rolled the whole transaction back, so nothing can happen twice.
+A verb opens its own transaction, unless it is given the session of an open one. After a deadlock the verb repeats the
+transaction: the database has rolled all of it back, so nothing can happen twice.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ _BIRTH_OF_SETTLED = attrgetter("claim.id.int")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How long a worker may be silent, and what is stale."""
+    """Leases, and when a lock is stale."""
 
     lease_seconds: float = 30.0
-    """A worker that has not renewed for so long is dead, and its jobs are rescued."""
+    """A worker that has not renewed its leases for this time counts as dead, and its jobs are rescued."""
     stale_job_timeout_seconds: float = 1800.0
     """A job locked longer than this may be recovered by hand even though its lease is alive."""
     rescue_jitter_seconds: float = 0.5
-    """Rescued jobs come back spread over this time."""
+    """Rescued jobs return to the queue spread over this time."""
+    ring_at_commit: bool = True
+    """Jobs enqueued in your own transaction wake a worker when it commits. PostgreSQL lets only one such transaction
+    commit at a time: turn this off if you commit hundreds of them per second, and the next poll finds the jobs."""
 
     def __post_init__(self) -> None:
         if self.lease_seconds < 1:
@@ -63,7 +66,7 @@ class EngineSettings:
 
 
 class Watermark(NamedTuple):
-    """Where the last claim of a lane ended: everything before it has been looked at."""
+    """Where the last claim of a lane ended: everything before it has been examined."""
 
     run_after: datetime
     id: UUID
@@ -74,7 +77,7 @@ NOWHERE = Watermark(datetime(1, 1, 1, tzinfo=UTC), UUID(int=0))
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A queue at one priority, how many jobs the worker can take from that queue, and where to look on."""
+    """A queue at one priority, how many jobs the worker can take from that queue, and where to continue the search."""
 
     queue: str
     priority: int
@@ -83,19 +86,19 @@ class Lane:
 
 
 class Enqueued(NamedTuple):
-    """The job that an enqueue led to; `is_new` is false when it was there already."""
+    """The job that an enqueue returned; `is_new` is false if it already existed."""
 
     id: JobId
     is_new: bool
 
 
 class Claimed(NamedTuple):
-    """What a claim brought, and the database's time at which it looked."""
+    """The result of a claim, and the database's time of the query."""
 
     at: datetime
     jobs: list[Claim]
     without_keys: bool = False
-    """There was a race for a key, so keyed jobs were left out."""
+    """The claim left out keyed jobs, because there was a race for a key."""
 
 
 class Rescued(NamedTuple):
@@ -105,7 +108,7 @@ class Rescued(NamedTuple):
     is_poison: bool
     queue: str
     due_seconds: float | None
-    """When it can be claimed again, if it can."""
+    """When the job can be claimed again, if it can."""
 
 
 class _Ended(NamedTuple):
@@ -132,8 +135,8 @@ class Queue:
     async def enqueue(self, rows: Sequence[Mapping[str, Any]], *, session: Session | None = None) -> list[Enqueued]:
         """Insert prepared rows (see `Catalog.prepare`) in few statements; all or none.
 
-        Ids are made by the caller, so a call whose answer was lost can simply be repeated. The same idempotency
-        key returns the first job, and with another body `Conflict`.
+        The caller creates the ids, so a call whose answer was lost can simply be repeated. The same idempotency
+        key returns the first job; with another body it raises `Conflict`.
         """
         if not rows:
             return []
@@ -168,7 +171,7 @@ class Queue:
         return answers
 
     async def _find_stand_in(self, session: Session, row: Mapping[str, Any]) -> JobId | None:
-        """What the policy makes of the open jobs of the key: the id of one that stands in, or nothing."""
+        """Apply the policy to the open jobs of the key; returns the id of a job to use instead, or None."""
         policy: OnHeld = row["on_held"]
         if policy is OnHeld.QUEUE or row["exclusive_key"] is None:
             return None
@@ -195,14 +198,14 @@ class Queue:
             return [Enqueued(row["id"], True) for row in rows]
         found = await self._find_enqueued(session, [row for row in rows if row["id"] not in new])
         if gone := [row for row in rows if row["id"] not in new and row["id"] not in found]:
-            # The first job of the key stood in the way of the insert, and retention has just removed it.
+            # The first job of the key blocked the insert, and retention has just removed it.
             again = await self._insert(session, gone)
             found |= {row["id"]: enqueued.id for row, enqueued in zip(gone, again, strict=True)}
             new |= {enqueued.id for enqueued in again if enqueued.is_new}
         return [Enqueued(found.get(row["id"], row["id"]), row["id"] in new) for row in rows]
 
     async def _find_enqueued(self, session: Session | None, rows: Sequence[Mapping[str, Any]]) -> dict[UUID, JobId]:
-        """The jobs that stand for these rows already, by the row's id; one with another body is `Conflict`."""
+        """The existing jobs for these rows, by the row's id; raises `Conflict` for one with another body."""
         document = orjson.dumps(rows, default=str).decode()
         found = {}
         for asked, id, same in await self._run(session, "find_enqueued", jobs=document):
@@ -215,7 +218,7 @@ class Queue:
             found[asked] = JobId(id)
         return found
 
-    # Into a worker's hands --------------------------------------------------------------------------------------
+    # Claims -----------------------------------------------------------------------------------------------------
 
     async def claim(
         self,
@@ -226,7 +229,7 @@ class Queue:
         *,
         freed_keys: Iterable[tuple[str, str]] = (),
     ) -> Claimed:
-        """Take up to `slots` due jobs; a race for a key is tried again without keyed jobs."""
+        """Claim up to `slots` due jobs; after a race for a key, tries again without keyed jobs."""
         freed = list(freed_keys)
         try:
             return await self._claim(worker, lanes, job_types, slots, freed=freed)
@@ -237,7 +240,7 @@ class Queue:
     async def claim_job(
         self, worker: str, id: JobId, job_types: Sequence[str], *, suspect: bool = False
     ) -> Claim | None:
-        """Take one given job; None when somebody else has it, it is not due, or its attempts are used up."""
+        """Claim one given job; None if another worker has it, it is not due, or its attempts are used up."""
         try:
             claimed = await self._claim(worker, (), job_types, 1, ids=[id], suspect=suspect)
         except (UniqueViolation, Deadlock):
@@ -275,26 +278,26 @@ class Queue:
             suspect=suspect,
         )
         jobs = [Claim(*row) for row in rows if row[0] is not None]
-        jobs.sort(key=_BIRTH)  # in the order of their birth, not in that of their places on disk
+        jobs.sort(key=_BIRTH)  # in order of creation, not of position on disk
         for job in jobs:
             job.payload = orjson.loads(job.payload)  # the driver's loader for JSON takes twice as long
-            job.pipeline_id = job.pipeline_id or job.id  # most are a pipeline of their own, and do not say it twice
+            job.pipeline_id = job.pipeline_id or job.id  # most jobs are their own pipeline, and do not repeat the id
         return Claimed(rows[0][-1], jobs)
 
     async def suspects(
         self, job_types: Sequence[str], limit: int, *, private: Sequence[str] | None = None
     ) -> list[JobId]:
-        """Due jobs whose worker died twice: each must run alone; of private queues only those that are named."""
+        """Due jobs whose worker died twice: each must run alone. From private queues only if they are named."""
         params = {"job_types": list(job_types), "limit": limit, "private": list(private or ())}
         return [JobId(id) for (id,) in await self._run(None, "suspects", **params)]
 
     async def unknown_types(self, job_types: Sequence[str]) -> dict[str, int]:
-        """Types of due jobs that are not among these, with how many of the first ones in the queues are of them."""
+        """Types of due jobs that are not among these, and how many of the first jobs in the queues have each type."""
         bounds = {"lane_max": _UNKNOWN_LANE_MAX, "scan_max": _UNKNOWN_SCAN_MAX}
         return dict(await self._run(None, "unknown_types", job_types=list(job_types), **bounds))
 
     async def renew(self, held: Sequence[ClaimKey]) -> set[UUID]:
-        """Lengthen the leases of these claims; answers which were lengthened."""
+        """Renew the leases of these claims; returns those that were renewed."""
         if not held:
             return set()
         ids, claims = zip(*sorted(held), strict=True)
@@ -308,15 +311,15 @@ class Queue:
         return {id for (id,) in rows}
 
     async def holdings(self, worker: str) -> dict[ClaimKey, JobStatus]:
-        """What the database says that this worker holds."""
+        """The claims that this worker holds, according to the database."""
         rows = await self._run(None, "holdings", worker=worker)
         return {(id, claim): JobStatus(status) for id, claim, status in rows}
 
-    # Out of a worker's hands ------------------------------------------------------------------------------------
+    # Settles ----------------------------------------------------------------------------------------------------
 
     @retry_deadlocks
     async def settle(self, settles: Sequence[Settle], worker: str) -> set[UUID]:
-        """Make many fenced moves in one commit; answers the ids that moved. The others were fenced."""
+        """Make many fenced moves in one commit; returns the ids that moved. The others were fenced."""
         by_verb: dict[str, list[dict[str, Any]]] = {}
         is_child = False
         for settle in sorted(settles, key=_BIRTH_OF_SETTLED):  # the order in which rows are locked
@@ -342,7 +345,7 @@ class Queue:
         return await self._run(session, verb, settles=orjson.dumps(rows).decode(), worker=worker)
 
     async def release(self, held: Sequence[ClaimKey], worker: str, reason: str) -> int:
-        """Give jobs back unfinished; no attempt is used."""
+        """Return unfinished jobs to the queue; no attempt is used."""
         rows = [{"id": id, "claim": claim, "reason": reason} for id, claim in sorted(held)]
         return len(await self._settle_verb(None, "release", rows, worker)) if rows else 0
 
@@ -384,7 +387,7 @@ class Queue:
             born = await self.enqueue([{**child, "round": waits} for child in children], session=session)
             if len({one.id for one in born if one.is_new}) < len(children):
                 raise InvalidInput(
-                    f"job {claim.id} cannot wait for a job that is not its own new child: the same NewJob stands twice "
+                    f"job {claim.id} cannot wait for a job that is not its own new child: the same NewJob is twice "
                     "in the list, its idempotency key was used before, or on_held='coalesce' found another job",
                     param="children",
                 )
@@ -405,7 +408,7 @@ class Queue:
                 )
 
     async def _join(self, session: Session, ended: Sequence[_Ended]) -> None:
-        """Count ended children on their parents, level by level up the tree."""
+        """Count ended children for their parents, level by level up the tree."""
         while counted := [one for one in ended if one.parent is not None]:
             rows = await self._run(
                 session,
@@ -417,13 +420,13 @@ class Queue:
 
     @retry_deadlocks
     async def emit(self, events: Sequence[Mapping[str, Any]]) -> set[UUID]:
-        """Append events of held jobs; answers the jobs whose fence held."""
+        """Append events of held jobs; returns the jobs whose fence held."""
         rows = await self._run(None, "emit", events=orjson.dumps(events, default=str).decode())
         return {id for (id,) in rows}
 
     @retry_deadlocks
     async def progress(self, steps: Sequence[tuple[UUID, int, int | None, int | None]]) -> set[UUID]:
-        """Write `(id, claim, current, total)`; growth proves life and forgets earlier deaths."""
+        """Write `(id, claim, current, total)`; growth proves that the job is alive and resets earlier worker deaths."""
         ids, claims, currents, totals = zip(*sorted(steps, key=lambda step: step[0]), strict=True)
         rows = await self._run(
             None,
@@ -440,7 +443,7 @@ class Queue:
         """The operations of these cancelled or expired jobs have ended: their keys are free."""
         await self._run(None, "let_go", ids=[id for id, _ in held], claims=[claim for _, claim in held])
 
-    # Human verbs ------------------------------------------------------------------------------------------------
+    # Operator verbs ---------------------------------------------------------------------------------------------
 
     @retry_deadlocks
     async def cancel(
@@ -452,7 +455,7 @@ class Queue:
         owned: bool = False,
         session: Session | None = None,
     ) -> int:
-        """Cancel jobs with everything below them; answers how many were open. Ended jobs stay as they are."""
+        """Cancel jobs with their descendants; returns how many were open. Ended jobs do not change."""
         async with self.database.within(session) as session:
             owners: dict[UUID, str | None] = dict(await self._run(session, "owners", ids=list(ids), tenant=tenant))
             for id in ids:
@@ -471,24 +474,24 @@ class Queue:
             inside = {id for id, _ in cancelled}
             ended = [_Ended(parent, True) for _, parent in cancelled if parent not in inside]
             await self._join(session, ended)
-            # A job that was just handing over to children when the tree was read has children that the tree lacks.
+            # A job that was creating its children while the tree was read has children that the tree lacks.
             roots = [id for (id,) in await self._run(session, "open_children", ids=list(inside))] if inside else []
             if not roots:
                 break
         return total
 
     async def wake(self, ids: Sequence[UUID], *, session: Session | None = None) -> int:
-        """Make queued jobs due now, such as snoozed ones; answers how many had been waiting."""
+        """Make queued jobs due now, such as snoozed ones; returns how many had been waiting."""
         return len(await self._run(session, "wake", ids=list(ids)))
 
     async def absolve(self, id: UUID, claim: int, *, session: Session) -> None:
-        """Forget the deaths of a held job's workers."""
+        """Reset the count of a held job's worker deaths."""
         await self._run(session, "absolve", id=id, claim=claim)
 
     async def redirect(
         self, id: UUID, *, job_type: str, queue: str, payload: Mapping[str, Any], session: Session | None = None
     ) -> bool:
-        """Let another operation run a job, from another queue; False if a worker has had it, or it was moved before."""
+        """Move a job to another operation and queue; False if a worker ever claimed it, or it was already moved."""
         document = orjson.dumps(payload).decode()
         return bool(await self._run(session, "redirect", id=id, job_type=job_type, queue=queue, payload=document))
 
@@ -502,9 +505,9 @@ class Queue:
         given: Mapping[UUID, Mapping[str, Any]],
         priority: int,
     ) -> bool:
-        """Divide the work of a held child: it keeps one payload, and each of the others becomes a child of its parent.
+        """Split the work of a held child: it keeps one payload, and each of the others becomes a child of its parent.
 
-        False if the claim is lost, or the parent waits no more. After a lost answer, call it again with the same ids.
+        False if the claim is lost, or the parent no longer waits. After a lost answer, call it again with the same ids.
         """
         id, number = claim
         try:
@@ -519,22 +522,22 @@ class Queue:
                 payloads=[orjson.dumps(payload).decode() for payload in given.values()],
                 priority=priority,
             )
-        except UniqueViolation:  # the call whose answer was lost has done it
+        except UniqueViolation:  # an earlier call, whose answer was lost, has done it
             return True
         return bool(rows)
 
     async def shift_priority(self, ids: Sequence[UUID], by: int, *, session: Session | None = None) -> int:
-        """Move open jobs up (below 0) or down among their likes; answers how many."""
+        """Add `by` to the priority of open jobs (below 0: run earlier); returns how many changed."""
         return len(await self._run(session, "shift_priority", ids=list(ids), by=by))
 
     @retry_deadlocks
     async def disown(self, id: UUID, owner: str, *, session: Session | None = None) -> int:
-        """Let retention have a job of an object that is gone, with what came of it; answers how many jobs those are."""
+        """Let retention remove a job of a deleted object, with its descendants; returns how many jobs those are."""
         return len(await self._run(session, "disown", id=id, owner=owner))
 
     @retry_deadlocks
     async def recover(self, id: JobId, *, tenant: str | None = None) -> None:
-        """Free a job whose lease is over or whose lock is older than `stale_job_timeout_seconds`."""
+        """Release a job whose lease has expired or whose lock is older than `stale_job_timeout_seconds`."""
         stale = self.settings.stale_job_timeout_seconds
         async with self.database.transaction() as session:
             found = await self._lock(session, id, tenant)
@@ -544,7 +547,7 @@ class Queue:
 
     @retry_deadlocks
     async def rerun(self, id: JobId, *, tenant: str | None = None) -> None:
-        """Give a FAILED or CANCELLED job another life; a parent waits again for its unsuccessful children."""
+        """Rerun a FAILED or CANCELLED job; a parent waits again for its unsuccessful children."""
         try:
             async with self.database.transaction() as session:
                 found = await self._lock(session, id, tenant)
@@ -566,7 +569,7 @@ class Queue:
         await self._revive(session, id, found.was_waiting, found.waits)
 
     async def _uncount(self, session: Session, found: _Found) -> bool:
-        """Whether the parent waits for this child, and now for one more."""
+        """Whether the parent waits for this child, and now counts it again."""
         return bool(found.parent_waits and await self._run(session, "uncount", id=found.parent, round=found.round))
 
     async def _revive(self, session: Session, id: UUID, was_waiting: bool, waits: int) -> None:
@@ -582,7 +585,7 @@ class Queue:
 
     @retry_deadlocks
     async def dismiss(self, ids: Sequence[JobId]) -> int:
-        """Take FAILED jobs out of the inbox; answers how many were in it."""
+        """Remove FAILED jobs from the inbox; returns how many were in it."""
         return len(await self._run(None, "dismiss", ids=sorted(ids)))
 
     # Upkeep -----------------------------------------------------------------------------------------------------
@@ -591,7 +594,7 @@ class Queue:
     async def rescue(
         self, *, dead: Sequence[ClaimKey] = (), limit: int = 1000, session: Session | None = None
     ) -> list[Rescued]:
-        """Take back jobs whose lease is over, and those whose process the caller saw die."""
+        """Rescue jobs whose lease has expired, and those whose process the caller saw die."""
         async with self.database.within(session) as session:
             rows = await self._run(
                 session,
@@ -606,13 +609,13 @@ class Queue:
         return [Rescued(JobId(id), JobStatus(status), *rest) for id, _, _, status, *rest in rows]
 
     async def forgive(self, lost: Sequence[ClaimKey]) -> int:
-        """Take back the deaths that were counted for these claims: their worker lives. Answers how many those were."""
+        """Undo the deaths that were counted for these claims: their worker is alive. Returns how many."""
         ids, claims = [id for id, _ in lost], [claim for _, claim in lost]
         return len(await self._run(None, "forgive", ids=ids, claims=claims)) if lost else 0
 
     @retry_deadlocks
     async def expire(self, *, limit: int = 1000, session: Session | None = None) -> int:
-        """End what is past its deadline; parents that wait get their open children cancelled, then join."""
+        """End jobs that are past their deadline. For waiting parents, cancel their open children and then join."""
         async with self.database.within(session) as session:
             overdue = [id for (id,) in await self._run(session, "overdue_parents", limit=limit)]
             rows = await self._run(session, "expire", limit=limit)
@@ -635,7 +638,7 @@ class Queue:
         return [jobs[id] for id in ids if id in jobs]
 
     async def next_due(self, job_types: Sequence[str]) -> datetime | None:
-        """When the next job of these types falls due that is not due yet."""
+        """When the next job of these types becomes due."""
         ((moment,),) = await self._run(None, "next_due", job_types=list(job_types))
         return cast("datetime | None", moment)
 
@@ -699,11 +702,11 @@ _INSTEAD = {
     "recover": "there is nothing to do, its job is rescued when the lease of its worker is over",
     "rerun": "retry that instead of its job",
 }
-"""What the verb of a job is for the object that the job belongs to."""
+"""What to do instead, for a job that belongs to another object."""
 
 
 class _Found(NamedTuple):
-    """What a human verb must know of a job before it decides."""
+    """What an operator's verb must know of a job before it decides."""
 
     status: str
     owner: str | None

@@ -1,12 +1,12 @@
-"""Retention: jobs that ended long ago go, then their events, in rounds that are short enough to be in nobody's way.
+"""Retention: removes jobs that ended long ago, then their events, in rounds short enough not to block other work.
 
         ended            cutoff                     next sweep               week over, cutoff
 job ──────────▶ kept ──────────▶ removed ──▶ its children ──▶ … ──▶ its events, with their whole partition
                                                                      (few survivors move to the default partition)
 
-Events never go before their job; a week with more survivors than can be moved at once stays as it is. A job goes
-before its children, so a parent that exists has all of them and can be rerun and joined; a child whose parent is gone
-stands for itself. Jobs with an owner stay until their owner lets go.
+Events are never removed before their job; a week with more survivors than can be moved at once stays as it is. A job
+is removed before its children, so an existing parent has all of them and can be rerun and joined; a child whose parent
+is gone is independent. Jobs with an owner stay until their owner releases them.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _DAY_SECONDS = 86_400.0
 _DAYS_MIN = 1 / 24
 _DAYS_MAX = 36_500.0
 _EVERY_SECONDS = 600.0
-# Rescue waits for its turn behind this round.
+# The rescue waits until this round ends.
 _ROUND_SECONDS_MAX = 1.0
 _ROWS_PER_STATEMENT = 1_000
-# Events may bear a time before their job's creation when the server's clock was set back.
+# Events may have a time before their job's creation if the server's clock was set back.
 _CLOCK_SLACK = timedelta(days=1)
-# Bounds on what is looked for and moved while all events are locked; each job is one look into an index.
+# Limits on rows examined and moved while all events are locked; each job costs one index lookup.
 _SURVIVING_JOBS_MAX = 10_000
 _SURVIVING_EVENTS_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSettings:
-    """How long what has ended is kept, in days; `inf` keeps it for ever."""
+    """How long ended jobs are kept, in days; `inf` keeps them forever."""
 
     succeeded_days: float = 7.0
-    """SUCCEEDED jobs are kept so long after their end; then their idempotency keys can be used anew."""
+    """How long SUCCEEDED jobs are kept after their end; then their idempotency keys can be used again."""
     ended_days: float = 30.0
-    """FAILED and CANCELLED jobs are kept so long after their end, and can be rerun until then."""
+    """How long FAILED and CANCELLED jobs are kept after their end; they can be rerun until then."""
     requests_days: float = 7.0
-    """An Idempotency-Key of the HTTP API stands for its first request so long."""
+    """How long an Idempotency-Key of the HTTP API refers to its first request."""
     jobs_per_round: int = 5_000
-    """Rows that one round looks at, and so removes at most; a round that had enough to do is followed by another."""
+    """Maximum number of rows that one round examines and removes; a full round is followed by another."""
 
     def __post_init__(self) -> None:
         for name in ("succeeded_days", "ended_days", "requests_days"):
@@ -63,7 +63,7 @@ class RetentionSettings:
             if not (_DAYS_MIN <= days <= _DAYS_MAX or days == math.inf):
                 raise ConfigurationError(
                     f"{name} is {days:g}; give days from {_DAYS_MIN:.2g} (an hour) to {_DAYS_MAX:g}, "
-                    "or inf to keep them for ever"
+                    "or inf to keep them forever"
                 )
         if not 1 <= self.jobs_per_round <= 100_000:
             raise ConfigurationError(f"jobs_per_round is {self.jobs_per_round}; it must be from 1 to 100000")
@@ -71,7 +71,7 @@ class RetentionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
-    """What one round took away; `has_more` when it stopped for its own limits."""
+    """What one round removed; `has_more` if it stopped at its own limits."""
 
     jobs: int = 0
     events: int = 0
@@ -85,7 +85,7 @@ class Removed:
 
 
 class _Walk(NamedTuple):
-    """A way along an index, in bounded steps; `start` names the parameters of its place, before everything in it."""
+    """A walk along an index, in bounded steps; `start` is its first position, before every row, by parameter."""
 
     statement: str
     removes: str
@@ -94,7 +94,7 @@ class _Walk(NamedTuple):
 
 
 class Retention:
-    """The rounds of one worker. Where its sweep stands is kept in memory: a new worker begins a new one."""
+    """The rounds of one worker. The position of its sweep is kept in memory: a new worker starts a new sweep."""
 
     def __init__(self, database: Database, settings: RetentionSettings) -> None:
         self.settings = settings
@@ -103,14 +103,14 @@ class Retention:
         self._begin(0)
 
     def rounds(self) -> list[Round]:
-        """What upkeep does for it."""
+        """The round for upkeep."""
         return [
             Round("retention", _EVERY_SECONDS, _as_round(self.sweep)),
             Round("retention of events", _EVERY_SECONDS, _as_round(self.drop_partition)),
         ]
 
     async def sweep(self, session: Session) -> Removed:
-        """Go on along all walks, to the end of the last one or for as much as one round may do."""
+        """Continue all walks, to the end of the last one or to the limit of one round."""
         left = self.settings.jobs_per_round
         until = time.monotonic() + _ROUND_SECONDS_MAX
         removed = dict.fromkeys(("jobs", "events", "requests"), 0)
@@ -127,7 +127,7 @@ class Retention:
         return Removed(jobs=jobs, events=events, requests=requests, has_more=not is_over)
 
     async def drop_partition(self, session: Session) -> Removed:
-        """Drop the oldest week of events that hardly any job needs any more."""
+        """Drop the oldest week of events that hardly any remaining job needs."""
         shortest = min(self.settings.succeeded_days, self.settings.ended_days)
         if math.isinf(shortest):
             return Removed()
@@ -165,7 +165,7 @@ class Retention:
 
 
 def _walks(settings: RetentionSettings) -> tuple[_Walk, ...]:
-    """What is kept for ever is not walked. Events come last, because their jobs must be gone."""
+    """Rows that are kept forever need no walk. Events come last, because their jobs must be gone first."""
     days = {
         JobStatus.SUCCEEDED: settings.succeeded_days,
         JobStatus.FAILED: settings.ended_days,
@@ -187,7 +187,7 @@ def _walks(settings: RetentionSettings) -> tuple[_Walk, ...]:
 
 
 def _as_round(verb: Callable[[Session], Awaitable[Removed]]) -> Callable[[Session], Awaitable[bool]]:
-    """The verb as a round: it says what it did, and whether it wants another turn."""
+    """The verb as a round: it logs what it did, and returns whether it needs another turn."""
 
     async def run(session: Session) -> bool:
         removed = await verb(session)

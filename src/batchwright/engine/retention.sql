@@ -1,12 +1,12 @@
--- What is old goes, a bounded number of rows at a time. Each walk follows an index from where the last one stopped and
--- answers how many rows it looked at, how many of them went, and where it stands now: rows that must stay are passed
--- once per sweep and never make a statement longer.
+-- Removes old rows, a bounded number at a time. Each walk follows an index from where the last one stopped. It returns
+-- how many rows it examined, how many of them it removed, and its new position: rows that must stay are passed once per
+-- sweep and never make a statement slower.
 
 -- name: remove_jobs
--- A job goes when it ended before the cutoff, no worker holds it any more, and its parent is gone: as long as a parent
--- exists, so do all its children, and it can be rerun and joined. Jobs with an owner go with their owner.
--- The parent is asked for by a scalar subquery, which the planner cannot turn into a scan of the whole table.
--- Nobody waits for a lock here, so no deadlock can come of it.
+-- Removes a job if it ended before the cutoff, no worker holds it, and its parent is gone: as long as a parent exists,
+-- so do all its children, and it can be rerun and joined. Jobs with an owner are removed with their owner.
+-- A scalar subquery looks up the parent, because the planner cannot turn that into a scan of the whole table.
+-- This statement does not wait for locks, so it cannot cause a deadlock.
 WITH walked AS MATERIALIZED (
     SELECT id, finished_at
     FROM batchwright.job
@@ -34,7 +34,7 @@ FROM (SELECT) AS answer
 LEFT JOIN (SELECT finished_at, id FROM walked ORDER BY finished_at DESC, id DESC LIMIT 1) AS last ON true
 
 -- name: remove_events
--- The default partition holds what outlived its week; here events go one by one, after their job.
+-- The default partition holds events that outlived their week; they are removed one by one, after their job.
 WITH walked AS MATERIALIZED (
     SELECT job_id, id
     FROM batchwright.job_event_default
@@ -56,7 +56,7 @@ FROM (SELECT) AS answer
 LEFT JOIN (SELECT job_id, id FROM walked ORDER BY job_id DESC, id DESC LIMIT 1) AS last ON true
 
 -- name: remove_requests
--- All of them go, so there is no place to remember.
+-- All of them are removed, so there is no position to remember.
 WITH walked AS MATERIALIZED (
     SELECT tenant, key
     FROM batchwright.api_request
@@ -73,7 +73,7 @@ removed AS (
 SELECT (SELECT count(*) FROM walked), (SELECT count(*) FROM removed), NULL, NULL
 
 -- name: old_partitions
--- Weeks that have been over for so long that the jobs of their time may be gone, oldest first.
+-- Weeks old enough that the jobs of their time may be gone, oldest first.
 SELECT name, ends
 FROM (
     SELECT relname AS name, to_date(right(relname, 8), 'IYYY"_w"IW')::timestamp AT TIME ZONE 'UTC' + interval '7 days' AS ends

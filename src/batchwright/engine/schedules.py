@@ -1,10 +1,10 @@
-"""Schedules: jobs made by the clock, one for each tick over any number of workers.
+"""Schedules: create jobs at set times, one for each tick, however many workers run.
 
         due: next_at ≤ now                        one commit
 tick ──────────────────────▶ ticks up to now ──▶ by the missed policy: jobs ──▶ next_at = the first tick to come
 
-There is no leader. A round locks the schedules that are due; their jobs and the move of `next_at` are one commit, so
-a crash fires nothing twice and forgets nothing; and `next_at` only grows, so neither does a clock that steps back.
+There is no leader. A round locks the schedules that are due; their jobs and the new `next_at` are one commit, so a
+crash neither repeats nor loses a tick. `next_at` only grows, so a clock that steps back does not do so either.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _ONCE_ONLY = ("run_after", "delay_seconds", "idempotency_key", "pipeline_id", "o
 
 
 class Missed(StrEnum):
-    """What becomes of ticks that passed while no worker was there to fire them."""
+    """What to do with ticks that passed while no worker was running to fire them."""
 
     SKIP = "skip"
-    """Nothing: a tick is fired up to a minute late, or never."""
+    """Skip them: a tick is fired at most a minute late, or never."""
     LATEST = "latest"
-    """Only the newest is fired, however late."""
+    """Fire only the newest, however late."""
     ALL = "all"
-    """Each is fired, in their order, up to 1,000 in a round; `tick_field` tells the job which one it is for."""
+    """Fire each of them in order, up to 1,000 in a round; `tick_field` tells the job which tick it is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A schedule as its row stood when it was read."""
+    """A schedule's row at the time it was read."""
 
     id: ScheduleId
     tenant: str
@@ -75,7 +75,7 @@ class Schedule:
     tick_field: str | None
     """The field of the payload that receives the tick, as ISO 8601 in UTC."""
     next_at: datetime | None
-    """The next tick; None when there is none any more, and `last_error` says why."""
+    """The next tick; None if there are no more, and `last_error` says why."""
     last_tick_at: datetime | None
     """The newest tick that was fired or refused."""
     last_job_id: JobId | None
@@ -86,7 +86,7 @@ class Schedule:
     updated_at: datetime
 
     def upcoming(self, n: int = 5) -> list[datetime]:
-        """The next ticks, as they stand; none while it is paused."""
+        """The next ticks; none while the schedule is paused."""
         if self.paused_at is not None or self.next_at is None:
             return []
         return preview(self.cron, self.timezone, n, after=self.next_at - timedelta(seconds=1))
@@ -95,7 +95,7 @@ class Schedule:
 class Schedules:
     """The schedule table, as verbs; `fire_due` is the round that any worker runs every second.
 
-    A schedule is named by its name or its id.
+    Refer to a schedule by its name or its id.
     """
 
     def __init__(self, queue: Queue, catalog: Catalog) -> None:
@@ -120,10 +120,10 @@ class Schedules:
         tenant: str = DEFAULT_TENANT,
         replace: bool = False,
     ) -> Schedule:
-        """Make a schedule; one of that name is `Conflict`, or with `replace` takes all of this as its new shape.
+        """Create a schedule. If the name exists, raises `Conflict`, or with `replace` replaces that schedule.
 
-        What is replaced keeps its id, its history and its pause; its next tick only moves when cron or time zone
-        have changed. Cron, time zone, operation and payload are checked here, so that ticks can be fired.
+        A replaced schedule keeps its id, its history and its pause; its next tick moves only if cron or time zone
+        changed. Cron, time zone, operation and payload are checked here, so that ticks can be fired.
 
         >>> await schedules.create("report", "0 6 * * MON-FRI", NewJob("report"), timezone="Europe/Berlin")
         """
@@ -152,20 +152,26 @@ class Schedules:
     async def list(
         self, *, tenant: str = DEFAULT_TENANT, limit: int = 100, after: str | None = None
     ) -> Sequence[Schedule]:
-        """By name; the last one's name as `after` gives the next page."""
+        """Sorted by name; pass the last name as `after` for the next page."""
         if not 1 <= limit <= LIST_MAX:
             raise InvalidInput(f"limit is {limit}; it goes from 1 to {LIST_MAX}", param="limit")
         if after is not None and not _NAME.fullmatch(after):
-            raise InvalidInput(f"{after[:200]!r} is no name of a schedule; use the last one's of a list", param="after")
+            raise InvalidInput(f"{after[:200]!r} is not a schedule name; use the last name of a list", param="after")
         rows = await self._run(None, "list", tenant=tenant, limit=limit, after=after or "")
         return [_schedule(row) for row in rows]
 
+    async def list_everywhere(self, *, limit: int = 100, after: Schedule | None = None) -> Sequence[Schedule]:
+        """Schedules of all tenants, sorted by tenant and name; pass the last one as `after` for the next page."""
+        place = {"after_tenant": after.tenant, "after": after.name} if after else {"after_tenant": "", "after": ""}
+        rows = await self._run(None, "list_everywhere", limit=min(limit, LIST_MAX), **place)
+        return [_schedule(row) for row in rows]
+
     async def pause(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
-        """No tick is fired until it is resumed."""
+        """Fire no tick until the schedule is resumed."""
         return await self._one(None, "pause", schedule, tenant)
 
     async def resume(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
-        """Go on with the first tick to come: those of the pause are not made up for."""
+        """Resume with the next tick: ticks during the pause are not fired."""
         async with self._queue.database.transaction() as session:
             found = await self._one(session, "lock", schedule, tenant)
             if found.paused_at is None:
@@ -178,11 +184,11 @@ class Schedules:
             return _schedule(row)
 
     async def delete(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
-        """Its jobs stay as they are. Answers what was deleted."""
+        """Its jobs stay. Returns the deleted schedule."""
         return await self._one(None, "delete", schedule, tenant)
 
     async def fire_now(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> JobId:
-        """Make one job at once, paused or not; the ticks stay as they are."""
+        """Create one job now, paused or not; the ticks do not change."""
         async with self._queue.database.transaction() as session:
             found = await self._one(session, "get", schedule, tenant)
             ((now,),) = await self._run(session, "now")
@@ -192,13 +198,13 @@ class Schedules:
             return fired.id
 
     async def _template(self, job: NewJob, tick_field: str | None, tenant: str, now: datetime) -> dict[str, Any]:
-        """What each tick's job is made from, once such a job has been found to be in order."""
+        """The template for each tick's job, after checking that such a job is valid."""
         for field in _ONCE_ONLY:
             if getattr(job, field):
                 raise InvalidInput(f"a schedule's job cannot have {field}: it is for many jobs", param=field)
         if isinstance(job.deadline, datetime):
             raise InvalidInput(
-                "a schedule's deadline counts from the making of each job; give a timedelta", param="deadline"
+                "a schedule's deadline counts from the creation of each job; give a timedelta", param="deadline"
             )
         if tick_field is not None and not 1 <= len(tick_field) <= _FIELD_LENGTH_MAX:
             raise InvalidInput(f"tick_field has 1 to {_FIELD_LENGTH_MAX} characters", param="tick_field")
@@ -227,9 +233,9 @@ class Schedules:
     # By the clock -----------------------------------------------------------------------------------------------
 
     async def fire_due(self, session: Session) -> int:
-        """Fire what is due inside the given transaction; answers how many jobs stand for the ticks.
+        """Fire due schedules inside the given transaction; returns how many jobs the ticks have.
 
-        A schedule that cannot fire keeps no other from it: its ticks are undone alone.
+        A schedule that cannot fire does not affect the others: only its ticks are rolled back.
         """
         rows = await self._run(session, "due", limit=_SCHEDULES_PER_ROUND_MAX)
         if not rows:
@@ -245,10 +251,10 @@ class Schedules:
     async def _fire(self, session: Session, schedule: Schedule, now: datetime, limit: int) -> Sequence[_Fire]:
         try:
             ticks, next_at = _due(schedule, now, limit)
-        except InvalidInput as error:  # its time zone was abolished, or its last tick is behind it
+        except InvalidInput as error:  # its time zone was abolished, or it has no more ticks
             ticks, next_at = [], None
             fired = _Fired(error=_words(error))
-            log.warning("schedule %r of tenant %s fires no more: %s", schedule.name, schedule.tenant, error)
+            log.warning("schedule %r of tenant %s no longer fires: %s", schedule.name, schedule.tenant, error)
         else:
             fired = await self._fire_ticks(session, schedule, ticks)
         await self._run(
@@ -264,7 +270,7 @@ class Schedules:
         return fired.fires
 
     async def _fire_ticks(self, session: Session, schedule: Schedule, ticks: Sequence[datetime]) -> _Fired:
-        """All ticks at once; when that is refused each for itself, so that only the guilty ones are left out."""
+        """Fire all ticks at once; if that is refused, one by one, so that only the invalid ones are left out."""
         if not ticks:
             return _Fired()
         answer = await _attempt(
@@ -290,7 +296,7 @@ class Schedules:
         return [_Fire(one.id, row["queue"]) for one, row in zip(enqueued, rows, strict=True)]
 
     async def _ring(self, session: Session, fires: Sequence[_Fire]) -> None:
-        """Inside the transaction, unlike other enqueues: it rings with the commit, and schedules fire rarely."""
+        """Ring inside the transaction, unlike other enqueues: the commit sends the ring, and schedules fire rarely."""
         if queues := sorted({fire.queue for fire in fires}):
             await self._run(session, "ring", channel=CHANNEL, queues=queues)
 
@@ -309,7 +315,7 @@ class Schedules:
 
 
 class _Fire(NamedTuple):
-    """The job that stands for a tick, and the queue in which it waits."""
+    """The job of a tick, and the queue in which it waits."""
 
     id: JobId
     queue: str
@@ -317,7 +323,7 @@ class _Fire(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fired:
-    """What became of some ticks; `stuck_at` is the first that must be tried again."""
+    """The outcome of some ticks; `stuck_at` is the first one that must be retried."""
 
     fires: Sequence[_Fire] = ()
     last_tick_at: datetime | None = None
@@ -334,7 +340,7 @@ class _Fired:
 
 
 async def _attempt(session: Session, work: Callable[[], Awaitable[T]]) -> T | Exception:
-    """What the work answered, or why it failed, and then it has left no trace; a lost connection is raised."""
+    """The result of the work, or the error, after which everything is rolled back; a lost connection is raised."""
     await session.rows("SAVEPOINT attempt")
     try:
         with translate_errors():
@@ -374,7 +380,7 @@ def _new_job(schedule: Schedule, tick: datetime, *, is_tick: bool = False) -> Ne
         max_attempts=template["max_attempts"],
         exclusive_key=template["exclusive_key"],
         on_held=template["on_held"],
-        # The move of next_at is the guarantee; this holds even if somebody moves it back by hand.
+        # next_at is the guarantee; this key works even if somebody moves it back by hand.
         idempotency_key=f"schedule/{schedule.id}/{tick.isoformat()}" if is_tick else None,
     )
 
@@ -388,15 +394,15 @@ def _with_tick(payload: Any, tick_field: str | None, tick: datetime) -> Any:
 
 
 def _plain(payload: Any, encoded: orjson.Fragment) -> Any:
-    """The payload as it was given: what was left out gets the operation's defaults of each tick's day."""
+    """The payload as given: missing fields get the operation's defaults at the time of each tick."""
     try:
         return orjson.loads(orjson.dumps({} if payload is None else payload))
-    except TypeError:  # models, which only their operation can turn into JSON
+    except TypeError:  # models that only their operation can turn into JSON
         return orjson.loads(orjson.dumps(encoded))
 
 
 def _refuse(schedule: Schedule, tick: datetime, error: Exception) -> _Fired:
-    """The log names no more than the kind of error: its words may hold parts of the payload."""
+    """The log names only the kind of error: its message may contain parts of the payload."""
     log.warning(
         "schedule %r of tenant %s: the tick %s was refused (%s); see its last_error",
         schedule.name,
@@ -429,7 +435,7 @@ def _as_id(schedule: str | UUID) -> UUID | None:
 def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name) or _as_id(name) is not None:
         raise InvalidInput(
-            f"{name[:200]!r} is no name for a schedule: 1 to 200 letters, digits, '_', '.', ':' and '-', "
+            f"{name[:200]!r} is not a schedule name: use 1 to 200 letters, digits, '_', '.', ':' and '-', "
             "the first a letter, digit or '_', and not the form of an id",
             param="name",
         )

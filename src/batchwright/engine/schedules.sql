@@ -1,4 +1,4 @@
--- Every statement that reads or writes batchwright.schedule. Jobs are made by the queue, in the same transaction.
+-- Every statement that reads or writes batchwright.schedule. The queue creates the jobs, in the same transaction.
 
 -- part: columns
 id, tenant, name, cron, timezone, missed, job, tick_field, next_at, last_tick_at, last_job_id, last_error, fires,
@@ -29,6 +29,12 @@ WHERE tenant = %(tenant)s AND name > %(after)s
 ORDER BY name
 LIMIT %(limit)s
 
+-- name: list_everywhere
+SELECT :columns FROM batchwright.schedule
+WHERE (tenant, name) > (%(after_tenant)s, %(after)s)
+ORDER BY tenant, name
+LIMIT %(limit)s
+
 -- name: replace
 UPDATE batchwright.schedule
 SET cron = %(cron)s, timezone = %(timezone)s, missed = %(missed)s, job = %(job)s::jsonb, tick_field = %(tick_field)s,
@@ -51,7 +57,7 @@ RETURNING :columns
 DELETE FROM batchwright.schedule WHERE :named RETURNING :columns
 
 -- name: be_brief
--- Somebody's long transaction may hold the key of one schedule: the others must not wait for that.
+-- A user's long transaction may hold the key of one schedule: the others must not wait for it.
 SELECT set_config('lock_timeout', '1s', true)
 
 -- name: due

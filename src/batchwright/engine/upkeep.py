@@ -1,7 +1,7 @@
-"""Rounds that keep the queue healthy: each runs once per period over all workers.
+"""Rounds that keep the queue healthy: each runs once per period, in one of all workers.
 
-When a round is due stands in a row, which is locked while the round runs. There is no leader to elect: whoever ran the
-rescue last keeps all rounds; the others look now and then, and take over what is late.
+A row says when a round is due, and is locked while the round runs. There is no leader election: the worker that last
+ran the rescue keeps all rounds; the others check now and then, and take over rounds that are late.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from dataclasses import dataclass
 
 from batchwright.db.database import Database, Session
 from batchwright.db.statements import statements
-from batchwright.engine.metrics import fold
+from batchwright.engine.metrics import WORKER_METRICS, fold
 from batchwright.engine.operation import Operations
 from batchwright.engine.queue import Queue, Rescued
+from batchwright.engine.samples import EVERY_SECONDS as SAMPLE_SECONDS
+from batchwright.engine.samples import Samples
 from batchwright.engine.worker.processes import Processes
 from batchwright.engine.workers import Workers
 from batchwright.errors import DatabaseBusy, DatabaseError, DatabaseUnavailable
+from batchwright.telemetry.metrics import Metric
 
 SQL = statements(__package__, "parts.sql", "upkeep.sql")
 log = logging.getLogger(__name__)
@@ -35,20 +38,20 @@ _PAUSE_SECONDS_MIN = 0.3
 _PAUSE_SECONDS_MAX = 0.7
 _WATCH_SECONDS = 3.0
 _PATIENCE_SECONDS = 1.0
-"""So late a round must be before somebody who does not keep it takes it over."""
+"""How late a round must be before a worker that is not its keeper takes it over."""
 _ADD_SECONDS = 600.0
 _WAKE_SECONDS = 0.1
 _RESCUE = "rescue"
 
 OnRescued = Callable[[Sequence[Rescued]], None]
-"""Called with what was rescued, after the commit."""
+"""Called with the rescued jobs, after the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Something to do every so often, by one process of all; parts of Batchwright may add their own.
+    """A periodic task that one of all processes runs; parts of Batchwright may add their own.
 
-    A run that answers True has left work behind and gets the next turn, half a second later.
+    A run that returns True has work left and runs again half a second later.
     """
 
     name: str
@@ -58,19 +61,19 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one look has found."""
+    """The result of one check."""
 
     rounds: Mapping[str, tuple[str, float]]
-    """Of those that are due soon, and the rescue: who ran it last, and by how many seconds it is late."""
+    """The rounds that are due soon, and the rescue: who ran each last, and how many seconds late it is."""
     due_queues: Collection[str]
     """Queues that have due jobs and are not paused."""
     has_suspects: bool
 
 
 def wake_when_due(rescued: Iterable[Rescued], wake: Callable[[set[str]], None]) -> None:
-    """Have jobs claimed when they come back, and not at the next poll. Call this after the commit.
+    """Have rescued jobs claimed as soon as they are due, not at the next poll. Call this after the commit.
 
-    They come back spread over a time; those of one tenth of a second are waited for together.
+    They become due spread over some time; those within a tenth of a second share one wake-up.
     """
     moments: defaultdict[int, set[str]] = defaultdict(set)
     for one in rescued:
@@ -84,7 +87,7 @@ def wake_when_due(rescued: Iterable[Rescued], wake: Callable[[set[str]], None]) 
 async def lock_round(
     database: Database, name: str, every_seconds: float = 0.0, *, if_due: bool = False
 ) -> AsyncIterator[Session | None]:
-    """A transaction that only one process at a time gets for this round; None for the others."""
+    """A transaction for this round, for one process at a time; None for the others."""
     if not if_due:
         await database.ask(SQL["add_rounds"], {"names": [name], "every_seconds": [every_seconds], "keeper": ""})
     params = {"name": name, "every_seconds": every_seconds, "if_due": if_due}
@@ -93,7 +96,7 @@ async def lock_round(
 
 
 async def make_event_partitions(database: Database, *, session: Session | None = None) -> int:
-    """Make the partitions of the coming weeks; answers how many were missing."""
+    """Create the partitions of the coming weeks; returns how many were missing."""
     ((made,),) = await database.ask(SQL["make_event_partitions"], {}, session)
     return int(made)
 
@@ -101,7 +104,7 @@ async def make_event_partitions(database: Database, *, session: Session | None =
 class Upkeep:
     """Rescue, expiry, partitions and dead workers; and, in each worker, suspects that must run alone.
 
-    `name` is who this is among those that keep the same database.
+    `name` identifies this process among those of the same database.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Upkeep:
         *,
         name: str | None = None,
         queues: Sequence[str] | None = None,
+        metrics: Sequence[Metric] = WORKER_METRICS,
         on_rescued: OnRescued = lambda rescued: None,
     ) -> None:
         self._queue = queue
@@ -122,41 +126,45 @@ class Upkeep:
         self._operations = operations
         self._queues = queues
         self._on_rescued = on_rescued
+        self.pace = 1.0
+        """How many times longer we wait between two checks because others check, too."""
         self._is_cut_off = False
         self._no_rescue_until = 0.0
         self._rescued: list[Rescued] = []
-        """By a round that is not committed yet."""
+        """Found by a round that is not committed yet."""
         self._alone: asyncio.Task[None] | None = None
         self._pause = 0.0
         self._add_at = 0.0
         self._news = asyncio.Event()
         self._seen: Seen | None = None
-        """What the worker has seen when it looked for jobs."""
-        workers = Workers(queue.database)
+        """What the worker saw when it looked for jobs."""
+        workers, samples = Workers(queue.database), Samples(queue.database)
         self._rounds = (
             Round(_RESCUE, 0.5, self._rescue),
             Round("expire", 1.0, lambda session: queue.expire(session=session)),
             Round("partitions", 3600.0, lambda session: make_event_partitions(queue.database, session=session)),
             Round("workers", 60.0, lambda session: workers.remove_dead(_DEAD_WORKER_SECONDS, session=session)),
             Round("counts", 60.0, lambda session: fold(queue.database, session=session)),
+            Round("samples", SAMPLE_SECONDS, lambda session: samples.take(metrics, session=session)),
             *rounds,
         )
 
     def note_outage(self) -> None:
-        """A break in our own connection: the others had it too, and have one lease from its end to renew theirs.
+        """Our own connection broke. Assume that all did: the others get one lease from the end of the outage to renew.
 
-        A slow database is no such break: everybody is still connected, and if it stays slow, the dead wait for rescue.
+        A slow database does not count: all are still connected, and if it stayed slow, no job of a dead worker would be
+        rescued.
         """
         self._is_cut_off = True
 
     def _note_contact(self) -> None:
-        """The database answers: if there was an outage, it ends here, also for those who only look."""
+        """The database answers: if there was an outage, it ends here, also for processes that only check."""
         if self._is_cut_off:
             self._is_cut_off = False
             self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         unknown_at = time.monotonic() + 5
         try:
             while True:
@@ -174,13 +182,13 @@ class Upkeep:
                 await asyncio.gather(self._alone, return_exceptions=True)
 
     async def look(self) -> Seen:
-        """Look for due jobs, which is the caller's business, and for late rounds, which is ours."""
+        """Look for due jobs, for the caller, and for late rounds, for us."""
         seen = self._seen = await self._look()
         self._news.set()
         return seen
 
     async def _rest(self) -> None:
-        """Until something was seen, or it is time to look again."""
+        """Wait until something was seen, or it is time to check again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._pause):
                 await self._news.wait()
@@ -202,9 +210,9 @@ class Upkeep:
         return seen
 
     async def _run_chosen(self, chosen: Collection[str]) -> None:
-        """Beginning with the rescue. If another has that, it keeps the rest as well.
+        """Begin with the rescue. If another process has that, it keeps the rest as well.
 
-        If all of a large fleet tried all that are late, a database that is slow would become slower.
+        If every worker of a large fleet tried every late round, a slow database would become slower.
         """
         for round in self._rounds:
             has_run = False
@@ -215,13 +223,13 @@ class Upkeep:
                     return
 
     async def run_all(self) -> None:
-        """Run every round, due or not, unless another process is at it."""
+        """Run every round, due or not, unless another process is running it."""
         for round in self._rounds:
             with self._survive(f"round {round.name!r}"):
                 await self.run_round(round)
 
     async def run_round(self, round: Round, *, if_due: bool = False) -> bool:
-        """Run one round unless another process is at it."""
+        """Run one round unless another process is running it."""
         database, every_seconds = self._database, round.every_seconds
         async with lock_round(database, round.name, every_seconds, if_due=if_due) as session:
             if session is None:
@@ -235,7 +243,7 @@ class Upkeep:
         try:
             return await self.run_round(round, if_due=True)
         except Exception:
-            with contextlib.suppress(DatabaseError):  # it is repeated after its period, and not at once by everybody
+            with contextlib.suppress(DatabaseError):  # it is repeated after its period, not at once by every worker
                 await self._end(round, round.every_seconds)
             raise
 
@@ -247,23 +255,23 @@ class Upkeep:
             log.warning("the upkeep must be repeated (%s): %s", what, error)
         except DatabaseUnavailable:
             self.note_outage()
-        except Exception:  # a round that a part has added must not stop the worker
+        except Exception:  # a round added by a part must not stop the worker
             log.exception("the upkeep failed (%s)", what)
 
     def _choose(self, seen: Seen) -> Collection[str]:
-        """The rounds to run now; and decide when to look again. Who does not keep them helps with one at a time."""
+        """The rounds to run now; also sets when to check again. A process that is not the keeper runs one at a time."""
         keeper, rescue_late = seen.rounds[_RESCUE]
         late = {name: seconds for name, (_, seconds) in seen.rounds.items() if seconds >= 0}
         if keeper == self._name or rescue_late >= _PATIENCE_SECONDS:
             first = -max(seconds for _, seconds in seen.rounds.values())
             self._pause = max(_PAUSE_SECONDS_MIN, min(first, random.uniform(_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX)))
             return late
-        self._pause = random.uniform(0.75, 1.0) * _WATCH_SECONDS
+        self._pause = random.uniform(0.75, 1.0) * _WATCH_SECONDS * self.pace
         stale = [name for name, seconds in late.items() if seconds >= _PATIENCE_SECONDS]
         return random.sample(stale, k=min(1, len(stale)))
 
     async def _look(self) -> Seen:
-        """See first that all rounds are known: a failover may have lost them, and others may not have our parts."""
+        """Make sure first that all rounds have rows: a failover may have lost some, and others may lack our parts."""
         if time.monotonic() >= self._add_at:
             await self._add_rounds()
         seen = await self._look_once()
@@ -300,7 +308,7 @@ class Upkeep:
         await self._database.ask(SQL["end_round"], params, session)
 
     def _announce(self) -> None:
-        """What was rescued, once that is committed."""
+        """The rescued jobs, once that is committed."""
         rescued, self._rescued = self._rescued, []
         self._on_rescued(rescued)
         for one in rescued:
@@ -309,16 +317,16 @@ class Upkeep:
                 log.warning("job %s was rescued from a dead worker: %s", one.id, one.status, extra=extra)
 
     async def _rescue(self, session: Session) -> None:
-        self._rescued = []  # those of a round whose commit failed
+        self._rescued = []  # jobs of a round whose commit failed
         self._note_contact()
         if time.monotonic() < self._no_rescue_until:
             return
         self._rescued = await self._queue.rescue(session=session)
 
     async def isolate_suspects(self) -> None:
-        """Run a job whose worker died twice alone in a process of its own: no neighbour dies with it.
+        """Run a job whose worker died twice in a separate process, so that no other job dies with it.
 
-        Which one is left to chance: workers that all took the first would start processes for the same job.
+        Choose it at random: if all workers took the first, they would start processes for the same job.
         """
         try:
             known = self._operations.names()

@@ -3,7 +3,7 @@
 -- name: make_event_partitions
 SELECT batchwright.make_event_partitions(:now)
 
--- A new round is as if it had just run; whoever finds it missing is its first keeper.
+-- A new round counts as just run; the process that finds it missing is its first keeper.
 -- name: add_rounds
 INSERT INTO batchwright.upkeep (name, ran_at, due_at, keeper)
 SELECT round.name, :now, :now + make_interval(secs => round.every_seconds), %(keeper)s
@@ -11,10 +11,10 @@ FROM unnest(%(names)s::text[], %(every_seconds)s::float8[]) AS round (name, ever
 ON CONFLICT (name) DO NOTHING
 RETURNING name
 
--- All that an idle worker asks: the rounds that are due soon, the queues that have due jobs, and whether any of these must
--- run alone. Of each queue and priority only the head is read. A thousand workers ask this all the time, so it is as
--- small as can be: each further table or parameter shows. A round that has run in the future is due, for the clock was
--- set back. The rescue is always among them, because its keeper keeps all.
+-- The only query of an idle worker: the rounds that are due soon, the queues that have due jobs, and whether any of
+-- these jobs must run alone. It reads only the head of each queue and priority. A thousand workers run this all the
+-- time, so it is as small as possible: each further table or parameter has a measurable cost. A round that ran in the
+-- future is due, because the clock was set back. The rescue is always included, because its keeper keeps all rounds.
 -- name: look
 WITH RECURSIVE head AS (
     (SELECT job.queue, job.priority, job.run_after FROM batchwright.job AS job

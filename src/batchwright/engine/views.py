@@ -1,4 +1,4 @@
-"""What people look at: lists with a cursor, why a job waits, the inbox, pipelines, queues, workers and operations."""
+"""Views for people: lists with a cursor, why a job waits, the inbox, pipelines, queues, workers and operations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from batchwright.db.database import Row
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import Job, JobId
 from batchwright.engine.queue import Queue
+from batchwright.engine.work import why_no_worker
 from batchwright.errors import InvalidInput, NotFound
 from batchwright.states import JOB, JobStatus
 
@@ -24,7 +25,7 @@ _MICROSECOND = timedelta(microseconds=1)
 _SCAN_MAX = 10_000
 _SILENT_SECONDS = 30.0
 INBOX_COUNT_MAX = 20_000
-"""Failed jobs that the inbox looks at: each group has its share of them, and says when it has more."""
+"""Maximum number of failed jobs that the inbox examines: each group has its share, and says if it has more."""
 _INBOX_GROUPS_MAX = 1_000
 _PIPELINE_COUNT_MAX = 10_000
 _QUEUE_COUNT_MAX = 10_000
@@ -35,7 +36,7 @@ _RETRYABLE = frozenset({"transient", "rate_limited", "deadline"})
 
 
 class Cursor(NamedTuple):
-    """A place in the list of jobs: the next page begins behind it. As text it is opaque to its bearer."""
+    """A position in the list of jobs: the next page begins after it. Its text form is opaque to clients."""
 
     created_at: datetime
     id: UUID
@@ -51,7 +52,7 @@ class Cursor(NamedTuple):
             microseconds, _, id = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii").partition(".")
             return cls(_EPOCH + int(microseconds, 16) * _MICROSECOND, UUID(id))
         except (ValueError, OverflowError) as error:
-            raise InvalidInput(f"{text!r} is no cursor; use the next_cursor of a list", param="cursor") from error
+            raise InvalidInput(f"{text!r} is not a cursor; use the next_cursor of a list", param="cursor") from error
 
 
 _START = Cursor(datetime.max.replace(tzinfo=UTC), UUID(int=2**128 - 1))
@@ -59,7 +60,7 @@ _START = Cursor(datetime.max.replace(tzinfo=UTC), UUID(int=2**128 - 1))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Which jobs are meant; a field that is not given matches all."""
+    """Selects jobs; a field that is not given matches all."""
 
     tenant: str | None = None
     statuses: tuple[JobStatus, ...] = ()
@@ -70,19 +71,23 @@ class JobFilter:
     error_code: str | None = None
     dismissed: bool | None = None
     owned: bool | None = None
-    """Whether the jobs belong to an object such as a batch, which has verbs of its own."""
+    """Whether the jobs belong to an object such as a batch, which has its own verbs."""
     created_from: datetime | None = None
     created_to: datetime | None = None
+    payload_path: tuple[str, ...] | None = None
+    """The path of a payload field, from the outside in, whose text is `payload_value`."""
+    payload_value: str | None = None
 
     def params(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {**values, "statuses": [status.value for status in self.statuses]}
+        path = None if self.payload_path is None else list(self.payload_path)
+        return {**values, "statuses": [status.value for status in self.statuses], "payload_path": path}
 
 
 class Page(NamedTuple):
-    """Some jobs, the newest first, and where to go on; nothing left when `next` is None.
+    """Some jobs, newest first, and where to continue; nothing is left when `next` is None.
 
-    A page may be short or empty and still have a next one: a list looks at a bounded number of rows.
+    A page may be short or empty and still have a next one: a list examines a bounded number of rows.
     """
 
     jobs: list[Job]
@@ -94,7 +99,7 @@ Reason = Literal["run_after", "exclusive_key", "paused_queue", "no_worker", "iso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingOn:
-    """One thing that keeps a job from running."""
+    """One reason why a job does not run."""
 
     reason: Reason
     message: str
@@ -115,17 +120,17 @@ class InboxGroup:
     samples: list[UUID]
     message: str | None
     has_more: bool = False
-    """Whether it has more than were looked at; then there are at least as many as counted."""
+    """Whether it has more jobs than were examined; then `count` is a minimum."""
 
     @property
     def is_retryable(self) -> bool:
-        """Whether the same job may well succeed when it is rerun."""
+        """Whether a rerun of the same job is likely to succeed."""
         return self.kind in _RETRYABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A root job with all that came of it."""
+    """A root job with all its descendants."""
 
     id: UUID
     status: JobStatus
@@ -148,7 +153,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
-    """How much waits and runs in a queue."""
+    """The numbers of waiting and running jobs in a queue."""
 
     name: str
     paused_at: datetime | None
@@ -157,7 +162,7 @@ class QueueView:
     running: int
     oldest_due_seconds: float | None
     has_more: bool
-    """Whether more jobs wait than were looked at; then there are at least as many as counted."""
+    """Whether more jobs wait than were examined; then the counts are minimums."""
 
 
 class QueuesOfTenant(NamedTuple):
@@ -165,19 +170,19 @@ class QueuesOfTenant(NamedTuple):
 
     queues: list[QueueView]
     is_complete: bool
-    """False if it may also have jobs in others, or more in these: it has many jobs, and some queue is long."""
+    """False if the tenant may have jobs in other queues, or more in these: it has many jobs, and some queue is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker process, as its last heartbeat showed it."""
+    """A worker process at its last heartbeat."""
 
     id: str
     host: str
     pid: int
     version: str
     queues: list[str] | None
-    """Those that it serves; None means all."""
+    """The queues that it serves; None means all."""
     operations: list[str]
     concurrency: int
     running: int
@@ -200,7 +205,7 @@ class OperationView:
 
 
 class Views:
-    """Read-only questions about the queue, each bounded in what it looks at."""
+    """Read-only queries about the queue, each with a bounded number of rows."""
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
@@ -214,7 +219,7 @@ class Views:
     async def ids(
         self, wanted: JobFilter, *, limit: int, after: Cursor | None = None
     ) -> tuple[list[JobId], Cursor | None]:
-        """The jobs of a page by id only."""
+        """Only the ids of a page's jobs."""
         start = _first_place(wanted, after)
         params = {**wanted.params(), "before_time": start.created_at, "before_id": start.id, "scan_max": _SCAN_MAX}
         rows = await self._find(wanted, {**params, "limit": limit + 1})
@@ -225,7 +230,7 @@ class Views:
         return [JobId(one.id) for one in found[:limit]], next
 
     async def _find(self, wanted: JobFilter, params: Mapping[str, Any]) -> list[Row]:
-        """Few jobs are found by what they have in common and sorted; many lie close along the list, which is walked."""
+        """Few jobs are found by an index of their common property and sorted; many are found by walking the list."""
         is_failed = wanted.statuses == (JobStatus.FAILED,)
         narrow = _narrow_statement(wanted, is_failed)
         rows = [] if narrow is None else await self._run(narrow, **params)
@@ -237,8 +242,8 @@ class Views:
         return await self._run("list_jobs", **params, is_failed=is_failed)
 
     async def with_ancestors(self, ids: Sequence[JobId], wanted: JobFilter) -> list[JobId]:
-        """These jobs, and those of their ancestors that are meant as well."""
-        if wanted.parent_job_id is not None:  # siblings: none stands above another
+        """These jobs, and those of their ancestors that match as well."""
+        if wanted.parent_job_id is not None:  # siblings: none is an ancestor of another
             return list(ids)
         return [JobId(id) for (id,) in await self._run("with_ancestors", ids=list(ids), **wanted.params())]
 
@@ -259,7 +264,7 @@ class Views:
     async def inbox(
         self, *, tenant: str | None = None, job_type: str | None = None, limit: int = 100
     ) -> list[InboxGroup]:
-        """Failed jobs that nobody has dismissed, by type and cause, the largest group first."""
+        """Failed jobs that were not dismissed, by type and cause, largest group first."""
         rows = await self._run(
             "inbox",
             tenant=tenant,
@@ -298,7 +303,7 @@ class Views:
     async def open_members(self, id: UUID, *, tenant: str | None = None, limit: int) -> list[JobId]:
         """Jobs of a pipeline that have not ended, without those that belong to an object.
 
-        As long as there are some that have no parent, only these: whoever cancels them cancels what is below them.
+        While any of them have no parent, only those: cancelling them also cancels their descendants.
         """
         rows = await self._run("open_members", pipeline_id=id, tenant=tenant, limit=limit, scan_max=_SCAN_MAX)
         return [JobId(id) for (id,) in rows]
@@ -310,7 +315,7 @@ class Views:
         return [QueueView(**_named(QueueView, row)) for row in rows]
 
     async def queues_of_tenant(self, tenant: str, *, limit: int = 1000) -> QueuesOfTenant:
-        """Queues in which it has open jobs, and its own jobs in them."""
+        """Queues in which the tenant has open jobs, with only its own jobs."""
         limits = {"listed_max": _LISTED_MAX_OF_TENANT, "count_max": _QUEUE_COUNT_MAX_OF_TENANT, "limit": limit}
         rows = await self._run("queues_of_tenant", tenant=tenant, **limits)
         found = [QueueView(**_named(QueueView, row)) for row in rows if row[0] is not None]
@@ -329,7 +334,7 @@ class Views:
 
 
 class _Facts(NamedTuple):
-    """What the database knows about a queued job's way into a worker."""
+    """What the database knows about why a queued job has not started."""
 
     is_later: bool
     is_paused: bool
@@ -355,12 +360,7 @@ def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
         how = f"is held by job {ahead} ({facts.holder_status})" if facts.holder else f"goes to job {ahead} first"
         found.append(WaitingOn(reason="exclusive_key", message=f"its key {job.exclusive_key} {how}", job_id=ahead))
     if facts.workers == 0:
-        found.append(
-            WaitingOn(
-                reason="no_worker",
-                message=f"no live worker knows the operation {job.job_type!r} and serves the queue {job.queue!r}",
-            )
-        )
+        found.append(WaitingOn(reason="no_worker", message=why_no_worker(job.job_type, job.queue)))
     if facts.is_suspect:
         found.append(WaitingOn(reason="isolation", message="its worker died twice, so it runs alone next"))
     if not found and not facts.has_free_slot:
@@ -369,7 +369,7 @@ def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
 
 
 def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, int], *, is_open: bool) -> JobStatus:
-    """Open while anything is open; then as bad as the worst job without a parent, since parents judge children."""
+    """RUNNING while any job is open; then the worst status of jobs without a parent, because parents judge children."""
     if is_open or any(status not in JOB.terminal for status in counts):
         return JobStatus.QUEUED if set(counts) == {JobStatus.QUEUED} else JobStatus.RUNNING
     return next((status for status in (JobStatus.FAILED, JobStatus.CANCELLED) if tops.get(status)), JobStatus.SUCCEEDED)
@@ -381,7 +381,7 @@ def _first_place(wanted: JobFilter, after: Cursor | None) -> Cursor:
 
 
 def _narrow_statement(wanted: JobFilter, is_failed: bool) -> str | None:
-    """The statement that finds these jobs if they are few; failed ones have a list of their own."""
+    """The statement that finds these jobs if they are few; failed jobs have their own list."""
     if wanted.parent_job_id is not None:
         return "list_children"
     if wanted.pipeline_id is not None:

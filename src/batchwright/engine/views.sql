@@ -1,4 +1,4 @@
--- What people look at: lists, reasons for waiting, the inbox, pipelines and queues. Nothing here changes a job.
+-- Views for people: lists, reasons for waiting, the inbox, pipelines and queues. Nothing here changes a job.
 
 -- part: matches
 (cardinality(%(statuses)s::text[]) = 0 OR job.status::text = ANY(%(statuses)s::text[]))
@@ -12,13 +12,14 @@
     AND (%(pipeline_id)s::uuid IS NULL OR job.pipeline_id = %(pipeline_id)s)
     AND (%(parent_job_id)s::uuid IS NULL OR job.parent_job_id = %(parent_job_id)s)
     AND (%(tenant)s::text IS NULL OR job.tenant = %(tenant)s)
+    AND (%(payload_path)s::text[] IS NULL OR job.payload #>> %(payload_path)s::text[] = %(payload_value)s)
 
 -- part: before
 (job.created_at, job.id) < (%(before_time)s::timestamptz, %(before_id)s::uuid)
 
 -- part: members
 -- A pipeline: its root, the jobs chained to it, and everything below them, level by level. The children of each are
--- looked up one by one, so that whoever wants only some of the members does not pay for all.
+-- looked up one by one, so that a query for some members does not pay for all.
 member AS (
     (
         SELECT id FROM batchwright.job
@@ -37,8 +38,8 @@ member AS (
 )
 
 -- part: places
--- What a walk follows, the newest first: the jobs of a tenant, or of all, or those that have failed. Two of the three
--- are never looked at.
+-- What a walk follows, newest first: the jobs of one tenant, or of all, or the failed ones. Two of the three are never
+-- read.
 (
     (
         SELECT job.created_at, job.id FROM batchwright.listing AS job
@@ -63,11 +64,11 @@ member AS (
 )
 
 -- name: list_jobs
--- The walk looks at `scan_max` rows and stops as soon as the page is full. Where it had to stop with a page that is not
--- full comes as one more row: older jobs were not looked at. It is the same statement, so that nothing which is removed
--- between the two can move the place. No walk has a lower bound: before PostgreSQL 17 such a bound does not end a walk
--- among jobs that were created in one moment.
--- The jobs are looked up one by one: a join would tempt the planner to walk all of them.
+-- The walk examines `scan_max` rows and stops as soon as the page is full. If it had to stop before that, one more row
+-- says where: older jobs were not examined. This is one statement, so that a row removed in between cannot move the
+-- position. No walk has a lower bound: before PostgreSQL 17 such a bound does not end a walk among jobs that were
+-- created at the same moment.
+-- The jobs are looked up one by one: with a join, the planner might walk all of them.
 WITH found AS MATERIALIZED (
     SELECT listed.id, listed.created_at
     FROM (
@@ -92,8 +93,8 @@ UNION ALL
 SELECT id, created_at, true FROM stopped
 
 -- part: page_of_few
--- A page of them, sorted. If there are more than `scan_max`, a row without an id says so, and when the last of them was
--- there at the latest, if that is known; there is no page.
+-- A sorted page of them. If there are more than `scan_max`, there is no page, but a row without an id. It also has the
+-- latest possible time of the last of them, if that is known.
 few AS MATERIALIZED (
     SELECT array_agg(id) AS ids, count(*) > %(scan_max)s AS is_more
     FROM (SELECT id FROM candidate LIMIT %(scan_max)s + 1) AS bounded
@@ -108,8 +109,8 @@ UNION ALL
 )
 
 -- name: list_by_status
--- Jobs of the wanted statuses are found in the indexes of these statuses. One that moves between two of them while we
--- look is found once or twice; the page has it once.
+-- Jobs of the wanted statuses are found in the indexes of these statuses. One that moves between two of them
+-- meanwhile is found once or twice; the page has it once.
 WITH candidate AS (
     SELECT id FROM batchwright.job
     WHERE 'QUEUED' = ANY(%(statuses)s::text[]) AND %(queue)s::text IS NULL AND status = 'QUEUED'
@@ -136,7 +137,7 @@ latest AS (SELECT NULL::timestamptz AS ended_at),
 :page_of_few
 
 -- name: list_children
--- No child is younger than the end of its parent.
+-- No child is created after the end of its parent.
 WITH candidate AS (
     SELECT id FROM batchwright.job WHERE parent_job_id = %(parent_job_id)s
 ),
@@ -146,7 +147,7 @@ latest AS (
 :page_of_few
 
 -- name: list_pipeline
--- When all that have no parent have ended, nothing can come any more.
+-- When all jobs without a parent have ended, no more jobs can follow.
 WITH RECURSIVE :members,
 candidate AS (
     SELECT id FROM member
@@ -163,7 +164,7 @@ latest AS (
 :page_of_few
 
 -- part: open_tops
--- Jobs of a pipeline that have no parent and have not ended. As long as one of its children is open, so is a parent.
+-- Jobs of a pipeline that have no parent and have not ended. A parent is open as long as one of its children is.
 (
     SELECT id, owner FROM batchwright.job
     WHERE id = %(pipeline_id)s AND pipeline_id = %(pipeline_id)s AND finished_at IS NULL
@@ -175,8 +176,8 @@ latest AS (
 )
 
 -- name: pipeline
--- At most `count_max` jobs are counted; those without a parent, which decide how it ends, come first. Whether any of
--- these is open is known also of those that were not counted.
+-- At most `count_max` jobs are counted; those without a parent, which decide how it ends, come first. The check for
+-- open jobs without a parent includes those that were not counted.
 WITH RECURSIVE :members,
 counted AS MATERIALIZED (
     SELECT id FROM member LIMIT %(count_max)s
@@ -189,8 +190,8 @@ GROUP BY job.job_type, job.status
 ORDER BY min(job.created_at), job.job_type
 
 -- name: open_members
--- Jobs without a parent first: a verb on them is for all that is below. Only when none of those is left, the first
--- `scan_max` of all are looked at for one that was left over.
+-- Jobs without a parent first: a verb on them includes their descendants. Only when none of those is left, search the
+-- first `scan_max` of all jobs for one that was left over.
 WITH RECURSIVE :members,
 top AS MATERIALIZED (
     SELECT id FROM :open_tops AS one WHERE owner IS NULL LIMIT %(limit)s
@@ -211,7 +212,7 @@ UNION ALL
 SELECT id FROM left_over
 
 -- name: with_ancestors
--- These jobs, and whoever waits for them and is meant as well: a verb on both begins at the top.
+-- These jobs, and the matching jobs that wait for them: a verb on both begins at the top.
 WITH RECURSIVE meant AS (
     SELECT id, parent_job_id FROM batchwright.job WHERE id = ANY(%(ids)s::uuid[])
     UNION
@@ -220,8 +221,8 @@ WITH RECURSIVE meant AS (
 SELECT id FROM meant
 
 -- name: waiting_on
--- The facts about queued jobs. A worker counts while it beats; how many slots it uses is as old as its last beat.
--- Another job of the key goes first unless a worker that could run this one cannot run that one: so says `claim`.
+-- The facts about queued jobs. A worker counts while its heartbeat is recent; its used slots are as old as that.
+-- As in `claim`, another job of the key goes first, unless a worker that could run this one cannot run that one.
 WITH crew AS MATERIALIZED (
     SELECT id, queues, operations, running < concurrency AS is_free, on_demand_types, on_demand_queues
     FROM batchwright.worker
@@ -270,9 +271,9 @@ job.status = 'FAILED' AND job.dismissed_at IS NULL
 coalesce(job.error ->> 'code', '')
 
 -- name: inbox
--- Failed jobs that nobody has dismissed, by type and cause. The groups of each tenant are found first, each by one step
--- along the index, so that none is missed behind a large one; then each is looked at, the latest first, as far as its
--- share of `count_max` goes. Jobs that belong to an object are that object's business.
+-- Failed jobs that were not dismissed, by type and cause. The groups of each tenant are found first, each by one step
+-- along the index, so that none is missed behind a large one; then each group is read, latest first, up to its share of
+-- `count_max`. Jobs that belong to an object are left to that object.
 WITH RECURSIVE head AS (
     (
         SELECT job.tenant, job.job_type, :code AS code FROM batchwright.job
@@ -345,8 +346,8 @@ ORDER BY grouped.n DESC, grouped.last_at DESC, grouped.job_type, grouped.code
 clock AS MATERIALIZED (SELECT :now AS now)
 
 -- name: queue_depths
--- Every queue that was ever used. Of each the first `count_max` jobs that wait are counted; there may be more. The
--- oldest job that is due is the first of its priority.
+-- Every queue that was ever used. Of each, the first `count_max` waiting jobs are counted; there may be more. The
+-- oldest due job is the first of its priority.
 WITH held AS MATERIALIZED (
     SELECT queue, count(*) AS running FROM batchwright.job
     WHERE locked_by IS NOT NULL AND status = 'RUNNING'
@@ -380,10 +381,10 @@ ORDER BY queue.name
 LIMIT %(limit)s
 
 -- name: queues_of_tenant
--- Queues in which the tenant has open jobs. Whose jobs they are is not in the index of those that wait. So its newest
--- `listed_max` jobs are looked at, which are all that most tenants have; if it has more, also the first `count_max` that
--- wait in each queue, whoever's they are. A queue with more than that may have jobs of the tenant that were not seen:
--- then there is a row without a name, and the queue is not left to be guessed from its absence.
+-- Queues in which the tenant has open jobs. The index of waiting jobs does not contain the tenant. So this reads the
+-- tenant's newest `listed_max` jobs, which are all that most tenants have; if it has more, also the first `count_max`
+-- waiting jobs of each queue, of any tenant. A longer queue may have jobs of the tenant that were not seen: a row
+-- without a name says so, because the absence of a queue would then prove nothing.
 WITH listed AS MATERIALIZED (
     SELECT id FROM batchwright.listing
     WHERE tenant = %(tenant)s

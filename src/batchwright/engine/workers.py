@@ -1,4 +1,4 @@
-"""The rows of worker processes: who lives, what each serves, and who was silent for too long."""
+"""The rows of worker processes: which are alive, what each serves, and which were silent for too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchwright.db.statements import statements
 SQL = statements(__package__, "parts.sql", "workers.sql")
 
 _SILENT_SECONDS = 30.0
-"""A worker beats every ten seconds; one that was silent for so long may be dead."""
+"""A worker sends a heartbeat every ten seconds; one that was silent for this long may be dead."""
 _IDLE_MAX = 32
 
 
@@ -21,18 +21,18 @@ class Workers:
         self._database = database
 
     async def register(self, **columns: Any) -> None:
-        """Make a worker known; one that is known already is alive again."""
+        """Register a worker; one that is already registered is alive again."""
         on_demand = {"on_demand_types": None, "on_demand_queues": None}
         await self._database.ask(SQL["register"], {**on_demand, **columns})
 
     async def heartbeat(self, worker: str, *, running: int, stopping: bool, broken: str | None = None) -> int | None:
-        """How many live workers do the same as this one; None if the worker has no row, and must register again."""
+        """How many live workers are equal to this one; None if the worker has no row and must register again."""
         params = {"id": worker, "running": running, "stopping": stopping, "broken": broken}
         rows = await self._database.ask(SQL["heartbeat"], {**params, "silent_seconds": _SILENT_SECONDS})
         return int(rows[0][0]) if rows else None
 
     async def leave(self, worker: str) -> None:
-        """A worker ends of its own accord: it is not alive any more, but what it served stays known for a while."""
+        """A worker stops normally: it is no longer alive, but what it served stays known for a while."""
         await self._database.ask(SQL["leave"], {"id": worker})
 
     async def count_idle(self, queue: str, job_type: str) -> int:
@@ -42,5 +42,5 @@ class Workers:
         return int(idle)
 
     async def remove_dead(self, silent_seconds: float, *, session: Session | None = None) -> int:
-        """Forget the workers that were silent for so long; answers how many."""
+        """Forget workers that were silent for this long; returns how many."""
         return len(await self._database.ask(SQL["remove_dead"], {"silent_seconds": silent_seconds}, session))

@@ -1,4 +1,4 @@
--- The workers that live, each in a row that its heartbeat keeps fresh.
+-- The live workers, each with a row that its heartbeat keeps fresh.
 
 -- name: register
 INSERT INTO batchwright.worker (
@@ -9,7 +9,7 @@ VALUES (
     %(on_demand_types)s::text[], %(on_demand_queues)s::text[], :now, :now)
 ON CONFLICT (id) DO UPDATE SET heartbeat_at = :now, left_at = NULL
 
--- Also answers how many live workers do the same, as far as that is quickly told.
+-- Also returns how many live workers are equal to this one, as far as that can be counted quickly.
 -- name: heartbeat
 UPDATE batchwright.worker SET heartbeat_at = :now, running = %(running)s, broken = %(broken)s,
     stopping_at = CASE WHEN %(stopping)s::boolean THEN coalesce(stopping_at, :now) END
@@ -21,7 +21,7 @@ RETURNING (
         AND cardinality(peer.operations) = cardinality(worker.operations))
 
 -- name: leave
--- If others go by what the worker took on demand, the row stays until it counts as dead: it may only be restarting.
+-- If others rely on what the worker took on demand, the row stays until it counts as dead: it may only be restarting.
 WITH gone AS (
     DELETE FROM batchwright.worker
     WHERE id = %(id)s AND (on_demand_queues IS NULL OR left(queues[1], 1) = :private_mark)
@@ -36,8 +36,8 @@ RETURNING id
 DELETE FROM batchwright.worker WHERE heartbeat_at < :now - make_interval(secs => %(silent_seconds)s) RETURNING id
 
 -- name: idle
--- Workers that take jobs of this queue on demand and have none of them, while no job of it is due: whoever has much to do
--- there may give them a part. Of many workers some are looked at.
+-- Workers that take jobs of this queue on demand and have none, while no job of the queue is due: a busy worker may
+-- give them a part of its work. Of many workers, only some are examined.
 SELECT count(*)
 FROM (
     SELECT worker.id FROM batchwright.worker

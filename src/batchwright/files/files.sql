@@ -8,7 +8,7 @@ VALUES (
 ON CONFLICT DO NOTHING
 RETURNING id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
 
--- The row that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- The row that blocked the insert: the same row, from a call whose answer was lost, or the one that has the key.
 -- name: known
 SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
 FROM batchwright.file
@@ -16,7 +16,7 @@ WHERE id = %(id)s OR (tenant = %(tenant)s AND idempotency_key = %(idempotency_ke
 ORDER BY id <> %(id)s
 LIMIT 1
 
--- A file that is gone for its user must not be the answer to anything.
+-- Never return a file that its user has deleted or that has expired.
 -- name: free_idempotency_key
 UPDATE batchwright.file SET idempotency_key = NULL
 WHERE tenant = %(tenant)s AND idempotency_key = %(idempotency_key)s AND expires_at <= :now
@@ -28,8 +28,12 @@ FROM batchwright.file
 WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
     AND (%(also_gone)s OR (deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)))
 
--- By tenant and id, said in a way that only the index of both can follow: along the ids alone, a tenant with few
--- files would have to walk past everybody else's.
+-- Their names, including those of files that are gone.
+-- name: names
+SELECT id, filename FROM batchwright.file WHERE id = ANY(%(ids)s)
+
+-- By tenant and id, written so that only the index on both can serve it: with the index on ids alone, a list for a
+-- tenant with few files would read everybody else's.
 -- name: list_newest
 SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
 FROM batchwright.file

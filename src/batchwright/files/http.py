@@ -1,4 +1,4 @@
-"""Files over HTTP, as OpenAI's clients expect them: uploads go into the store while they come in."""
+"""Files over HTTP, as OpenAI's clients expect them: uploads are streamed into the store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from batchwright.storage import File as FilePart
 
 FILES = "/v1/files"
 FORM_BYTES_MAX = 8 * 1024 * 1024
-"""What a form may hold beside its file: sixty fields of the largest size and their headers fit."""
+"""Maximum size of a form besides its file: enough for sixty fields of the largest size with their headers."""
 
 router = APIRouter(prefix=FILES, route_class=OpenAIRoute, tags=["files"])
 
@@ -69,14 +69,14 @@ _FORM = {
                     "additionalProperties": False,
                     "required": ["file", "purpose"],
                     "properties": {
-                        "file": {"type": "string", "format": "binary", "description": "The bytes, of any kind."},
-                        "purpose": {"type": "string", "enum": [*PURPOSES], "description": "What it is for."},
-                        _ANCHOR: {"type": "string", "enum": ["created_at"], "description": "From when on time counts."},
+                        "file": {"type": "string", "format": "binary", "description": "The content, of any kind."},
+                        "purpose": {"type": "string", "enum": [*PURPOSES], "description": "The purpose of the file."},
+                        _ANCHOR: {"type": "string", "enum": ["created_at"], "description": "The start of the period."},
                         _SECONDS: {
                             "type": "integer",
                             "minimum": EXPIRES_SECONDS_MIN,
                             "maximum": EXPIRES_SECONDS_MAX,
-                            "description": "How long it is kept; 30 days for `batch`, for ever for others.",
+                            "description": "How long it is kept; by default 30 days for `batch`, forever for others.",
                         },
                     },
                 }
@@ -90,7 +90,7 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="Sent again with the same bytes and purpose it answers with the same file; else it is a conflict.",
+        description="A repeated request with the same bytes and purpose returns the same file; else it is a conflict.",
     ),
 ]
 
@@ -99,16 +99,16 @@ IdempotencyKey = Annotated[
 async def upload_file(
     request: Request, response: Response, caller: Submitter, idempotency_key: IdempotencyKey = None
 ) -> FileView:
-    """A form with the parts `file` and `purpose`, in any order; the file is stored while it comes in."""
+    """A form with the parts `file` and `purpose`, in any order; the file is stored as it arrives."""
     app = service(request, FileServices)
-    upload = _Upload(app.files.store, app.bytes_max)
+    upload = Upload(app.files.store, app.bytes_max)
     try:
         await upload.read(request)
         new = upload.file(caller.own_tenant, idempotency_key)
     except BaseException:
         await upload.discard()
         raise
-    # From here on the row may be there even if we do not hear of it, and then it needs its bytes.
+    # From here on the row may exist even if the answer is lost, and then it needs its bytes.
     try:
         file, is_new = await persist(lambda: app.files.add(new))
     except (Conflict, DataRefused):
@@ -120,18 +120,18 @@ async def upload_file(
     return FileView.of(file)
 
 
-@router.get("", response_model=FileList, responses=documented(), summary="List files, the newest first")
+@router.get("", response_model=FileList, responses=documented(), summary="List files, newest first")
 async def list_files(
     request: Request,
     caller: Reader,
     purpose: Annotated[Text | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=_LIST_MAX)] = _LIST_MAX,
     order: Literal["asc", "desc"] = "desc",
-    after: Annotated[AfterId | None, Query(description="The `last_id` of the page before.")] = None,
+    after: Annotated[AfterId | None, Query(description="The `last_id` of the previous page.")] = None,
 ) -> Response:
     files = service(request, FileServices).files
     if after is not None:
-        try:  # who deletes what is listed continues after a file that is gone
+        try:  # a client that deletes listed files continues after a file that is gone
             await files.get(after, tenant=caller.own_tenant, also_gone=True)
         except NotFound as error:
             raise unknown_cursor(error) from error
@@ -143,7 +143,7 @@ async def list_files(
         last_id=shown[-1].id if shown else None,
         has_more=len(found) > limit,
     )
-    # Ten thousand files are checked once: the framework would do it again, and keep everybody else waiting.
+    # Ten thousand files are validated once: the framework would do it again, and block other requests.
     return Response(page.model_dump_json(), media_type="application/json")
 
 
@@ -152,7 +152,7 @@ async def get_file(request: Request, caller: Reader, id: Id) -> FileView:
     return FileView.of(await service(request, FileServices).files.get(id, tenant=caller.tenant))
 
 
-@router.delete("/{id}", responses=_FOUND, summary="Delete a file; a batch that reads it goes on")
+@router.delete("/{id}", responses=_FOUND, summary="Delete a file; a batch that reads it continues")
 async def delete_file(request: Request, caller: Submitter, id: Id) -> FileDeleted:
     await service(request, FileServices).files.delete(id, tenant=caller.own_tenant)
     return FileDeleted(id=id)
@@ -165,8 +165,8 @@ async def delete_file(request: Request, caller: Submitter, id: Id) -> FileDelete
         404,
         416,
         others={
-            200: {"content": _BYTES, "description": "The bytes as they were uploaded or written"},
-            206: {"content": _BYTES, "description": "The range that was asked for"},
+            200: {"content": _BYTES, "description": "The content, byte for byte"},
+            206: {"content": _BYTES, "description": "The requested range"},
         },
     ),
     summary="Download a file",
@@ -180,14 +180,14 @@ async def get_content(
     ] = None,
     if_range: Annotated[
         Text | None,
-        Header(max_length=200, description="The `ETag` of what you have: if it is another, you get the whole file."),
+        Header(max_length=200, description="The `ETag` of your copy: if the file's differs, you get the whole file."),
     ] = None,
 ) -> Response:
-    """Several ranges at once are not served: then the answer is the whole file."""
+    """Only one range per request is supported: for several, the answer is the whole file."""
     files = service(request, FileServices).files
     file = await files.get(id, tenant=caller.tenant)
     etag = f'"{file.sha256}"'
-    headers = {"Accept-Ranges": "bytes", "Content-Disposition": _attachment(file.filename), "ETag": etag}
+    headers = {"Accept-Ranges": "bytes", "Content-Disposition": attachment(file.filename), "ETag": etag}
     part = _parse_range(range if if_range in (None, etag) else None, file.bytes)
     start, end = part or (0, file.bytes)
     if part is not None:
@@ -197,8 +197,8 @@ async def get_content(
     return Streamed(content, 206 if part else 200, headers, media_type="application/octet-stream")
 
 
-class _Upload:
-    """One form: its file is put into the store as it comes, and its fields are checked as they come."""
+class Upload:
+    """One form: stores its file and checks its fields as they arrive."""
 
     def __init__(self, store: Store, bytes_max: int) -> None:
         self.id = new_file_id()
@@ -213,16 +213,16 @@ class _Upload:
             async for part in form(request.stream(), request.headers.get("content-type", "")):
                 match part:
                     case Field():
-                        self._take(part)
+                        self.take(part)
                     case FilePart(name="file"):
-                        await self._put(part)
+                        await self.put(part)
                     case FilePart():
                         raise unknown(part.name[:100])
         except ClientDisconnect:
             raise Refusal("The upload was cut short.", code="incomplete", param="file") from None
 
     def file(self, tenant: str, idempotency_key: str | None) -> NewFile:
-        """The file that the form asks for; whatever is missing is said here."""
+        """The file of the form; reports anything that is missing."""
         if self._stored is None:
             raise missing("file")
         if "purpose" not in self._fields:
@@ -246,7 +246,9 @@ class _Upload:
         if self._stored is not None:
             await discard(self._store, self._stored)
 
-    def _take(self, field: Field) -> None:
+    # Handles each part of the form; the dashboard's form has one more part.
+
+    def take(self, field: Field) -> None:
         match field.name:
             case "purpose":
                 if field.value not in PURPOSES:
@@ -260,7 +262,7 @@ class _Upload:
                 raise unknown(field.name[:100])
         self._fields[field.name] = field.value
 
-    async def _put(self, part: FilePart) -> None:
+    async def put(self, part: FilePart) -> None:
         name = base_name(part.filename or "")
         if len(name) > FILENAME_CHARACTERS_MAX:
             message = f"Invalid 'file': its name has more than {FILENAME_CHARACTERS_MAX} characters."
@@ -293,7 +295,7 @@ def _check_seconds(value: str) -> None:
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """The one range that is asked for, as start and end; None if there is none, or none that we serve."""
+    """The requested range as start and end; None if there is none, or if it is not supported."""
     found = _RANGE.fullmatch(header or "")
     if found is None or found[1] + found[2] == "":
         return None
@@ -313,7 +315,7 @@ def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 async def begin_reading(
     files: Files, file: File, start: int = 0, end: int | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes, of which the first are read at once: a store that does not answer is told by the status."""
+    """The content. The first bytes are read at once, so that the status shows a store that does not answer."""
     chunks = files.content(file, start, end)
     first = await anext(chunks, b"")
 
@@ -325,7 +327,7 @@ async def begin_reading(
     return content()
 
 
-def _attachment(filename: str) -> str:
+def attachment(filename: str) -> str:
     plain = "".join(one if one.isascii() and one.isprintable() and one not in '"\\%' else "_" for one in filename)
     coded = "" if plain == filename else f"; filename*=UTF-8''{quote(filename, safe='')}"
     return f'attachment; filename="{plain}"{coded}'

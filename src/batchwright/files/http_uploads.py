@@ -1,4 +1,4 @@
-"""Uploads over HTTP, as OpenAI's clients expect them: a large file in parts, which may come side by side."""
+"""Uploads over HTTP, as OpenAI's clients expect them: a large file in parts, which may be sent in parallel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FORM = {
                     "additionalProperties": False,
                     "required": ["data"],
                     "properties": {
-                        "data": {"type": "string", "format": "binary", "description": "The bytes, at most 64 MiB."},
+                        "data": {"type": "string", "format": "binary", "description": "The content, at most 64 MiB."},
                     },
                 }
             }
@@ -43,9 +43,9 @@ _FORM = {
 }
 
 
-@router.post("", responses=documented(), summary="Begin to upload a large file in parts")
+@router.post("", responses=documented(), summary="Start the upload of a large file in parts")
 async def create_upload(request: Request, caller: Submitter, body: UploadToBe) -> UploadView:
-    """It is `pending` for an hour: add parts, then complete it."""
+    """The upload is `pending` for an hour: add parts, then complete it."""
     app = service(request, FileServices)
     if body.purpose not in PURPOSES:
         raise unsupported("purpose", body.purpose, PURPOSES)
@@ -71,7 +71,7 @@ async def create_upload(request: Request, caller: Submitter, body: UploadToBe) -
 
 @router.post("/{id}/parts", responses=_MOVED, openapi_extra=_FORM, summary="Add a part to an upload")
 async def add_part(request: Request, caller: Submitter, id: Id) -> UploadPartView:
-    """A form with the part `data`. Parts may come in any order and at the same time; `complete` says their order."""
+    """A form with the part `data`. Send parts in any order, also in parallel; `complete` sets their order."""
     uploads = service(request, FileServices).uploads
     tenant, part_id = caller.own_tenant, new_part_id()
     await uploads.get_pending(id, "add a part to", tenant=tenant)
@@ -79,16 +79,16 @@ async def add_part(request: Request, caller: Submitter, id: Id) -> UploadPartVie
     try:
         part = await persist(lambda: uploads.add_part(id, part_id, stored, tenant=tenant))
     except (DatabaseUnavailable, Deadlock):
-        raise  # the row may be there, and then it needs its bytes
+        raise  # the row may exist, and then it needs its bytes
     except BatchwrightError as error:
         await discard(uploads.store, stored)
         raise _refuse(error) from error
     return UploadPartView.of(part)
 
 
-@router.post("/{id}/complete", responses=_MOVED, summary="Make the file of its parts")
+@router.post("/{id}/complete", responses=_MOVED, summary="Complete an upload: create the file from its parts")
 async def complete_upload(request: Request, caller: Submitter, id: Id, body: UploadToComplete) -> UploadView:
-    """The file appears as a whole or not at all. Sent again with the same parts, the answer is the same file."""
+    """The file is created as a whole or not at all. A repeated request with the same parts returns the same file."""
     uploads = service(request, FileServices).uploads
     try:
         upload, file = await uploads.complete(id, body.part_ids, tenant=caller.own_tenant, md5=body.md5)
@@ -99,12 +99,12 @@ async def complete_upload(request: Request, caller: Submitter, id: Id, body: Upl
 
 @router.post("/{id}/cancel", responses=_MOVED, summary="Cancel an upload; its parts are removed")
 async def cancel_upload(request: Request, caller: Submitter, id: Id) -> UploadView:
-    """One that is cancelled already is answered as it is."""
+    """An upload that is already cancelled is returned as it is."""
     return UploadView.of(await service(request, FileServices).uploads.cancel(id, tenant=caller.own_tenant))
 
 
 async def _store(request: Request, store: Store, key: str) -> Stored:
-    """Put the bytes of the form into the store while they come in; a form that is no good leaves nothing."""
+    """Stream the bytes of the form into the store; an invalid form leaves nothing behind."""
     stored: Stored | None = None
     try:
         async for part in form(request.stream(), request.headers.get("content-type", ""), files=("data",)):

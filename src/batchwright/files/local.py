@@ -1,4 +1,4 @@
-"""Files of this machine: into the store, and out of it."""
+"""Copies local files into the store and out of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_readable(file: Path) -> Path:
-    """It is read more than once, and by who goes on after a crash once more: so it must be a file."""
+    """The input is read more than once, and again to resume after a crash: so it must be a file."""
     if file == Path("-"):
         raise InvalidInput("standard input cannot be read twice; write it to a file, and name that")
     try:
@@ -27,13 +27,13 @@ def require_readable(file: Path) -> Path:
 
 
 def hash_file(file: Path) -> str:
-    """The SHA-256, in hexadecimal digits."""
+    """The SHA-256 in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 async def read_file(file: Path) -> AsyncIterator[bytes]:
-    """Its bytes, a piece at a time."""
+    """The file's bytes, one piece at a time."""
     opened = await asyncio.to_thread(file.open, "rb")
     with opened:
         while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
@@ -50,12 +50,12 @@ async def store_file(
     sha256: str | None = None,
     id: str | None = None,
 ) -> File:
-    """Copy a file of this machine into the store, for 30 days; one that has another checksum by now is refused."""
+    """Copy a local file into the store, for 30 days; refuses one whose checksum has changed."""
     id = id or new_file_id()
     stored = await files.store.put(object_key(id), path, limit=bytes_max)
     if sha256 is not None and stored.sha256 != sha256:
         await files.store.delete(stored.key)
-        raise Conflict(f"{path} was changed while it was read; wait until it is written, and start again")
+        raise Conflict(f"{path} changed while it was read; wait until it is written, and start again")
     new = NewFile(
         id=id,
         tenant=tenant,
@@ -69,12 +69,12 @@ async def store_file(
 
 
 async def copy_file(files: Files, file_id: str | None, target: BinaryIO) -> None:
-    """Write the bytes of a stored file; nothing, if there is no such file."""
+    """Write the content of a stored file; writes nothing if there is no such file."""
     if file_id is None:
         return
     try:
         file = await files.get(file_id, tenant=None)
     except NotFound:
-        raise NotFound(f"the file {file_id} was deleted, or its time is over") from None
+        raise NotFound(f"the file {file_id} was deleted or has expired") from None
     async for chunk in files.content(file):
         await asyncio.to_thread(target.write, chunk)

@@ -17,15 +17,16 @@ class FilesPart(Part):
     name = "files"
     metrics = "batchwright.storage.metrics:STORAGE_METRICS"
     routers = ("batchwright.files.http:router", "batchwright.files.http_uploads:router")
+    pages = ("batchwright.files.pages:pages",)
     bytes_max = 200 * 1024 * 1024
-    """The largest file that users may upload; batches say what they take."""
+    """Maximum size of an uploaded file; the part for batches sets it."""
 
     @property
     def files(self) -> Files:
         return self.files_in(self.core.store)
 
     def files_in(self, store: Store) -> Files:
-        """The files by a store that counts for somebody."""
+        """The files, with a store that counts its calls for the given caller."""
         from batchwright.files.store import Files
 
         return Files(self.core.queue.database, store)
@@ -42,6 +43,7 @@ class FilesPart(Part):
             services=FileServices(files, Uploads(self.core.queue.database, files), self.bytes_max),
             body_limits=(
                 BodyLimit("POST", FILES, self.bytes_max + FORM_BYTES_MAX, file_too_large(self.bytes_max), "file"),
+                BodyLimit("POST", "/ui/files", self.bytes_max + FORM_BYTES_MAX, file_too_large(self.bytes_max), "file"),
                 BodyLimit("POST", PART_PATH, PART_BYTES_MAX + FORM_BYTES_MAX, PART_TOO_LARGE, "data"),
             ),
         )

@@ -1,4 +1,4 @@
-"""What the routes of files work with."""
+"""The services of the file routes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from batchwright.files.uploads import Uploads
 
 @dataclass(frozen=True, slots=True)
 class FileServices:
-    """Of one HTTP server."""
+    """The services of one HTTP server."""
 
     files: Files
     uploads: Uploads
     bytes_max: int
-    """The largest file that is taken."""
+    """Maximum size of a file."""

@@ -1,13 +1,13 @@
-"""Files that users upload and batches write: a row with what is known about them, and bytes in the store.
+"""Files that users upload and batches write: a row with the metadata, and bytes in the store.
 
-The bytes come first, then the row: a process that dies in between leaves an object that nobody knows, which the
+The bytes are written first, then the row: a process that dies in between leaves an object without a row, which the
 garbage collector removes after a day.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypeVar
@@ -33,7 +33,7 @@ _TRIES_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file as its row stood when it was read."""
+    """A file's row at the time it was read."""
 
     id: str
     tenant: str
@@ -48,7 +48,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewFile:
-    """A file whose bytes are in the store, and that exists as soon as its row does."""
+    """A file whose bytes are in the store; it exists once its row does."""
 
     id: str
     tenant: str
@@ -70,12 +70,12 @@ def object_key(file_id: str) -> str:
 
 
 async def persist(write: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Write again when the answer to a commit was lost. Ids are made before, so the second time changes nothing."""
+    """Repeat a write if the answer to its commit was lost. Ids are created first, so a second write changes nothing."""
     return await retry_unavailable(retry_deadlocks(write), tries_max=_TRIES_MAX)
 
 
 async def discard(store: Store, stored: Stored) -> None:
-    """Remove bytes that no row names; what cannot be removed now is found by the garbage collector."""
+    """Remove bytes that no row names; the garbage collector finds any that cannot be removed now."""
     try:
         await store.delete(stored.key)
     except StorageError as error:
@@ -90,9 +90,9 @@ class Files:
         self.store = store
 
     async def add(self, file: NewFile, *, session: Session | None = None) -> tuple[File, bool]:
-        """Give the bytes a row; answers the file, and whether it is new. Called again after a lost answer, it is.
+        """Add a row for the bytes; returns the file, and whether it is new. It also counts as new after a lost answer.
 
-        With an idempotency key that was used before for the same bytes and purpose, that file is the answer.
+        If the idempotency key was used before for the same bytes and purpose, returns that file.
         """
         params: dict[str, Any] = {
             "id": file.id,
@@ -112,7 +112,7 @@ class Files:
                 return _file(rows[0]), True
             for row in await self._database.ask(SQL["known"], params, session):
                 return _check_same(_file(row), file)
-            # It was deleted between the two statements, so the key is free now.
+            # The file was deleted between the two statements, so the key is free now.
         raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
 
     async def get(self, id: str, *, tenant: str | None, also_gone: bool = False) -> File:
@@ -121,6 +121,11 @@ class Files:
         for row in await self._database.ask(SQL["get"], params):
             return _file(row)
         raise NotFound(f"there is no file {id!r}", kind="file", id=id)
+
+    async def names(self, ids: Sequence[str]) -> dict[str, str]:
+        """The names of these files, of any tenant; files that no longer exist are left out."""
+        rows = await self._database.ask(SQL["names"], {"ids": [*ids]}) if ids else []
+        return dict(rows)
 
     async def list(
         self,
@@ -137,7 +142,7 @@ class Files:
         return [_file(row) for row in await self._database.ask(SQL[name], params)]
 
     async def delete(self, id: str, *, tenant: str) -> None:
-        """From now on it is gone for its user; the garbage collector removes the bytes when no batch needs them."""
+        """Hide the file from its user; the garbage collector removes the bytes when no batch needs them."""
         if not await self._database.ask(SQL["delete"], {"id": id, "tenant": tenant}):
             raise NotFound(f"there is no file {id!r}", kind="file", id=id)
 

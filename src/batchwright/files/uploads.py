@@ -6,7 +6,7 @@
 
 `complete` copies the parts into one object under a new file id. Then one transaction ends the upload and adds the file.
 A process that dies before that commit leaves an object that no row names, and the upload is still pending. Of two calls
-at the same time one commits; the other one answers with the file of the first. The garbage collector removes the rest.
+at the same time one commits; the other returns the file of the first. The garbage collector removes the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PART_BYTES_MAX = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """An upload as its row stood when it was read."""
+    """An upload's row at the time it was read."""
 
     id: str
     tenant: str
@@ -53,7 +53,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewUpload:
-    """What somebody wants to upload."""
+    """A request to upload a file."""
 
     id: str
     tenant: str
@@ -99,7 +99,7 @@ class Uploads:
         return self._files.store
 
     async def create(self, new: NewUpload) -> Upload:
-        """Called again after a lost answer, it answers the same."""
+        """Called again after a lost answer, it returns the same."""
         fields = {name: getattr(new, name) for name in NewUpload.__dataclass_fields__}
         await self._database.ask(SQL["insert"], {**fields, "open_seconds": OPEN_SECONDS})
         return await self.get(new.id, tenant=new.tenant)
@@ -116,7 +116,7 @@ class Uploads:
         return upload
 
     async def add_part(self, upload_id: str, part_id: str, stored: Stored, *, tenant: str) -> Part:
-        """Give the bytes a row. Called again after a lost answer, it answers the same."""
+        """Give the bytes a row. Called again after a lost answer, it returns the same."""
         ids = {"id": part_id, "upload_id": upload_id}
         params = {**ids, "tenant": tenant, "bytes": stored.size, "key": stored.key, "parts_max": PARTS_MAX}
         for statement in ("add_part", "part"):
@@ -130,7 +130,7 @@ class Uploads:
         )
 
     async def cancel(self, id: str, *, tenant: str) -> Upload:
-        """One that is cancelled already is answered as it is."""
+        """An upload that is already cancelled is returned as it is."""
         for row in await self._database.ask(SQL["cancel"], {"id": id, "tenant": tenant}):
             return _upload(row)
         upload = await self.get(id, tenant=tenant)
@@ -141,7 +141,7 @@ class Uploads:
     async def complete(
         self, id: str, part_ids: Sequence[str], *, tenant: str, md5: str | None = None
     ) -> tuple[Upload, File]:
-        """Make the file of these parts, in this order; the second time the answer is the same file."""
+        """Create the file from these parts, in this order; a second call returns the same file."""
         upload = await self.get(id, tenant=tenant)
         if upload.status is UploadStatus.PENDING:
             upload = await self._make(upload, await self._parts(upload, part_ids), md5)
@@ -152,11 +152,11 @@ class Uploads:
         return upload, await self._files.get(upload.file_id or "", tenant=tenant)
 
     async def expire(self, *, limit: int, session: Session | None = None) -> int:
-        """End uploads whose time is over; answers how many that were."""
+        """End uploads that have expired; returns how many."""
         return len(await self._database.ask(SQL["expire"], {"limit": limit}, session))
 
     async def _parts(self, upload: Upload, ids: Sequence[str]) -> list[Part]:
-        """In the order of the ids; together they must be what the upload was created for."""
+        """The parts in the order of the ids; together they must have the size that the upload was created for."""
         rows = await self._database.ask(SQL["parts"], {"upload_id": upload.id, "ids": list(ids)})
         known = {part.id: part for part in map(_part, rows)}
         for id in ids:
@@ -171,7 +171,7 @@ class Uploads:
         return [known[id] for id in ids]
 
     async def _make(self, upload: Upload, parts: Sequence[Part], md5: str | None) -> Upload:
-        """Put the parts together, and end the upload; answers it as it stands then, whoever ended it."""
+        """Join the parts and end the upload; returns its state then, whoever ended it."""
         file_id = new_file_id()
         try:
             stored = await self.store.put(object_key(file_id), self._join(parts, md5))
@@ -179,7 +179,7 @@ class Uploads:
             latest = await self.get(upload.id, tenant=upload.tenant)
             if latest.status is UploadStatus.PENDING:
                 raise StorageError(f"a part of {upload.id} is gone from the store: {error}") from error
-            return latest  # it ended meanwhile, and the collector was here
+            return latest  # it ended meanwhile, and the collector removed its parts
         new = NewFile(
             id=file_id,
             tenant=upload.tenant,
@@ -188,14 +188,14 @@ class Uploads:
             stored=stored,
             expires_seconds=upload.expires_seconds,
         )
-        # If the answer to the commit is lost for good, the bytes stay: the file may be there.
+        # If the answer to the commit is lost, the bytes stay: the file may exist.
         latest = await persist(lambda: self._commit(upload, [part.id for part in parts], new))
         if latest.file_id != file_id:
             await discard(self.store, stored)
         return latest
 
     def _join(self, parts: Sequence[Part], md5: str | None) -> Callable[[], AsyncIterator[bytes]]:
-        """A stream that can be begun again when the store fails. Wrong bytes end it, and then nothing is stored."""
+        """A stream that can be restarted if the store fails. Wrong bytes end it, and then nothing is stored."""
 
         async def chunks() -> AsyncIterator[bytes]:
             digest = hashlib.md5(usedforsecurity=False)

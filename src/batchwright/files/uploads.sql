@@ -1,4 +1,4 @@
--- Uploads and their parts. Users can only move an upload that is pending and whose time is not over.
+-- Uploads and their parts. Users can only change an upload that is pending and has not expired.
 
 -- part: columns
 id, tenant, CASE WHEN status = 'pending' AND expires_at <= :now THEN 'expired' ELSE status::text END, purpose, filename,
@@ -15,8 +15,8 @@ RETURNING id
 -- name: get
 SELECT :columns FROM batchwright.upload WHERE id = %(id)s AND tenant = %(tenant)s
 
--- The row of the upload is locked, so that no part comes in behind its end. The count of its bytes has room for parts
--- that are sent twice.
+-- Locks the row of the upload, so that no part is added after its end. The limit on its bytes has room for parts that
+-- are sent twice.
 -- name: add_part
 WITH room AS (
     UPDATE batchwright.upload SET parts = parts + 1, part_bytes = part_bytes + %(bytes)s

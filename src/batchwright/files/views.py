@@ -23,11 +23,11 @@ class FileView(Answer):
     id: str
     object: Literal["file"] = "file"
     bytes: int
-    created_at: int = Field(description="Unix seconds, as all times of this object.")
+    created_at: int = Field(description="Unix seconds, like all times of this object.")
     filename: str
     purpose: str
-    status: Literal["processed"] = Field("processed", description="A file that is shown is complete.")
-    expires_at: int | None = Field(description="From then on it is gone; null means never.")
+    status: Literal["processed"] = Field("processed", description="Listed files are always complete.")
+    expires_at: int | None = Field(description="When the file expires; null means never.")
     status_details: None = None
 
     @classmethod
@@ -53,7 +53,7 @@ class FileList(Answer):
 
 
 class FileDeleted(Answer):
-    """A file that is gone."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -61,16 +61,16 @@ class FileDeleted(Answer):
 
 
 class UploadToBe(Body):
-    """A large file that will come in parts."""
+    """A large file to be uploaded in parts."""
 
     filename: Annotated[Text, Field(min_length=1, max_length=FILENAME_CHARACTERS_MAX)]
     purpose: Annotated[Text, Field(max_length=64)] = Field(
-        description="What it is for.", json_schema_extra={"enum": [*PURPOSES]}
+        description="The purpose of the file.", json_schema_extra={"enum": [*PURPOSES]}
     )
     bytes: Annotated[int, Field(strict=True, ge=0, le=_BYTES_MAX)] = Field(
-        description="How many bytes the file will have; at most `batches.file_bytes_max`."
+        description="Size of the file in bytes; at most `batches.file_bytes_max`."
     )
-    mime_type: Annotated[Text, Field(min_length=1, max_length=255)] = Field(description="Any; it is not checked.")
+    mime_type: Annotated[Text, Field(min_length=1, max_length=255)] = Field(description="Any value; it is not checked.")
     expires_after: ExpiresAfter | None = None
 
 
@@ -78,15 +78,15 @@ class UploadToComplete(Body):
     """The parts of the file."""
 
     part_ids: Annotated[list[Annotated[Text, Field(max_length=100)]], Field(max_length=PARTS_MAX)] = Field(
-        description="In the order in which they make up the file."
+        description="In the order in which they form the file."
     )
     md5: Annotated[Text, Field(max_length=100)] | None = Field(
-        None, description="The MD5 of the whole file, as 32 hexadecimal digits; if it is another, nothing changes."
+        None, description="The MD5 of the whole file, as 32 hexadecimal digits; if it differs, nothing changes."
     )
 
 
 class UploadPartView(Answer):
-    """A part that is stored."""
+    """A stored part."""
 
     id: str
     object: Literal["upload.part"] = "upload.part"
@@ -105,7 +105,7 @@ class UploadView(Answer):
     object: Literal["upload"] = "upload"
     bytes: int
     created_at: int
-    expires_at: int = Field(description="An hour after its creation; what is not completed by then is `expired`.")
+    expires_at: int = Field(description="An hour after its creation; if it is not completed by then, it is `expired`.")
     filename: str
     purpose: str
     status: UploadStatus

@@ -1,7 +1,7 @@
-"""A limit on requests in flight that finds out what a model server bears.
+"""A limit on requests in flight that finds out how much load a model server can handle.
 
     starting    doubles each round trip; overload leads to recovering, no more throughput to holding
-    recovering  was halved by overload; adds an eighth of the ceiling per round trip until it is there, then holds
+    recovering  was halved by overload; adds an eighth of the ceiling per round trip until it reaches it, then holds
     holding     stays for some round trips, then probes
     probing     adds 1, 2, 4, … per round trip; overload leads to recovering, no more throughput back to holding
 
@@ -17,7 +17,7 @@ import msgspec
 
 
 class Phase(StrEnum):
-    """What an adaptive limit is doing; the module's text says how one leads to another."""
+    """What an adaptive limit is doing; the module's docstring describes the transitions."""
 
     STARTING = "starting"
     HOLDING = "holding"
@@ -26,7 +26,7 @@ class Phase(StrEnum):
 
 
 _STARTING = Phase.STARTING
-"""Looked up with every answer, which takes five times as long through the enum."""
+"""Used for every answer; access through the enum takes five times as long."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class Sent(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Window:
-    """A round trip, or as long as it takes to see enough answers to speak of throughput."""
+    """A round trip, or the time to see enough answers to measure throughput."""
 
     since: float
     answers_wanted: int
@@ -62,34 +62,34 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Requests in flight, and the answers per second that they brought."""
+    """Requests in flight, and the resulting answers per second."""
 
     in_flight: float
     throughput: float
 
     def mixed(self, other: _Load) -> _Load:
-        """Three parts of this and one of the other."""
+        """A weighted mean: three parts of this and one of the other."""
         return _Load(self.in_flight * 0.75 + other.in_flight * 0.25, self.throughput * 0.75 + other.throughput * 0.25)
 
 
 class AdaptiveLimit:
-    """How many requests one model at one endpoint bears, found out by trying.
+    """How many requests one model at one endpoint can handle, found by probing.
 
     It grows only if the limit was reached. Overload halves it, at most once per round trip: signals of requests that
-    were sent before the last cut say nothing new. The number in flight when the refused request was sent tells where
-    the ceiling is, so the way back is short. Growth that brings no throughput is undone: a server that queues instead
-    of refusing shows its limit in no other way. Each vain probe doubles the time to the next.
+    were sent before the last cut say nothing new. The number in flight when the refused request was sent marks the
+    ceiling, so recovery is quick. Growth that brings no throughput is undone, because a server that queues instead
+    of refusing shows its limit in no other way. Each unsuccessful probe doubles the time to the next.
     """
 
     GAIN_MIN = 0.15
     """Throughput must rise by at least this share of what the load rose by."""
     GAIN_CLEAR = 0.5
-    """When it rises by this share, growth goes on at once."""
+    """When it rises by this share, growth continues immediately."""
     HOLD_ROUNDS = (4, 32)
     HOLD_SECONDS_MAX = 30.0
     PAUSE_SECONDS = (0.1, 5.0)
     PROBE_SHARE = 0.5
-    """A probe is judged when the limit is higher by this share."""
+    """A probe is judged once the limit has risen by this share."""
     RECOVERY_ROUNDS = 4
     WINDOW_ANSWERS = 20
 
@@ -99,7 +99,7 @@ class AdaptiveLimit:
         self._least = least
         self._most = most
         self.limit = start
-        """Requests that may be in flight. It is read several times per request, so it is no property."""
+        """Maximum number of requests in flight. A plain attribute, because it is read several times per request."""
         self._limit = float(start)
         self._ceiling = float(most)
         self._cut_at = float("-inf")
@@ -116,15 +116,15 @@ class AdaptiveLimit:
 
     @property
     def round_seconds(self) -> float:
-        """How long an answer takes of late; 0 before the first."""
+        """Recent response time; 0 before the first answer."""
         return self._round_seconds
 
     def wait_seconds(self, now: float) -> float:
-        """How long to send nothing, because one request after the other was refused and none answered."""
+        """How long to send nothing, because the server refused several requests in a row and answered none."""
         return self._quiet_until - now if now < self._quiet_until else 0.0
 
     def answered(self, sent: Sent, now: float) -> None:
-        """A request was answered by the model: the one sign of progress."""
+        """The model answered a request: the only sign of progress."""
         self._cuts_in_a_row = 0
         taken, usual = now - sent.at, self._round_seconds
         self._round_seconds = usual = usual + (taken - usual) * (0.05 if usual else 1.0)
@@ -155,7 +155,7 @@ class AdaptiveLimit:
         self._enter(Phase.RECOVERING, now)
 
     def _step_on(self, seen: _Load, was_full: bool, now: float) -> None:
-        """A window is over: judge it, and take the next step."""
+        """Judge a window that has ended, and take the next step."""
         match self.phase:
             case Phase.STARTING:
                 self._start(seen, now)
@@ -189,7 +189,7 @@ class AdaptiveLimit:
             self._climb(now)
 
     def _probe(self, seen: _Load, now: float) -> None:
-        """Add 1, 2, 4, … and go on while throughput follows; where that is not clear let it settle, then judge."""
+        """Add 1, 2, 4, … while throughput follows. If that is unclear, let it settle, then judge."""
         assert self._before is not None
         if self._limit < self._target:
             self._climb(now)
@@ -215,11 +215,11 @@ class AdaptiveLimit:
 
     @property
     def _target(self) -> float:
-        """From here on a probe can be judged."""
+        """The limit from which on a probe can be judged."""
         return min(self._ceiling * (1 + self.PROBE_SHARE), float(self._most))
 
     def _be_patient(self) -> None:
-        """The next probe comes later; but soon while the server bears far less than it once did: it may recover."""
+        """Delay the next probe, but probe soon if the server handles far less load than before: it may recover."""
         few, many = self.HOLD_ROUNDS
         self._once = max(self._ceiling, 0.9 * self._once)
         self._hold_rounds = min(2 * self._hold_rounds, many if self._ceiling > self._once / 2 else 2 * few)
@@ -230,7 +230,7 @@ class AdaptiveLimit:
         self._step = 1.0
         self._has_settled = False
         self._before = None
-        # What is answered in the first round trip was sent under the old limit.
+        # Answers in the first round trip belong to requests that were sent under the old limit.
         self._window = _Window(now + self._round_seconds * (phase is Phase.HOLDING), self.WINDOW_ANSWERS)
 
     def _set_limit(self, limit: float) -> None:
@@ -239,6 +239,6 @@ class AdaptiveLimit:
 
 
 def _is_flat(before: _Load, seen: _Load, gain_min: float) -> bool:
-    """Whether more load brought too little throughput to be worth it; with little more load nobody can tell."""
+    """Whether more load brought too little throughput. If the load rose only a little, this cannot be judged."""
     growth = seen.in_flight / before.in_flight - 1 if before.in_flight else 0.0
     return growth >= 0.1 and seen.throughput < before.throughput * (1 + gain_min * growth)

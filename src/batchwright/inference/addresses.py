@@ -1,4 +1,4 @@
-"""Which addresses of the internet belong to this machine, to our own network, or to nobody."""
+"""Which IP addresses belong to this machine, to our own network, or to no host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_private(address: Address) -> bool:
-    """Whether nothing should be fetched from an address; an IPv4 address inside of an IPv6 one decides for it."""
+    """Whether fetching from an address is forbidden. An IPv6 address that embeds an IPv4 one is judged by that."""
     if isinstance(address, ipaddress.IPv6Address) and (inner := _inside(address)):
         return any(is_private(one) for one in inner)
     is_site = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
@@ -20,9 +20,9 @@ def is_private(address: Address) -> bool:
 
 
 def is_special(address: Address) -> bool:
-    """Whether nothing should be fetched from an address even by those who may fetch from private networks.
+    """Whether fetching from an address is forbidden even if private networks are allowed.
 
-    Clouds keep the credentials of their machines at such addresses. The rest belongs to no single machine.
+    Clouds serve the credentials of their machines at some of these addresses. The others belong to no single machine.
     """
     if isinstance(address, ipaddress.IPv6Address) and (inner := _inside(address)):
         return any(is_special(one) for one in inner)
@@ -30,13 +30,13 @@ def is_special(address: Address) -> bool:
 
 
 async def resolve(host: str) -> list[Address]:
-    """All addresses of a name; an OSError if it has none."""
+    """All addresses of a name; raises OSError if it has none."""
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
 
 
 def _inside(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 addresses to which a packet for this one may go in the end: mapped, 6to4, Teredo, NAT64."""
+    """The IPv4 addresses that a packet for this address may finally reach: mapped, 6to4, Teredo, NAT64."""
     if address.teredo is not None:
         return list(address.teredo)
     inner = address.ipv4_mapped or address.sixtofour

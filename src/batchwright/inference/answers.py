@@ -1,8 +1,9 @@
-"""What an answer means: whether it is one, whether to send again and when, and what it cost.
+"""What an answer means: whether it is usable, whether and when to resend the request, and what it cost.
 
-Every request passes here, so the values are msgspec's structs: frozen dataclasses take six times as long to make.
+Every request passes through here, so the values are msgspec structs: creating frozen dataclasses takes six times as
+long.
 
-Decided by the status and by whether we had connected, never by the name of an exception:
+The status and whether we had connected decide, never the name of an exception:
 
     answer       2xx with a JSON object, 3xx, 4xx, too large,      written down as it is
                  cut off by the deadline
@@ -15,23 +16,26 @@ from __future__ import annotations
 
 import email.utils
 import random
+import re
 from enum import StrEnum
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 import orjson
 
 RETRY_AFTER_SECONDS_MAX = 300.0
 TOKENS_MAX = 2**31 - 1
-"""A request that is said to have cost more is not believed: sums over a batch must stay within a bigint."""
+"""Higher token counts of a request are not believed, so that sums over a batch stay within a bigint."""
 _UNAVAILABLE = frozenset({429, 502, 503, 529})
 _OVERLOAD = frozenset({429, 503, 529})
 _LINE_BREAKS = bytes.maketrans(b"\r\n", b"  ")
 _ABSENT = msgspec.Raw(b"")
+_HTML = re.compile(rb"\s*<(!doctype html|html|head|body)", re.IGNORECASE)
 
 
 class Verdict(StrEnum):
-    """What becomes of a request after an attempt."""
+    """What happens to a request after an attempt."""
 
     ANSWER = "answer"
     UNAVAILABLE = "unavailable"
@@ -39,11 +43,11 @@ class Verdict(StrEnum):
 
 
 _ANSWER = Verdict.ANSWER
-"""Looked up with every answer, which takes five times as long through the enum."""
+"""Used for every answer; access through the enum takes five times as long."""
 
 
 class Failure(StrEnum):
-    """Why there is no whole answer; only after CONNECT and EXPIRED is it sure that nothing was sent."""
+    """Why there is no complete answer. Only CONNECT and EXPIRED mean that nothing was sent."""
 
     CONNECT = "connection_failed"
     DEADLINE = "request_aborted"
@@ -55,7 +59,7 @@ class Failure(StrEnum):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens as the server counted them; None where it did not say."""
+    """Tokens as the server counted them; None if it did not report them."""
 
     input: int | None = None
     output: int | None = None
@@ -71,7 +75,7 @@ UNKNOWN = Usage()
 
 
 class RateHeaders(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's `x-ratelimit-*` headers, as they came."""
+    """OpenAI's `x-ratelimit-*` headers, unparsed."""
 
     requests_limit: str | None = None
     requests_remaining: str | None = None
@@ -82,13 +86,15 @@ class RateHeaders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What came over the wire, before anyone judged it."""
+    """The raw reply, before it is judged."""
 
     status: int | None = None
     body: bytes = b""
     retry_after: str | None = None
     request_id: str | None = None
     rates: RateHeaders | None = None
+    location: str | None = None
+    """The target of a redirect."""
     failure: Failure | None = None
     detail: str = ""
     seconds: float = 0.0
@@ -101,26 +107,26 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None
     body: bytes
     code: str | None
-    """None when the server's own words stand for themselves, whatever their status."""
+    """None if the server's own body is used as it is, whatever its status."""
     message: str
     retry_after: float | None
     request_id: str | None
     usage: Usage
     is_overload: bool
-    """Whether the server showed that it has too much to do: 429, 503, 529 or no answer in time."""
+    """Whether the server showed that it is overloaded: 429, 503, 529 or no answer in time."""
     seconds: float
     succeeded: bool
     """Whether the server answered with a 2xx, and with a result."""
     rates: RateHeaders | None = None
-    """What the server said of its limits, if it did."""
+    """The server's limits, if it reported them."""
 
 
 def classify(reply: Reply, *, now: float) -> Answer:
-    """Judge a reply; `now` is the wall clock, against which a Retry-After date is read."""
+    """Judge a reply; `now` is the wall clock, to which a Retry-After date is compared."""
     body, is_object, top = _check(reply.body)
     status, failure = reply.status, reply.failure
     is_good = failure is None and status is not None and 200 <= status < 300
-    if is_good and is_object and top.error is None:  # nearly all of them, so this comes first
+    if is_good and is_object and top.error is None:  # first, because nearly all answers are like this
         verdict, code, message = _ANSWER, None, ""
     else:
         code, message = _find_problem(reply, is_object, top)
@@ -142,7 +148,7 @@ def classify(reply: Reply, *, now: float) -> Answer:
 
 
 def retry_after_seconds(text: str | None, *, now: float) -> float | None:
-    """Seconds or an HTTP date, capped; anything else is as if it were absent."""
+    """Seconds or an HTTP date, capped; anything else is ignored."""
     if not text:
         return None
     if text.strip().isascii() and text.strip().isdigit():
@@ -157,14 +163,14 @@ def retry_after_seconds(text: str | None, *, now: float) -> float | None:
 def pause_seconds(answer: Answer, attempt: int, *, initial: float, longest: float) -> float:
     """How long to wait after the given attempt (1 is the first); never less than the server asked for.
 
-    Half of the pause is random, so that requests which failed together do not come back together.
+    Half of the pause is random, so that requests that failed together are not retried at the same moment.
     """
     pause = min(initial * 2.0 ** min(attempt - 1, 30), longest) * random.uniform(0.5, 1.0)
     return max(pause, (answer.retry_after or 0.0) * random.uniform(1.0, 1.1))
 
 
 class _Top(msgspec.Struct):
-    """The few fields that we look at; all others are skipped, yet their syntax is checked."""
+    """The few fields that we need. The decoder skips all others, but checks their syntax."""
 
     usage: Any = None
     error: Any = None
@@ -188,7 +194,7 @@ class _Details(msgspec.Struct):
 
 
 class _Counts(msgspec.Struct):
-    """A usage in which every count is one."""
+    """A usage whose counts are all valid."""
 
     prompt_tokens: _Count = None
     input_tokens: _Count = None
@@ -212,7 +218,7 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def _check(body: bytes) -> tuple[bytes, bool, _Top]:
-    """The body as one line; one that is no JSON object is kept as a JSON string of its text.
+    """The body as one line. A body that is not a JSON object becomes a JSON string of its text.
 
     JSON allows no raw line break inside a string, so in a checked body each one stands between tokens.
     """
@@ -222,7 +228,7 @@ def _check(body: bytes) -> tuple[bytes, bool, _Top]:
         top = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return orjson.dumps(body.decode("utf-8", "replace")), False, _EMPTY
-    if 10 in body or 13 in body:  # \n or \r; as numbers they are found eight times as fast
+    if 10 in body or 13 in body:  # \n or \r; searching for them as numbers is eight times as fast
         body = body.translate(_LINE_BREAKS)
     return body, True, top
 
@@ -238,7 +244,7 @@ def _decode_odd(body: bytes) -> _Top:
     try:
         return _decode_top(body)
     except msgspec.DecodeError:
-        _decode_object(body)  # A number such as 1e999, which JSON allows and no machine holds, spoils only the usage.
+        _decode_object(body)  # A number such as 1e999, which JSON allows but no float can hold, only spoils the usage.
         return _EMPTY
 
 
@@ -247,15 +253,25 @@ def _find_problem(reply: Reply, is_object: bool, top: _Top) -> tuple[str | None,
         return reply.failure.value, reply.detail
     status = reply.status or 0
     if 300 <= status < 400:
-        return (
-            "redirect_refused",
-            f"the server answered {status}; redirects are not followed, correct the gateway's url",
-        )
+        where = _name_target(reply.location)
+        message = f"the server answered {status}{where}; redirects are not followed, correct the gateway's url"
+        return "redirect_refused", message
     if not is_object:
-        return "invalid_response", f"the server answered {status} with something that is no JSON object"
+        what = "HTML, as a web site or a proxy does" if _HTML.match(reply.body) else "something that is no JSON object"
+        return "invalid_response", f"the server answered {status} with {what}"
     if 200 <= status < 300 and top.is_error:
         return "error_in_response", f"the server answered {status}, but with an error and no result"
     return None, ""
+
+
+def _name_target(location: str | None) -> str:
+    """The server that a redirect leads to, without path and query, which may hold secrets."""
+    try:
+        parts = urlsplit(location or "")
+        host = parts.hostname if parts.port is None else f"{parts.hostname}:{parts.port}"
+    except ValueError:
+        return ""
+    return f", a redirect to {parts.scheme}://{host}" if parts.scheme in ("http", "https") and host else ""
 
 
 def _judge(reply: Reply, code: str | None) -> Verdict:
@@ -298,7 +314,7 @@ def _read_usage(found: Any) -> Usage:
 
 
 def _sum_up(found: _Counts) -> Usage:
-    """The same for a usage without anything odd in it, which takes a third of the time."""
+    """The same for a regular usage, in a third of the time."""
     input, output = found.prompt_tokens, found.completion_tokens
     if input is None:
         input = found.total_tokens if found.input_tokens is None else found.input_tokens
@@ -315,6 +331,6 @@ def _sum_up(found: _Counts) -> Usage:
 def _read_count(found: dict[str, Any], *names: str) -> int | None:
     for name in names:
         value = found.get(name)
-        if type(value) is int and 0 <= value <= TOKENS_MAX:  # a bool is none
+        if type(value) is int and 0 <= value <= TOKENS_MAX:  # a bool is not a count
             return value
     return None

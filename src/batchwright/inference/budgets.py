@@ -2,11 +2,11 @@
 
 A budget is a bucket in a row, of a gateway or of a provider. There are two ways to take from it:
 
-    RateBudget.reserve   one request: yes, yes in 3.2 s, or no and when to come back; one round trip
-    Budget.take          a second's worth at a time, spent by one process without asking; for the dispatcher of batches
+    RateBudget.reserve   one request: now, in 3.2 s, or not yet and when to ask again; one round trip
+    Budget.take          a second's worth at a time, which one process spends by itself; for the dispatcher of batches
 
-Both see what the other took. A prompt's tokens are guessed when it is sent and corrected by what the server counted,
-which may leave a debt: then nothing is sent until it is paid. A server that refuses stops everybody.
+Both see what the other took. A prompt's tokens are estimated when it is sent, and corrected by the server's count.
+That may leave a debt: then nothing is sent until it is paid. A server that refuses stops all senders.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ log = logging.getLogger(__name__)
 SQL = statements(__package__, "budgets.sql")
 
 CUT_TO = 0.7
-"""A server that refuses leaves us this part of the rate."""
+"""After a refusal the rate is cut to this share."""
 RECOVERY_PER_SECOND = 0.05 / 60
-"""It grows back by 5 % of the full rate in a minute."""
+"""The share grows back by 5 % of the full rate per minute."""
 SHARE_MIN = 0.1
 BLOCK_SECONDS_MAX = RETRY_AFTER_SECONDS_MAX + 1.0
-"""A block that ends later than this was made before the clock was set back."""
+"""A block that ends later than this was set before the clock was turned back."""
 LEASE_SECONDS = 330.0
-"""A slot that was not given back comes back after so long: the time for a request, and some more."""
+"""A slot that was not given back is freed after this time, a little more than the time limit of a request."""
 LINE_SECONDS_MAX = 300.0
-"""Nobody is told to come back later than this because of others in line."""
+"""Maximum wait that a caller gets because of others in line."""
 _TOLERANCE_SECONDS = 0.001
 _WAIT_SECONDS_MIN = 0.05
 _STEP_SECONDS_MIN = 0.01
 _HUNGRY = 6
-"""After so many vain looks, which take two seconds, a process queues up with a debt, as reservations do."""
+"""After this many unsuccessful looks (two seconds), a process joins the queue with a debt, as reservations do."""
 _DEBT_SECONDS_MAX = 120.0
 _SECOND = 1.0
 _MINUTE = 60.0
@@ -54,19 +54,19 @@ _WORKER_SILENT_SECONDS = 60.0
 _UNLIMITED = 1e12
 
 Lack = Literal["requests", "tokens", "concurrency", "blocked"]
-"""What a budget lacks; blocked means that the server refused, and said when to come back."""
+"""What a budget lacks. Blocked means that the server refused, and said when to retry."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """What a second brings; the bucket holds that much, and at least one request."""
+    """The refill per second. The bucket holds this much, and at least one request."""
 
     requests: float
     tokens: float
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> Rate | None:
-        """None if the gateway is not limited by the minute."""
+        """None if the gateway has no limits per minute."""
         if settings.requests_per_minute is None and settings.tokens_per_minute is None:
             return None
         return RateLimits.of(settings).rate
@@ -74,16 +74,16 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimits:
-    """What may be sent; None is no limit."""
+    """The limits; None means no limit."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     concurrency: int | None = None
-    """Calls in flight from all workers together."""
+    """Maximum number of calls in flight from all workers together."""
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> RateLimits:
-        """The limits of a gateway by the minute. How many may be in flight there is shared out among workers."""
+        """The limits of a gateway per minute. Workers divide its limit of requests in flight among themselves."""
         return cls(
             requests_per_minute=settings.requests_per_minute,
             tokens_per_minute=settings.tokens_per_minute,
@@ -99,7 +99,7 @@ class RateLimits:
 
 @dataclass(slots=True)
 class Reservation:
-    """One request may be sent, when `wait_seconds` are over; to be settled or cancelled once."""
+    """Permission to send one request after `wait_seconds`; settle or cancel it once."""
 
     id: uuid.UUID
     tokens: int
@@ -109,7 +109,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No, and nothing was taken: ask again after so long."""
+    """A refusal: nothing was taken. Ask again after this time."""
 
     seconds: float
     reason: Lack
@@ -117,23 +117,23 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """How a budget is now, for people. Levels are what is left of a second's worth, and debts below zero."""
+    """The state of a budget, for users. A level is what is left of a second's worth; below zero it is a debt."""
 
     name: str
     requests: float | None = None
-    """None where it has no limit."""
+    """None if it has no limit."""
     tokens: float | None = None
     in_use: int = 0
     concurrency: int | None = None
     share: float = 1.0
-    """The part of the rate that is in force: a server that refused has cut it."""
+    """The share of the rate that applies now; a refusal by the server cuts it."""
     line_seconds: float = 0.0
-    """So far ahead are the turns of those who were told to come back."""
+    """How far ahead the turns of refused callers reach."""
     blocked_until: datetime | None = None
     wait_seconds: float = 0.0
     """When the next request may be sent."""
     reason: Lack | None = None
-    """What that waits for."""
+    """What the next request waits for."""
 
     def __str__(self) -> str:
         if self.reason is None:
@@ -148,19 +148,19 @@ class BudgetState:
 
 
 class _Bucket:
-    """The row of a budget; it is made when it is first asked for."""
+    """The row of a budget; it is created on first use."""
 
     def __init__(self, database: Database, name: str, rate: Rate) -> None:
         self._database = database
         self.rate = rate
         self.requests_room = max(1.0, rate.requests)
-        # Models of one server may have rates of their own, and would fill and empty each other's bucket.
+        # Models of one server may have different rates; in one row they would fill and empty each other's bucket.
         is_limited = rate.requests < _UNLIMITED or rate.tokens < _UNLIMITED
         self.name = f"{name} {rate.requests:g} {rate.tokens:g}" if is_limited else name
         self._requests_worth = rate.requests if rate.requests < _UNLIMITED else 0.0
         self._tokens_worth = rate.tokens if rate.tokens < _UNLIMITED else 0.0
         self._told: tuple[float | None, float | None] = (None, None)
-        """What the server's own limits were when they were written down."""
+        """The server's own limits when they were last stored."""
         self._params = {
             "name": self.name,
             "block_max": BLOCK_SECONDS_MAX,
@@ -174,7 +174,7 @@ class _Bucket:
         }
 
     async def ask(self, statement: str, **params: Any) -> Row:
-        """One round trip, but for the very first."""
+        """One round trip, except for the very first call."""
         every = {**self._params, **params}
         while not (rows := await self._database.ask(SQL[statement], every)):
             await self._database.ask(SQL["open"], self._params)
@@ -192,9 +192,9 @@ class _Bucket:
         tokens_back: float = 0.0,
         feedback: Feedback = NO_FEEDBACK,
     ) -> None:
-        """Correct what was taken, and hear what the server said.
+        """Correct what was taken, and apply what the server reported.
 
-        Whoever settles has an answer to look after, so a database that is away is logged and does not concern him.
+        The caller has an answer to process, so an unavailable database is logged and raises no error.
         """
         requests, tokens, retry_after = feedback.requests, feedback.tokens, feedback.retry_after
         if retry_after is not None:
@@ -223,7 +223,7 @@ class _Bucket:
             log.warning("the budget %s was not corrected: %s", self.name, error)
 
     def feedback_of(self, answer: Answer | None) -> Feedback:
-        """Nothing, unless it lowers the bucket or its rate."""
+        """The feedback of an answer; NO_FEEDBACK unless it changes the bucket or its rate."""
         if answer is None or (answer.rates is None and answer.status != REFUSED):
             return NO_FEEDBACK
         found = read_feedback(answer)
@@ -235,7 +235,7 @@ class _Bucket:
         return NO_FEEDBACK
 
     def _is_news(self, requests: float | None, tokens: float | None) -> bool:
-        """Whether a server says that it allows less than is configured, and did not say so before; or the reverse."""
+        """Whether a server newly reports that it allows less than is configured, or no longer does."""
         if (requests, tokens) in (self._told, (None, None)):
             return False
         is_lower = (requests or _UNLIMITED) < self._requests_worth or (tokens or _UNLIMITED) < self._tokens_worth
@@ -243,7 +243,7 @@ class _Bucket:
 
 
 class RateBudget:
-    """One budget, asked for every request."""
+    """One budget that is asked before every request."""
 
     def __init__(self, database: Database, name: str, limits: RateLimits) -> None:
         self._bucket = _Bucket(database, name, limits.rate)
@@ -251,19 +251,19 @@ class RateBudget:
 
     @classmethod
     def of(cls, database: Database, settings: GatewaySettings, *, concurrency: int | None = None) -> RateBudget:
-        """A gateway's, which is the one that its batches take from."""
+        """The budget of a gateway, the same that its batches take from."""
         limits = RateLimits.of(settings)
         return cls(database, settings.endpoint, replace(limits, concurrency=concurrency))
 
     @property
     def name(self) -> str:
-        """Of its row: the name and the rates, for other rates are another budget."""
+        """The key of its row: the name and the rates, because other rates mean another budget."""
         return self._bucket.name
 
     async def reserve(
         self, tokens: int, *, holder: str, max_wait_seconds: float = 0.0, lease_seconds: float = LEASE_SECONDS
     ) -> Reservation | Wait:
-        """Take one request with so many tokens, if it may be sent within `max_wait_seconds`; or nothing at all.
+        """Reserve one request with these tokens, if it may be sent within `max_wait_seconds`; otherwise take nothing.
 
         A slot of `concurrency` is held until the reservation is settled, or `lease_seconds` after it may be sent.
         """
@@ -292,9 +292,9 @@ class RateBudget:
         requests: int = 1,
         feedback: Feedback | None = None,
     ) -> None:
-        """The request was answered, with so many tokens as the server counted (None leaves the guess).
+        """The request was answered, with this number of tokens as the server counted them (None keeps the estimate).
 
-        What the answer says of the server's limits is heard. Where it was more than one request, the others are a debt.
+        The limits that the answer reports are applied. If it took more than one request, the others become a debt.
         """
         if feedback is None:
             feedback = self._bucket.feedback_of(answer)
@@ -302,11 +302,11 @@ class RateBudget:
         await self._end(reservation, 1 - requests, back, feedback)
 
     async def cancel(self, reservation: Reservation) -> None:
-        """It was not sent: everything goes back."""
+        """The request was not sent: return everything to the budget."""
         await self._end(reservation, 1, reservation.tokens, NO_FEEDBACK)
 
     async def add_debt(self, requests: int, feedback: Feedback = NO_FEEDBACK) -> None:
-        """What was sent without asking, because it could not wait."""
+        """Record what was sent without a reservation, because it could not wait."""
         if requests or feedback is not NO_FEEDBACK:
             await self._bucket.settle(requests_back=-requests, feedback=feedback)
 
@@ -347,14 +347,14 @@ class RateBudget:
 
 @dataclass(slots=True)
 class _Purse:
-    """What one process has taken and not spent; below zero it is a debt."""
+    """What one process has taken but not spent; below zero it is a debt."""
 
     requests: float = 0.0
     tokens: float = 0.0
     wait_seconds: float = 0.0
-    """It was taken as a debt, and may be spent after so long."""
+    """It was taken as a debt, and may be spent after this time."""
     hunger: int = 0
-    """How often in a row there was nothing to be had."""
+    """How often in a row the budget was empty."""
 
     @property
     def lacks(self) -> bool:
@@ -362,7 +362,7 @@ class _Purse:
 
 
 class Budget:
-    """One gateway's budget, out of which this process takes a second's worth at a time."""
+    """One gateway's budget, from which this process takes a second's worth at a time."""
 
     def __init__(
         self,
@@ -379,7 +379,7 @@ class Budget:
         self._telling: asyncio.Task[None] | None = None
 
     async def take(self, tokens: int, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until another request with so many tokens may be sent; False if it is not wanted any more."""
+        """Wait until another request with this number of tokens may be sent; False if it is no longer wanted."""
         purse = self._purse
         async with self._turn:
             while purse.lacks or purse.wait_seconds > 0:
@@ -396,14 +396,14 @@ class Budget:
             return True
 
     def settle(self, guessed: int, counted: int | None, answer: Answer | None = None) -> None:
-        """The server counted its tokens; None leaves the guess. What it says of its limits is told to all workers."""
+        """Apply the server's token count (None keeps the estimate), and share its limits with all workers."""
         if counted is not None:
             self._purse.tokens += guessed - counted
         if (feedback := self._bucket.feedback_of(answer)) is not NO_FEEDBACK:
             self._tell(feedback)
 
     def _tell(self, feedback: Feedback) -> None:
-        """What this process has taken is spent no faster than the server likes it; and all others hear of it."""
+        """Slow down this process to the server's limits, and share them with all other workers."""
         purse = self._purse
         left = (0.0, None) if feedback.is_refused else (feedback.requests.count, feedback.tokens.count)
         purse.requests = min(purse.requests, purse.requests if left[0] is None else left[0])
@@ -423,7 +423,7 @@ class Budget:
             await self._bucket.settle(feedback=feedback)
 
     async def _refill(self) -> None:
-        """Take what we lack of a second's worth, and pay our debt; what we have enough of stays in the bucket."""
+        """Take what we lack of a second's worth, and pay our debt. What we have enough of stays in the bucket."""
         purse, bucket = self._purse, self._bucket
         if self._telling is not None:
             await asyncio.wait([self._telling])
@@ -443,7 +443,7 @@ class Budget:
 
 
 async def live_workers(database: Database, operation: str) -> int:
-    """Workers that run this operation now; at least one, for whoever asks is one."""
+    """Number of workers that run this operation now; at least one, because the caller is one."""
     params = {"operation": operation, "silent_seconds": _WORKER_SILENT_SECONDS}
     ((workers,),) = await database.ask(SQL["workers"], params)
     return max(1, int(workers))

@@ -1,8 +1,8 @@
 -- Rates that all workers share: a bucket per gateway or provider that holds what one second brings, and at least one
--- request. A level below zero is a debt. Whoever changes a budget locks its row first, and then its slots.
+-- request. A level below zero is a debt. A statement that changes a budget locks its row first, and then its slots.
 
 -- part: held
--- A crash of the server forgets less than a second of spending, so nobody waits for the disk.
+-- A crash of the server loses less than a second of spending, so commits do not wait for the disk.
 held AS MATERIALIZED (
     SELECT * FROM batchwright.budget
     WHERE name = %(name)s AND set_config('synchronous_commit', 'off', true) IS NOT NULL
@@ -10,8 +10,8 @@ held AS MATERIALIZED (
 )
 
 -- part: level
--- How much is there now. Transactions that wait for each other see the time in another order; a clock that was set back
--- is believed. While the share grows, the rate between two looks is the mean.
+-- The current level. Transactions that wait for each other see times out of order; a clock that was set back is
+-- trusted. While the share grows, the mean of the old and the new rate applies to the time between.
 aged AS (
     SELECT *, greatest(0, extract(epoch FROM :now - refilled_at))::float8 AS seconds FROM held
 ),
@@ -32,7 +32,7 @@ level AS MATERIALIZED (
 )
 
 -- part: waits
--- A request needs the whole of one; tokens need any level above zero, and may leave a debt.
+-- A request needs a level of at least one; tokens need any level above zero, and may leave a debt.
 waits AS MATERIALIZED (
     SELECT *, greatest(0, 1 - requests_now) / requests_speed AS requests_wait,
         greatest(0, -tokens_now) / tokens_speed AS tokens_wait
@@ -45,8 +45,8 @@ VALUES (%(name)s, %(requests_room)s, %(tokens_room)s, :now)
 ON CONFLICT (name) DO NOTHING
 
 -- name: reserve
--- All or nothing. Whoever is refused takes nothing, but gets a turn: the next one in line is told to come later, so that
--- they do not all come back at the same time. A turn is no promise.
+-- All or nothing. A refused caller takes nothing, but gets a turn: the next caller in line gets a later one, so that
+-- they do not all return at the same time. A turn is not a promise.
 WITH :held,
 :level,
 :waits,
@@ -99,8 +99,8 @@ SELECT is_granted, CASE WHEN is_granted THEN wait ELSE extract(epoch FROM turn -
 FROM answered
 
 -- name: take
--- As much of what is wanted as there is; while others stand in line, only every other time. Whoever has found nothing for
--- long gets all that is wanted, as a debt, and waits until those before him are paid.
+-- Takes what is available, up to the wanted amount; while others wait in line, only every other time. A caller that
+-- has found nothing for long gets all that it wants, as a debt, and waits until the debts before it are paid.
 WITH :held,
 :level,
 :waits,
@@ -130,8 +130,8 @@ written AS (
 SELECT requests_taken, tokens_taken, CASE way WHEN 2 THEN wait ELSE 0 END FROM taken
 
 -- name: settle
--- What was guessed is corrected, a slot comes back, and what the server said is heard. Of refusals only those count whose
--- request was sent after the last cut: the others say nothing new. Levels are corrected downwards only.
+-- Corrects the estimate, frees the slot, and applies what the server reported. A refusal counts only if its request
+-- was sent after the last cut: the others say nothing new. Levels are corrected downwards only.
 WITH :held,
 :level,
 slot AS (

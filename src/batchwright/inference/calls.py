@@ -1,11 +1,11 @@
-"""Paid calls to a model server: written down before they are sent, and settled with what they brought and cost.
+"""Paid calls to a model server: recorded before they are sent, and settled with their answers and cost.
 
     begin ── the intent is committed
       └─ sent once
            ├─ settle ── answers and cost, in one commit
            └─ fail ──── refused, lost, or of no use; it may have cost something all the same
 
-A call that has begun and neither settled nor failed belongs to a process that died: it may have been paid for.
+A call that began but neither settled nor failed belongs to a process that died: it may have been paid for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchwright.inference.tokens import share_out
 EMBEDDING = "embedding"
 ENTITIES = "entities"
 _CREDENTIAL_STATUSES = frozenset({401, 402, 403, 404, 405})
-"""No input changes these: the key, the account, the model's name or the url is wrong."""
+"""Errors that no input can change: the key, the account, the model's name or the url is wrong."""
 _CREDENTIAL_CODES = frozenset(
     {
         "account_deactivated",
@@ -42,7 +42,7 @@ _CREDENTIAL_CODES = frozenset(
     }
 )
 _MISDIRECTED = frozenset({Failure.UNSENDABLE, "redirect_refused"})
-"""Words of our own, as are those of _NO_ANSWER: they count only where the server did not write them."""
+"""Our own codes, like those in _NO_ANSWER: they count only if the server did not write them."""
 _REFUSED_STATUSES = frozenset({400, 413, 422})
 _TRANSIENT_STATUSES = frozenset({408, 409, 425})
 _NO_ANSWER = frozenset(
@@ -66,33 +66,33 @@ class Call:
     model: str | None
     """None for a local model, which costs nothing."""
     keys: Sequence[bytes]
-    """The content keys that it will answer, one for each input."""
+    """The content keys that it answers, one for each input."""
     tokens_each: Sequence[int]
-    """A guess of each input's tokens, by which the cost is shared out."""
+    """Estimated tokens of each input, by which the cost is divided."""
     tokens_guess: int
-    """The prompt and the longest answer."""
+    """Estimated tokens of the prompt and the longest answer."""
     id: str = field(default_factory=new_call_id)
     """Sent as x-request-id."""
 
 
 class Ledger(Protocol):
-    """Where calls are written down; the caller's, with the database. Every call begins, and then settles or fails."""
+    """Where calls are recorded; the caller implements it with the database. Each call begins, then settles or fails."""
 
     async def begin(self, call: Call) -> None:
-        """Commit the intent. May raise: then nothing is sent, for this call and for those that have not begun."""
+        """Commit the intent. If this raises, neither this call nor any call that has not begun is sent."""
 
     async def settle(self, call: Call, values: Mapping[bytes, bytes], usage: Usage, answer: Answer) -> None:
-        """Keep the answers by key and the cost, in one commit. A key whose answer is of no use is not among them.
+        """Store the answers by key and the cost, in one commit. Keys without a usable answer are left out.
 
-        What cannot be written is paid for again later, so an implementation tries for a while.
+        An answer that cannot be stored is paid for again later, so an implementation retries for a while.
         """
 
     async def fail(self, call: Call, error: OperationError, answer: Answer) -> None:
-        """Write down why there is nothing to keep; `answer.usage` says what it cost all the same."""
+        """Record why there is nothing to store; `answer.usage` says what it cost anyway."""
 
 
 class Refused(SchemaInvalid):
-    """The server will not do the request as it is; with many inputs, the fault may be in one of them."""
+    """The server refuses the request as it is; with many inputs, the fault may be in one of them."""
 
     def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, code=code)
@@ -116,7 +116,7 @@ class InputRefused(SchemaInvalid):
 
 
 def share_usage(call: Call, usage: Usage) -> dict[bytes, Usage]:
-    """The part of each input, by its share of the tokens; the parts add up to the whole."""
+    """The amount of each input, by its share of the tokens; the amounts add up to the total."""
     parts = {
         name: share_out(total, call.tokens_each)
         for name in ("input", "output", "cached", "reasoning")
@@ -126,7 +126,7 @@ def share_usage(call: Call, usage: Usage) -> dict[bytes, Usage]:
 
 
 def error_of(answer: Answer, *, inputs: int) -> OperationError | None:
-    """What an answer means for the work: the one place where statuses and codes become categories.
+    """What an answer means for the work. Only here do statuses and codes become categories.
 
     Messages hold the status, a machine's code and the request's id, and nothing else of what the server wrote, which
     may repeat the prompt or the key.
@@ -151,7 +151,7 @@ def error_of(answer: Answer, *, inputs: int) -> OperationError | None:
 
 
 class _Error(msgspec.Struct):
-    """The error of a body as OpenAI writes it, and as servers do that have less of it."""
+    """The error in a body, in OpenAI's format or a simpler variant of it."""
 
     code: Any = None
     type: Any = None
@@ -189,7 +189,7 @@ def _describe(answer: Answer, status: int | None, code: str | None) -> str:
 
 
 def local_answer(seconds: float) -> Answer:
-    """What a ledger gets for work that was done in this process."""
+    """What a ledger gets for work done in this process."""
     return Answer(
         verdict=Verdict.ANSWER,
         status=None,

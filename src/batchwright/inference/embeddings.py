@@ -1,4 +1,4 @@
-"""Texts to vectors: what an embedder is, and the one that asks a model server."""
+"""Texts to vectors: the interface of embedders, and the embedder that uses a model server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from batchwright.inference.vectors import URL, dimensions_of, embedding_body, pa
 _VERSION = 1
 _DIMENSIONS_GUESS = 4096
 _NUMBER_BYTES_GUESS = 24
-"""Of one number in an answer, written in decimals."""
+"""Size of one number in an answer, written in decimals."""
 _HOPELESS = 8
-"""So many inputs refused one by one, and none taken: the fault is not in the inputs."""
+"""If this many inputs are refused one by one, and none accepted, the fault is not in the inputs."""
 
 
 class Embedder(Protocol):
-    """Makes vectors of texts: float32, little-endian, of length 1."""
+    """Turns texts into vectors: float32, little-endian, of length 1."""
 
     @property
     def fingerprint(self) -> str:
@@ -39,13 +39,13 @@ class Embedder(Protocol):
 
     @property
     def tokens_max(self) -> int:
-        """The most tokens of one text."""
+        """Maximum number of tokens of one text."""
 
     async def embed(self, texts: Mapping[bytes, str], ledger: Ledger) -> None:
-        """Settle a vector for each text under its key, or raise after all that could be was settled."""
+        """Settle a vector for each text under its key. On an error, settle what is possible, then raise."""
 
     async def embed_query(self, text: str) -> bytes:
-        """The vector of what somebody looks for."""
+        """The vector of a search query."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class PackLimits:
     inputs: int = 2048
     tokens_per_input: int = 8192
     tokens: int = 300_000
-    """Of all inputs together."""
+    """Tokens of all inputs together."""
     answer_bytes: int = 12 * 1024 * 1024
-    """Vectors of one answer, which must stay below the longest that a gateway takes (`response_bytes_max`)."""
+    """Size of the vectors in one answer; must stay below the gateway's limit for answers (`response_bytes_max`)."""
 
     def __post_init__(self) -> None:
         if min(self.inputs, self.tokens_per_input, self.tokens, self.answer_bytes) < 1:
@@ -111,7 +111,7 @@ class RemoteEmbedder:
                 return vector
 
     async def pay(self, texts: Mapping[bytes, str], ledger: Ledger) -> list[bytes]:
-        """One request for all of these texts; returns the keys whose vectors have no direction."""
+        """Send one request for all these texts; returns the keys whose vectors have no direction."""
         tokens = [estimate_tokens(text) for text in texts.values()]
         call = Call(kind=EMBEDDING, model=self.model, keys=tuple(texts), tokens_each=tokens, tokens_guess=sum(tokens))
         usable: dict[bytes, bytes] = {}
@@ -134,7 +134,7 @@ class RemoteEmbedder:
         return [key for key in texts if key not in usable]
 
     def _is_without_base64(self, error: Refused, was_asked: bool) -> bool:
-        """Whether the server refused base64, so that the same request may do without it."""
+        """Whether the server refused base64, so that the same request may work without it."""
         if not was_asked or error.param != "encoding_format":
             return False
         self._is_base64 = False
@@ -153,7 +153,7 @@ class RemoteEmbedder:
             raise SchemaInvalid(message, code="wrong_dimensions")
 
     def _packs(self, texts: Mapping[bytes, str]) -> Iterator[dict[bytes, str]]:
-        """As many texts as a request may hold; a text that is over the limit by itself goes alone."""
+        """As many texts as a request may hold. A text that exceeds the limit by itself is sent alone."""
         pack: dict[bytes, str] = {}
         tokens = 0
         for key, text in texts.items():
@@ -167,7 +167,7 @@ class RemoteEmbedder:
             yield pack
 
     def _inputs_max(self) -> int:
-        """Fewer until it is known how long a vector is: an answer that is cut off is paid for all the same."""
+        """Fewer texts until the length of a vector is known, because an answer that is cut off is paid for anyway."""
         bytes_each = (self.dimensions or _DIMENSIONS_GUESS) * self._bytes_each
         return max(1, min(self._limits.inputs, self._limits.answer_bytes // bytes_each))
 
@@ -183,7 +183,7 @@ class _Work:
         self._is_any_taken = False
 
     async def send(self, texts: Mapping[bytes, str]) -> None:
-        """Send a pack, and one that is refused in halves, until a text that is at fault is alone."""
+        """Send a pack. Split a refused pack in halves, until a faulty text is alone."""
         try:
             unusable = await self._embedder.pay(texts, self._ledger)
             self._is_any_taken = True
@@ -205,7 +205,7 @@ class _Work:
             await run_all(jobs, concurrency=1)
 
     def _is_hopeless(self, error: Refused) -> bool:
-        """Whether no text is at fault: the server names another field, or takes none of many."""
+        """Whether no text is at fault: the server names another field, or refuses many texts and accepts none."""
         is_other = error.param is not None and not error.param.startswith("input")
         return is_other or (len(self.refused) >= _HOPELESS and not self._is_any_taken)
 

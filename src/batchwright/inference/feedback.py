@@ -10,7 +10,7 @@ from batchwright.inference.settings import seconds
 REFUSED = 429
 _MINUTE = 60.0
 _RESET_SECONDS_MAX = 300.0
-"""A server that says nothing will come for longer is asked again after so long."""
+"""If a server announces a longer pause than this, it is asked again after this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,12 @@ class Left:
 
     count: float | None = None
     limit_per_second: float | None = None
-    """Limits are by the minute, or by the day: then the true one is lower still."""
+    """Limits are per minute, or per day: then the true limit per minute is even lower."""
     seconds: float | None = None
-    """Nothing is left, and the next comes after so long."""
+    """Nothing is left; the next one is available after this time."""
 
     def is_below(self, per_second: float) -> bool:
-        """Whether it lowers a bucket that holds a second's worth, and at least one."""
+        """Whether this lowers a bucket that holds a second's worth, and at least one."""
         return self.count is not None and self.count < max(1.0, per_second)
 
 
@@ -33,12 +33,12 @@ _NOTHING = Left()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """What one answer says to all who send to the same server."""
+    """What one answer reports to all senders to the same server."""
 
     is_refused: bool = False
     retry_after: float | None = None
     seconds_ago: float = 0.0
-    """When the request was sent: refusals of what was sent before a cut say nothing new."""
+    """When the request was sent: refusals of requests that were sent before a cut say nothing new."""
     requests: Left = _NOTHING
     tokens: Left = _NOTHING
 
@@ -47,7 +47,7 @@ NO_FEEDBACK = Feedback()
 
 
 def read_feedback(answer: Answer) -> Feedback:
-    """Of an answer that has no such headers and is no refusal, nothing is made."""
+    """NO_FEEDBACK for an answer that has no such headers and is not a refusal."""
     rates, is_refused = answer.rates, answer.status == REFUSED
     if rates is None and not is_refused:
         return NO_FEEDBACK
@@ -71,20 +71,20 @@ def _left(limit: str | None, remaining: str | None, reset: str | None) -> Left:
     most = most or None
     wait = None
     if count is not None and count < 1 and (until_full := _duration(reset)) is not None:
-        # A bucket of theirs that is full after so long has one more after that part of it. Where the whole limit comes
-        # at once, a refusal will say how long to wait.
+        # If the server's bucket is full after this time, it gains one after the matching fraction of it. If the server
+        # resets the whole limit at once instead, a refusal will say how long to wait.
         wait = min(until_full / (most or 1.0), _RESET_SECONDS_MAX)
     return Left(count, None if most is None else most / _MINUTE, wait)
 
 
 def _number(text: str | None) -> float | None:
-    """Not negative and finite, or nothing."""
+    """The number if it is finite and not negative, otherwise None."""
     text = (text or "").strip()
     return float(text[:15]) if text.isascii() and text.isdigit() else None
 
 
 def _duration(text: str | None) -> float | None:
-    """Such as 6m0s, 20ms or 1.5, which is seconds."""
+    """Parses durations such as 6m0s or 20ms; a bare number such as 1.5 is seconds."""
     text = (text or "").strip()[:30]
     found = seconds(text)
     if isinstance(found, str):

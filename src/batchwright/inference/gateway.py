@@ -25,9 +25,9 @@ KEY_SECONDS = 60.0
 _IDLE_SECONDS = 4.0
 _KEY_BYTES_MAX = 16 * 1024
 _TIMEOUT = Failure.TIMEOUT
-"""Looked up with every request, which takes five times as long through the enum."""
+"""Used for every request; access through the enum takes five times as long."""
 _RATES_SIGN = "x-ratelimit-remaining-requests"
-"""Servers that say how much is left say this, too; others cost one look."""
+"""Servers that report what is left also send this header; for other servers one lookup is enough."""
 _OWN_HEADERS = {"accept": "application/json", "accept-encoding": "identity", "content-type": "application/json"}
 
 
@@ -41,16 +41,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Sent as x-request-id."""
     traceparent: str | None = None
     seconds_left: float | None = None
-    """The time to the deadline."""
+    """Time left until the deadline."""
     headers: Mapping[str, str] = {}
-    """More headers; those of the gateway win."""
+    """Additional headers; those of the gateway override them."""
 
     def __repr__(self) -> str:
         return f"Request({self.id} to {self.url}, {len(self.body)} bytes)"
 
 
 class Key:
-    """A reference to a key: read when needed, again after a minute, and shown by nothing."""
+    """A reference to a key. The key is read when needed, read again after a minute, and never shown."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Key:
         return f"the environment variable {self._variable}" if self._variable is not None else "none"
 
     def text(self, now: float) -> str | None:
-        """The key, or None if there is none. One that cannot be read just now is used as it was."""
+        """The key, or None if there is none. If it cannot be read right now, the last value is used."""
         if self._read_at is None or now - self._read_at >= KEY_SECONDS:
             try:
                 self._kept = self._read()
@@ -135,6 +135,7 @@ class Gateway:
         self._client = wreq.Client(runtime=runtime or network_thread(), **_options(settings, self._limits))
         objective = settings.inference_objective
         self._usual_timeout = timedelta(seconds=settings.request_timeout)
+        self._says = _describe_failures(settings, self._limits)
         self._headers = dict(_OWN_HEADERS)
         if objective:
             self._headers[OBJECTIVE] = objective
@@ -150,13 +151,13 @@ class Gateway:
         return f"Gateway({self.endpoint}, key={self._key!r})"
 
     async def send(self, request: Request) -> Answer:
-        """One POST, judged. A task that is cancelled here closes its connection."""
+        """Send one POST and judge the reply. Cancelling the task closes its connection."""
         started = time.monotonic()
         most, left = self.settings.request_timeout, request.seconds_left
         timeout, late = self._usual_timeout, _TIMEOUT
         if left is not None and left < most:
             if left <= 0:
-                return _judge_failure(Failure.EXPIRED, started)
+                return classify(self._make_failure(Failure.EXPIRED, started), now=time.time())
             timeout, late = timedelta(seconds=left), Failure.DEADLINE
         try:
             response = await self._client.post(
@@ -166,11 +167,12 @@ class Gateway:
                 timeout=timeout,
             )
         except Exception as error:
-            return _judge_failure(_name_failure(error, late), started, _explain(error))
+            failure = self._make_failure(_name_failure(error, late), started, self._explain(error))
+            return classify(failure, now=time.time())
         return classify(await self._read(response, started, late), now=time.time())
 
     async def fetch(self, request: Request, seconds: float) -> Reply:
-        """One GET, such as for the list of models; unjudged."""
+        """Send one GET, for example for the list of models, and return the raw reply."""
         started = time.monotonic()
         try:
             headers = self._headers_of(request, started)
@@ -178,11 +180,13 @@ class Gateway:
             response = await self._client.get(self.endpoint + request.url, headers=headers, timeout=timeout)
         except Exception as error:
             failure = _name_failure(error, Failure.TIMEOUT)
-            return _make_failure(failure, _SAYS[failure] + _explain(error), started)
+            if failure is Failure.TIMEOUT:
+                return _make_failure(failure, f"the server did not answer within {seconds:g} s", started)
+            return self._make_failure(failure, started, self._explain(error))
         return await self._read(response, started, Failure.TIMEOUT)
 
     async def close(self) -> None:
-        """Close all connections; whoever still awaits an answer gets CancelledError."""
+        """Close all connections; callers that still await an answer get CancelledError."""
         await self._client.__aexit__(None, None, None)
 
     def _headers_of(self, request: Request, now: float) -> dict[str, str]:
@@ -207,18 +211,31 @@ class Gateway:
                 body = await _stream(response, most)
         except Exception as error:
             failure = late if "TimedOut" in str(error) else Failure.LOST
-            return _make_failure(failure, _SAYS[failure] + f" after the status {status}", started, status)
+            return self._make_failure(failure, started, f"; it had sent the status {status}", status)
         if body is None:
-            return _make_failure(Failure.TOO_LARGE, f"the answer is longer than {most} bytes", started, status)
+            return self._make_failure(Failure.TOO_LARGE, started, status=status)
         headers = response.headers
         return Reply(
             status=status,
             body=body,
             retry_after=_text(headers.get("retry-after")),
             request_id=_text(headers.get("x-request-id")),
+            location=_text(headers.get("location")) if 300 <= status < 400 else None,
             rates=None if headers.get(_RATES_SIGN) is None else _read_rates(headers),
             seconds=time.monotonic() - started,
         )
+
+    def _make_failure(self, failure: Failure, started: float, reason: str = "", status: int | None = None) -> Reply:
+        return _make_failure(failure, self._says[failure] + reason, started, status)
+
+    def _explain(self, error: Exception) -> str:
+        """A short text of our own, because the client's text contains addresses and more."""
+        text = str(error)
+        if "kind: Connect," not in text:
+            return f": {_NOT_HTTP}" if "Error(Parse(" in text else ""
+        if "connect timeout" in text or "TimedOut" in text:
+            return f": {_describe_connect_timeout(self.settings, self._limits)}"
+        return next((f": {words}" for sign, words in _REASONS.items() if sign in text), "")
 
 
 class Gateways:
@@ -260,7 +277,7 @@ class Gateways:
         return list(self._made.values())
 
     def of(self, model: str) -> Gateway | None:
-        """Where a model's requests go; None is for a model_not_found line."""
+        """The gateway for a model's requests; None becomes a model_not_found line."""
         return self._of_all or self._of_model.get(model)
 
     async def __aenter__(self) -> Self:
@@ -273,18 +290,27 @@ class Gateways:
             await gateway.close()
 
 
-_SAYS = {
-    Failure.CONNECT: "the server could not be reached",
-    Failure.DEADLINE: "the deadline came while the request was in flight",
-    Failure.EXPIRED: "the deadline came before the request was sent",
-    Failure.LOST: "the connection was lost",
-    Failure.TIMEOUT: "the time for the request was over",
-    Failure.UNSENDABLE: "the request cannot be sent: its url or a header is invalid",
-}
+def _describe_failures(settings: GatewaySettings, limits: InferenceSettings) -> dict[Failure, str]:
+    return {
+        Failure.CONNECT: "the server could not be reached",
+        Failure.DEADLINE: "the deadline came while the request was in flight",
+        Failure.EXPIRED: "the deadline came before the request was sent",
+        Failure.LOST: "the connection was lost",
+        Failure.TIMEOUT: f"the server did not answer within {settings.request_timeout:g} s, the request_timeout",
+        Failure.TOO_LARGE: f"the answer is longer than {limits.response_bytes_max} bytes",
+        Failure.UNSENDABLE: "the request cannot be sent: its url or a header is invalid",
+    }
+
+
+def _describe_connect_timeout(settings: GatewaySettings, limits: InferenceSettings) -> str:
+    """The client gets at most half of the request's time, see `_options`."""
+    if limits.connect_timeout <= settings.request_timeout / 2:
+        return f"no connection within {limits.connect_timeout:g} s, the inference.connect_timeout"
+    return f"no connection within {settings.request_timeout / 2:g} s, half of the request_timeout"
 
 
 def reference(header: str, value: str, environment: Mapping[str, str]) -> Key | None:
-    """Where the value of a fixed header is; None if this is the value."""
+    """The place of a fixed header's value; None if the text is the value itself."""
     what = f"the header {header}"
     if value.startswith(ENVIRONMENT):
         return Key(what, None, value.removeprefix(ENVIRONMENT), environment, is_word=False)
@@ -294,12 +320,12 @@ def reference(header: str, value: str, environment: Mapping[str, str]) -> Key | 
 
 
 def network_thread() -> wreq.Runtime:
-    """One thread does the network's work: more of them fight over the interpreter's lock, at a fifth more CPU."""
+    """One thread does the network I/O: more threads compete for the interpreter lock and use a fifth more CPU."""
     return wreq.Runtime(workers=1, thread_name="batchwright-http")
 
 
 async def _stream(response: wreq.Response, bytes_max: int) -> bytes | None:
-    """The whole body, or None if it is too long; leaving the stream early closes the connection."""
+    """The complete body, or None if it is too long. Leaving the stream early closes the connection."""
     chunks: list[memoryview] = []
     total = 0
     async with response.stream() as stream:
@@ -312,16 +338,12 @@ async def _stream(response: wreq.Response, bytes_max: int) -> bytes | None:
     return b"".join(chunks)
 
 
-def _judge_failure(failure: Failure, started: float, reason: str = "") -> Answer:
-    return classify(_make_failure(failure, _SAYS[failure] + reason, started), now=time.time())
-
-
 def _make_failure(failure: Failure, detail: str, started: float, status: int | None = None) -> Reply:
     return Reply(status=status, failure=failure, detail=detail, seconds=time.monotonic() - started)
 
 
 def _name_failure(error: Exception, late: Failure) -> Failure:
-    """Why there is no status. The client marks every failure before it was connected as `Connect`.
+    """Why there is no status. The client marks every failure before the connection as `Connect`.
 
     Its connect timeout is shorter than the request's, so other timeouts mean that we were connected.
     """
@@ -338,18 +360,10 @@ _REASONS = {
     "dns error": "its name is unknown",
     "ConnectionRefused": "connection refused",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS; if it is a plain http server, write http:// instead of https://",
     "code: SSL": "the TLS handshake failed",
-    "connect timeout": "no connection in time",
-    "TimedOut": "no connection in time",
 }
-
-
-def _explain(error: Exception) -> str:
-    """A few words of our own: the client's text holds addresses and more."""
-    text = str(error)
-    if "kind: Connect," not in text:
-        return ""
-    return next((f": {words}" for sign, words in _REASONS.items() if sign in text), "")
+_NOT_HTTP = "it does not speak plain HTTP; if it is an https server, write https://, else another port"
 
 
 def _read_rates(headers: HeaderMap) -> RateHeaders:
@@ -388,7 +402,7 @@ def _options(settings: GatewaySettings, limits: InferenceSettings) -> dict[str, 
 
 
 def _tls(settings: GatewaySettings) -> dict[str, Any]:
-    """What the client needs of the TLS settings; files that are no good are refused here, at start."""
+    """The TLS options of the client. Unusable files are refused here, at start."""
     options: dict[str, Any] = {}
     if settings.tls_insecure_skip_verify:
         options |= {"tls_verify": False, "tls_verify_hostname": False}

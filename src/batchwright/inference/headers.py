@@ -1,10 +1,10 @@
-"""Headers for model servers beside our own: fixed ones of the configuration, and those of a batch's creator.
+"""Additional headers for model servers: fixed ones from the configuration, and those of a batch's creator.
 
-A fixed header has a value as it is, or the name of where the value is: `env:NAME` or `file:/path`. A header of a
-creator has a name that the operator lists. Which headers may never be set follows from what they do:
+A fixed header has a literal value, or a reference to it: `env:NAME` or `file:/path`. A creator's header is passed on
+if the operator lists its name. Some headers may never be set, because of what they do:
 
-    both         what frames a message or belongs to one connection, and what we set ourselves
-    creators     besides, keys and cookies: the creator's are for us, not for the model server
+    both         headers that frame a message or belong to one connection, and those that we set ourselves
+    creators     also keys and cookies: the creator's are for us, not for the model server
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OBJECTIVE = "x-gateway-inference-objective"
 
 
 def header_pairs(given: Any) -> Any:
-    """A table of headers as sorted pairs, which can be compared and hashed; names have no capitals."""
+    """A table of headers as sorted pairs, which can be compared and hashed; names are in lower case."""
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
         found = sorted((str(name).lower(), value) for name, value in pairs)
     except (TypeError, ValueError):
         raise ConfigurationError('headers is a table; write headers = { x-team = "search" }') from None
     if not all(isinstance(value, str) for _, value in found):
-        raise ConfigurationError("a value in headers is no text; put it into quotes")
+        raise ConfigurationError("a value in headers is not a string; put it into quotes")
     return tuple(found)
 
 
@@ -48,7 +48,7 @@ Headers = Annotated[tuple[tuple[str, str], ...], BeforeValidator(header_pairs)]
 
 
 def check_headers(fixed: Headers, passed: Iterable[str], *, has_key: bool, has_objective: bool) -> None:
-    """Refuse headers that would break requests, or that two parties would set. Values are never repeated."""
+    """Refuse headers that would break requests, or that two settings would set. Errors never repeat values."""
     names = [name for name, _ in fixed]
     for name in names:
         _check_name("headers", name, _FRAMING)
@@ -75,7 +75,7 @@ def check_headers(fixed: Headers, passed: Iterable[str], *, has_key: bool, has_o
 
 
 def headers_of_creator(given: Iterable[tuple[str, str]], names: Iterable[str]) -> dict[str, str]:
-    """Those headers of a request that are passed through; one that came more than once is joined with commas."""
+    """The headers of a request that are passed through. The values of a repeated header are joined with commas."""
     wanted = frozenset(names)
     found: dict[str, str] = {}
     for name, value in given:
@@ -98,7 +98,7 @@ def is_sendable(value: str) -> bool:
 
 def _check_name(setting: str, name: str, forbidden: frozenset[str]) -> None:
     if _NAME.fullmatch(name) is None:
-        raise ConfigurationError(f"{setting} has {name[:100]!r}, which is no name of a header; write it like x-team")
+        raise ConfigurationError(f"{setting} has {name[:100]!r}, which is not a header name; write it like x-team")
     if name in _FOR_US & forbidden:
         raise ConfigurationError(
             f"{setting} has {name}, which its sender means for this API and not for the model server; for a key of the "

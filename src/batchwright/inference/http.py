@@ -1,7 +1,7 @@
 """HTTP to services other than model servers: any method, bounded answers, streams in both directions.
 
-Nothing is sent twice, no redirect is followed, and no proxy or cookie comes from anywhere. What a failure leaves open
-is said by `NoAnswer.was_sent`. A task that is cancelled closes its connection.
+The client sends nothing twice, follows no redirects, and uses no proxies or cookies. After a failure,
+`NoAnswer.was_sent` says whether the service may have seen the request. Cancelling a task closes its connection.
 
 >>> http = Http()
 >>> service = Service(http, "https://api.example.com/v1", headers=key_header)
@@ -34,9 +34,9 @@ MIB = 1024 * 1024
 ANSWER_BYTES_MAX = 16 * MIB
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
-"""The longest that a call may take, from connecting to the last byte; uploads get more by their length."""
+"""Time limit of a call, from connecting to the last byte; uploads get more time according to their length."""
 SILENCE_SECONDS = 60.0
-"""The longest that a stream may be silent."""
+"""Maximum time without data on a stream."""
 UPLOAD_BYTES_PER_SECOND_MIN = 256 * 1024
 _IDLE_SECONDS = 4.0
 _IDLE_CONNECTIONS_MAX = 16
@@ -46,7 +46,7 @@ Headers = Mapping[str, str]
 
 
 class NoAnswer(Transient):
-    """There is no whole answer; only if `was_sent` is False is it sure that the service has not seen the request."""
+    """There is no complete answer. Only if `was_sent` is False has the service certainly not seen the request."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         super().__init__(message, code=failure.value)
@@ -98,7 +98,7 @@ Body = bytes | Upload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """An answer, whole; names of headers have no capitals."""
+    """A complete answer; header names are in lower case."""
 
     status: int
     headers: Headers = field(repr=False)
@@ -109,7 +109,7 @@ class Response:
         return 200 <= self.status < 300
 
     def json(self) -> Any:
-        """The body as JSON; a service that answers 2xx with anything else is not well."""
+        """The body as JSON. A service that answers 2xx with anything else has a fault."""
         try:
             return orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -124,7 +124,7 @@ class Incoming:
         self.headers = {_text(name).lower(): _text(value) for name, value in response.headers}
         self.length = response.content_length
         self.address = None if response.remote_addr is None else response.remote_addr.ip()
-        """Of the machine that answered, to refuse addresses that nobody may fetch from."""
+        """The address of the machine that answered, to refuse forbidden addresses."""
         self._response = response
 
     @property
@@ -132,7 +132,7 @@ class Incoming:
         return 200 <= self.status < 300
 
     async def chunks(self) -> Chunks:
-        """The body, once; leaving early closes the connection."""
+        """The body; can be read once. Leaving the loop early closes the connection."""
         try:
             async with self._response.stream() as stream:
                 async for chunk in stream:
@@ -167,7 +167,7 @@ class Http:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; whoever still awaits an answer gets CancelledError."""
+        """Close all connections; callers that still await an answer get CancelledError."""
         await self._client.__aexit__(None, None, None)
 
     async def ask(
@@ -180,7 +180,7 @@ class Http:
         bytes_max: int = ANSWER_BYTES_MAX,
         seconds: float = ANSWER_SECONDS,
     ) -> Response:
-        """One request, and its whole answer, whatever its status is."""
+        """Send one request and return the complete answer, whatever its status."""
         if isinstance(body, Upload):
             seconds += body.length / UPLOAD_BYTES_PER_SECOND_MIN
         async with await self._send(method, url, headers, body, {"timeout": timedelta(seconds=seconds)}) as response:
@@ -190,7 +190,7 @@ class Http:
     async def open(
         self, method: str, url: str, *, headers: Headers | None = None, seconds: float = SILENCE_SECONDS
     ) -> AsyncIterator[Incoming]:
-        """One request, and its answer as a stream, which may take any time but may not be silent for too long."""
+        """Send one request and stream the answer. It may take any time, but fails if no data comes for too long."""
         async with await self._send(
             method, url, headers, b"", {"read_timeout": timedelta(seconds=seconds)}
         ) as response:
@@ -217,7 +217,7 @@ class Http:
 
 
 class Service:
-    """A base URL with its credentials, which are sent to that scheme, host and port and to nobody else."""
+    """A base URL with its credentials, which are sent only to that scheme, host and port."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class Service:
         self._query = query or {}
         self.base_url = base_url.rstrip("/")
         self.calls = 0
-        """Requests that were sent with its credentials, or tried."""
+        """Number of requests that were sent, or attempted, with its credentials."""
         self._origin = origin(self.base_url)
 
     def __repr__(self) -> str:
@@ -249,7 +249,7 @@ class Service:
         bytes_max: int = ANSWER_BYTES_MAX,
         seconds: float = ANSWER_SECONDS,
     ) -> Response:
-        """One request with credentials. `path` follows the base URL, or is a whole URL of the same origin."""
+        """Send one request with credentials. `path` is relative to the base URL, or a full URL of the same origin."""
         url = self.url(path, query)
         all_headers = {**await self._headers(), **(headers or {})}
         if json is not None:
@@ -273,11 +273,11 @@ class Service:
             yield incoming
 
     def open_signed(self, url: str) -> AbstractAsyncContextManager[Incoming]:
-        """A URL that carries its own signature, wherever it is: fetched without credentials."""
+        """Fetch a signed URL on any host, without credentials."""
         return self._http.open("GET", url)
 
     def url(self, path: str, query: Mapping[str, str | int] | None = None) -> str:
-        """The whole URL. One that a service's answer leads elsewhere is refused: it would get the credentials."""
+        """The full URL. A URL of another origin is refused, because it would get the credentials."""
         whole = path if "://" in path.partition("?")[0] else f"{self.base_url}/{path.lstrip('/')}"
         if origin(whole) != self._origin:
             raise Fatal(
@@ -289,7 +289,7 @@ class Service:
 
 
 def origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port; of text that is no URL, something that equals nothing else."""
+    """Scheme, host and port; for text that is not a URL, a value that equals nothing else."""
     try:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
@@ -301,7 +301,7 @@ def origin(url: str) -> tuple[str, str, int]:
 
 
 class _Source:
-    """Hands the chunks of an upload to the client, and keeps their error, which the client would make a text of."""
+    """Passes the chunks of an upload to the client, and keeps their error, which the client would reduce to text."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
@@ -329,7 +329,7 @@ async def _once(data: bytes) -> Chunks:
 
 
 def _generator(chunks: Chunks) -> Any:
-    """Any iterator as one that can be closed."""
+    """Makes any iterator closable."""
     return chunks if hasattr(chunks, "aclose") else _closable(chunks)
 
 
@@ -339,7 +339,7 @@ async def _closable(chunks: Chunks) -> Chunks:
 
 
 def _quoted(text: str) -> str:
-    """As browsers write names in forms."""
+    """Quotes a name as browsers do in forms."""
     return text.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -368,7 +368,7 @@ _ERRORS = (
 _SAYS = {
     Failure.CONNECT: "the service could not be reached",
     Failure.LOST: "the connection was lost",
-    Failure.TIMEOUT: "the time for the request was over",
+    Failure.TIMEOUT: "the request timed out",
     Failure.UNSENDABLE: "the request cannot be sent: its url or a header is invalid",
 }
 _REASONS = {
@@ -386,7 +386,7 @@ def _is_late(error: Exception) -> bool:
 
 
 def _before_an_answer(error: Exception) -> Failure:
-    """Why there is no status. The client marks every failure before it was connected as `Connect`."""
+    """Why there is no status. The client marks every failure before the connection as `Connect`."""
     if isinstance(error, (exceptions.ConnectionError, exceptions.TlsError)) and "kind: Connect," in str(error):
         return Failure.CONNECT
     if isinstance(error, exceptions.TimeoutError):
@@ -397,7 +397,7 @@ def _before_an_answer(error: Exception) -> Failure:
 
 
 def _reason(error: Exception) -> str:
-    """A few words of our own: the client's text holds addresses and more."""
+    """A short text of our own, because the client's text contains addresses and more."""
     text = str(error)
     if "kind: Connect," not in text:
         return ""
@@ -409,7 +409,7 @@ def _text(value: memoryview) -> str:
 
 
 def _options(connect_seconds: float) -> dict[str, Any]:
-    """As for model servers: what we ask is what is sent, to whom we name, and answers come as they were sent."""
+    """The same as for model servers: no proxies, redirects, cookies or decompression."""
     return {
         "connect_timeout": timedelta(seconds=connect_seconds),
         "cookie_store": False,

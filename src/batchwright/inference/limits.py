@@ -17,18 +17,19 @@ from batchwright.inference.settings import InferenceSettings
 logger = logging.getLogger(__name__)
 
 ANSWERS_FADE = 32
-"""Of what the largest answer was longer than the last one, so small a part is forgotten."""
+"""After each smaller answer, the remembered maximum shrinks by the difference divided by this."""
 
 
 class Slots:
-    """Room for so many at a time; a slot may weigh more than one.
+    """Room for a fixed number at a time; a slot may weigh more than one.
 
-    Slots of one owner are first come, first served. Between owners those go first whose slots weighed less while others
-    waited: a slot's mark is its weight behind its owner's last mark, or behind the last one served, and the lowest mark
-    is next. So whoever wants little passes whoever waits for much, until he has had as much, and nobody waits for ever.
+    Slots of one owner are first come, first served. Between owners, the one whose slots weighed less while others
+    waited goes first: a slot's mark is its weight added to its owner's last mark, or to the last mark served, and the
+    lowest mark is next. So an owner that wants little passes one that waits for much, until it has had as much. No
+    owner waits forever.
 
-    What weighs more than the whole capacity passes alone. A slot that is given back twice is never counted twice:
-    `broken` then says so, and whoever owns the process should stop taking work.
+    A slot that weighs more than the whole capacity passes alone. A slot that is given back twice is never counted
+    twice: `broken` then says so, and the process should stop taking work.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -51,10 +52,10 @@ class Slots:
         self._admit()
 
     def take_now(self, weight: int = 1, owner: str = "") -> bool:
-        """Without waiting, which costs less than a coroutine; False means that `take` would have to wait."""
+        """Take without waiting, which costs less than a coroutine; False means that `take` would have to wait."""
         if self.in_use and self.in_use + weight > self._capacity:
             return False
-        if not self._waiting:  # what keeps nobody waiting counts for nobody's share
+        if not self._waiting:  # while nobody waits, nothing counts towards an owner's share
             self.in_use += weight
             return True
         mark = self._mark(weight, owner)
@@ -64,7 +65,7 @@ class Slots:
         return True
 
     async def take(self, weight: int = 1, owner: str = "") -> None:
-        """Wait in line for it. Whoever is cancelled here has taken nothing."""
+        """Wait in line. A caller that is cancelled here has taken nothing."""
         if self.take_now(weight, owner):
             return
         self._arrivals += 1
@@ -75,12 +76,12 @@ class Slots:
         try:
             await turn.admitted
         except asyncio.CancelledError:
-            self._marks[owner] -= weight  # it gets nothing, so nothing counts for its owner's share
-            # Admitted and cancelled in the same moment: the room goes to the next.
+            self._marks[owner] -= weight  # it gets nothing, so nothing counts towards its owner's share
+            # Admitted and cancelled at the same moment: the next waiter gets the room.
             if turn.admitted.done() and not turn.admitted.cancelled():
                 self.give(weight)
             else:
-                with contextlib.suppress(ValueError):  # whoever gave room back just before has passed it over
+                with contextlib.suppress(ValueError):  # room that was given back just before has skipped this waiter
                     self._waiting.remove(turn)
                     heapq.heapify(self._waiting)
                 self._admit()
@@ -118,7 +119,7 @@ class Slots:
 
 
 class _Turn(NamedTuple):
-    """Somebody who waits; no two have the same arrival, so the rest is never compared."""
+    """A waiter. No two have the same arrival, so the other fields are never compared."""
 
     mark: int
     arrival: int
@@ -128,13 +129,13 @@ class _Turn(NamedTuple):
 
 
 class CircuitBreaker:
-    """Stops asking an endpoint that cannot be reached, and lets one request at a time find out whether it is back."""
+    """Stops sending to an unreachable endpoint, and lets one request at a time test whether it is back."""
 
     FAILURES = 5
     OPEN_SECONDS = 1.0
     OPEN_SECONDS_MAX = 30.0
     PROBE_SECONDS = 5.0
-    """A probe that has not failed so long after the time for connecting is connected, and its answer takes long."""
+    """A probe that has not failed this long after the connect timeout is connected; its answer just takes long."""
 
     def __init__(
         self, jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.25), *, connect_timeout: float = 10.0
@@ -150,25 +151,25 @@ class CircuitBreaker:
         return self._failures >= self.FAILURES
 
     def wait_seconds(self, now: float) -> float:
-        """0 means: send now. While open this admits one probe, and the others ask again soon."""
+        """0 means: send now. An open breaker admits one probe; the other callers ask again soon."""
         if self._failures < self.FAILURES:
             return 0.0
         if now < self._quiet_until:
             return min(self._quiet_until - now, self.OPEN_SECONDS)
         if self._is_probing:
-            self._failures = self.FAILURES - 1  # it may have been cancelled instead: the next failure opens again
+            self._failures = self.FAILURES - 1  # it may have been cancelled instead: the next failure reopens it
             return 0.0
         self._is_probing = True
         self._quiet_until = now + self._probe_seconds
         return 0.0
 
     def connected(self) -> None:
-        """The endpoint took a request, whatever it answered."""
+        """The endpoint accepted a request, whatever it answered."""
         self._failures = 0
         self._is_probing = False
 
     def failed(self, now: float) -> None:
-        """There was no connection; what had been sent before it opened does not prolong the pause."""
+        """There was no connection. Requests sent before the breaker opened do not extend the pause."""
         if self.is_open and not self._is_probing:
             return
         self._failures += 1
@@ -186,20 +187,20 @@ class ModelLimit:
         self.breaker = breaker
         self.slots = Slots(name, adaptive.limit)
         self.endpoint_slots: Slots | None = None
-        """This worker's share of what the endpoint takes from all workers together."""
+        """This worker's share of the endpoint's limit for all workers together."""
         self.answer_bytes = 0
-        """The largest answer seen; with each smaller one it fades towards that."""
+        """The largest answer seen; each smaller answer lowers it a little."""
 
     def wait_seconds(self, now: float) -> float:
         """How long to send nothing to this model; 0 means: send now, for this may be the probe of an open breaker."""
         return self.adaptive.wait_seconds(now) or self.breaker.wait_seconds(now)
 
     def sent(self, now: float) -> Sent:
-        """To be called when a request leaves, with its slot held."""
+        """Call this when a request is sent, while its slot is held."""
         return Sent(now, self.slots.in_use)
 
     def heard(self, sent: Sent, answer: Answer, now: float) -> None:
-        """What the answer says about the server's load and reachability."""
+        """Apply what the answer says about the server's load and reachability."""
         if (size := len(answer.body)) > self.answer_bytes:
             self.answer_bytes = size
         elif answer.succeeded:
@@ -254,7 +255,7 @@ class Limits:
         return found
 
     def limit_endpoint(self, endpoint: str, capacity: int) -> None:
-        """At most so many requests in flight to an endpoint, over all its models."""
+        """Limit the requests in flight to an endpoint, over all its models."""
         if (slots := self._endpoints.get(endpoint)) is not None:
             slots.capacity = capacity
             return
@@ -280,7 +281,7 @@ class Permit:
         self._bytes: int | None = None
 
     def take_slot_now(self) -> bool:
-        """Without waiting; False means that `take_slot` would have to wait."""
+        """Take the slot without waiting; False means that `take_slot` would have to wait."""
         self._has_slot = self._model.slots.take_now()
         return self._has_slot
 
@@ -289,7 +290,7 @@ class Permit:
         self._has_slot = True
 
     def take_rest_now(self, request_bytes: int) -> bool:
-        """All of it without waiting, or nothing; False means that `take_rest` would have to wait."""
+        """Take all of the rest without waiting, or nothing; False means that `take_rest` would have to wait."""
         model, limits = self._model, self._limits
         endpoint, weight = model.endpoint_slots, request_bytes + model.answer_bytes
         if endpoint is not None and not endpoint.take_now():
@@ -304,7 +305,7 @@ class Permit:
         return False
 
     async def take_rest(self, request_bytes: int) -> None:
-        """Whoever is cancelled while waiting keeps nothing of the rest, and the slot of the model."""
+        """A caller that is cancelled while waiting keeps the slot of the model, and nothing of the rest."""
         endpoint, weight = self._model.endpoint_slots, request_bytes + self._model.answer_bytes
         taken: list[Slots] = []
         try:
@@ -320,7 +321,7 @@ class Permit:
         self._endpoint, self._bytes = endpoint, weight
 
     def give_back(self) -> None:
-        """Everything that is held; a second time is never counted, but reported as `broken`."""
+        """Give back everything that is held. A second call is not counted, but reported as `broken`."""
         if not self._has_slot:
             self._model.slots.note_broken("one slot was given back twice")
             return

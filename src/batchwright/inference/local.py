@@ -1,4 +1,4 @@
-"""Vectors made in this process: no key, no network, no cost.
+"""Vectors computed in this process: no key, no network, no cost.
 
 The weights and the vocabulary are those in the wheel of wordllama. Its code stays unloaded: it brings an HTTP client,
 sets up logging for the whole process, and takes several times as long for the same vectors.
@@ -34,7 +34,7 @@ _WEIGHTS = "weights/l2_supercat_256.safetensors"
 _VOCABULARY = "tokenizers/l2_supercat_tokenizer_config.json"
 _NEEDED = ("wordllama", "numpy", "safetensors", "tokenizers")
 _SPACE = "\u2581"
-"""What stands for a space in the vocabulary; no entry has one behind another character, and none has a line break."""
+"""The vocabulary's character for a space. In an entry it is always first, and no entry has a line break."""
 _PIECE = re.compile(f"{_SPACE}*[^{_SPACE}\\n]+|{_SPACE}+|\\n")
 _SPECIAL = ("<s>", "</s>", "<unk>")
 _CACHED_PIECES_MAX = 200_000
@@ -63,11 +63,11 @@ class _Local(ABC):
 
     @abstractmethod
     def vectors(self, texts: Sequence[str]) -> list[bytes]:
-        """One vector for each text; a text of nothing gets one too."""
+        """One vector for each text, even for an empty one."""
 
 
 class HashEmbedder(_Local):
-    """Words and their parts of three characters, each added to a place that its checksum chooses.
+    """Hashes words and their three-character parts: each is added to the dimension that its checksum selects.
 
     It needs no weights and knows no synonyms: for tests, and for machines without the extra.
     """
@@ -88,7 +88,7 @@ class HashEmbedder(_Local):
 
 
 class LocalEmbedder(_Local):
-    """The mean of static vectors of a text's tokens, as wordllama has it: similar words are near one another."""
+    """The mean of the static vectors of a text's tokens, as in wordllama: similar words are close to one another."""
 
     def __init__(self) -> None:
         self._folder = _find_package()
@@ -106,7 +106,7 @@ class LocalEmbedder(_Local):
 
 
 class _Model:
-    """Weights and vocabulary in memory, with the tokens of words that were seen before."""
+    """Weights and vocabulary in memory, with a cache of the tokens of known words."""
 
     def __init__(self, folder: Path) -> None:
         import numpy
@@ -147,7 +147,7 @@ class _Model:
 
 
 def _find_package() -> Path:
-    """Where wordllama is, without loading it."""
+    """The folder of wordllama, found without importing it."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     found = importlib.util.find_spec("wordllama")
     if missing or found is None or not found.submodule_search_locations:
@@ -170,5 +170,5 @@ def _add(vector: array[float], feature: bytes, weight: float) -> None:
 
 
 def _nothing() -> bytes:
-    """For a text without words: a direction that is as good as any."""
+    """An arbitrary direction, for a text without words."""
     return normalise(array("f", [1.0, *bytes(_DIMENSIONS - 1)])) or b""

@@ -1,6 +1,6 @@
-"""What tokens cost, by model: as the user's table says, or as the list that comes with Batchwright does.
+"""Token prices by model: from the user's table, or else from the list that comes with Batchwright.
 
-The list, `prices.json`, is made by `tools/prices.py`. What neither knows is None, and never 0.
+`tools/prices.py` writes the list, `prices.json`. A price that neither has is None, never 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 Lane = Literal["realtime", "batch"]
 
 EVERY_MODEL = "*"
-"""In a table of prices: every model without a price of its own."""
+"""In a table of prices: every model without its own price."""
 WRITTEN = "configuration"
 """The source of a price that the user wrote."""
 DERIVED = "the usual price less the provider's batch discount"
@@ -33,12 +33,12 @@ _VERSION = re.compile(r"[-@](?:20\d\d-\d\d-\d\d|20\d{6}|00\d|default|latest)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What a million tokens of a model cost, in the currency of your choice."""
+    """Price of a model per million tokens, in the currency of your choice."""
 
     input: float = 0.0
     """Tokens of the prompt."""
     cached: float | None = None
-    """Tokens of the prompt that the server had in its cache; unset, they cost what the others cost."""
+    """Cached tokens of the prompt; by default they cost the same as other tokens of the prompt."""
     output: float = 0.0
     """Tokens of the answer."""
 
@@ -49,19 +49,19 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a million tokens cost, in dollars."""
+    """Price per million tokens, in dollars."""
 
     input: Decimal
     """Tokens of the prompt."""
     output: Decimal
     """Tokens of the answer."""
     cached: Decimal | None = None
-    """Tokens of the prompt that the server had in its cache; None, they cost what the others cost."""
+    """Cached tokens of the prompt; None means that they cost the same as other tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedPrice(Rates):
-    """The price of a model, and who says so."""
+    """The price of a model, and its source."""
 
     source: str
     """`configuration`, or the list with its version and date."""
@@ -71,7 +71,7 @@ class ListedPrice(Rates):
 
 
 def find_model_price(model: str, *, lane: Lane, overrides: Mapping[str, Price]) -> ListedPrice | None:
-    """What the user's table says of this model, or of all (`*`), in both lanes; else what the list says.
+    """The price in the user's table for this model, or for all models (`*`), in both lanes; else the price in the list.
 
     `provider/model` is looked up in that provider's list. A name alone is looked up only in the lists of those who
     make the models themselves, because several sell the same open model at different prices. None where the list has
@@ -88,7 +88,7 @@ def find_model_price(model: str, *, lane: Lane, overrides: Mapping[str, Price]) 
 def cost_of(
     price: ListedPrice | None, *, prompt_tokens: int | None, completion_tokens: int | None, cached_tokens: int = 0
 ) -> Decimal | None:
-    """What one request costs, exactly; None if the price or a count of tokens that has one is unknown.
+    """The exact cost of one request; None if the price, or a token count that has a price, is unknown.
 
     The cached tokens are a part of the prompt's.
     """
@@ -106,12 +106,12 @@ def cost_of(
 
 
 def list_source() -> str:
-    """Where the prices of the list are from, with the version and the date."""
+    """The source of the list's prices, with version and date."""
     return _list().source
 
 
 def names_of(model: str) -> Iterator[str]:
-    """How a model may stand in a list: as it is written, without its path, and without its version."""
+    """Names under which a list may have a model: as written, without its path, and without its version."""
     name = _TUNED.sub(r"\1", _FOLDER.sub("", model.strip().casefold()))
     yield model.strip().casefold()
     yield name
@@ -119,13 +119,13 @@ def names_of(model: str) -> Iterator[str]:
 
 
 def look_up(written: Mapping[str, T], names: Iterator[str] | Sequence[str]) -> T | None:
-    """The entry of the first of these names that a user's table has, or that of every model."""
+    """The entry of the first of these names in the user's table, or the entry for every model."""
     theirs = {name.casefold(): entry for name, entry in written.items()}
     return next((theirs[name] for name in (*names, EVERY_MODEL) if name in theirs), None)
 
 
 def cost(usage_by_model: Mapping[str, Mapping[str, Any]], prices: Mapping[str, Price]) -> float | None:
-    """What the tokens so far cost; None if a model that used some has no price, because a part is no cost."""
+    """The cost of the tokens so far; None if a model that used some has no price, since a partial sum misleads."""
     total = 0.0
     for model, usage in usage_by_model.items():
         price = prices.get(model) or prices.get(EVERY_MODEL)
@@ -147,7 +147,7 @@ def _priced(usage: Mapping[str, Any], price: Price) -> float:
 class _List:
     source: str
     makers: Sequence[str]
-    """Whose models are found without the provider's name."""
+    """Providers whose models are found without the provider's name."""
     prices: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def find(self, model: str) -> Mapping[str, Any] | None:
@@ -193,5 +193,5 @@ def _figures(said: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def _exact(value: float) -> Decimal:
-    """The number as it was written: 0.02, and not the nearest binary fraction."""
+    """The number as written: 0.02, and not the nearest binary fraction."""
     return Decimal(str(value))

@@ -1,4 +1,4 @@
-"""Sending paid calls: each begun, sent once and settled; many at a time, and none given up for another's error."""
+"""Sends paid calls: each is begun, sent once and settled. Many run at a time; one error does not stop the others."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _BATCH = 256
 _IN_LOOP_BYTES_MAX = 128 * 1024
 _SETTLE_SECONDS = 10.0
 _TRANSIENT_MAX = 3
-"""After so many the server is taken to be away, and what is not sent yet waits for the next attempt."""
+"""After this many failures the server counts as unavailable, and unsent calls wait for the next attempt."""
 
 Read = Callable[[bytes], Mapping[bytes, bytes]]
-"""The values by key in the body of an answer; raises SchemaInvalid for one that is of no use."""
+"""The values by key in the body of an answer; raises SchemaInvalid if the answer is unusable."""
 
 
 class Sender:
-    """Sends the calls of one embedder or extractor to its server, so many at a time over all who use it."""
+    """Sends the calls of one embedder or extractor to its server, with one limit of concurrent calls for all users."""
 
     def __init__(self, gateway: Gateway | None, *, concurrency: int = CONCURRENCY) -> None:
-        """Without a gateway nothing can be sent: only a provider's batch API has the model."""
+        """Without a gateway nothing can be sent: then only a provider's batch API has the model."""
         self.concurrency = concurrency
         self._gateway = gateway
         self._turns = asyncio.Semaphore(concurrency)
 
     async def pay(self, call: Call, url: str, body: Mapping[str, Any], read: Read, ledger: Ledger) -> None:
-        """One call from intent to settlement; raises why there is nothing to keep, after it was written down."""
+        """Run one call from intent to settlement. Records a failure first, then raises it."""
         request = Request(url=url, body=_encode(body), id=call.id)
         gateway = self._require_gateway(call.model)
         async with self._turns:
@@ -59,7 +59,7 @@ class Sender:
         await _see_through(ledger.settle(call, values, answer.usage, answer))
 
     async def ask(self, url: str, body: Mapping[str, Any]) -> bytes:
-        """A request that nobody keeps, such as for the words of a search."""
+        """Send a request whose answer is not stored, such as for a search query."""
         gateway = self._require_gateway(body.get("model"))
         answer = await gateway.send(Request(url=url, body=_encode(body), id=new_call_id()))
         if (error := error_of(answer, inputs=1)) is not None:
@@ -76,10 +76,9 @@ class Sender:
 
 
 async def run_all(jobs: Iterable[Callable[[], Awaitable[None]]], *, concurrency: int) -> None:
-    """Run all to their end, so many at a time, and then raise the worst error.
+    """Run all jobs to their end, a limited number at a time, and then raise the worst error.
 
-    No job is cancelled for another's error. Those not yet started stay undone when going on is of no use: after an
-    error that all would meet.
+    An error of one job cancels no other. But after an error that every job would meet, no further job starts.
     """
     waiting, errors = iter(jobs), list[Exception]()
 
@@ -104,9 +103,9 @@ async def settle_here(
     ledger: Ledger,
     turns: asyncio.Semaphore,
 ) -> None:
-    """Work that is done in this process, in a thread and in batches of which each is settled by itself.
+    """Work that runs in a thread of this process, in batches that are settled one by one.
 
-    Those who work here take turns: many threads at once would leave the event loop too little of the interpreter.
+    Callers take turns: many threads at once would starve the event loop.
     """
     keys = list(texts)
     for start in range(0, len(keys), _BATCH):
@@ -150,7 +149,7 @@ def _badness(error: Exception) -> int:
 
 
 async def _values_in(answer: Answer, call: Call, read: Read) -> Mapping[bytes, bytes]:
-    """Long answers are read in a thread, which lets the loop go on meanwhile."""
+    """Long answers are parsed in a thread, so that they do not block the loop."""
     if (error := error_of(answer, inputs=len(call.keys))) is not None:
         raise error
     if len(answer.body) <= _IN_LOOP_BYTES_MAX:
@@ -159,13 +158,13 @@ async def _values_in(answer: Answer, call: Call, read: Read) -> Mapping[bytes, b
 
 
 async def _see_through(writing: Coroutine[Any, Any, None]) -> None:
-    """What has been paid for is written down, even if the work is cancelled now."""
+    """Record what has been paid for, even if the work is cancelled now."""
     task = asyncio.ensure_future(writing)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task}, timeout=_SETTLE_SECONDS)
         if task.done() and not task.cancelled():
-            task.exception()  # read, so that nobody complains: the cancellation counts
+            task.exception()  # read it to avoid a warning about an unread exception: the cancellation counts
         task.cancel()
         raise

@@ -1,4 +1,4 @@
-"""Where model servers are and how many requests they get; kept apart, so that reading settings loads no HTTP client."""
+"""Addresses and limits of model servers, in a module of their own so that reading settings loads no HTTP client."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
+from batchwright.durations import parse_duration
 from batchwright.errors import ConfigurationError
 from batchwright.inference.headers import Headers, check_headers
 
@@ -22,18 +23,17 @@ NO_GATEWAY = (
     "or name one for each model:\n"
     '    [model_gateways."llama-3"]\n    url = "http://gateway-a:8000"'
 )
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+TO_ANY_SERVER = ("request_timeout", "max_retries", "initial_backoff", "max_backoff")
+"""Settings of a gateway that may also apply to another server: no key, and nothing about trust."""
 _NO_HOST = re.compile(r'[\s"%<>\\^`{|}]')
-"""No host's name holds one of these, but a placeholder does that nobody has filled in."""
+"""Characters that no host name contains, but a placeholder that was not filled in does."""
 _SERVER = re.compile(r"(https?://[^/?#]*)[/?#].")
 
 
 def seconds(value: Any) -> Any:
-    """Read a duration as llm-d's batch gateway writes it, such as "5m" or "1m30s"; a bare number is seconds."""
-    if isinstance(value, str) and _DURATION.sub("", value) == "" and value:
-        return sum(float(number) * _UNITS[unit] for number, unit in _DURATION.findall(value))
-    return value
+    """Read a duration such as "5m" or "1m30s"; a bare number is seconds."""
+    found = parse_duration(value) if isinstance(value, str) else None
+    return value if found is None else found
 
 
 Seconds = Annotated[float, BeforeValidator(seconds)]
@@ -44,54 +44,55 @@ class GatewaySettings:
     """A server that speaks OpenAI's API; in global mode it serves every model."""
 
     url: str = ""
-    """Where the server is, without /v1: http://gateway:8000."""
+    """URL of the server, without /v1: http://gateway:8000."""
     api_key_name: str | None = None
-    """The key is the file of this name under /etc/.secrets/."""
+    """Name of the file under /etc/.secrets/ with the key."""
     api_key_file: Path | None = None
-    """The key is in this file."""
+    """File with the key."""
     api_key_env: str | None = None
-    """The key is in this environment variable."""
+    """Environment variable with the key."""
     request_timeout: Seconds = 300.0
-    """The longest a request may take, from connecting to the last byte; a number of seconds, or "5m"."""
+    """Time limit of a request, from connecting to the last byte; a number of seconds, or "5m"."""
     max_retries: int = 3
-    """How often a request that failed in the server is sent again; a busy or absent server is waited for instead."""
+    """How often a request that failed in the server is resent. A busy or unreachable server does not count: the request
+    waits."""
     initial_backoff: Seconds = 1.0
-    """The pause before the first repetition; each further one doubles it."""
+    """Pause before the first retry; each further retry doubles it."""
     max_backoff: Seconds = 60.0
-    """The longest pause before a repetition."""
+    """Maximum pause before a retry."""
     concurrency_total: int | None = None
-    """Requests in flight to this gateway from all worker processes together, which share it evenly."""
+    """Maximum number of requests in flight to this gateway from all worker processes, which share it evenly."""
     requests_per_minute: float | None = None
-    """Requests that all worker processes together send to this gateway in a minute."""
+    """Maximum number of requests per minute that all worker processes together send to this gateway."""
     tokens_per_minute: float | None = None
-    """Tokens, of prompts and answers, that they spend there in a minute."""
+    """Maximum number of tokens per minute, of prompts and answers together."""
     headers: Headers = field(default=(), repr=False)
-    """Headers of every request to this gateway, as a table; a value, or where it is: `env:NAME` or `file:/path`."""
+    """Headers of every request to this gateway, as a table; a value, or its place: `env:NAME` or `file:/path`."""
     passthrough_headers: tuple[str, ...] = ()
-    """Names of headers that are taken from the request that creates a batch and sent with each of its requests."""
+    """Names of headers to copy from the request that creates a batch to each request of the batch."""
     inference_objective: str | None = None
-    """Sent as x-gateway-inference-objective, by which an inference gateway may rank requests."""
+    """Sent as x-gateway-inference-objective, which an inference gateway may use to rank requests."""
     tls_insecure_skip_verify: bool = False
     """Accept any certificate; for experiments only."""
     tls_ca_cert_file: Path | None = None
     """PEM certificates to trust instead of the public ones."""
     tls_client_cert_file: Path | None = None
-    """The PEM certificate by which we show who we are; needs tls_client_key_file."""
+    """PEM certificate of the client; needs tls_client_key_file."""
     tls_client_key_file: Path | None = None
-    """The private key of that certificate, as PKCS#8 PEM."""
+    """Private key of that certificate, as PKCS#8 PEM."""
     provider: str | None = None
-    """Instead of to a server, batches of this model go through the batch API of this outside provider: `openai`,
-    `anthropic`, `gemini`, or any other that does completions; only for the gateway of one model."""
+    """Outside provider whose batch API runs batches of this model instead of a server: `openai`, `anthropic`, `gemini`,
+    or any other that supports completions; only for the gateway of one model."""
     provider_model: str | None = None
-    """What the provider, or the overflow provider, calls the model, if it is not its name here."""
+    """Name of the model at the provider or the overflow provider, if it differs."""
     provider_tokens_max: int | None = None
-    """Tokens of prompts, by a rule of thumb, in one job at the provider; for accounts that may have fewer of them
-    waiting there than a job may hold."""
+    """Maximum number of prompt tokens, estimated, in one job at the provider; for accounts whose limit of waiting
+    tokens is below that of a job."""
     overflow_provider: str | None = None
-    """A provider that takes over what no worker has begun of a batch that would be late on this server."""
+    """Provider that takes over shards that no worker has started, if the batch would be too late on this server."""
     overflow_cost_max: float | None = None
-    """What that may cost for one batch, in the money of the provider's prices; by an estimate, which counts the most
-    tokens that the requests allow."""
+    """Maximum cost of this overflow for one batch, in the currency of the provider's prices; estimated with the maximum
+    number of tokens that the requests allow."""
 
     def __post_init__(self) -> None:
         lowered = tuple(sorted({name.lower() for name in self.passthrough_headers}))
@@ -110,7 +111,7 @@ class GatewaySettings:
 
     @property
     def endpoint(self) -> str:
-        """The url that a line's own url is appended to."""
+        """The base url; each line's own url is appended to it."""
         return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     def _check_provider(self, provider: str) -> None:
@@ -119,7 +120,7 @@ class GatewaySettings:
         if others:
             raise ConfigurationError(
                 f"a gateway has the provider {provider!r} and {' and '.join(others)}, which are for servers of your "
-                f"own; keep the provider, or those. Its key and its address stand in [providers.{provider}]"
+                f"own; keep the provider, or those. Set its key and its address in [providers.{provider}]"
             )
         if self.provider_tokens_max is not None and self.provider_tokens_max < 1:
             raise ConfigurationError(
@@ -159,7 +160,7 @@ class GatewaySettings:
                 f"{self.max_backoff} must be above 0 and finite, and max_backoff not below initial_backoff"
             )
         if self.max_retries < 0:
-            raise ConfigurationError(f"max_retries is {self.max_retries}; write 0 to never send a request again")
+            raise ConfigurationError(f"max_retries is {self.max_retries}; write 0 for no retries")
         for name in ("concurrency_total", "requests_per_minute", "tokens_per_minute"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < inf:
@@ -171,19 +172,19 @@ class InferenceSettings:
     """How many requests one worker process has in flight."""
 
     concurrency: int = 100
-    """Requests in flight over all models."""
+    """Maximum number of requests in flight for all models together."""
     model_concurrency_start: int = 10
-    """Requests in flight to one model at first; how many it bears is found out by trying."""
+    """Requests in flight to one model at the start; after that the number is tuned automatically."""
     model_concurrency_min: int = 1
-    """A model that refuses everything still gets this many at a time."""
+    """Minimum number of requests in flight to one model, even if it refuses everything."""
     model_concurrency_max: int | None = None
-    """The most in flight to one model; unset means as many as over all models."""
+    """Maximum number of requests in flight to one model; by default as many as for all models together."""
     bytes_in_flight_max: int = 256 * 1024 * 1024
-    """Requests in flight and the answers they may bring, in bytes."""
+    """Maximum size of the requests in flight and their expected answers, in bytes."""
     response_bytes_max: int = 16 * 1024 * 1024
-    """A longer answer is cut off and becomes the error response_too_large."""
+    """Maximum size of an answer; a larger one becomes the error response_too_large."""
     connect_timeout: Seconds = 10.0
-    """The longest that name lookup, connecting and the TLS handshake may take together."""
+    """Time limit of name lookup, connecting and the TLS handshake together."""
 
     def __post_init__(self) -> None:
         least, most = self.model_concurrency_min, self.most_per_model
@@ -225,9 +226,9 @@ def refuse_both(gateway: GatewaySettings, model_gateways: Mapping[str, GatewaySe
 
 
 def shown_url(url: str) -> str:
-    """As much of a useless url as may be repeated: keys stand in paths and queries, passwords before an `@`."""
+    """The part of an invalid url that is safe to show: paths and queries may hold keys, and user info a password."""
     if "@" in url:
-        return "not shown, for a password may stand in it"
+        return "not shown, because it may contain a password"
     server = _SERVER.match(url)
     return repr(url) if server is None else repr(f"{server[1]}/…")
 

@@ -1,4 +1,4 @@
-"""What was spent on models: summed by tenant, day, model and lane, in the commit that tells the cost of a call.
+"""Spending on models: summed by tenant, day, model and lane, in the commit that records the cost of a call.
 
 >>> one = Spent("acme", "small", "realtime", Sums.of_call(120, None, Decimal("0.02")))
 >>> await spending.add(one, session=session)
@@ -16,17 +16,17 @@ from batchwright.db.statements import statements
 
 SQL = statements(__package__, "spending.sql")
 KEPT_DAYS = 400
-"""A year, and some time to write the bill of its last month."""
+"""A year, and some time to bill its last month."""
 LIST_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What calls have used and cost together."""
+    """Total usage and cost of calls."""
 
     calls: int = 0
     unpriced: int = 0
-    """Those of the calls whose cost nobody knows."""
+    """Number of calls whose cost is unknown."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: Decimal = Decimal(0)
@@ -48,7 +48,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What was spent within some days: in all, and by tenant, model and lane, the most expensive first."""
+    """Spending within a period: in total, and by tenant, model and lane, the most expensive first."""
 
     days: int
     total: Sums
@@ -63,7 +63,7 @@ class Spending:
         self._database = database
 
     async def add(self, spent: Spent, *, session: Session) -> None:
-        """In the caller's transaction and at its end: all of a tenant's calls of one day meet in one row."""
+        """Call this at the end of a transaction, because all calls of a tenant on one day update the same row."""
         sums = spent.sums
         params = {
             "tenant": spent.tenant,
@@ -78,7 +78,7 @@ class Spending:
         await self._database.ask(SQL["add"], params, session)
 
     async def costs(self, tenant: str | None, *, days: int, limit: int = 100) -> Costs:
-        """Of one tenant, or of all; today is the last of the days, and days are those of UTC."""
+        """Spending of one tenant, or of all. The period ends today; days are in UTC."""
         params = {"tenant": tenant, "days": days}
         ((*sums,),) = await self._database.ask(SQL["total"], params)
         rows = await self._database.ask(SQL["by_model"], {**params, "limit": limit + 1})
@@ -86,5 +86,5 @@ class Spending:
         return Costs(days, Sums(*sums), parts, has_more=len(rows) > limit)
 
     async def forget(self, limit: int, *, session: Session) -> int:
-        """Remove the sums of days long ago; answers how many."""
+        """Remove the sums of old days; returns how many."""
         return len(await self._database.ask(SQL["forget"], {"days": KEPT_DAYS, "limit": limit}, session))

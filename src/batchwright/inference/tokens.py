@@ -1,4 +1,4 @@
-"""Tokens without a tokenizer: a guess for one text, and a count shared out among many."""
+"""Tokens without a tokenizer: an estimate for one text, and a count divided among many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 
 def estimate_tokens(text: str) -> int:
-    """A third of the ASCII characters and all others. A guess: give a tokenizer where the limit is strict."""
+    """An estimate: a third of the ASCII characters, plus all others. Use a tokenizer if the limit is strict."""
     plain = len(text.encode("ascii", "ignore"))
     return (plain + 2) // 3 + len(text) - plain
 

@@ -1,4 +1,4 @@
-"""Bodies and answers of /v1/embeddings, apart from sending them; a vector is float32, little-endian, of length 1."""
+"""Builds bodies and parses answers of /v1/embeddings; a vector is float32, little-endian, of length 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def embedding_body(
 
 
 def parse_embeddings(body: bytes, count: int) -> list[bytes]:
-    """The vectors of an answer in the order of its inputs; raises SchemaInvalid unless all are there and usable."""
+    """The vectors of an answer in the order of its inputs; raises SchemaInvalid unless all are present and usable."""
     vectors = read_vectors(body, count)
     usable = [vector for vector in vectors if vector is not None]
     if len(usable) < count:
@@ -45,7 +45,7 @@ def parse_embeddings(body: bytes, count: int) -> list[bytes]:
 
 
 def read_vectors(body: bytes, count: int) -> list[bytes | None]:
-    """As parse_embeddings, with None for a vector that is zero or holds what is no number."""
+    """Like parse_embeddings, with None for a vector that is zero or not finite."""
     try:
         data = _decode(body).data
     except msgspec.DecodeError:
@@ -60,7 +60,7 @@ def read_vectors(body: bytes, count: int) -> list[bytes | None]:
 
 
 def normalise(vector: array[float]) -> bytes | None:
-    """The vector at length 1; None if it has no direction."""
+    """The vector scaled to length 1; None if it has no direction."""
     length = math.hypot(*vector)
     if not 0 < length < math.inf:
         return None

@@ -42,7 +42,7 @@ def _check_steps(part: IngestPart) -> Finding:
 
 
 def _check_models(part: IngestPart) -> list[Finding]:
-    """Whether the models of the settings can be had here; whether their servers answer, the gateways' check says."""
+    """Whether the configured models are available here. The gateways' check says whether their servers answer."""
     settings = part.settings
     findings = []
     try:
@@ -77,5 +77,5 @@ def _check_roots(part: IngestPart) -> list[Finding]:
 async def _check_vectors(part: IngestPart) -> Finding:
     if await part.spaces.has_pgvector():
         return Finding("vectors", Level.OK, "pgvector indexes them")
-    text = f"pgvector is not there, so search compares all vectors; that is fine up to about {_EXACT_CHUNKS} chunks"
+    text = f"pgvector is not installed, so search compares all vectors; that is fine up to about {_EXACT_CHUNKS} chunks"
     return Finding("vectors", Level.OK, text)

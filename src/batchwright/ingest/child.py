@@ -1,4 +1,4 @@
-"""The process that runs extractors. It forks for every document: each has fresh limits and leaves nothing behind.
+"""The process that runs extractors. It forks for every document: each has fresh limits and leaves no state behind.
 
     worker ── request ──▶ fork server ── fork ──▶ extractor (limits, one document, exits)
            ◀── ending and answer ──       ◀── answer by pipe, ending by wait ──
@@ -34,7 +34,7 @@ _ROOM_TO_REPORT_BYTES = 64_000_000
 
 
 def serve(requests: BinaryIO, endings: BinaryIO, preload: list[str]) -> None:
-    """One document at a time until the worker closes the pipe."""
+    """Process one document at a time until the worker closes the pipe."""
     _load_parsers(preload)
     gc.freeze()
     while header := requests.read(LENGTH.size):
@@ -47,7 +47,7 @@ def serve(requests: BinaryIO, endings: BinaryIO, preload: list[str]) -> None:
 
 
 def _load_parsers(extractors: list[str]) -> None:
-    """What is loaded here is not loaded again for each document; what is not installed is missed when it is needed."""
+    """Load the parsers once, not for each document. A missing parser only causes an error when a document needs it."""
     for name in _LIBRARIES:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -83,7 +83,7 @@ def _run_in_fork(request: Request) -> tuple[Ending, bytearray]:
 
 
 def _extract_and_exit(request: Request, writing: int) -> None:
-    """Never returns: whatever happens here, the fork must not go on as a second server."""
+    """Never returns: whatever happens here, the fork must not continue as a second server."""
     code = 1
     try:
         _silence()
@@ -97,14 +97,14 @@ def _extract_and_exit(request: Request, writing: int) -> None:
 
 
 def _silence() -> None:
-    """The server's pipes are not the extractor's, and what a parser prints may be a document's text."""
+    """Detach from the server's pipes and discard what a parser prints, which may be a document's text."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
 
 
 def _limit(limits: Limits) -> None:
-    """Wall time by a signal that ends the process also inside of a parser that never returns to Python."""
+    """Set the limits. For wall time, a signal ends the process even inside a parser that never returns to Python."""
     sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -152,7 +152,7 @@ def _read(request: Request) -> bytes:
 
 
 def _shorten(message: str) -> str:
-    """Surrogates would not survive the pipe, and a parser's message may quote half of a document."""
+    """Make a message safe to send: surrogates cannot be sent, and a parser's message may quote half a document."""
     return message.encode("utf-8", "replace").decode()[:_MESSAGE_CHARACTERS_MAX]
 
 

@@ -1,8 +1,8 @@
 """Chunks of canonical text: a pure function of text and settings, so that every step computes the same ones.
 
-A chunk ends at the strongest break in the second half of what it may hold: a section, a paragraph, a line, a sentence,
-a word, a character. Of equal breaks one is chosen by the words behind it, and not the last one: after an edit the
-chunks soon end where they did, keep their digests, and are not embedded again.
+A chunk ends at the strongest break in the second half of its maximum size: a section, a paragraph, a line, a sentence,
+a word, a character. Among equal breaks, the text that follows each decides, not its position. So after an edit the
+chunks soon end where they did before, keep their digests, and are not embedded again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOT_SPACE = re.compile(r"\S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizer:
-    """Counts tokens; its name is part of the fingerprint, as another one may give other chunks."""
+    """Counts tokens. Its name is part of the fingerprint, because another counter may give other chunks."""
 
     name: str
     count: Callable[[str], int]
@@ -47,17 +47,17 @@ ESTIMATE = Tokenizer(name="estimate", count=estimate_tokens)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings:
     characters: int = 1_500
-    """Most characters of a chunk, its overlap included."""
+    """Maximum number of characters of a chunk, including its overlap."""
     overlap: int = 150
-    """Most characters that a chunk repeats from the one before, if both are of the same section."""
+    """Maximum number of characters that a chunk repeats from the one before, if both are in the same section."""
     tokens: int | None = None
-    """Most tokens of a chunk, where the model has such a limit."""
+    """Maximum number of tokens of a chunk, if the model has such a limit."""
 
     def __post_init__(self) -> None:
         if self.characters < _CHARACTERS_MIN:
             raise ConfigurationError(f"characters is {self.characters}; a chunk has at least {_CHARACTERS_MIN}")
         if not 0 <= self.overlap <= self.characters // 2:
-            raise ConfigurationError(f"overlap is {self.overlap}; it goes from 0 to half of characters")
+            raise ConfigurationError(f"overlap is {self.overlap}; use 0 to half of characters")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigurationError(f"tokens is {self.tokens}; leave it out for no limit")
 
@@ -75,18 +75,18 @@ class Chunk:
 
 
 def chunk_text(text: CanonicalText, settings: ChunkSettings, tokenizer: Tokenizer = ESTIMATE) -> list[Chunk]:
-    """Chunks in order that cover every character but the white space between them."""
+    """Chunks in order. They cover every character except the white space between them."""
     return list(_Chunker(text, settings, tokenizer).run())
 
 
 def fingerprint(settings: ChunkSettings, tokenizer: Tokenizer = ESTIMATE) -> str:
-    """Equal fingerprints give equal chunks. A change of this module that moves a boundary raises its version."""
+    """Equal fingerprints give equal chunks. Raise the version here when a change of this module moves a boundary."""
     limit = f"{settings.tokens}:{tokenizer.name}" if settings.tokens is not None else "any"
     return f"chunk:{_VERSION}:{settings.characters}:{settings.overlap}:{limit}"
 
 
 def chunk_id(digest: str, fingerprint: str, chunk: Chunk) -> str:
-    """Names a chunk of the text with this digest, the same in every process."""
+    """The name of a chunk of the text with this digest. It is the same in every process."""
     return hashlib.sha256(f"{digest}:{fingerprint}:{chunk.start}:{chunk.end}".encode()).hexdigest()
 
 
@@ -119,7 +119,7 @@ class _Chunker:
         )
 
     def _begin_overlap(self, before: int, body: int) -> int:
-        """A word's start in the chunk before: no earlier than this section and no more than the overlap allows."""
+        """Where the overlap begins: at a word in the chunk before, within this section and the maximum overlap."""
         place = bisect_left(self._section_starts, body + 1) - 1
         section = self._section_starts[place] if place >= 0 else 0
         low = max(body - self._settings.overlap, section, before)
@@ -130,7 +130,7 @@ class _Chunker:
         return low
 
     def _fit(self, start: int, body: int) -> tuple[int, int]:
-        """Start and end of a chunk within both limits; the overlap goes where it leaves no room."""
+        """Start and end of a chunk within both limits. The overlap is dropped if it leaves no room."""
         end = self._break(body, start + self._settings.characters)
         limit = self._settings.tokens
         while limit is not None and (tokens := self._tokenizer.count(self._text[start:end])) > limit:
@@ -155,7 +155,7 @@ class _Chunker:
         return self._break_anywhere(body, limit)
 
     def _break_anywhere(self, body: int, limit: int) -> int:
-        """Between characters. Only one that is longer than a chunk is cut: it may have a million accents."""
+        """Cut between characters. A character is only cut if it is longer than a chunk, e.g. with a million accents."""
         longest = min(body + self._settings.characters, len(self._text))
         for place in chain(range(limit, body, -1), range(limit + 1, longest + 1)):
             if is_boundary(self._text, place, origin=body):
@@ -174,7 +174,7 @@ class _Chunker:
         return zlib.crc32(self._text[place : place + _CHOSEN_BY_CHARACTERS].encode())
 
     def _skip_space(self, offset: int) -> int:
-        """A space that carries an accent is no space."""
+        """Skip white space. A space with a combining accent does not count as white space."""
         found = _NOT_SPACE.search(self._text, offset)
         place = found.start() if found else len(self._text)
         return place if is_boundary(self._text, place, origin=offset) else place - 1

@@ -1,8 +1,8 @@
-"""Bringing home an ended batch: its answers are kept, its cost is told, and what has no answer goes back.
+"""Collect an ended batch: store its answers, record its cost, and return requests without an answer to the queue.
 
     output file, error file ─▶ some lines at a time ─▶ answers, rows, money and events in one commit
 
-A line whose rows have left the batch was settled before, so a file may be read again after any crash.
+If the rows of a line have left the batch, the line was settled before. So a file can be read again after any crash.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ _CODES = {
     BatchStatus.EXPIRED: "batch_expired",
     BatchStatus.FAILED: "batch_failed",
 }
-"""Of lines that no file has."""
+"""Error codes of lines that are in neither file."""
 _NOTHING = Charge(Decimal(0), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """Where an ended batch of a run comes home to."""
+    """What is needed to collect an ended batch: its run, the job that gathers, and the kind of request."""
 
     run: Run
     held: Held
     batch_id: str
     ask: Ask
     created_at: datetime | None = None
-    """Of the batch."""
+    """When the batch was created."""
 
     @property
     def of_run(self) -> Held:
-        """In whose history it is told."""
+        """The run's job, whose history gets the events."""
         return Held(self.run.job_id, 0, self.held.worker)
 
     def may_park(self, run: Run) -> bool:
-        """Of a batch from before a person has let the run go on, what was refused may have been corrected."""
+        """Whether an error of this batch may park the run. Not if the run was resumed since: the cause may be fixed."""
         return run.resumed_at is None or self.created_at is None or self.created_at > run.resumed_at
 
 
 class Collector:
-    """Settles the lines of batches; each commit is in the name of the job that gathers for the run."""
+    """Settles the lines of batches; each commit is fenced by the job that gathers for the run."""
 
     def __init__(
         self, pending: Pending, answers: Answers, prices: Prices, files: Files, counts: IngestCounts | None = None
@@ -80,7 +80,7 @@ class Collector:
         self._spending = Spending(pending.queue.database)
 
     async def collect(self, home: Home, batch: Batch) -> set[str]:
-        """Settle every line; answers the fields that the server has refused. Lines that no file has go back."""
+        """Settle every line; put back those that are in neither file. Returns the fields that the server refused."""
         refused: set[str] = set()
         for file_id in (batch.output_file_id, batch.error_file_id):
             async for lines in self._read(file_id):
@@ -90,17 +90,17 @@ class Collector:
         return refused
 
     async def return_rest(self, home: Home, code: str) -> None:
-        """Lines without an answer go back."""
+        """Put lines without an answer back."""
         while lines := await self._pending.next_lines(home.batch_id, _LINES_PER_COMMIT):
             await self._settle(home, dict.fromkeys(lines, unanswered(code)))
 
     async def close(self, home: Home) -> None:
-        """Whoever waited was told: nobody needs to look at the batch again."""
+        """Close a batch whose waiting items were all notified: it needs no further checks."""
         async with fenced(self._pending.queue, home.held) as session:
             await self._pending.close(home.batch_id, session=session)
 
     async def tidy(self, batch: Batch) -> None:
-        """The texts of documents stay no longer than somebody may want to see what failed."""
+        """Delete the files, which hold texts of documents. Keep them if a line failed, so that users can see why."""
         for file_id in (batch.input_file_id, batch.output_file_id):
             if file_id is not None and batch.done == batch.completed:
                 try:
@@ -109,7 +109,7 @@ class Collector:
                     continue
 
     async def _read(self, file_id: str | None) -> AsyncIterator[list[bytes]]:
-        """Some whole lines at a time; a file that somebody has deleted has none."""
+        """Some complete lines at a time. A deleted file has none."""
         if file_id is None:
             return
         try:
@@ -145,7 +145,7 @@ class Collector:
 
     @retry_deadlocks
     async def _commit(self, home: Home, settled: Sequence[Settled]) -> None:
-        """Jobs first, then items, then the run, then requests: in this order all lock."""
+        """Lock jobs first, then items, then the run, then requests: all code uses this order."""
         costs = [self._cost(home.ask, one) for one in settled]
         charges, sums = _charges(settled, costs), _sums(settled, costs)
         tokens = sum(row.tokens for one in settled for row in one.rows)
@@ -171,12 +171,12 @@ class Collector:
         gone = await self._pending.answered(run, fingerprint, home.batch_id, list(values), session=session)
         gone |= await self._pending.put_back(run, fingerprint, home.batch_id, back, session=session)
         if len(gone) != len(values) + len(back):
-            raise RetryLater(f"requests of {home.batch_id} were settled by somebody else", 1.0)
+            raise RetryLater(f"requests of {home.batch_id} were settled by another worker", 1.0)
         tokens: dict[bytes, int | None] = {row.hash: row.tokens for one in settled for row in one.rows}
         await self._answers.keep(run.tenant, fingerprint, values, tokens, session=session)
 
     def _cost(self, ask: Ask, one: Settled) -> Decimal | None:
-        """A refusal costs nothing; what was answered costs what its tokens do, and is not known without them."""
+        """A refusal costs nothing. The cost of an answer follows from its tokens, and is unknown without them."""
         if one.usage.total is None:
             return None if one.is_paid else Decimal(0)
         return self._prices.cost(ask.model, "batch", one.usage)
@@ -188,7 +188,7 @@ class Collector:
         costs: Sequence[Decimal | None],
         session: Session,
     ) -> None:
-        """One event for each line that a server has seen, in the history of the run's job: lines have many items."""
+        """Write an event for each line that a server has seen, to the run's job, because a line has many items."""
         events = [_event(home, one, cost) for one, cost in zip(settled, costs, strict=True) if one.is_answered]
         if unseen := [one for one in settled if not one.is_answered]:
             message = f"{len(unseen)} lines of {home.batch_id} have no answer: {unseen[0].error}"
@@ -224,7 +224,7 @@ def _event(home: Home, one: Settled, cost: Decimal | None) -> dict[str, Any]:
 
 
 def _charges(settled: Sequence[Settled], costs: Sequence[Decimal | None]) -> dict[str, Charge]:
-    """What each item bears, by the tokens of its texts; together they are exactly what was used."""
+    """The share of each item, by the tokens of its texts. The shares add up exactly to the total."""
     charges: dict[str, Charge] = {}
     for one, cost in zip(settled, costs, strict=True):
         weights = [row.tokens for row in one.rows]

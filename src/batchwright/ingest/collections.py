@@ -1,6 +1,6 @@
-"""Collections: what a tenant has, what is in it, and how it ends.
+"""Collections of a tenant: list, read and delete them.
 
-A collection that is deleted is gone for users at once; upkeep removes what it held, page by page.
+A deleted collection is gone for users at once; upkeep removes its rows page by page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batchwright.ingest.spaces import Space, Spaces
 SQL = statements(__package__, "collections.sql")
 PAGE_MAX = 1000
 _COUNTED_MAX = 100_000
-"""Documents whose sizes are added up; a collection that has more says so."""
+"""Maximum number of documents whose sizes are added up; a larger collection sets `is_more`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +25,18 @@ class Collection:
     """A collection and its size."""
 
     id: int
+    tenant: str
     name: str
     language: str
     documents: int
     chunks: int
     text_bytes: int
     is_more: bool
-    """There are more documents than were counted."""
+    """Whether there are more documents than were counted."""
     spaces: list[Space]
     created_at: datetime
     updated_at: datetime | None
-    """When the newest version of a document in it was made."""
+    """When the newest version of a document in it was created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +70,22 @@ class StoredChunk:
 
 
 class Collections:
-    """The collections of all tenants; every verb names the one it means."""
+    """The collections of all tenants; most methods take the tenant as an argument."""
 
     def __init__(self, database: Database, spaces: Spaces) -> None:
         self._database = database
         self._spaces = spaces
 
     async def page(self, tenant: str, *, after: str = "", limit: int = 50) -> list[Collection]:
-        """Collections by name; `after` is the last name of the page before."""
+        """Collections by name; `after` is the last name of the previous page."""
         params = {"tenant": tenant, "after": after, "limit": min(limit, PAGE_MAX), "counted": _COUNTED_MAX}
         return [_collection(row) for row in await self._database.ask(SQL["list"], params)]
+
+    async def page_everywhere(self, *, after: Collection | None = None, limit: int = 50) -> list[Collection]:
+        """Collections of all tenants, by tenant and name; `after` is the last one of the previous page."""
+        place = {"after_tenant": after.tenant, "after": after.name} if after else {"after_tenant": "", "after": ""}
+        params = {**place, "limit": min(limit, PAGE_MAX), "counted": _COUNTED_MAX}
+        return [_collection(row) for row in await self._database.ask(SQL["list_everywhere"], params)]
 
     async def get(self, tenant: str, name: str) -> Collection:
         params = {"tenant": tenant, "name": name, "counted": _COUNTED_MAX}
@@ -93,7 +100,7 @@ class Collections:
         raise _no_collection(name)
 
     async def documents(self, tenant: str, name: str, *, after: int = 0, limit: int = 100) -> list[StoredDocument]:
-        """Live documents by id; `after` is the last id of the page before."""
+        """Live documents by id; `after` is the last id of the previous page."""
         params = {"collection_id": await self.find(tenant, name), "after": after, "limit": min(limit, PAGE_MAX)}
         return [_document(row) for row in await self._database.ask(SQL["documents"], params)]
 
@@ -106,24 +113,24 @@ class Collections:
     async def chunks(
         self, tenant: str, name: str, document_id: int, *, after: int = -1, limit: int = 100
     ) -> list[StoredChunk]:
-        """Chunks of a document in its order; `after` is the last number of the page before."""
+        """Chunks of a document in its order; `after` is the last number of the previous page."""
         document = await self.document(tenant, name, document_id)
         params = {"version_id": document.version_id, "after": after, "limit": min(limit, PAGE_MAX)}
         rows = await self._database.ask(SQL["chunks"], params)
         return [StoredChunk(**dict(zip(StoredChunk.__dataclass_fields__, row, strict=True))) for row in rows]
 
     async def check_language(self, language: str) -> None:
-        """InvalidInput for a language that the database has no text search configuration for."""
+        """Raises InvalidInput for a language without a text search configuration in the database."""
         if not await self._database.ask(SQL["language"], {"language": language}):
             raise InvalidInput(
                 f"the language {language!r} is not known to the database; write one like english, german or simple",
                 param="language",
             )
 
-    # Ends -----------------------------------------------------------------------------------------------------------
+    # Deletion -----------------------------------------------------------------------------------------------------
 
     async def delete(self, tenant: str, name: str) -> None:
-        """Gone for users at once, and its name is free; refused while a run works on it."""
+        """Hide a collection from users at once, and free its name. Raises Conflict while a run works on it."""
         async with self._database.transaction() as session:
             for (id,) in await self._database.ask(SQL["lock"], {"tenant": tenant, "name": name}, session):
                 for (run,) in await self._database.ask(SQL["open_run"], {"collection_id": id}, session):
@@ -133,7 +140,7 @@ class Collections:
         raise _no_collection(name)
 
     async def retire(self, tenant: str, name: str, document_id: int) -> None:
-        """Take one document out of search; the next run that lists its source reads it anew."""
+        """Take one document out of search; the next run that lists its source reads it again."""
         params = {"collection_id": await self.find(tenant, name), "document_id": document_id}
         async with self._database.transaction() as session:
             for (version_id,) in await self._database.ask(SQL["lock_document"], params, session):
@@ -146,11 +153,11 @@ class Collections:
         raise _no_document(name, document_id)
 
     async def deleted(self) -> list[int]:
-        """Collections that users have deleted, and of which something is left."""
+        """Deleted collections that still have rows."""
         return [id for (id,) in await self._database.ask(SQL["deleted"])]
 
     async def remove_deleted(self, limit: int = 1000) -> bool:
-        """Upkeep: remove about this many rows of a deleted collection; answers whether there is more to do."""
+        """Upkeep: remove about this many rows of a deleted collection; returns whether there is more to do."""
         for (id,) in await self._database.ask(SQL["deleted"]):
             if await self._remove_vectors(id, limit) or await self._remove_documents(id, limit):
                 return True
@@ -159,7 +166,7 @@ class Collections:
         return False
 
     async def _remove_vectors(self, collection_id: int, limit: int) -> bool:
-        """One table, or one page of vectors without one."""
+        """Remove one table of vectors, or one page of vectors that are in no table."""
         for space in await self._spaces.of(collection_id):
             async with self._database.transaction() as session:
                 if space.has_table or await self._spaces.remove_page(space, limit, session=session) < limit:
@@ -168,7 +175,7 @@ class Collections:
         return False
 
     async def _remove_documents(self, collection_id: int, limit: int) -> bool:
-        """Documents with few chunks go many at a time, one with many goes piece by piece."""
+        """Remove many small documents at a time, but a large one piece by piece."""
         wanted = {"collection_id": collection_id, "limit": limit}
         left = limit
         found = await self._database.ask(SQL["first_documents"], wanted)

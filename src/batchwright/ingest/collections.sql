@@ -1,14 +1,15 @@
--- Collections: what they hold, and their end.
+-- Collections: their contents, and their deletion.
 
 -- part: collection_columns
-collection.id, collection.name, collection.language, sizes.documents, sizes.chunks, sizes.text_bytes, sizes.is_more,
+collection.id, collection.tenant, collection.name, collection.language, sizes.documents, sizes.chunks, sizes.text_bytes, sizes.is_more,
 ARRAY(
     SELECT jsonb_build_object('id', space.id, 'collection_id', space.collection_id, 'fingerprint', space.fingerprint,
         'model', space.model, 'dimensions', space.dimensions, 'has_table', space.has_table)
     FROM batchwright.ingest_space AS space WHERE space.collection_id = collection.id ORDER BY space.id),
 collection.created_at, sizes.updated_at
 
--- Sums over an index alone, and over a bounded number of documents; a range in its order leaves the planner no other.
+-- Sums over an index only, and over a bounded number of documents. A range in the index's order forces the planner to
+-- use this index.
 -- part: with_sizes
 CROSS JOIN LATERAL (
     SELECT least(count(*), %(counted)s) AS documents, coalesce(sum(live.chunk_count), 0)::bigint AS chunks,
@@ -28,6 +29,13 @@ SELECT :collection_columns
 FROM batchwright.ingest_collection AS collection :with_sizes
 WHERE collection.tenant = %(tenant)s AND collection.deleted_at IS NULL AND collection.name > %(after)s
 ORDER BY collection.name
+LIMIT %(limit)s
+
+-- name: list_everywhere
+SELECT :collection_columns
+FROM batchwright.ingest_collection AS collection :with_sizes
+WHERE collection.deleted_at IS NULL AND (collection.tenant, collection.name) > (%(after_tenant)s, %(after)s)
+ORDER BY collection.tenant, collection.name
 LIMIT %(limit)s
 
 -- name: get
@@ -68,9 +76,9 @@ LIMIT %(limit)s
 -- name: language
 SELECT cfgname FROM pg_ts_config WHERE cfgname = %(language)s AND pg_ts_config_is_visible(oid) LIMIT 1
 
--- Ends --------------------------------------------------------------------------------------------------------------
+-- Deletion ----------------------------------------------------------------------------------------------------------
 
--- Waits for who begins a run in it: that one holds the row.
+-- Waits for a transaction that starts a run in the collection, because that one locks the row.
 -- name: lock
 SELECT id FROM batchwright.ingest_collection
 WHERE tenant = %(tenant)s AND name = %(name)s AND deleted_at IS NULL
@@ -98,7 +106,7 @@ FROM retired
 WHERE document.id = retired.document_id
 RETURNING document.id
 
--- A collection whose runs are kept longer than itself stays as a row.
+-- The row of a collection stays as long as its runs are kept.
 -- name: deleted
 SELECT collection.id
 FROM batchwright.ingest_collection AS collection

@@ -1,4 +1,4 @@
-"""The settings of a run, as they are when it is created: whichever worker runs it, and whenever, they stay the same."""
+"""The settings of a run. They are fixed when the run is created, so all its workers use the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchwright.ingest.settings import NONE, IngestSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What a user wants otherwise for one run; None is as the settings say."""
+    """What a user overrides for one run; None means the value of the settings."""
 
     chunk_characters: int | None = None
     chunk_overlap: int | None = None
@@ -24,15 +24,15 @@ class Overrides:
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     roots: Sequence[str] | None = None
-    """What may be read of this machine; unset, what the settings allow."""
+    """Folders and buckets that may be read; by default those of the settings."""
     force: bool = False
-    """Do everything again, whether it has changed or not."""
+    """Process every document again, changed or not."""
 
 
 def make_config(
     settings: IngestSettings, models: Models, wanted: Overrides, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """ConfigurationError if a model cannot be had here."""
+    """Raises ConfigurationError if a model is not available here."""
 
     def choose(name: str) -> Any:
         found = getattr(wanted, name)

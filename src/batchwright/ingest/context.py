@@ -33,6 +33,7 @@ from batchwright.ingest.sandbox import Sandbox
 from batchwright.ingest.sources import Sources
 from batchwright.ingest.spaces import Spaces
 from batchwright.ingest.text import CanonicalText
+from batchwright.private import make_folders
 from batchwright.storage import Store
 
 T = TypeVar("T")
@@ -48,20 +49,20 @@ FOLDER = "ingest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A chunk with its text and the names by which it is known."""
+    """A chunk with its text, key and hash."""
 
     number: int
     chunk: Chunk
     key: str
-    """Of this place in this text."""
+    """Identifies this place in this text."""
     hash: bytes
-    """Of the words alone: equal passages are embedded once."""
+    """Depends on the words alone, so that equal passages are embedded once."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a worker process keeps for its documents."""
+    """What the steps of a worker process share."""
 
     queue: Queue
     store: Store
@@ -78,11 +79,11 @@ class Tools:
     sources: Sources
     spaces: Spaces
     turns: asyncio.Semaphore
-    """For work in threads: as many at once as there are cores."""
+    """Limits work in threads to the number of cores."""
 
 
 class Sandboxes:
-    """Some sandboxes, each for one document at a time; they start when they are first used."""
+    """A pool of sandboxes, each for one document at a time. They start at first use."""
 
     def __init__(self, count: int) -> None:
         self._all = [Sandbox() for _ in range(count)]
@@ -105,7 +106,7 @@ class Sandboxes:
 
 @dataclass(slots=True, kw_only=True)
 class StepContext:
-    """A step's line to everything else; one for each run of an item's job."""
+    """What a step can use; one for each run of an item's job."""
 
     tools: Tools
     machine: Machine
@@ -132,7 +133,7 @@ class StepContext:
 
     @property
     def outputs(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the steps before have returned, by name."""
+        """Outputs of the previous steps, by name."""
         return self.machine.outputs
 
     async def text(self) -> CanonicalText:
@@ -143,20 +144,20 @@ class StepContext:
         try:
             return await asyncio.shield(self._texts[key])
         except (OutputLost, StorageError):
-            self._texts.pop(key, None)  # it may be there the next time
+            self._texts.pop(key, None)  # a later call may succeed
             raise
 
     async def passages(self) -> list[Passage]:
-        """The chunks of the text: a pure function, so that each branch computes them for itself."""
+        """The chunks of the text. They are a pure function of it, so each branch computes its own."""
         return await self.compute(plan_passages, await self.text(), self.config)
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
-        """Run what takes a while in a thread; few at once, or the event loop would get too little of Python."""
+        """Run slow code in a thread. The number of threads is limited, so that they do not starve the event loop."""
         async with self.tools.turns:
             return await asyncio.to_thread(function, *args)
 
     def ledger(self, fingerprint: str) -> ItemLedger:
-        """Where a step writes down what it pays for."""
+        """Where a step records what it pays for."""
         return ItemLedger(
             queue=self.tools.queue,
             held=self.held,
@@ -169,13 +170,13 @@ class StepContext:
         )
 
     def object_key(self, name: str) -> str:
-        """Where an object of this document is in the store."""
+        """Key of an object of this document in the store."""
         return f"{FOLDER}/{self.item.collection_id}/{self.item.document_id}/{name}"
 
     @contextlib.contextmanager
     def folder(self) -> Any:
-        """A folder of this step's own, which only we can read."""
-        self.tools.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """A temporary folder for this step, which only our user can read."""
+        make_folders(self.tools.folder)
         with tempfile.TemporaryDirectory(dir=self.tools.folder, prefix="step-") as made:
             yield Path(made)
 
@@ -213,13 +214,13 @@ def plan_passages(text: CanonicalText, config: Mapping[str, Any]) -> list[Passag
 
 
 def digest_of(passages: Sequence[Passage]) -> str:
-    """Names the whole plan: two branches that agree on it have cut the text in the same places."""
+    """A digest of all chunks: branches with the same digest have cut the text at the same places."""
     return hashlib.sha256("".join(passage.key for passage in passages).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Some passages in a row, about which one question is asked."""
+    """Consecutive passages that go into one request."""
 
     start: int
     hash: bytes
@@ -227,7 +228,7 @@ class Window:
 
 
 def plan_windows(text: CanonicalText, passages: Sequence[Passage], per_window: int) -> list[Window]:
-    """They do not overlap but for what chunks repeat, so that hardly anything is found twice."""
+    """Windows without overlap, so that entities are rarely found twice."""
     windows = []
     for first in range(0, len(passages), per_window):
         some = passages[first : first + per_window]

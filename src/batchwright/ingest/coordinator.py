@@ -1,8 +1,8 @@
-"""The run: it lists its sources, hands their documents to child jobs, and ends when the last of them has.
+"""The run: it lists its sources, creates a child job for each document, and ends when the last of them has ended.
 
     begin ─▶ list ─▶ wait for the items ─▶ (some are open again? wait for those) ─▶ retire what is gone ─▶ end
 
-Every part can be repeated: a run whose worker dies goes on where it was.
+Every part can be repeated: a run whose worker dies resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Coordinator:
     # Listing ----------------------------------------------------------------------------------------------------
 
     async def _list(self, ctx: Context, run: Run, held: Held) -> None:
-        """Page by page, each in a commit of its own; a source that was added before is not added again."""
+        """List page by page, with a commit for each page. A source that was added before is not added again."""
         config = run.config
         listing = self.tools.sources.list(
             run.sources, include=config["include"], exclude=config["exclude"], roots=config["roots"]
@@ -132,9 +132,9 @@ class Coordinator:
         return self._end(run)
 
     async def _retire_missing(self, run: Run, held: Held) -> None:
-        """Documents whose source is gone, page by page; only a listing that has seen everything can know that.
+        """Retire documents whose source is gone, page by page. Only a complete listing can know that.
 
-        A listing that has found nothing at all is not believed: a disk that is not mounted looks like an empty folder.
+        A listing that found nothing is ignored: an unmounted disk looks like an empty folder.
         """
         found_any = (await self.runs.get(run.id, tenant=None)).item_count_total > 0
         prefixes = _prefixes(run.sources) if found_any else []
@@ -173,7 +173,7 @@ class Coordinator:
 
 
 def item_job(run: Run, item_id: str, job_id: JobId) -> NewJob:
-    """The job that takes a document through its steps."""
+    """The job that runs the steps of a document."""
     return NewJob(
         ITEM_JOB,
         {"item_id": item_id},
@@ -187,7 +187,7 @@ def item_job(run: Run, item_id: str, job_id: JobId) -> NewJob:
 
 
 def _prefixes(sources: Sequence[str]) -> list[str]:
-    """Where documents of these sources can be. A URL that is not named any more is nobody's, so it stays."""
+    """Prefixes of the documents of these sources. URLs have none, so a URL that is no longer named stays."""
     found = []
     for source in map(parse_source, sources):
         if isinstance(source, FileSource):

@@ -1,4 +1,4 @@
-"""What a worker process does for documents, loaded when there are any: most workers never see one."""
+"""What a worker process does for documents. It is loaded when needed, because most workers never see a document."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ROUNDS = {
     "settle_vectors": 5.0,
     "wake_resumed": 5.0,
 }
-"""What upkeep does for documents, and how often, in seconds."""
+"""Upkeep rounds for documents, with their interval in seconds."""
 
 
 class Desk:
-    """Of one worker process."""
+    """Services and upkeep for documents in one worker process."""
 
     def __init__(self, part: IngestPart, site: Site) -> None:
         self._part = part
         self._site = site
 
     def services(self) -> Sequence[object]:
-        """What operations ask for."""
+        """The services that operations use."""
         from batchwright.ingest.coordinator import Coordinator
         from batchwright.ingest.process import ItemRunner
 
@@ -66,7 +66,7 @@ class Desk:
 
     @cached_property
     def embeddings(self) -> EmbeddingDuty:
-        """Of files and tables, which are no documents."""
+        """For files and tables, which are not documents."""
         from batchwright.ingest.embeddings.duty import EmbeddingDuty
         from batchwright.ingest.embeddings.settings import EmbeddingSettings
         from batchwright.ingest.embeddings.toolbox import Toolbox
@@ -102,7 +102,7 @@ class Desk:
         return await self._has_documents(session) and await self.embeddings.upkeep.clean(session)
 
     async def _has_documents(self, session: Session) -> bool:
-        """Once it was needed it stays: asking costs more than looking."""
+        """Whether there are any documents. Once the tools are loaded, the answer is True without a query."""
         if "tools" in self.__dict__:
             return True
         ((found,),) = await self._site.queue.database.ask(SQL["has_documents"], {}, session)

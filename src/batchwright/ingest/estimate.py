@@ -1,11 +1,11 @@
-"""What a run will need, told from a listing and a sample of its documents: pure functions, nothing is asked or read.
+"""What a run will need, estimated from a listing and a sample of its documents. Pure functions without any I/O.
 
     listing ── documents and bytes by format ─┐
     sample ─── what some of them hold ────────┴─▶ pages, tokens, chunks, requests ─▶ cost by lane, time
 
-Each figure has a lowest and a highest value, between which it is in about 19 of 20 cases: the more the documents of the
-sample resemble one another, the closer they are. The cache, and documents that turn out to be unchanged, are left out:
-they only make a run cheaper.
+Each figure has a lowest and a highest value. In about 19 of 20 cases the real value lies between them. The more the
+documents of the sample resemble one another, the closer the bounds are. The estimate ignores the cache, and documents
+that turn out to be unchanged: they only make a run cheaper.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from batchwright.ingest.chunk import ChunkSettings
 
 LANES: Sequence[Lane] = ("realtime", "batch")
 _FILL = 0.75
-"""A chunk ends anywhere in the second half of what it may hold."""
+"""Average fill of a chunk: it ends anywhere in the second half of its maximum size."""
 _FACTOR = 2.0
-"""How far a figure may be off that a single document, or one of another format, tells of all."""
+"""Error factor of a figure that is based on a single document, or on documents of another format."""
 _DEVIATIONS = 2.0
 _MINUTE = 60.0
 _DIGITS = 6
@@ -32,7 +32,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A guess with its bounds."""
+    """An estimate with its bounds."""
 
     low: float
     value: float
@@ -52,7 +52,7 @@ class Figure:
         return {"low": _rounded(self.low), "value": _rounded(self.value), "high": _rounded(self.high)}
 
     def whole(self) -> dict[str, int]:
-        """For what is counted: the bounds rounded outwards."""
+        """For counts: the bounds rounded outwards."""
         return {"low": math.floor(self.low), "value": round(self.value), "high": math.ceil(self.high)}
 
 
@@ -65,9 +65,9 @@ class Listed:
 
     documents: int
     bytes: int
-    """Of those whose size is known."""
+    """Total size of the documents whose size is known."""
     without_size: int = 0
-    """Those of which the source does not say how large they are."""
+    """Number of documents whose size the source does not report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +81,19 @@ class Sampled:
     pages: int | None = None
     """None for formats without pages."""
     chunks: int | None = None
-    """None: told from the characters."""
+    """None: estimated from the characters."""
     is_failed: bool = False
-    """It could not be extracted, so it needs nothing more."""
+    """Whether it could not be extracted, so that it needs no further steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUse:
-    """A model that every document goes to, what it costs there, and how much of it may be sent in a minute."""
+    """A model that every document uses, with its prices and rate limits."""
 
     model: str | None = None
-    """None for one in this process, which costs nothing."""
+    """None for a model in this process, which costs nothing."""
     prices: Mapping[Lane, ListedPrice | None] | None = None
-    """By lane; a lane that is missing, or None, is one whose cost is unknown."""
+    """By lane; if a lane is missing or None, its cost is unknown."""
     budget: str = "default"
     """Models of the same budget share its limits."""
     requests_per_minute: float | None = None
@@ -119,7 +119,7 @@ class Entities(ModelUse):
     prompt_tokens: int = 400
     """Instructions and schema, which every window repeats."""
     answer_tokens: int = 200
-    """What a window's answer has on average. A guess: between half and double of it."""
+    """Average size of a window's answer. A guess: the real value is between half and double of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Estimate:
     documents: int
     bytes: int
     sampled: int
-    """Documents that the figures are told from; with none of them, only documents and bytes are known."""
+    """Documents that the figures are based on; with none, only documents and bytes are known."""
     failing: Figure
     """Documents that cannot be extracted."""
     pages: Figure
@@ -150,9 +150,9 @@ class Estimate:
     entity_prompt_tokens: Figure
     entity_answer_tokens: Figure
     cost: Mapping[Lane, Figure | None]
-    """In dollars; None if a model that is used has no price, because a part is no cost."""
+    """In dollars; None if a model has no price, because a partial sum would mislead."""
     seconds: Figure | None
-    """In the realtime lane at the limits that are configured; None without limits."""
+    """In the realtime lane, at the configured limits; None without limits."""
     price_sources: Sequence[str]
 
     def document(self) -> dict[str, Any]:
@@ -205,14 +205,14 @@ def estimate(listing: Mapping[str, Listed], sample: Sequence[Sampled], recipe: R
 
 
 def chunks_of(characters: int, settings: ChunkSettings) -> int:
-    """How many chunks a text of this length has, more or less."""
+    """About how many chunks a text of this length has."""
     return math.ceil(characters / max(1.0, _FILL * (settings.characters - settings.overlap)))
 
 
 # What a document of the sample needs ---------------------------------------------------------------------------------
 
 _Measure = tuple[Callable[[Sampled], float], bool]
-"""What is measured, and whether it grows with the bytes of a document or is one number for each."""
+"""A measure, and whether it grows with the bytes of a document or is counted per document."""
 
 
 def _measures(recipe: Recipe) -> dict[str, _Measure]:
@@ -264,7 +264,7 @@ def _answers(windows: Figure, entities: Entities | None) -> Figure:
 
 
 def _extrapolate(listing: Mapping[str, Listed], sample: Sequence[Sampled], measure: _Measure) -> Figure:
-    """The sum over formats; errors of formats are independent, so their squares add up."""
+    """The sum over formats. The errors of formats are independent, so their squares add up."""
     by_format: dict[str, list[Sampled]] = defaultdict(list)
     for one in sample:
         by_format[one.format].append(one)
@@ -293,12 +293,12 @@ def _of_format(listed: Listed, sample: Sequence[Sampled], others: Sequence[Sampl
     if not is_known or len(sample) == 1:
         return Figure(value / _FACTOR, value, value * _FACTOR)
     error = _DEVIATIONS * _deviation(values, sizes, ratio, listed.documents) * total
-    # What was seen in the sample is there, whatever the deviation.
+    # The total is at least what the sample holds, whatever the deviation.
     return Figure(min(value, max(sum(values), value - error)), value, value + error)
 
 
 def _size(listed: Listed, sample: Sequence[Sampled]) -> float:
-    """All bytes of a format; documents without a size are taken to be as large as the others."""
+    """All bytes of a format; documents without a size count as average."""
     known = listed.documents - listed.without_size
     if known > 0:
         return listed.bytes * listed.documents / known
@@ -306,7 +306,7 @@ def _size(listed: Listed, sample: Sequence[Sampled]) -> float:
 
 
 def _deviation(values: Sequence[float], sizes: Sequence[float], ratio: float, documents: int) -> float:
-    """The standard error of a ratio of sums, less the more of all documents were in the sample."""
+    """The standard error of a ratio of sums. It shrinks as the sample covers more of the documents."""
     count = len(values)
     mean = sum(sizes) / count
     squares = sum((value - ratio * size) ** 2 for value, size in zip(values, sizes, strict=True))
@@ -334,7 +334,7 @@ class _Needs:
         return sum(known, NOTHING) if len(known) == len(parts) else None
 
     def seconds(self, recipe: Recipe) -> Figure | None:
-        """Budgets run beside one another; uses of one budget share it."""
+        """Budgets run in parallel; the uses of one budget share it."""
         by_budget: dict[str, Figure] = {}
         for use, requests, tokens in (
             (recipe.embedding, self.embedding_requests, self.embedding_tokens),
@@ -359,7 +359,7 @@ def _cost(use: ModelUse | None, lane: Lane, prompt: Figure, answer: Figure) -> F
 
 
 def _dollars(price: ListedPrice | None, prompt: float, answer: float) -> Decimal | None:
-    """By the price of short prompts: no chunk or window is longer than those."""
+    """Uses the price of short prompts: no chunk or window is longer."""
     if price is None:
         return None
     short = ListedPrice(input=price.input, output=price.output, cached=price.cached, source=price.source)

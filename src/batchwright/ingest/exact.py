@@ -1,7 +1,7 @@
-"""Nearest vectors without pgvector: all of a space are compared, in a thread.
+"""Nearest vectors without pgvector: a thread compares all vectors of a space.
 
-What was read stays in memory as long as there is room. When the space has changed, only its list of ids is read anew,
-and the vectors that are new in it.
+Vectors stay in memory as long as there is room. When the space has changed, only its list of ids and its new vectors
+are read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CACHE_BYTES = 256_000_000
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Vectors of a space with length 1, by rising id of their chunk."""
+    """Normalized vectors of a space, in ascending order of their chunk ids."""
 
     ids: Any
     matrix: Any
@@ -63,7 +63,7 @@ class ExactScan:
         return [id for _, id in best]
 
     async def _blocks(self, space: Space, session: Session) -> AsyncIterator[Block]:
-        """The whole space from memory, or page by page where it would not fit."""
+        """The whole space from memory, or page by page if it does not fit."""
         ((changes,),) = await self._database.ask(SQL["changes"], {"space_id": space.id}, session) or [(None,)]
         if changes is None:
             return
@@ -81,7 +81,7 @@ class ExactScan:
         yield kept.block
 
     async def _refresh(self, space: Space, kept: _Kept | None, ids: list[int], session: Session) -> Block:
-        """What is there now: the vectors that are known already, and those that are new."""
+        """The current vectors: known ones from memory, new ones from the database."""
         numpy = require_numpy()
         now = numpy.array(ids, dtype=numpy.int64)
         old = kept.block if kept else _block(numpy, space, [])
@@ -113,7 +113,7 @@ class ExactScan:
 
 
 def require_numpy() -> Any:
-    """Loaded late: only installations without pgvector need it."""
+    """Import numpy late: only installations without pgvector need it."""
     try:
         return importlib.import_module("numpy")
     except ImportError:
@@ -142,7 +142,7 @@ def _join(numpy: Any, blocks: Sequence[Block], now: Any) -> Block:
 
 
 def _best(numpy: Any, block: Block, query: Any, limit: int, allowed: Any | None) -> list[tuple[float, int]]:
-    """Distances by cosine; equal ones in the order of their ids, so that answers repeat."""
+    """Order by cosine distance, then by id, so that results are repeatable."""
     ids, matrix = block.ids, block.matrix
     if allowed is not None:
         places = numpy.nonzero(numpy.isin(ids, allowed))[0]

@@ -1,4 +1,4 @@
--- Vectors without pgvector: read whole.
+-- Vectors without pgvector: search reads all of them.
 
 -- name: changes
 SELECT changes FROM batchwright.ingest_space WHERE id = %(space_id)s

@@ -1,4 +1,4 @@
-"""What documents wait for, in words, and what a person can do about it.
+"""What documents wait for, in words, and what a user can do about it.
 
 the run's row      parked: by a user, for its budget, or for a credential
 rows of steps      a rate budget, a batch, a retry, the store, another version of a model
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batchwright.ingest.runs import Run
 
 _SAMPLE = 20
-"""All documents of a run are in one queue, so that a few tell of all what keeps them from a worker."""
+"""Number of jobs to examine. All documents of a run are in one queue, so a few show why the others wait."""
 _WORDS = {
     "backoff": "a retry",
     "batch": "a batch",
@@ -31,7 +31,7 @@ _WORDS = {
     "configuration": "a worker with the same models",
     "credential": "a credential",
     "rate": "the rate limit",
-    "redo": "an earlier step, which is done again",
+    "redo": "an earlier step, which runs again",
     "resource": "a resource",
     "storage": "the object store",
     "user": "a person",
@@ -51,9 +51,9 @@ class Waits:
     reason of the engine: `no_worker`, `paused_queue`, `no_free_slot`, `isolation`, `listing`."""
     message: str
     count: int | None = None
-    """How many documents; None if that was not counted."""
+    """Number of documents; None if not counted."""
     has_more: bool = False
-    """Whether there are open documents that were not looked at."""
+    """Whether there are open documents that were not examined."""
     step: str | None = None
     until: datetime | None = None
     remedy: str | None = None
@@ -69,7 +69,7 @@ def remedy_of_parked(run_id: str, reason: str | None) -> str:
 
 
 async def explain_item(part: IngestPart, item: Item) -> list[Waits]:
-    """Why a document is not done yet; nothing for one that has ended."""
+    """Why a document is not done yet; empty for one that has ended."""
     if item.has_ended:
         return []
     run = await part.runs.get(item.run_id, tenant=None)
@@ -87,7 +87,7 @@ async def explain_item(part: IngestPart, item: Item) -> list[Waits]:
 
 
 async def explain_run(part: IngestPart, run: Run, *, limit: int = 10) -> list[Waits]:
-    """What the open documents of a run wait for, the largest group first; nothing for one that has ended."""
+    """What the open documents of a run wait for, the largest group first; empty for a run that has ended."""
     if run.has_ended:
         return []
     found = _of_run(run)
@@ -103,7 +103,7 @@ async def explain_run(part: IngestPart, run: Run, *, limit: int = 10) -> list[Wa
     jobs = await part.core.queue.get_many(ids)
     queued = [job for job in jobs if job.status is JobStatus.QUEUED]
     of_jobs = await _of_jobs(part, queued, has_said=bool(found))
-    # While others of it run, that some have to wait for their turn is as it should be.
+    # While other documents of the run are in progress, it is normal that some wait for a free slot.
     is_busy = len(queued) < len(jobs)
     return [*found, *(one for one in of_jobs if not (is_busy and one.reason == "no_free_slot"))]
 
@@ -133,7 +133,7 @@ async def _of_jobs(part: IngestPart, jobs: Sequence[Job], *, has_said: bool) -> 
     for job in jobs:
         for one in reasons.get(job.id, ()):
             if one.reason == "run_after":
-                # That it sleeps says little; why it does, whoever put it to sleep has said.
+                # That the job sleeps explains little. The rows of its steps say why.
                 if job.message is not None and not has_said:
                     found[one.reason] = Waits(reason="resource", message=job.message, until=one.until)
             elif one.reason != "children":
@@ -142,7 +142,7 @@ async def _of_jobs(part: IngestPart, jobs: Sequence[Job], *, has_said: bool) -> 
 
 
 def _of_lease(job: Job) -> Waits:
-    """In a worker's hands: nothing is wrong, unless the worker has fallen silent."""
+    """A worker holds it: nothing is wrong, unless the worker has stopped renewing its lease."""
     assert job.lease_until is not None
     if job.lease_until < datetime.now(UTC):
         message = f"its worker {job.locked_by} has stopped renewing the lease; another one picks it up soon"

@@ -1,7 +1,8 @@
 """Export of a collection: one row for each live chunk, as JSON lines or as Parquet.
 
-Rows come in pages, so memory has a bound whatever the size. A document that changes meanwhile comes as it was when its
-page was begun, whole: versions never change. One that is added meanwhile may come or not.
+Rows are read in pages, so memory is bounded whatever the size. If a document changes during the export, its rows are
+those of the version that was live when its page was read: versions never change. Documents that are added during the
+export may or may not be included.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Export:
     async def rows(
         self, tenant: str, collection: str, *, with_vectors: bool = False, after: int = 0
     ) -> AsyncIterator[Exported]:
-        """All live chunks, by document and place; `after` is the last document id of an export that broke off."""
+        """All live chunks, by document and position; `after` is the last document id of an interrupted export."""
         collection_id = await self._find(tenant, collection)
         while documents := await self._documents(collection_id, after):
             for group in _groups(documents):
@@ -68,7 +69,7 @@ class Export:
         return [_Document(*row) for row in await self._database.ask(SQL["documents"], params)]
 
     async def _chunks(self, group: Sequence[_Document], spaces: Sequence[Space]) -> AsyncIterator[Exported]:
-        """The chunks of some documents; those of a single one may be many pages."""
+        """The chunks of some documents; a single document may fill many pages."""
         by_version = {document.version_id: document for document in group}
         after = -1
         while True:
@@ -100,7 +101,7 @@ async def jsonl_lines(rows: AsyncIterator[Exported]) -> AsyncGenerator[bytes, No
 
 
 async def write_jsonl(rows: AsyncIterator[Exported], stream: BinaryIO) -> int:
-    """Write all rows as JSON lines; answers how many."""
+    """Write all rows as JSON lines. Returns how many."""
     count = 0
     async for line in jsonl_lines(rows):
         stream.write(line)
@@ -109,7 +110,7 @@ async def write_jsonl(rows: AsyncIterator[Exported], stream: BinaryIO) -> int:
 
 
 async def write_parquet(rows: AsyncIterator[Exported], stream: BinaryIO, *, with_vectors: bool = False) -> int:
-    """Write all rows as Parquet; answers how many. Metadata is JSON text."""
+    """Write all rows as Parquet. Returns how many. Metadata is JSON text."""
     count = 0
 
     async def counted() -> AsyncIterator[Exported]:
@@ -124,7 +125,7 @@ async def write_parquet(rows: AsyncIterator[Exported], stream: BinaryIO, *, with
 
 
 async def parquet_pieces(rows: AsyncIterator[Exported], *, with_vectors: bool = False) -> AsyncGenerator[bytes, None]:
-    """All rows as Parquet, a group of rows at a time: what was given out is not held any more."""
+    """All rows as Parquet, one group of rows at a time. Pieces that were yielded are no longer kept in memory."""
     arrow, parquet = require_parquet()
     schema, sink = _schema(arrow, with_vectors), _Sink()
     with parquet.ParquetWriter(sink, schema, compression="zstd") as writer:
@@ -141,7 +142,7 @@ async def parquet_pieces(rows: AsyncIterator[Exported], *, with_vectors: bool = 
 
 
 class _Sink(io.RawIOBase):
-    """To who writes, a file that only grows; whoever reads takes away what is there."""
+    """A file-like buffer: the writer appends to it, and `take` removes what was written so far."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -196,7 +197,7 @@ def _schema(arrow: Any, with_vectors: bool) -> Any:
 
 
 def _groups(documents: Sequence[_Document]) -> Iterator[list[_Document]]:
-    """Documents that fit into a page together; a larger one is alone."""
+    """Groups of documents that fit into one page; a larger document is a group by itself."""
     group: list[_Document] = []
     size = 0
     for document in documents:
@@ -237,7 +238,7 @@ def _floats(embedding: bytes) -> list[float]:
 
 
 def require_parquet() -> tuple[Any, Any]:
-    """pyarrow and its part for Parquet, or ConfigurationError."""
+    """pyarrow and its Parquet module, or ConfigurationError."""
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:

@@ -12,7 +12,7 @@ WHERE document.collection_id = %(collection_id)s AND document.id > %(after)s
 ORDER BY document.id
 LIMIT %(page)s
 
--- Of one version after a number, or of several versions whole.
+-- The chunks of one version after a number, or all chunks of several versions.
 -- name: chunks
 SELECT chunk.id, chunk.version_id, chunk.number, chunk.page_first, chunk.page_last, chunk.section, chunk.char_start,
     chunk.char_end, chunk.text,

@@ -1,4 +1,4 @@
--- What filters say about a chunk; shared by search over words and over vectors.
+-- Whether a chunk passes the filters; shared by search over words and over vectors.
 
 -- part: passes
 chunk.collection_id = %(collection_id)s AND chunk.words IS NOT NULL AND version.metadata @> %(metadata)s::jsonb

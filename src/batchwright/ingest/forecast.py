@@ -1,9 +1,9 @@
-"""An estimate of a run before it begins: its sources are listed, and some documents of each format are read.
+"""Estimate a run before it begins: list its sources, and read some documents of each format.
 
     list ── less what is unchanged ─▶ documents and bytes by format ─┐
                      └── a few of each format ─▶ fetch, extract, chunk ┴─▶ estimate
 
-Nothing is stored and no model is asked, so it costs nothing but time, which has a bound.
+Nothing is stored and no model is called, so an estimate costs only time, which is bounded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SQL = statements(__package__, "forecast.sql")
 SAMPLE_PER_FORMAT = 8
 SAMPLE_SECONDS = 30.0
-"""After this time no further document is read; those that were are enough."""
+"""After this time no more documents are read; those read so far are enough."""
 _PAGE = 1000
 _SANDBOXES_MAX = 4
 _OTHER = "other"
@@ -59,16 +59,16 @@ class Forecast:
     models: Mapping[str, str]
     """Models that cost something, by the kind of their requests."""
     unchanged: int
-    """Documents that need nothing, and are in no other figure."""
+    """Documents that need no work; no other figure includes them."""
     skipped: Mapping[str, int]
     """What the listing left out, by reason."""
     failing: Mapping[str, int]
     """Documents of the sample that cannot be read, by code."""
     unknown: Sequence[str]
-    """What could not be told, and why, in words."""
+    """What could not be estimated, and why, in words."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON, and as a run keeps it."""
+        """As JSON, the form in which a run stores it."""
         return {
             **self.estimate.document(),
             "lane": self.lane,
@@ -117,7 +117,7 @@ def make_recipe(part: IngestPart, config: Mapping[str, Any]) -> Recipe:
 
 
 def _use(part: IngestPart, model: str | None) -> dict[str, Any]:
-    """A model that costs nothing has neither a name nor a limit."""
+    """A free model has neither a name nor a limit."""
     if model is None:
         return {}
     gateway = part.models.gateway(model)
@@ -151,7 +151,7 @@ def _unknown_of(found: Estimate, recipe: Recipe, models: Mapping[str, str]) -> l
 
 @dataclass(slots=True, kw_only=True)
 class _Listed:
-    """A listing on its way: what was counted, and a sample of each format that every document had a chance to be in."""
+    """A listing in progress: its counts, and a random sample of each format."""
 
     listing: Listing
     per_format: int
@@ -187,7 +187,7 @@ class _Listed:
 
     @property
     def sample(self) -> list[Listed]:
-        """One of each format in turn, so that time that runs out is missing everywhere alike."""
+        """One document of each format in turn, so that all formats lose equally if time runs out."""
         longest = max(map(len, self._chosen.values()), default=0)
         return [chosen[place] for place in range(longest) for chosen in self._chosen.values() if place < len(chosen)]
 
@@ -260,7 +260,7 @@ class _Reader:
                 await self._read_one(sandbox, listed, folder / str(number))
 
     async def _read_one(self, sandbox: Sandbox, listed: Listed, path: Path) -> None:
-        """A document that a run would fail for good is part of the picture; one that it would retry says nothing."""
+        """Count a document that would fail in a run, too; ignore one that the run would retry."""
         format = expected_format(listed.name) or _OTHER
         try:
             fetched = await self._sources.fetch(listed.uri, path, roots=self._config["roots"])

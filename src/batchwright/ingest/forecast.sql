@@ -1,6 +1,6 @@
--- What an estimate asks of the database.
+-- The queries of an estimate.
 
--- Of these sources, those whose live version was made of the same content by the same recipe.
+-- The sources among these whose live version has the same content and recipe.
 -- name: unchanged
 SELECT document.source
 FROM jsonb_to_recordset(%(listed)s::jsonb) AS listed (source text, etag text)

@@ -1,11 +1,11 @@
-"""Gathering the requests of a run into batches, and bringing these home.
+"""Gather the requests of a run into batches, and collect the answers.
 
     requests wait ─▶ plan: places in a batch, and its money, in one commit
-                       └─▶ send: the file and the batch are made of these rows, as often as it takes
+                       └─▶ send: the file and the batch are created from these rows, repeatably
                              └─▶ (hours) ─▶ collect ─▶ items are woken
 
-The job lives as long as its run has requests that wait. Every part can be repeated: a batch that was planned and does
-not exist is sent, one that has ended is collected, and what was done before is not done again.
+The job lives as long as its run has waiting requests. Every part can be repeated: a planned batch that does not exist
+yet is sent, an ended one is collected, and completed work is not repeated.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from batchwright.states import BatchStatus, RunStatus
 log = logging.getLogger(__name__)
 
 ROWS_MAX = 20_000
-"""Requests of one batch; so many rows are moved in one commit."""
+"""Maximum number of requests of one batch, and of rows that one commit moves."""
 POLL_SECONDS = (1.0, 15.0)
-"""How often a look is taken at batches: the older they are, the less often."""
+"""How often batches are polled: the older they are, the less often."""
 _POLL_SHARE = 0.05
 _TROUBLE_SECONDS = 30.0
 _CONFIGURATION_SECONDS = 60.0
@@ -58,7 +58,7 @@ _GIVEN_UP = frozenset({RunStatus.CANCELLED, RunStatus.FAILED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherTools:
-    """What gathering needs beside the tools of documents."""
+    """What gathering needs in addition to the tools of documents."""
 
     tools: Tools
     batches: Batches
@@ -79,10 +79,10 @@ class Gatherer:
         shared = tools.tools
         self.collector = Collector(self.pending, shared.answers, shared.prices, tools.files, shared.counts)
         self.left_out: dict[str, frozenset[str]] = {}
-        """Fields that servers have refused, by fingerprint: no further batch is sent in vain."""
+        """Fields that servers have refused, by fingerprint. New batches leave them out."""
 
     async def run(self, ctx: Context, run_id: str) -> Outcome:
-        """Nothing that goes wrong ends it while requests wait."""
+        """No error ends the job while requests wait."""
         try:
             return await self._run(ctx, run_id)
         except RetryLater:
@@ -109,7 +109,7 @@ class Gatherer:
 
 
 class Round:
-    """One look at the requests of a run."""
+    """One round over the requests of a run."""
 
     def __init__(self, gatherer: Gatherer, run: Run, held: Held) -> None:
         self._gatherer = gatherer
@@ -119,7 +119,7 @@ class Round:
         self._run = run
         self._tools = gatherer.tools
         self._troubles: list[str] = []
-        """What keeps batches from going on."""
+        """What keeps batches from making progress."""
 
     async def go(self) -> Outcome:
         open = [one for one in await self._pending.batches(self._run.id) if not await self._look_after(one)]
@@ -140,7 +140,7 @@ class Round:
         return Snooze(seconds, "; ".join([reason, *self._troubles]))
 
     async def _write_end(self, connection: Any) -> None:
-        """With the run locked: whoever adds a request afterwards finds that there is no gatherer any more."""
+        """End with the run locked: an item that adds a request later sees that there is no gatherer."""
         session = await wrap_connection(connection)
         try:
             await self._gatherer.runs.lock(self._run.id, tenant=None, session=session)
@@ -150,7 +150,7 @@ class Round:
             raise RetryLater("requests were just added", 0.0)
 
     async def _wake(self) -> None:
-        """Items may have something to look at."""
+        """Wake items that may have new answers."""
         if await self._pending.wake(self._run.id):
             self._tools.ring([QUEUE])
 
@@ -161,7 +161,7 @@ class Round:
     # Batches ----------------------------------------------------------------------------------------------------
 
     async def _look_after(self, one: OpenBatch) -> bool:
-        """Do what a batch needs; answers whether it is home."""
+        """Do what a batch needs. Returns whether it is fully collected."""
         ask = self._ask(one.kind)
         try:
             batch = await self._tools.batches.get(one.id, tenant=None)
@@ -177,7 +177,7 @@ class Round:
         return False
 
     async def _send_or_forget(self, one: OpenBatch, ask: Ask) -> bool:
-        """It was planned, and whoever did that has died."""
+        """Handle a batch that was planned by a worker that died before it sent the batch."""
         if self._run.status is RunStatus.RUNNING:
             await self._send(one.id, ask)
             return False
@@ -216,7 +216,7 @@ class Round:
     # Sending ----------------------------------------------------------------------------------------------------
 
     async def _send(self, batch_id: str, ask: Ask) -> None:
-        """Make the batch of its rows. All ids follow from the batch's, so that nothing is made twice."""
+        """Create the batch from its rows. All ids follow from the batch's id, so that nothing is created twice."""
         count = await self._pending.count_lines(batch_id)
         file_id = f"file-{batch_id.removeprefix('batch_')}"
         stored = await self._tools.files.store.put(
@@ -257,7 +257,7 @@ class Round:
     # Planning ---------------------------------------------------------------------------------------------------
 
     async def _plan(self) -> list[OpenBatch]:
-        """Make batches of what has waited long enough, or of all if nothing more will come soon."""
+        """Put requests that have waited long enough into batches, or all requests if no more are expected soon."""
         await self._withdraw()
         groups = await self._pending.unsent(self._run.id)
         due = [group for group in groups if self._is_due(group)]
@@ -280,7 +280,7 @@ class Round:
         return min(ROWS_MAX, limits.requests_max, limits.embedding_inputs_max)
 
     async def _withdraw(self) -> None:
-        """What nobody needs any more, and what must be asked in realtime because the deadline is near."""
+        """Withdraw requests that no item needs, and those that must go in realtime because the deadline is near."""
         groups = await self._pending.unsent(self._run.id)
         late = [group.model for group in groups if self._goes_on_in_realtime(group.model)]
         async with fenced(self._queue, self._held) as session:
@@ -306,7 +306,7 @@ class Round:
 
     @retry_deadlocks
     async def _place(self, batch_id: str, ask: Ask) -> str | None:
-        """Place requests in a batch and reserve what it may cost, in one commit; otherwise why not, or nothing."""
+        """Place requests in a batch and reserve its cost, in one commit. Returns None, or why not ("" if none wait)."""
         async with fenced(self._queue, self._held) as session:
             run = await self._gatherer.runs.lock(self._run.id, tenant=None, session=session)
             if run.status is not RunStatus.RUNNING:
@@ -331,7 +331,7 @@ class Round:
     def _afford(
         self, run: Run, ask: Ask, lines: Sequence[list[Unsent]]
     ) -> tuple[Sequence[list[Unsent]], Decimal | None]:
-        """As many lines as the run has money for, and what they may cost; None if that is not known."""
+        """The lines that the budget covers, and what they may cost; None if that is unknown."""
         total = Decimal(0)
         for count, line in enumerate(lines):
             guess = self._guess(ask, line)
@@ -349,7 +349,7 @@ class Round:
 
     @retry_deadlocks
     async def _park(self, message: str) -> None:
-        """Until a person allows more; the requests stay."""
+        """Park the run until a user raises the budget; the requests stay."""
         event = {"event": "run_parked", "level": "warning", "message": message, "fields": {"reason": "budget"}}
         async with fenced(self._queue, self._held) as session:
             of_run = Held(self._run.job_id, 0, self._held.worker)
@@ -360,6 +360,6 @@ class Round:
 
 def _say_missing(run: Run, guess: Decimal | None) -> str:
     return (
-        f"{show_amount(run.spent + run.reserved)} of the budget of {show_amount(run.budget)} are spent or on their "
-        f"way, and the next request may cost {show_amount(guess)}"
+        f"{show_amount(run.spent + run.reserved)} of the budget of {show_amount(run.budget)} are spent or reserved, "
+        f"and the next request may cost {show_amount(guess)}"
     )

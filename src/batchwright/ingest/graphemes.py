@@ -1,7 +1,7 @@
 """Where text may be cut without breaking what a reader sees as one character.
 
-Follows UAX #29, on the safe side: it may join a little more than the standard does.
-Marks that are newer than Python's Unicode tables are not known.
+Follows UAX #29 conservatively: it may join a little more than the standard does.
+It does not know marks that are newer than Python's Unicode tables.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _is_regional(character: str) -> bool:
 
 
 def _is_between_flags(text: str, offset: int, origin: int) -> bool:
-    """Two letters make a flag, so a boundary has an even number of them before it."""
+    """Two regional letters form a flag, so a boundary has an even number of them before it."""
     start = offset
     while start > origin and _is_regional(text[start - 1]):
         start -= 1
@@ -57,7 +57,7 @@ def _is_between_flags(text: str, offset: int, origin: int) -> bool:
 
 
 def _is_in_syllable(before: str, after: str) -> bool:
-    """Korean letters, of which several make a syllable."""
+    """Korean letters, several of which form a syllable."""
     is_leading = "\u1100" <= before <= "\u115f" or "\ua960" <= before <= "\ua97c"
     is_vowel_or_final = "\u1160" <= after <= "\u11ff" or "\ud7b0" <= after <= "\ud7fb"
     return (is_leading and _is_korean(after)) or (is_vowel_or_final and _is_korean(before))

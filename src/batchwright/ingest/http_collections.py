@@ -1,4 +1,4 @@
-"""Collections over HTTP: what is in them, search, export, and their end."""
+"""Collections over HTTP: their documents, search, export, and deletion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXPORTED: Responses = {
             NDJSON: {"schema": {"type": "string"}},
             PARQUET: {"schema": {"type": "string", "format": "binary"}},
         },
-        "description": "One row for each chunk: its text, place, metadata and entities, and its vector if wanted",
+        "description": "One row for each chunk: its text, place, metadata and entities, and its vector on request",
     }
 }
 Collection = Annotated[Text, Path(min_length=1, max_length=100, description="The collection.")]
@@ -53,7 +53,7 @@ Filter = Annotated[Text, Field(min_length=1, max_length=1_000)]
 async def list_collections(
     request: Request,
     caller: Reader,
-    limit: Annotated[int, Query(ge=1, le=100, description="At most so many.")] = 50,
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum number to return.")] = 50,
     cursor: From = None,
 ) -> Page[CollectionView]:
     app = service(request, IngestServices)
@@ -68,9 +68,9 @@ async def get_collection(request: Request, caller: Reader, name: Collection) -> 
     return CollectionView.of(await service(request, IngestServices).collections.get(caller.own_tenant, name))
 
 
-@router.delete("/{name}", responses=_MOVED, summary="Delete a collection with all that is in it")
+@router.delete("/{name}", responses=_MOVED, summary="Delete a collection and everything in it")
 async def delete_collection(request: Request, caller: Submitter, name: Collection) -> DeletedView:
-    """It is gone at once, and its name is free. A conflict while a run works on it."""
+    """It is gone at once, and its name can be used again. Returns a conflict while a run works on it."""
     await service(request, IngestServices).collections.delete(caller.own_tenant, name)
     return DeletedView(object="collection", collection=name, id=None)
 
@@ -80,7 +80,7 @@ async def list_documents(
     request: Request,
     caller: Reader,
     name: Collection,
-    limit: Annotated[int, Query(ge=1, le=_DOCUMENTS_MAX, description="At most so many.")] = 100,
+    limit: Annotated[int, Query(ge=1, le=_DOCUMENTS_MAX, description="Maximum number to return.")] = 100,
     cursor: From = None,
 ) -> Page[DocumentView]:
     app = service(request, IngestServices)
@@ -97,16 +97,16 @@ async def get_document(request: Request, caller: Reader, name: Collection, id: D
     return DocumentView.of(await app.collections.document(caller.own_tenant, name, id))
 
 
-@router.get("/{name}/documents/{id}/chunks", responses=_FOUND, summary="List the chunks of a document in its order")
+@router.get("/{name}/documents/{id}/chunks", responses=_FOUND, summary="List the chunks of a document, in order")
 async def list_chunks(
     request: Request,
     caller: Reader,
     name: Collection,
     id: DocumentId,
-    limit: Annotated[int, Query(ge=1, le=_CHUNKS_MAX, description="At most so many.")] = 20,
+    limit: Annotated[int, Query(ge=1, le=_CHUNKS_MAX, description="Maximum number to return.")] = 20,
     cursor: From = None,
 ) -> Page[ChunkView]:
-    """A document that changes between two pages has other chunks."""
+    """If the document changes between two pages, the second page shows the new chunks."""
     app = service(request, IngestServices)
     after = int(read_cursor(cursor, r"[0-9]{1,9}") or -1)
     found = await app.collections.chunks(caller.own_tenant, name, id, after=after, limit=limit + 1)
@@ -132,21 +132,21 @@ async def search_collection(
         Query(
             min_length=1,
             max_length=QUERY_CHARACTERS_MAX,
-            description='Words, "phrases", and -words that must not be there.',
+            description='Words, "phrases", and -words to exclude.',
         ),
     ],
-    limit: Annotated[int, Query(ge=1, le=search.LIMIT_MAX, description="At most so many.")] = 10,
-    mode: Annotated[search.Mode, Query(description="By words, by vectors, or by both together.")] = "hybrid",
+    limit: Annotated[int, Query(ge=1, le=search.LIMIT_MAX, description="Maximum number to return.")] = 10,
+    mode: Annotated[search.Mode, Query(description="Search by words, by vectors, or by both.")] = "hybrid",
     filter: Annotated[
         list[Filter] | None,
         Query(
             max_length=FILTERS_MAX,
-            description="`key:value`, repeatable: `source` and `name` (`*` is anything), `page`, `entity` (a type of "
-            "entities), or a word of the document's metadata.",
+            description="`key:value`, repeatable: `source` and `name` (`*` matches anything), `page`, `entity` (a type "
+            "of entities), or a key of the document's metadata.",
         ),
     ] = None,
 ) -> SearchView:
-    """What could not be used, such as a model server that does not answer, is said in `used`."""
+    """`used` says how passages were found, and what was left out, e.g. because a model server did not answer."""
     app = service(request, IngestServices)
     filters = _read_filters(filter or [])
     try:
@@ -169,10 +169,10 @@ async def export_collection(
     caller: Reader,
     name: Collection,
     format: Annotated[Literal["jsonl", "parquet"], Query(description="JSON lines, or Parquet.")] = "jsonl",
-    vectors: Annotated[bool, Query(description="With the vector of each chunk.")] = False,
-    after: Annotated[EventId, Query(description="Only documents behind this id: the last one that came.")] = 0,
+    vectors: Annotated[bool, Query(description="Include the vector of each chunk.")] = False,
+    after: Annotated[EventId, Query(description="Only documents after this id: the last one that you received.")] = 0,
 ) -> Response:
-    """By document and place. One that is cut off has not ended: ask for the rest by `after`."""
+    """Rows are ordered by document and position. If the download is cut short, request the rest with `after`."""
     app = service(request, IngestServices)
     await app.collections.find(caller.own_tenant, name)
     rows = app.export.rows(caller.own_tenant, name, with_vectors=vectors, after=after)
@@ -204,7 +204,7 @@ def _read_filters(given: list[str]) -> dict[str, str]:
 
 
 async def _whole(name: str, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """In pieces that are worth sending; what breaks off must not be taken for all of it."""
+    """Join small pieces before they are sent. On an error, abort the response, so that it does not look complete."""
     held, size = list[bytes](), 0
     try:
         async with aclosing(pieces):

@@ -1,4 +1,4 @@
-"""What models have cost, over HTTP: the caller's tenant, or with the scope `admin` another or all."""
+"""What models have cost, over HTTP: for the caller's tenant; with the scope `admin`, for another tenant or for all."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ router = APIRouter(prefix="/v1/ingest", route_class=OrjsonRoute, tags=["ingest"]
 
 
 class SumsView(Answer):
-    """What calls have used and cost together."""
+    """Total usage and cost of the calls."""
 
     calls: int
     unpriced: int = Field(description="Calls whose cost is not known, because the model has no price.")
     prompt_tokens: int
     completion_tokens: int
-    cost: float = Field(description="In dollars, without the calls that are `unpriced`.")
+    cost: float = Field(description="In dollars, without the `unpriced` calls.")
 
     @classmethod
     def of(cls, sums: Sums) -> Self:
@@ -55,7 +55,7 @@ class CostsView(Answer):
     """What was spent on models for documents and embeddings."""
 
     object: Literal["ingest.costs"] = "ingest.costs"
-    days: int = Field(description="Today and the days before it, in UTC.")
+    days: int = Field(description="Number of days, including today, in UTC.")
     total: SumsView
     data: list[SpentView] = Field(description="By tenant, model and lane, the most expensive first.")
     has_more: bool
@@ -70,9 +70,9 @@ class CostsView(Answer):
 async def get_costs(
     request: Request,
     caller: Reader,
-    days: Annotated[int, Query(ge=1, le=KEPT_DAYS, description="Today and the days before it, in UTC.")] = 30,
-    limit: Annotated[int, Query(ge=1, le=LIST_MAX, description="At most so many.")] = 100,
+    days: Annotated[int, Query(ge=1, le=KEPT_DAYS, description="Number of days, including today, in UTC.")] = 30,
+    limit: Annotated[int, Query(ge=1, le=LIST_MAX, description="Maximum number to return.")] = 100,
 ) -> CostsView:
-    """Every call of a model is in the sums as soon as its answer is kept."""
+    """The sums include every model call as soon as its answer is stored."""
     app = service(request, IngestServices)
     return CostsView.of(await app.part.spending.costs(caller.tenant, days=days, limit=limit))

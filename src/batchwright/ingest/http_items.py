@@ -45,9 +45,9 @@ async def list_items(
     request: Request,
     caller: Reader,
     id: Id,
-    status: Annotated[Statuses | None, Query(description="Only with one of these; repeat it for several.")] = None,
-    step: Annotated[Name | None, Query(description="Only those that have come as far as this step.")] = None,
-    cause: Annotated[CauseName | None, Query(description="Only those that have failed by this cause.")] = None,
+    status: Annotated[Statuses | None, Query(description="Only documents with this status; repeatable.")] = None,
+    step: Annotated[Name | None, Query(description="Only documents with this last step, such as `FETCHED`.")] = None,
+    cause: Annotated[CauseName | None, Query(description="Only documents that failed for this cause.")] = None,
     limit: Limit = 100,
     cursor: From = None,
 ) -> Page[ItemView]:
@@ -64,7 +64,7 @@ async def get_item(request: Request, caller: Reader, id: Id) -> ItemView:
     return await _view(app, await app.items.get(id, tenant=caller.tenant))
 
 
-@router.get("/items/{id}/events", responses=_FOUND, summary="The history of a document, over all its jobs")
+@router.get("/items/{id}/events", responses=_FOUND, summary="Show the history of a document, over all its jobs")
 async def list_item_events(
     request: Request,
     caller: Reader,
@@ -82,7 +82,7 @@ async def list_item_events(
 
 @router.post("/items/{id}/retry", responses=_MOVED, summary="Try a failed or cancelled document again")
 async def retry_item(request: Request, caller: Submitter, id: Id, body: ItemToRetry | None = None) -> ItemView:
-    """It goes on with the step that failed. A run that has ended is open again until this document ends."""
+    """The document resumes at the step that failed. A run that has ended opens again until this document ends."""
     app = service(request, IngestServices)
     item = await app.submission.retry_item(id, tenant=caller.tenant, anew=(body or ItemToRetry()).anew)
     app.core.doorbell.ring([QUEUE])
@@ -103,11 +103,11 @@ async def dismiss_item(request: Request, caller: Submitter, id: Id) -> ItemView:
 # The inbox --------------------------------------------------------------------------------------------------------
 
 
-@router.get("/inbox", responses=_FOUND, summary="What waits for a person: failed documents by cause, and parked runs")
+@router.get("/inbox", responses=_FOUND, summary="List what needs attention: failed documents by cause, and parked runs")
 async def inbox(
     request: Request,
     caller: Reader,
-    run: Annotated[Name | None, Query(description="Only of this run.")] = None,
+    run: Annotated[Name | None, Query(description="Only this run.")] = None,
     limit: Limit = 100,
 ) -> InboxPage:
     app = service(request, IngestServices)
@@ -133,7 +133,7 @@ async def inbox(
 
 @router.post("/inbox/retry", responses=_FOUND, summary="Try documents of the inbox again")
 async def retry_of_inbox(request: Request, caller: Operator, body: InboxToRetry) -> DocumentsChanged:
-    """Of up to 1,000 runs at a time: call it again while it finds some."""
+    """Covers up to 1,000 runs at a time: repeat the call until it finds none."""
     app = service(request, IngestServices)
     counts = await app.submission.retry(_wanted(body), tenant=caller.tenant, run_id=body.run, anew=body.anew)
     app.core.doorbell.ring([QUEUE] if counts else [])
@@ -142,7 +142,7 @@ async def retry_of_inbox(request: Request, caller: Operator, body: InboxToRetry)
 
 @router.post("/inbox/dismiss", responses=_FOUND, summary="Take documents out of the inbox")
 async def dismiss_of_inbox(request: Request, caller: Operator, body: DocumentsOfInbox) -> DocumentsChanged:
-    """They stay FAILED, and can still be tried again."""
+    """They stay FAILED, and can still be retried."""
     app = service(request, IngestServices)
     wanted = _wanted(body)
     if body.run is not None:

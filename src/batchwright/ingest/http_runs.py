@@ -1,4 +1,4 @@
-"""Runs over documents, over HTTP: create, watch, park, resume, cancel, retry; and estimates of runs to be."""
+"""Runs over documents, over HTTP: create, watch, park, resume, cancel, retry; and estimates of future runs."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ Statuses = Annotated[list[RunStatus], Field(max_length=len(RunStatus))]
 @router.post(
     "/runs",
     status_code=201,
-    responses=documented(409, others={200: {"model": RunView, "description": "The run was there already"}}),
+    responses=documented(409, others={200: {"model": RunView, "description": "The run existed already"}}),
     summary="Read documents into a collection",
 )
 async def create_run(
     request: Request, response: Response, caller: Submitter, body: RunToBe, idempotency_key: IdempotencyKey = None
 ) -> RunView:
-    """It is answered at once, and workers do it. A run over documents that have not changed does nothing."""
+    """Returns at once; workers do the work. A run over documents that have not changed does nothing."""
     app = service(request, IngestServices)
     with span("create-run", parent=incoming(request.headers)) as creating:
         wanted = body.wanted(caller.own_tenant, idempotency_key=idempotency_key, traceparent=creating.traceparent)
@@ -82,12 +82,12 @@ async def create_run(
 async def list_runs(
     request: Request,
     caller: Reader,
-    status: Annotated[Statuses | None, Query(description="Only with one of these; repeat it for several.")] = None,
-    collection: Annotated[Name | None, Query(description="Only into this collection.")] = None,
-    limit: Annotated[int, Query(ge=1, le=_LIST_MAX, description="At most so many.")] = 20,
+    status: Annotated[Statuses | None, Query(description="Only runs with this status; repeatable.")] = None,
+    collection: Annotated[Name | None, Query(description="Only runs into this collection.")] = None,
+    limit: Annotated[int, Query(ge=1, le=_LIST_MAX, description="Maximum number to return.")] = 20,
     cursor: From = None,
 ) -> Page[RunView]:
-    """A page may be short when its runs have many sources."""
+    """A page may have fewer runs than `limit` if they have many sources."""
     app = service(request, IngestServices)
     after, found, size = read_cursor(cursor, RUN_ID), list[Run](), 0
     while len(found) <= limit and size < _PAGE_CHARACTERS_MAX:
@@ -117,17 +117,17 @@ async def cancel_run(request: Request, caller: Submitter, id: Id, why: RunToCanc
     return await _view(app, await app.submission.cancel(id, tenant=caller.tenant, reason=reason))
 
 
-@router.post("/runs/{id}/park", responses=_MOVED, summary="Start no further step of a run")
+@router.post("/runs/{id}/park", responses=_MOVED, summary="Park a run: start no further steps")
 async def park_run(request: Request, caller: Submitter, id: Id, why: RunToPark | None = None) -> RunView:
-    """Steps that have begun come to their end."""
+    """Steps in progress finish."""
     app = service(request, IngestServices)
     message = (why or RunToPark()).reason
     return await _view(app, await app.submission.park(id, tenant=caller.tenant, message=message))
 
 
-@router.post("/runs/{id}/resume", responses=_MOVED, summary="Go on with a parked run")
+@router.post("/runs/{id}/resume", responses=_MOVED, summary="Resume a parked run")
 async def resume_run(request: Request, caller: Submitter, id: Id, body: RunToResume | None = None) -> RunView:
-    """One that has used up its budget needs a larger one, or it is parked again."""
+    """A run that has used up its budget needs a larger one; otherwise it is parked again."""
     app = service(request, IngestServices)
     budget = as_decimal((body or RunToResume()).budget)
     run = await app.submission.resume(id, tenant=caller.tenant, budget=budget)
@@ -139,7 +139,7 @@ async def resume_run(request: Request, caller: Submitter, id: Id, body: RunToRes
 async def retry_run(
     request: Request, caller: Submitter, id: Id, body: DocumentsToRetry | None = None
 ) -> DocumentsChanged:
-    """Each goes on with the step that failed. A run that has failed as a whole is begun again."""
+    """Each document resumes at the step that failed. A run that has failed as a whole starts again."""
     app = service(request, IngestServices)
     body = body or DocumentsToRetry()
     wanted = Wanted(body.ids, body.cause)
@@ -154,12 +154,12 @@ async def retry_run(
 
 @router.post("/estimates", responses=documented(), summary="Estimate what a run would need; nothing is created")
 async def estimate_run(request: Request, caller: Submitter, body: RunToBe) -> EstimateView:
-    """Lists the sources and reads a few documents of each format, which takes up to a minute. No model is asked."""
+    """Lists the sources and reads a few documents of each format, which takes up to a minute. Calls no model."""
     app = service(request, IngestServices)
     wanted = body.wanted(caller.own_tenant)
     await _check(app, body)
     if app.estimating.locked():
-        raise _busy("this server makes other estimates at this moment; try again soon")
+        raise _busy("this server is busy with other estimates; try again soon")
     async with app.estimating:
         try:
             async with asyncio.timeout(_ESTIMATE_SECONDS):
@@ -182,7 +182,7 @@ async def _check(app: IngestServices, body: RunToBe) -> None:
 
 
 def _unservable(error: ConfigurationError, body: RunToBe) -> InvalidInput:
-    """A model that this server does not have is the caller's choice, where he has named it."""
+    """If the caller named a model that this server does not have, it is the caller's error."""
     named = {"embedding_model": body.embedding_model, "entities": body.entities}
     param = next((name for name, model in named.items() if model is not None and repr(model) in str(error)), None)
     return InvalidInput(str(error), param=param)

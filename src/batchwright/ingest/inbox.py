@@ -1,9 +1,10 @@
-"""What of documents waits for a person, in the engine's words."""
+"""Failed documents and parked runs, as entries of the engine's inbox."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchwright.engine.attention import CONCERNS_MAX, Concern
 from batchwright.engine.views import InboxGroup
 from batchwright.ingest.explain import remedy_of_parked
 from batchwright.ingest.items import ITEM_JOB, Cause, Items
@@ -18,7 +19,7 @@ KINDS = {
 
 
 async def find_groups(runs: Runs, items: Items, tenant: str | None) -> Sequence[InboxGroup]:
-    """Parked runs first: each of them holds up everything in it."""
+    """Parked runs come first: each of them blocks all its documents."""
     parked = [
         InboxGroup(
             job_type=RUN_JOB,
@@ -34,6 +35,20 @@ async def find_groups(runs: Runs, items: Items, tenant: str | None) -> Sequence[
         for id, collection, reason, message, job_id, open_count, created_at in await runs.parked(tenant)
     ]
     return [*parked, *map(_as_group, await items.inbox(tenant))]
+
+
+async def find_concerns(runs: Runs, tenant: str | None) -> Sequence[Concern]:
+    """Parked runs, one by one."""
+    return [
+        Concern(
+            kind="parked",
+            level="error",
+            message=f"the run {id} of {collection!r} is parked with {open_count:,} open documents: {message}",
+            remedy=remedy_of_parked(id, reason),
+            link=f"documents/runs/{id}",
+        )
+        for id, collection, reason, message, _, open_count, _ in await runs.parked(tenant, limit=CONCERNS_MAX)
+    ]
 
 
 def _as_group(cause: Cause) -> InboxGroup:

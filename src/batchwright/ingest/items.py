@@ -28,14 +28,14 @@ _INBOX_GROUPS_MAX = 500
 _SCAN_MAX = 5_000
 _HEADS_MAX = 10_000
 OPEN_COUNT_MAX = 5_000
-"""Open items of a run that are looked at to tell how far they are and what they wait for."""
+"""Maximum number of open items of a run that are examined for their progress and what they wait for."""
 ITEM_JOB = "ingest.item"
 PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """An item as its row stood when it was read."""
+    """An item as its row was when it was read."""
 
     id: str
     run_id: str
@@ -68,7 +68,7 @@ class Item:
 
     @property
     def job_id(self) -> UUID:
-        """The job that works for it now, or did last."""
+        """The job that works on it now, or did last."""
         return self.job_ids[-1]
 
 
@@ -110,13 +110,13 @@ class Cause:
     message: str | None
     job_ids: list[UUID]
     has_more: bool = False
-    """Whether there are more than were looked at; then at least so many have failed."""
+    """Whether there are more than were examined; then `count` is a minimum."""
 
 
 class ItemPage(NamedTuple):
-    """Some items in the order of their listing, and where to go on; nothing is left when `next` is None.
+    """Some items in the order of their listing, and where the next page starts; `next` is None on the last page.
 
-    A page may be short or empty and still have a next one: a list looks at a bounded number of items.
+    A page may be short or empty and still have a next one, because a list examines a bounded number of items.
     """
 
     items: list[Item]
@@ -124,7 +124,7 @@ class ItemPage(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """A step of an item, as people see it."""
+    """A step of an item, as users see it."""
 
     step: str
     state: str
@@ -140,14 +140,14 @@ class StepState(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which failed items a person means: by id, by cause, or all of them."""
+    """Which failed items a user selects: by id, by cause, or all of them."""
 
     ids: Sequence[str] | None = None
     cause: str | None = None
     only_inbox: bool = False
-    """Neither cancelled ones, nor those that were dismissed."""
+    """Leave out cancelled and dismissed items."""
     only_latest: bool = False
-    """None whose document a later run has dealt with, whether it failed there again or not."""
+    """Leave out items whose document a later run has processed, whether it failed there again or not."""
 
     def params(self) -> dict[str, Any]:
         return {
@@ -199,7 +199,7 @@ class Items:
         return ItemPage(found, rows[0][0])
 
     async def list(self, run_id: str, *, limit: int = 100, **wanted: Any) -> Sequence[Item]:
-        """As `page`, but page after page until there are `limit`."""
+        """Like `page`, but reads pages until there are `limit` items."""
         found: list[Item] = []
         after = wanted.pop("after", None)
         while len(found) < limit:
@@ -215,7 +215,7 @@ class Items:
         return [(id, job) for id, job in await self._ask("jobless", None, run_id=run_id, limit=limit)]
 
     async def count_open(self, run_id: str, limit: int = 1, *, session: Session | None = None) -> int:
-        """At most `limit`."""
+        """Count open items, up to `limit`."""
         ((count,),) = await self._ask("count_open", session, run_id=run_id, limit=limit)
         return int(count)
 
@@ -226,13 +226,13 @@ class Items:
         rows = await self._ask("open_jobs", session, run_id=run_id, after=after, limit=PAGE)
         return [(id, job) for id, job in rows]
 
-    # Moves: each answers where it led, or None if the item is not in a state for it ---------------------------------
+    # Moves: each returns the new state, or None if the item's state does not allow it -------------------------------
 
     async def complete(self, id: str, *, session: Session) -> ItemStatus | None:
         return await self._move("complete", id, session)
 
     async def skip(self, id: str, *, session: Session) -> ItemStatus | None:
-        """Nothing had to be done."""
+        """End an item that needed no work."""
         return await self._move("skip", id, session)
 
     async def fail(self, id: str, failure: ItemFailure, *, session: Session) -> ItemStatus | None:
@@ -240,16 +240,16 @@ class Items:
         return await self._move("fail", id, session, error_kind=failure.kind, error=error, cause=failure.cause)
 
     async def cancel(self, run_id: str, *, session: Session) -> int:
-        """All open items of a run; answers how many those were."""
+        """Cancel all open items of a run. Returns how many."""
         ((count,),) = await self._ask("cancel", session, run_id=run_id)
         return int(count)
 
     async def retry(
         self, run_id: str, wanted: Wanted, *, anew: bool = False, limit: int = PAGE, session: Session
     ) -> Sequence[tuple[str, UUID]]:
-        """Open failed and cancelled items again; answers them with the ids of their next jobs.
+        """Open failed and cancelled items again. Returns them with the ids of their next jobs.
 
-        They keep the steps that are done, unless they begin `anew`.
+        They keep their completed steps, unless they begin `anew`.
         """
         rows = await self._ask("retry", session, run_id=run_id, anew=int(anew), limit=limit, **wanted.params())
         return [(id, job) for id, job in rows]
@@ -263,13 +263,13 @@ class Items:
     async def inbox(self, tenant: str | None, *, run_id: str | None = None, limit: int = 100) -> Sequence[Cause]:
         """Failed items by cause, the largest group first; without a run, only the latest of each document.
 
-        About 10,000 are looked at, of each cause its share.
+        About 10,000 items are examined, divided among the causes.
         """
         limits = {"limit": limit, "count_max": _INBOX_COUNT_MAX, "groups_max": _INBOX_GROUPS_MAX}
         return [Cause(*row) for row in await self._ask("inbox", None, tenant=tenant, run_id=run_id, **limits)]
 
     async def dismiss(self, tenant: str | None, wanted: Wanted, *, run_id: str | None = None) -> int:
-        """Take failed items out of the inbox; answers how many."""
+        """Take failed items out of the inbox. Returns how many."""
         return len(await self._ask("dismiss", None, tenant=tenant, run_id=run_id, **wanted.params()))
 
     async def runs_with_failures(self, tenant: str | None, wanted: Wanted, limit: int = 1000) -> Sequence[str]:
@@ -280,9 +280,9 @@ class Items:
     # Watching ---------------------------------------------------------------------------------------------------
 
     async def funnel(self, run: Run) -> dict[str, int]:
-        """How far open items are: how many by the last step that they have reached.
+        """Open items by the last step that they have reached.
 
-        The first `OPEN_COUNT_MAX` are looked at. The others were found last: they count as not begun.
+        Only the first `OPEN_COUNT_MAX` are examined. The others were listed last, and count as not started.
         """
         at = dict(await self._ask("funnel", None, run_id=run.id, count_max=OPEN_COUNT_MAX))
         looked_at = sum(at.values())
@@ -302,13 +302,13 @@ class Items:
         return len(await self._ask("clear_waits", session, run_id=run_id))
 
     async def wake_late(self, seconds: float, limit: int, *, session: Session) -> int:
-        """Wake items that sleep because their run was parked, though it was resumed some `seconds` ago at most."""
+        """Wake items that still sleep because their run was parked, if it was resumed within the last `seconds`."""
         rows = await self._ask("wake_late", session, seconds=seconds, limit=limit)
         await self.queue.wake([job for (job,) in rows], session=session)
         return len(rows)
 
     async def abandoned(self, limit: int, *, session: Session) -> Sequence[tuple[str, str]]:
-        """Open items whose job has ended without ending them."""
+        """Open items whose job ended, but did not end the item."""
         return [(id, status) for id, status in await self._ask("abandoned", session, limit=limit)]
 
     def _ask(self, statement: str, session: Session | None, **params: Any) -> Any:

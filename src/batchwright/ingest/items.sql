@@ -9,7 +9,7 @@ item.dismissed_at
 -- part: last_job
 item.job_ids[cardinality(item.job_ids)]
 
--- A later run has come to an end with the same document, and what it found counts.
+-- A later run has finished the same document, and its result counts.
 -- part: is_superseded
 EXISTS (
     SELECT FROM batchwright.ingest_item AS newer
@@ -36,9 +36,9 @@ SELECT :item_columns FROM batchwright.ingest_item AS item
 WHERE item.id = %(id)s AND item.tenant = coalesce(%(tenant)s, item.tenant)
 
 -- name: list
--- Of each status the first ones, along the index of both. Step and cause are not in it: `scan_max` items of each status
--- are looked at. Behind the first place where that was not enough, something may be missing: the page ends there, and
--- every row has that place.
+-- The first items of each status, along the index of run and status. Step and cause are not in the index, so `scan_max`
+-- items of each status are examined. After the first place where that was not enough, items may be missing: the page
+-- ends there, and every row contains that place.
 WITH looked_at AS MATERIALIZED (
     SELECT wanted.status, first.id, first.step, first.cause
     FROM unnest(%(statuses)s::text[]) AS wanted (status)
@@ -98,7 +98,7 @@ UPDATE batchwright.ingest_run AS run SET item_count_failed = item_count_failed +
 FROM moved WHERE run.id = moved.run_id
 RETURNING moved.status::text
 
--- All open items of a run, which is being cancelled.
+-- Cancels all open items of a run.
 -- name: cancel
 WITH moved AS (
     UPDATE batchwright.ingest_item SET status = 'CANCELLED', ended_at = :now
@@ -109,7 +109,7 @@ UPDATE batchwright.ingest_run AS run SET item_count_cancelled = item_count_cance
 WHERE run.id = %(run_id)s
 RETURNING (SELECT count(*) FROM moved)
 
--- Failed and cancelled items are open again, from the step that they had reached; what was done is kept.
+-- Opens failed and cancelled items again, at the step that they had reached; completed steps are kept.
 -- name: retry
 WITH wanted AS (
     SELECT item.id, item.status FROM batchwright.ingest_item AS item
@@ -154,7 +154,7 @@ WHERE item.run_id = %(run_id)s AND item.status = 'OPEN' AND item.id > %(after)s 
 ORDER BY item.id
 LIMIT %(limit)s
 
--- Whoever parked the run has put its steps off; they may go on.
+-- Steps that were put off because the run was parked may continue.
 -- name: clear_waits
 UPDATE batchwright.ingest_step AS step SET not_before = NULL, waiting = NULL
 FROM batchwright.ingest_item AS item
@@ -169,9 +169,9 @@ RETURNING step.item_id
 item.status = 'FAILED' AND item.dismissed_at IS NULL
 
 -- name: inbox
--- The causes of each tenant are found first, each by one step along the index, so that none is missed behind a large
--- one; then each is looked at, the newest first, as far as its share of `count_max` goes. A cause of which all that were
--- looked at were dealt with by later runs is shown as well if there are more.
+-- First find the causes of each tenant, each by one step along the index, so that a large cause hides no other. Then
+-- examine the items of each cause, the newest first, up to its share of `count_max`. If later runs have processed all
+-- examined items of a cause, but there are more items, the cause is still shown.
 WITH RECURSIVE whose AS MATERIALIZED (
     SELECT coalesce(%(tenant)s, (SELECT run.tenant FROM batchwright.ingest_run AS run WHERE run.id = %(run_id)s)) AS tenant
 ),
@@ -257,7 +257,7 @@ WHERE status = 'FAILED' AND dismissed_at IS NULL AND tenant = coalesce(%(tenant)
 RETURNING id
 
 -- Runs with failed items that a retry over several runs would touch: each tenant, cause and run is one step along the
--- index. Of each the first `scan_max` are looked at; one with more than that is named in any case.
+-- index. Of each, the first `scan_max` items are examined; a run with more is always included.
 -- name: runs_with_failures
 WITH RECURSIVE head AS (
     (
@@ -301,7 +301,7 @@ LIMIT %(limit)s
 
 -- Watching ----------------------------------------------------------------------------------------------------------
 
--- The open ones, as they were listed; how many have ended is known of the run.
+-- Open items, in the order of their listing. The run itself counts those that have ended.
 -- name: funnel
 SELECT first.step, count(*)
 FROM (
@@ -339,7 +339,7 @@ LIMIT %(limit)s
 
 -- Upkeep ------------------------------------------------------------------------------------------------------------
 
--- Open items whose job has ended without ending them.
+-- Open items whose job ended, but did not end the item.
 -- name: abandoned
 SELECT item.id, job.status
 FROM batchwright.ingest_run AS run
@@ -349,7 +349,7 @@ WHERE run.ended_at IS NULL
 ORDER BY item.id
 LIMIT %(limit)s
 
--- Items that a parked run has put off, and that were settled only after its resumption had woken the others.
+-- Items that a parked run has put off, and whose jobs went to sleep only after `resume` had woken the others.
 -- name: wake_late
 WITH late AS (
     SELECT item.id, item.generation, job.id AS job_id

@@ -1,10 +1,10 @@
-"""Paid answers: each is written down before it is asked for, kept by content, and told with its cost.
+"""Paid answers: each request is recorded before it is sent; its answer is stored by content, and its cost recorded.
 
-    begin ── the intent, and the money that it may cost, in one commit ──▶ sent
+    begin ── the intent and a reservation of its cost, in one commit ──▶ sent
     settle ─ the answers, the cost and the event, in one commit
-    fail ─── nothing to keep; what it cost all the same
+    fail ─── no answer to store; only what it cost
 
-A request whose answer never came stays as a row: it is in doubt, and its money stays reserved.
+A request whose answer never arrived stays as a row: it is in doubt, and its cost stays reserved.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IN_DOUBT = frozenset({Failure.LOST, Failure.TIMEOUT, Failure.DEADLINE})
 
 
 class Answers:
-    """What models have answered before, by content: equal text is paid for once per tenant."""
+    """Stored answers of models, by content: equal text is paid for once per tenant."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -51,7 +51,7 @@ class Answers:
         return {bytes(hash): bytes(value) for hash, value in rows}
 
     async def touch(self, tenant: str, fingerprint: str, hashes: Iterable[bytes]) -> None:
-        """They are still needed, so that nobody evicts them."""
+        """Mark answers as used, so that they are not evicted."""
         params = {"tenant": tenant, "fingerprint": fingerprint, "hashes": sorted(hashes)}
         await self._database.ask(SQL["touch"], params)
 
@@ -75,7 +75,7 @@ class Answers:
         await self._database.ask(SQL["keep"], params, session)
 
     async def evict(self, keep_seconds: float, limit: int, *, session: Session | None = None) -> int:
-        """Remove answers that nobody has used for so long; answers how many."""
+        """Remove answers that were not used for this long. Returns how many."""
         params = {"keep_seconds": keep_seconds, "limit": limit}
         return len(await self._database.ask(SQL["evict"], params, session))
 
@@ -99,7 +99,7 @@ class ItemLedger:
             return
         await self.rates.reserve(call.model, call.tokens_guess, holder=call.id)
         try:
-            await self.rates.wait(call.id)  # first: what was written down is then sent at once
+            await self.rates.wait(call.id)  # wait first, so that the request is sent at once after it is recorded
             async with fenced(self.queue, self.held) as session:
                 await self._commit_intent(call, session)
         except BaseException:
@@ -117,7 +117,7 @@ class ItemLedger:
                 if call.model is not None:
                     await self._write_cost(call, usage, "model_called", session, is_paid=True)
 
-        await retry_unavailable(commit, tries_max=_TRIES_MAX)  # it is paid for: a short outage must not lose it
+        await retry_unavailable(commit, tries_max=_TRIES_MAX)  # the answer is paid for: a short outage must not lose it
         if call.model is not None:
             await self.rates.settle(call.id, usage.total, answer)
             self._count(call.model, usage)
@@ -149,13 +149,13 @@ class ItemLedger:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Session]:
-        """Not fenced, but in the order in which all lock: the job, the item, the run."""
+        """A transaction that is not fenced, but locks in the usual order: the job, the item, the run."""
         async with self.queue.database.transaction() as session:
             await lock(self.queue, self.held.id, session=session)
             yield session
 
     async def doubt_older(self) -> int:
-        """Requests of a worker that died: whether they were paid for is not known. Answers how many."""
+        """Mark requests of a dead worker as in doubt: they may have been paid for. Returns how many."""
         params = {"item_id": self.item.id, "job_id": self.held.id, "claim": self.held.claim}
         async with fenced(self.queue, self.held) as session:
             rows = await self.queue.database.ask(SQL["doubt_older"], params, session)
@@ -191,7 +191,7 @@ class ItemLedger:
         if status != "RUNNING":
             return Deferred(f"the run is {status}", 600.0, waits_for="user")
         return BudgetUsedUp(
-            f"{show_amount(spent + reserved)} of the budget of {show_amount(budget)} are spent or on their way, and "
+            f"{show_amount(spent + reserved)} of the budget of {show_amount(budget)} are spent or reserved, and "
             f"the next request may cost {show_amount(guess)}"
         )
 
@@ -205,7 +205,7 @@ class ItemLedger:
         is_paid: bool,
         error: OperationError | None = None,
     ) -> None:
-        """A refusal costs nothing; what was answered costs what its tokens do, and is not known without them."""
+        """A refusal costs nothing. The cost of an answer follows from its tokens, and is unknown without them."""
         assert call.model is not None
         is_known = usage.total is not None
         cost = self.prices.cost(call.model, self.lane, usage) if is_known else None if is_paid else Decimal(0)
@@ -253,7 +253,7 @@ class ItemLedger:
 
 
 async def doubt_ended(queue: Queue, limit: int, *, session: Session) -> int:
-    """Requests whose jobs have ended without settling them, as when they were cancelled or lost. Answers how many."""
+    """Mark requests as in doubt whose jobs ended without settling them, e.g. after a cancel. Returns how many."""
     rows = await queue.database.ask(SQL["doubt_ended"], {"limit": limit}, session)
     for id, job_id, claim, *about in rows:
         await _note_doubt(queue, Held(job_id, claim, ""), id, about, session)
@@ -279,7 +279,7 @@ async def reserve_batch(
     cost: Decimal | None,
     session: Session,
 ) -> bool:
-    """Reserve what a batch may cost; False if the run may not spend that."""
+    """Reserve what a batch may cost. Returns False if that exceeds the budget."""
     rows = [row for line in lines for row in line]
     params = {
         "id": batch_id,
@@ -299,5 +299,5 @@ async def reserve_batch(
 
 
 def _is_in_doubt(answer: Answer) -> bool:
-    """Whether the server may have answered, though nothing came."""
+    """Whether the server may have answered, although no answer arrived."""
     return answer.code in _IN_DOUBT and answer.usage.total is None

@@ -1,10 +1,10 @@
--- Answers by content, requests on their way, and money.
+-- Answers by content, requests in flight, and costs.
 
 -- name: answers
 SELECT hash, value FROM batchwright.ingest_answer
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[])
 
--- Not on every use: a row that is written is a row to be vacuumed.
+-- Not on every use: every written row must be vacuumed later.
 -- name: touch
 UPDATE batchwright.ingest_answer SET used_at = :now
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[])
@@ -19,7 +19,7 @@ ORDER BY given.hash
 ON CONFLICT DO NOTHING
 RETURNING hash
 
--- Money that a request may cost is taken before it is sent; no row means that the run may not spend it.
+-- Reserves what a request may cost before it is sent; no row means that the budget does not allow it.
 -- name: begin
 WITH run AS (
     UPDATE batchwright.ingest_run SET reserved = reserved + coalesce(%(cost)s, 0)
@@ -37,7 +37,7 @@ RETURNING id
 -- name: why_not
 SELECT status::text, budget, spent, reserved FROM batchwright.ingest_run WHERE id = %(run_id)s
 
--- What it has cost takes the place of what it might; also if nobody hoped for its answer any more.
+-- The real cost replaces the reservation, even if the request was already in doubt.
 -- name: settle
 WITH call AS (
     DELETE FROM batchwright.ingest_call WHERE id = %(id)s RETURNING run_id, item_id, cost
@@ -64,13 +64,13 @@ SELECT count(*) FROM call
 -- name: doubt
 UPDATE batchwright.ingest_call SET is_doubtful = true WHERE id = %(id)s RETURNING id
 
--- Requests that an earlier claim has begun: their worker is gone, and nobody knows whether they were answered.
+-- Requests that an earlier claim started: their worker is gone, and they may or may not have been answered.
 -- name: doubt_older
 UPDATE batchwright.ingest_call SET is_doubtful = true
 WHERE item_id = %(item_id)s AND NOT is_doubtful AND (job_id, claim) <> (%(job_id)s, %(claim)s)
 RETURNING id, job_id, claim, kind, model, tokens, cost
 
--- Requests of jobs that have ended; whoever sent them has had time enough to settle them.
+-- Requests of jobs that have ended; their workers have had enough time to settle them.
 -- name: doubt_ended
 UPDATE batchwright.ingest_call AS call SET is_doubtful = true
 FROM (

@@ -1,8 +1,8 @@
-"""What was made of documents: versions with their chunks and mentions.
+"""Processed documents: versions with their chunks and mentions.
 
     persist ─▶ staged ── go live, in one commit ──▶ live ── the next version ──▶ retired ── upkeep ──▶ gone
 
-The old version stays searchable until the new one takes its place: a reader sees one of them, never both or none.
+The old version stays searchable until the new one replaces it: a reader always sees exactly one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewVersion:
-    """A version to be."""
+    """A version to add."""
 
     document_id: int
     collection_id: int
@@ -37,7 +37,7 @@ class NewVersion:
 
 
 class Unused(NamedTuple):
-    """A version that nobody needs any more."""
+    """A version that is no longer needed."""
 
     id: int
     document_id: int
@@ -60,7 +60,7 @@ class Library:
         *,
         session: Session,
     ) -> int:
-        """Add a version with all that belongs to it, in the caller's transaction; answers its id."""
+        """Add a version with its chunks and mentions, in the caller's transaction. Returns its id."""
         params = {name: getattr(new, name) for name in NewVersion.__dataclass_fields__}
         params |= {"steps": _json(new.steps), "metadata": _json(new.metadata)}
         await self._ask("drop_staged", session, **params)
@@ -88,11 +88,11 @@ class Library:
         vectors: Mapping[int, bytes],
         session: Session,
     ) -> int | None:
-        """Put the version into the place of the one before, in the caller's transaction; answers the one before.
+        """Make the version live, in the caller's transaction. Returns the version that it replaces.
 
-        The document is locked first, so that of two that go live at once the second retires the first. A version whose
-        bytes are older than those that are live stays staged: it is of a run that was parked, or retried, after
-        another one had found the document changed.
+        The document is locked first, so that if two versions go live at once, the second retires the first. A version
+        with older bytes than the live one stays staged: its run was parked or retried, and another run found the
+        changed document meanwhile.
         """
         rows = await self._ask("lock_document", session, document_id=document_id)
         before: int | None = rows[0][0]
@@ -107,7 +107,7 @@ class Library:
         await self._ask("enliven", session, version_id=version_id)
         await self._spaces.index_words(version_id, session=session)
         await self._ask("point", session, document_id=document_id, version_id=version_id, name=name)
-        if space is not None:  # last, because without pgvector writers to a space wait for one another from here on
+        if space is not None:  # last, because without pgvector writers to a space block one another from here on
             for page in _pages(list(vectors.items())):
                 await self._spaces.add(space, dict(page), session=session)
         return before
@@ -122,9 +122,9 @@ class Library:
         return True
 
     async def finish(self, document_id: int, version_id: int, etag: str | None, *, session: Session) -> None:
-        """The source as it was fetched is done: a run that finds it unchanged need do nothing.
+        """Mark the source as done in the state in which it was fetched: a run that finds it unchanged does nothing.
 
-        Only if the version that was made of it is live: another run may have brought in other content.
+        Only if its version is live: another run may have added newer content.
         """
         await self._ask("finish", session, document_id=document_id, version_id=version_id, etag=etag)
 
@@ -138,7 +138,7 @@ class Library:
         return [Unused(*row) for row in rows]
 
     async def remove(self, version: Unused) -> bool:
-        """Remove a retired version with its rows; answers whether its text can go as well."""
+        """Remove a retired version with its rows. Returns whether its text can be removed, too."""
         async with self._database.transaction() as session:
             if not await self._ask("remove_version", session, version_id=version.id):
                 return False
@@ -158,7 +158,7 @@ class Library:
 
 
 def _pages(rows: Sequence[T]) -> Iterator[Sequence[T]]:
-    """A book has ten thousand chunks: no statement may come near its time limit."""
+    """Split rows into pages: a book has ten thousand chunks, and no statement may come near its time limit."""
     for start in range(0, len(rows), _PAGE):
         yield rows[start : start + _PAGE]
 

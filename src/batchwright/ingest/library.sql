@@ -1,6 +1,6 @@
--- What was made of documents: versions with their chunks and mentions. Only the version that is live is found by search.
+-- Processed documents: versions with their chunks and mentions. Search finds only the live version.
 
--- An earlier try of the same item may have left one behind.
+-- An earlier attempt of the same item may have left a version behind.
 -- name: drop_staged
 DELETE FROM batchwright.ingest_version
 WHERE item_id = %(item_id)s AND generation = %(generation)s AND state = 'staged'
@@ -33,11 +33,11 @@ FROM jsonb_to_recordset(%(mentions)s::jsonb) AS given (
 -- name: chunks
 SELECT id, hash FROM batchwright.ingest_chunk WHERE version_id = %(version_id)s ORDER BY number
 
--- The document, which nobody else changes until the transaction ends.
+-- The document, locked until the transaction ends.
 -- name: lock_document
 SELECT live_version FROM batchwright.ingest_document WHERE id = %(document_id)s FOR NO KEY UPDATE
 
--- Whether the bytes of a version were fetched after those of another. A run that was removed has no steps any more.
+-- Whether the bytes of a version were fetched after those of another. A removed run has no steps.
 -- name: is_fetched_later
 SELECT coalesce(theirs.ended_at, live.created_at) > mine.ended_at
 FROM batchwright.ingest_version AS live
@@ -58,14 +58,14 @@ UPDATE batchwright.ingest_version SET state = 'live'
 WHERE id = %(version_id)s AND state = 'staged'
 RETURNING id
 
--- The etag is that of another version until the new one is finished.
+-- The etag belongs to another version until the new one is finished.
 -- name: point
 UPDATE batchwright.ingest_document SET live_version = %(version_id)s, etag = NULL, name = coalesce(%(name)s, name),
     updated_at = :now
 WHERE id = %(document_id)s
 RETURNING id
 
--- The source is known as it was fetched from now on, and only now.
+-- From now on, the etag of the fetched source counts as processed.
 -- name: finish
 UPDATE batchwright.ingest_document SET etag = %(etag)s, updated_at = :now
 WHERE id = %(document_id)s AND live_version = %(version_id)s
@@ -76,7 +76,7 @@ UPDATE batchwright.ingest_version SET steps = %(steps)s::jsonb WHERE id = %(vers
 
 -- Upkeep ------------------------------------------------------------------------------------------------------------
 
--- Versions that nobody will use: retired ones, and staged ones whose items have ended, began anew or are gone.
+-- Unused versions: retired ones, and staged ones whose items have ended, started over or are gone.
 -- name: unused
 SELECT version.id, version.document_id, version.collection_id, version.steps -> 'CONTENT_EXTRACTED' -> 'output' ->> 'text_key'
 FROM batchwright.ingest_version AS version
@@ -92,7 +92,7 @@ LIMIT %(limit)s
 -- name: remove_version
 DELETE FROM batchwright.ingest_version WHERE id = %(version_id)s AND state <> 'live' RETURNING id
 
--- Whether a text is still somebody's: of a version, or of an item that may come back to it.
+-- Whether a text is still in use: by a version, or by an item that may need it again.
 -- name: is_text_used
 SELECT EXISTS (
     SELECT FROM batchwright.ingest_version

@@ -1,4 +1,4 @@
-"""What one extraction may use. Every limit has an error of its own, so that a user knows which one to raise."""
+"""What one extraction may use. Every limit has its own error, so that a user knows which one to raise."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ MEGABYTE = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one extraction; the defaults suit a book of a thousand pages and stop a bomb."""
+    """Limits of one extraction; the defaults allow a book of a thousand pages and stop a decompression bomb."""
 
     cpu_seconds: int = 60
-    """Processor time: a parser that loops ends here, however busy the machine is."""
+    """Processor time. It stops a parser that loops, however busy the machine is."""
     document_bytes: int = 100 * MEGABYTE
     """Size of the document as it is stored."""
     memory_bytes: int = 1_024 * MEGABYTE
     """Address space of the process, about 100 MB of which is Python itself."""
     nesting: int = 4
-    """Attachments inside attachments."""
+    """Levels of attachments inside attachments."""
     output_bytes: int = 50 * MEGABYTE
     """Size of the extracted text with its segments."""
     pages: int = 5_000
     """Pages, slides or sheets."""
     seconds: float = 120.0
-    """Wall time: a parser that waits for something ends here."""
+    """Wall time. It stops a parser that waits for something."""
     unpacked_bytes: int = 500 * MEGABYTE
     """Sum of the sizes of all files in an archive or in a mail."""
 

@@ -1,4 +1,4 @@
-"""The lines of a batch that asks for documents: what they hold, and what came of them. Nothing here sends or stores."""
+"""The lines of a batch for documents: their requests, and how to read their answers. Nothing here sends or stores."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from batchwright.ingest.entities.model import ModelExtractor
 from batchwright.jsonl import one_line
 
 FAILURES_MAX = 3
-"""So often a request is sent again that has failed for a passing reason, until its document hears of it."""
+"""Maximum number of temporary failures of a request; after that its document gets the error."""
 _INPUTS_MAX = 100
 _TOKENS_MAX = 100_000
 _SMALLER = 10
-"""A refused line is asked again in lines of a tenth: halves would take many more batches, of hours each."""
+"""A refused line is resent in lines of a tenth of its size: halving would take many more batches, each of hours."""
 _MONEY = Decimal("1e-12")
 _LINE = "line-"
 
 
 class Ask(Protocol):
-    """How one model is asked in batches."""
+    """How requests to one model are put into batches."""
 
     kind: str
     model: str
@@ -51,7 +51,7 @@ class Ask(Protocol):
     def body(self, texts: Sequence[str], left_out: frozenset[str]) -> dict[str, Any]: ...
 
     def read(self, body: bytes, texts: Sequence[str]) -> list[bytes | None]:
-        """A value for each text, None where it is of no use; raises SchemaInvalid if all of it is."""
+        """A value for each text, None if it is unusable. Raises SchemaInvalid if the whole answer is unusable."""
 
 
 class EmbeddingAsk:
@@ -111,11 +111,11 @@ class EntityAsk:
 
 
 def ask_of(model: Any) -> Ask:
-    """How an embedder or an extractor is asked in batches."""
+    """The form of batch requests for an embedder or an extractor."""
     return EmbeddingAsk(model) if isinstance(model, RemoteEmbedder) else EntityAsk(model)
 
 
-# Before --------------------------------------------------------------------------------------------------------------
+# Before sending ------------------------------------------------------------------------------------------------------
 
 
 class Unsent(NamedTuple):
@@ -129,7 +129,7 @@ class Unsent(NamedTuple):
 
 
 def pack(unsent: Sequence[Unsent], inputs_max: int, bytes_max: int) -> list[list[Unsent]]:
-    """Lines for one batch, in the order of the rows; what does not fit is left for the next one."""
+    """Lines for one batch, in the order of the rows. Rows that do not fit are left for the next batch."""
     lines: list[list[Unsent]] = []
     tokens = size = 0
     for one in unsent:
@@ -153,13 +153,13 @@ def pack(unsent: Sequence[Unsent], inputs_max: int, bytes_max: int) -> list[list
 
 
 def line_bytes(ask: Ask, number: int, texts: Sequence[str], left_out: str) -> bytes:
-    """The same for the same rows, byte for byte."""
+    """The line as bytes. Equal rows give equal bytes."""
     body = ask.body(texts, frozenset(filter(None, left_out.split(","))))
     line = {"custom_id": f"{_LINE}{number}", "method": "POST", "url": ask.url, "body": body}
     return one_line(orjson.dumps(line)) + b"\n"
 
 
-# After ---------------------------------------------------------------------------------------------------------------
+# After sending --------------------------------------------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
@@ -206,7 +206,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 def read_line(line: bytes) -> tuple[int, Answer]:
-    """The number of a line of an output or error file, and what it says; ValueError if it is none of ours."""
+    """The number and answer of a line of an output or error file. Raises ValueError if the line is not ours."""
     found = _decode(line)
     if not found.custom_id.startswith(_LINE):
         raise ValueError(f"a line of a batch has the custom_id {found.custom_id[:40]!r}")
@@ -220,14 +220,14 @@ def read_line(line: bytes) -> tuple[int, Answer]:
 
 
 def unanswered(code: str, status: int | None = None, body: bytes = b"") -> Answer:
-    """A line that has no answer, for a reason of ours."""
+    """The answer for a line that the server did not answer, with our own code."""
     answer = classify(Reply(status=status, body=body), now=0.0)
     return msgspec.structs.replace(answer, code=code, succeeded=False)
 
 
 @dataclass(slots=True, kw_only=True)
 class Settled:
-    """What becomes of one line."""
+    """The result of one line."""
 
     line: int
     rows: Sequence[Sent]
@@ -236,16 +236,16 @@ class Settled:
     back: list[Back] = field(default_factory=list)
     error: OperationError | None = None
     is_answered: bool = True
-    """Whether a server has seen it; a line that never went out is not told on its own."""
+    """Whether a server has seen it. A line that was never sent gets no event of its own."""
     is_paid: bool = False
     credential: str | None = None
-    """No request can succeed until a person has corrected this."""
+    """No request can succeed until a user has corrected this."""
     refused_field: str | None = None
     """The server does not know this field; requests can do without it."""
 
 
 def settle_line(ask: Ask, rows: Sequence[Sent], answer: Answer) -> Settled:
-    """Read the answer to a line; its rows get their values, or go back, or get an error."""
+    """Read the answer to a line. Its rows get their values, are put back, or get an error."""
     settled = Settled(
         line=rows[0].line,
         rows=rows,
@@ -320,13 +320,13 @@ def share_money(cost: Decimal, weights: Sequence[int]) -> list[Decimal]:
 
 
 def split_lines(pieces: Sequence[bytes], rest: bytes) -> tuple[list[bytes], bytes]:
-    """Whole lines, and the beginning of the next one."""
+    """Complete lines, and the beginning of the next one."""
     *whole, rest = (rest + b"".join(pieces)).split(b"\n")
     return [line for line in whole if line], rest
 
 
 def error_from(shown: Mapping[str, Any]) -> OperationError:
-    """As it was when the batch came home."""
+    """The error as it was when the batch was collected."""
     kinds: dict[str, type[OperationError]] = {"Transient": Transient, "RateLimited": Transient, "Fatal": Fatal}
     kind = kinds.get(str(shown.get("kind")), SchemaInvalid)
     message, code = str(shown.get("message")), shown.get("code")

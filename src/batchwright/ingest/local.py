@@ -1,7 +1,7 @@
-"""Documents without a worker beside: the process that wants them runs one itself, until its run has ended.
+"""Documents without a separate worker: the process that starts a run works on it itself until the run has ended.
 
-A lock on this machine says that a process of it works for this database; in the file is the name of its worker. Whoever
-gets the lock knows that the worker before is gone, and gives back what it held at once, instead of after its lease.
+A lock file shows that a process of this machine works for this database, and names its worker. A process that gets the
+lock knows that the previous worker is gone, and releases its jobs at once, without waiting for their leases.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from batchwright.ingest.config import required_models
 from batchwright.ingest.items import ITEM_JOB
 from batchwright.ingest.runs import QUEUE, Run, Runs
 from batchwright.ingest.submission import WantedRun
+from batchwright.private import make_folders
 from batchwright.states import JobStatus, RunStatus
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from batchwright.settings import Settings
 
 GRACE_SECONDS_MAX = 10.0
-"""After Ctrl-C, steps in progress may go on so long: they may be paid for, but somebody waits before a terminal."""
+"""How long steps in progress may continue after Ctrl-C: they may be paid for, but a user waits at the terminal."""
 _OPEN = (RunStatus.PENDING, RunStatus.RUNNING, RunStatus.PARKED)
 _RUNS_LOOKED_AT = 200
 _CONCURRENCY_MIN = 4
@@ -48,9 +49,9 @@ async def find_open(runs: Runs, wanted: WantedRun) -> Run | None:
 
 
 def local_settings(settings: Settings, run: Run) -> Settings:
-    """For a worker that does nothing but documents. Requests that are sent as batches need the others' queues, too.
+    """Settings of a worker for documents only. Requests that are sent as batches need the other queues, too.
 
-    Where no server is asked, documents never wait: more of them than cores only take time from one another.
+    Without model servers, documents never wait, so it makes no sense to run more of them than there are cores.
     """
     asks_servers = bool(required_models(run.config))
     worker = replace(
@@ -78,7 +79,7 @@ async def has_worker(core: Core) -> bool:
 
 
 async def work_until(worker: Worker, following: Coroutine[Any, Any, T]) -> T | None:
-    """What whoever follows the run has seen last; None if the worker was stopped before that."""
+    """Run a worker until `following` ends. Returns its result; None if the worker stopped first."""
     running = asyncio.create_task(worker.run())
     followed = asyncio.create_task(following)
     try:
@@ -101,10 +102,10 @@ class Lock:
 
     descriptor: int
     before: str
-    """The worker of whoever held it before."""
+    """Name of the worker that held it before."""
 
     def sign(self, worker: str) -> None:
-        """Say whose it is, before that worker takes anything."""
+        """Write the name of the worker, before that worker claims any job."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, worker.encode(), 0)
 
@@ -113,7 +114,7 @@ class Lock:
 def try_lock(part: IngestPart) -> Iterator[Lock | None]:
     """None while another process has it. The kernel frees the lock of a process that dies."""
     path = _lock_path(part.core)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -127,7 +128,7 @@ def try_lock(part: IngestPart) -> Iterator[Lock | None]:
 
 
 async def release_dead(core: Core, lock: Lock) -> int:
-    """Give back what the worker before held, if it left anything behind; answers how many jobs that were."""
+    """Release the jobs that the previous worker still held. Returns how many."""
     if not lock.before:
         return 0
     held = await core.queue.holdings(lock.before)
@@ -139,7 +140,7 @@ async def release_dead(core: Core, lock: Lock) -> int:
 
 
 async def is_alone(part: IngestPart) -> bool:
-    """Whether nobody works on documents, neither a process of this machine nor any other worker."""
+    """Whether nothing works on documents: no process of this machine and no other worker."""
     with try_lock(part) as lock:
         if lock is None:
             return False
@@ -148,6 +149,6 @@ async def is_alone(part: IngestPart) -> bool:
 
 
 def _lock_path(core: Core) -> Path:
-    """One for each database: a machine may work for several."""
+    """There is one lock for each database: a machine may work for several."""
     name = hashlib.sha256((core.settings.database.url or "embedded").encode()).hexdigest()[:12]
     return core.folder / "work" / "ingest" / f"{name}.lock"

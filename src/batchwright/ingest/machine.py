@@ -1,11 +1,11 @@
-"""The step machine of one item: it runs what is not done yet, and keeps what is.
+"""The step machine of one item: it runs the steps that are not done yet, and keeps the results of the others.
 
-    run_step ── done already? ──▶ its stored output, and nothing is called
-        │   └── key of the live version? ──▶ the output of then
+    run_step ── done already? ──▶ its stored output, without a call
+        │   └── same key as the live version? ──▶ the output of that version
         └── start ─ commit ─▶ call ─▶ ok: output, event and step in one commit
                                   └─▶ an error: its category decides, in `_react`
 
-A step has a row of its own, so that branches may end in any order: a step counts as done only if its own row says so.
+Each step has its own row, so that branches can end in any order: a step is done only if its own row says so.
 Every write is fenced by the claim of the item's job: a worker that has lost the job can complete nothing.
 """
 
@@ -45,12 +45,12 @@ SQL = statements(__package__, "machine.sql", parts=JOBS_VIEW)
 log = logging.getLogger(__name__)
 
 PARKED_SECONDS = 600.0
-"""How often an item of a parked run looks by itself whether it may go on; `resume` wakes it at once."""
+"""How often an item of a parked run checks whether it may continue; `resume` wakes it at once."""
 _BACKOFF_SECONDS = 1.0
 _BACKOFF_SECONDS_MAX = 300.0
 _RATE_SECONDS = 5.0
 _RATE_SECONDS_MIN = 0.5
-"""Also for a server that says "at once": it has just refused a request."""
+"""Minimum wait, even if the server says "at once": it has just refused a request."""
 _OUTPUT_BYTES_MAX = 262_144
 
 Write = Callable[[Session], Awaitable[None]]
@@ -58,7 +58,7 @@ Write = Callable[[Session], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a step returns if it also writes rows: they and the completion of the step are one commit."""
+    """What a step returns if it also writes rows: one commit writes them and completes the step."""
 
     value: Mapping[str, Any]
     write: Write | None = None
@@ -76,7 +76,7 @@ class Live:
     sha256: str
     steps: Mapping[str, Mapping[str, Any]]
     etag: str | None
-    """Of its source, when that was fetched."""
+    """The etag of its source at the time of the fetch."""
 
 
 @dataclass(slots=True)
@@ -86,13 +86,13 @@ class _StepRow:
     output: Mapping[str, Any] | None = None
     retry_count: int = 0
     due_at: float = 0.0
-    """By the monotonic clock."""
+    """Time on the monotonic clock."""
     waiting: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Machine:
-    """One item in the hands of one worker."""
+    """One item while one worker processes it."""
 
     queue: Queue
     graph: Graph
@@ -103,9 +103,9 @@ class Machine:
     counts: IngestCounts = field(default_factory=IngestCounts)
     live: Live | None = None
     is_after_death: bool = False
-    """Whether the worker before has died with the item."""
+    """Whether the previous worker died while it held the item."""
     parked: str | None = None
-    """Why the run is parked, as soon as that is seen."""
+    """Why the run is parked, once the machine has seen it."""
     _rows: dict[str, _StepRow] = field(default_factory=dict)
 
     @classmethod
@@ -125,7 +125,7 @@ class Machine:
         return {name: row.output or {} for name, row in self._rows.items() if row.state == "done"}
 
     def keys(self) -> dict[str, str]:
-        """The key of every step, as soon as the first one is done: they follow from the content and the settings."""
+        """The key of every step, once the first step is done: keys follow from the content and the settings."""
         first = self._rows.get(self.graph.first)
         return {} if first is None or first.key is None else self._keys_from(first.key)
 
@@ -137,13 +137,13 @@ class Machine:
         return keys
 
     def record(self) -> dict[str, Mapping[str, Any]]:
-        """What a version is made of, so that a later run knows what it can take over."""
+        """Keys and outputs of all steps of a version, so that a later run knows what it can reuse."""
         keys = self.keys()
         return {name: {"key": keys[name], "output": output} for name, output in self.outputs.items() if name in keys}
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the live version was made of the same content by the same steps."""
+        """Whether the live version has the same content and the same steps."""
         keys = self.keys()
         if self.live is None or not keys or self.run.config.get("force"):
             return False
@@ -161,7 +161,7 @@ class Machine:
         return max(0.05, row.due_at - time.monotonic()), f"{first}: {waiting.get('message', 'a retry')}"
 
     def late(self, names: Sequence[str]) -> StepResult:
-        """What becomes of an item that still waits when the time of its run is over."""
+        """The result for an item that still waits at the deadline of its run."""
         first = min(names, key=lambda name: self._rows[name].due_at)
         waiting = self._rows[first].waiting or {}
         message = waiting.get("message", "a retry")
@@ -169,14 +169,14 @@ class Machine:
             step=first,
             category=Category.RATE_LIMITED if waiting.get("for") == "rate" else Category.TRANSIENT,
             code="deadline_exceeded",
-            message=f"the deadline of the run came while it waited for: {message}",
+            message=f"the deadline of the run passed while it waited for: {message}",
             scope=RETRIES,
         )
 
     # Steps --------------------------------------------------------------------------------------------------------
 
     async def run_step(self, target: str, call: Call) -> StepResult:
-        """Run a step unless it is done: then its stored output is the answer, and nothing is called."""
+        """Run a step, or return its stored output if it is done."""
         row = self._rows.setdefault(target, _StepRow())
         if row.state == "done":
             return StepResult(step=target, output=row.output)
@@ -186,7 +186,7 @@ class Machine:
             if not await self._start(target):
                 return StepResult(step=target, message=self.parked or "", waits_for="user")
             return await self._try(target, call)
-        except DatabaseBusy as error:  # the server is there: what this step asks of it takes too long
+        except DatabaseBusy as error:  # the server is available, but a statement of this step takes too long
             return await self._react(result_from_exception(target, error))
         except (DatabaseUnavailable, Fenced):
             raise
@@ -195,9 +195,9 @@ class Machine:
             return await self._react(result_from_exception(target, error))
 
     async def run_parallel_steps(self, calls: Mapping[str, Call]) -> StepResult:
-        """Run steps at the same time, each with a commit of its own; the worst category decides.
+        """Run steps at the same time, each with its own commit; the worst category decides.
 
-        All of them are waited for, whatever happens to one: what a sibling has paid for is kept.
+        Waits for all of them, even if one fails: what a sibling has paid for is kept.
         """
         tries = [asyncio.ensure_future(self.run_step(target, call)) for target, call in calls.items()]
         try:
@@ -226,7 +226,7 @@ class Machine:
         return await self._complete(target, output, seconds=time.monotonic() - began)
 
     def _find_reusable(self, target: str) -> Mapping[str, Any] | None:
-        """The output of the live version's step, if it was made of the same."""
+        """The output of the live version's step, if it has the same key."""
         if self.live is None or target == self.graph.first or self.run.config.get("force"):
             return None
         then = self.live.steps.get(target)
@@ -236,7 +236,7 @@ class Machine:
         return output
 
     async def _start(self, target: str) -> bool:
-        """Write down that it starts; False if the run is parked."""
+        """Record the start of a step. Returns False if the run is parked."""
         rows = await self._ask("start", None, step=target, run_id=self.run.id, **self._claim)
         if not rows:
             raise await self._why_not(target)
@@ -251,9 +251,9 @@ class Machine:
     async def _complete(
         self, target: str, output: Output, *, is_reused: bool = False, seconds: float = 0.0
     ) -> StepResult:
-        """The output, what the step writes, the item's step and the event, in one commit.
+        """Write the output, the rows of the step, the item's step and the event, in one commit.
 
-        A step may have much to write, so the job is locked afterwards: a lease cannot be renewed while it is.
+        A step may write many rows, so the job is locked after them: while it is locked, its lease cannot be renewed.
         """
         if output.write is None:
             value, key, stale = await self._finish(target, output, is_reused, seconds, None)
@@ -270,8 +270,8 @@ class Machine:
     async def _finish(
         self, target: str, output: Output, is_reused: bool, seconds: float, session: Session | None
     ) -> tuple[Mapping[str, Any], str, list[str]]:
-        """In the transaction that is open, or in one statement if nothing else is to be written with it."""
-        document = _dump(target, output.value)  # what was written may have added to it
+        """Complete the step in the open transaction, or in one statement if there is nothing else to write."""
+        document = _dump(target, output.value)  # after the write, which may have added to the value
         value: Mapping[str, Any] = orjson.loads(document)
         key = self._key_of(target, value)
         stale = self._find_stale(target, key)
@@ -295,7 +295,7 @@ class Machine:
         if session is not None:
             for name in stale:
                 await self._ask("undo", session, step=name)
-            if self.is_after_death:  # it has got further, so it is not what killed that worker
+            if self.is_after_death:  # it made progress, so it did not kill that worker
                 await absolve(self.queue, self.held, session=session)
         return value, key, stale
 
@@ -304,10 +304,10 @@ class Machine:
         return {"job_id": self.held.id, "claim": self.held.claim, "worker": self.held.worker}
 
     async def _why_not(self, target: str) -> Exception:
-        """Nothing was written in the name of the claim."""
+        """Why the claim wrote nothing."""
         try:
             async with fenced(self.queue, self.held):
-                return AssertionError(f"{target} of {self.item.id} was completed by somebody else under our claim")
+                return AssertionError(f"{target} of {self.item.id} was completed by another worker under our claim")
         except Fenced as error:
             return error
 
@@ -317,7 +317,7 @@ class Machine:
         return self.keys()[target]
 
     def _find_stale(self, target: str, key: str) -> list[str]:
-        """Fetched again, the document may have changed: what was made of its old content is not its own."""
+        """Steps of older content: when the document is fetched again, it may have changed."""
         if target != self.graph.first:
             return []
         keys = self._keys_from(key)
@@ -326,7 +326,7 @@ class Machine:
     # Reactions ----------------------------------------------------------------------------------------------------
 
     async def _react(self, result: StepResult) -> StepResult:
-        """The matrix: what each category does to its step. A terminal one is left to whoever ends the item."""
+        """What each category does to its step. For a terminal category, the caller ends the item."""
         self.counts.step_failed(result.step, result.category.value)
         if result.waits_for is not None:
             await self._wait(result, "step_deferred")
@@ -345,7 +345,7 @@ class Machine:
         return result
 
     async def _wait(self, result: StepResult, event: str) -> None:
-        """The same step again, later; no retry is used up."""
+        """Repeat the same step later, without using a retry."""
         seconds = max(0.0, result.retry_after or 0.0)
         waiting = {"for": result.waits_for or "rate", "message": result.message}
         is_known = (self._rows[result.step].waiting or {}) == waiting
@@ -382,7 +382,7 @@ class Machine:
             await self._note_result(session, "step_failed", result)
 
     async def _park(self, target: str, reason: str, message: str) -> StepResult:
-        """The whole run waits for a person; this step is tried again when it is resumed."""
+        """Park the whole run until a user resumes it; then this step runs again."""
         self.parked = message
         async with fenced(self.queue, self.held) as session:
             await self._put_off(target, session, PARKED_SECONDS, {"for": reason, "message": message})
@@ -397,7 +397,7 @@ class Machine:
             await self._ask("undo", session, step=step)
             await self._note(session, "step_undone", f"the output of {step} is gone", step=step)
         self._rows[step] = _StepRow()
-        if self.live is not None:  # what the live version says of it is gone as well
+        if self.live is not None:  # the live version's copy of the output is gone, too
             steps = {name: said for name, said in self.live.steps.items() if name != step}
             self.live = replace(self.live, steps=steps)
 

@@ -1,4 +1,4 @@
--- The steps of one item. Whoever writes here holds the item's job, and has locked it in the same transaction.
+-- The steps of one item. A writer must hold the item's job, and lock it in the same transaction.
 
 -- name: steps
 SELECT step, state, key, output, retry_count, extract(epoch FROM not_before - :now)::float8, waiting
@@ -11,7 +11,7 @@ FROM batchwright.ingest_document AS document
 JOIN batchwright.ingest_version AS version ON version.id = document.live_version
 WHERE document.id = %(document_id)s
 
--- A step starts, if the claim still holds and it is not done; what it starts as is told unless its run is parked.
+-- Starts a step, if the claim still holds and the step is not done. Writes the event unless the run is parked.
 -- name: start
 WITH held AS MATERIALIZED (:held_job),
 run AS (SELECT status::text AS status FROM batchwright.ingest_run WHERE id = %(run_id)s),
@@ -31,7 +31,7 @@ told AS (
 )
 SELECT begun.starts, run.status FROM begun, run
 
--- A step is completed once, if the claim still holds: one that is done already gives no row.
+-- Completes a step once, if the claim still holds. A step that is already done gives no row.
 -- name: complete
 WITH held AS MATERIALIZED (:held_job),
 done AS (
@@ -69,7 +69,7 @@ UPDATE batchwright.ingest_item SET retry_count = %(retry_count)s, last_error_kin
 WHERE id = %(item_id)s AND status = 'OPEN'
 RETURNING id
 
--- What a step has left behind is gone: it must be done again.
+-- The output of a step is gone: it must run again.
 -- name: undo
 UPDATE batchwright.ingest_step SET state = 'open', key = NULL, output = NULL, ended_at = NULL
 WHERE item_id = %(item_id)s AND generation = %(generation)s AND step = %(step)s AND state = 'done'

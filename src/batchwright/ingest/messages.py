@@ -1,4 +1,4 @@
-"""What a worker and its extraction process send each other: structs in msgpack, each after its length."""
+"""Messages between a worker and its extraction process: msgpack structs, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that the extractor could still report itself."""
+    """An error that the extractor was able to report itself."""
 
     kind: str
     code: str | None
@@ -39,6 +39,6 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     answer_bytes: int
     cpu_seconds: float
     exit_code: int
-    """As subprocess has it: negative for the signal that ended the process."""
+    """As in subprocess: negative if a signal ended the process."""
     is_answer_too_large: bool
     peak_bytes: int

@@ -1,30 +1,40 @@
-"""What workers count of documents."""
+"""Metrics of documents in workers."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 
-from batchwright.telemetry.metrics import Counts, Metric
+from batchwright.telemetry.metrics import Counts, Metric, Sampled
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 
 INGEST_METRICS = (
-    Metric("ingest_items_total", "Documents that ended, by how.", ("status",)),
+    Metric("ingest_items_total", "Documents that ended, by status.", ("status",)),
     Metric(
         "ingest_steps_total",
-        "Tries of steps, by what came of them; `reused` is an output taken over.",
+        "Attempts at steps, by result; `reused` means the output of an earlier run.",
         ("step", "result"),
     ),
-    Metric("ingest_step_seconds", "Time of a step that was completed.", ("step",), "histogram", _SECONDS),
-    Metric("ingest_prompt_tokens_total", "Tokens that documents have sent to models.", ("model", "lane")),
-    Metric("ingest_completion_tokens_total", "Tokens of their answers.", ("model", "lane")),
-    Metric("ingest_cost_total", "What these cost in dollars, where the price is known.", ("model", "lane")),
+    Metric("ingest_step_seconds", "Duration of a completed step.", ("step",), "histogram", _SECONDS),
+    Metric(
+        "ingest_prompt_tokens_total",
+        "Tokens that documents have sent to models.",
+        ("model", "lane"),
+        sampled=Sampled("tokens", "model"),
+    ),
+    Metric(
+        "ingest_completion_tokens_total",
+        "Tokens of their answers.",
+        ("model", "lane"),
+        sampled=Sampled("tokens", "model"),
+    ),
+    Metric("ingest_cost_total", "Cost of these in dollars, if the price is known.", ("model", "lane")),
     Metric("ingest_calls_in_doubt_total", "Requests whose answers were lost, so that they may have been paid for."),
 )
 
 
 class IngestCounts:
-    """The numbers of documents in one process."""
+    """The metrics of documents in one process."""
 
     def __init__(self, counts: Counts | None = None) -> None:
         self._counts = counts or Counts(INGEST_METRICS)
@@ -35,7 +45,7 @@ class IngestCounts:
             self._counts.observe("ingest_step_seconds", seconds, (step,))
 
     def step_failed(self, step: str, category: str) -> None:
-        """A category, or `deferred` for a step that waits though nothing is wrong."""
+        """A category, or `deferred` for a step that waits although nothing is wrong."""
         self._counts.add("ingest_steps_total", 1, (step, category or "deferred"))
 
     def item_ended(self, status: str) -> None:

@@ -1,4 +1,4 @@
-"""The models that documents use, by the settings of their run: made when they are first needed, and shared."""
+"""The models that documents use, by the settings of their run. They are created at first use, and shared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Models:
         self._extractors: dict[str, EntityExtractor] = {}
 
     def embedder(self, config: Mapping[str, Any]) -> Embedder:
-        """The embedder of a run. A worker that has another version of it than the run was created for must wait."""
+        """The embedder of a run. Raises an error if this worker has another version than the run was created with."""
         wanted = config["embedding"]
         found = self.find_embedder(wanted["model"], wanted.get("dimensions"))
         self._check(found.fingerprint, wanted.get("fingerprint"), wanted["model"])
@@ -49,16 +49,16 @@ class Models:
         return self._embedders[model, dimensions]
 
     def find_serving_embedder(self, model: str, dimensions: int | None) -> Embedder:
-        """One that answers at once; ConfigurationError if only a provider's batch API has the model."""
+        """A client that answers at once; ConfigurationError if only a provider's batch API serves the model."""
         if self.is_at_provider(model):
             raise ConfigurationError(
-                f"only the batch API of a provider has {model!r}, which answers hours later; name another model, or "
+                f"only the batch API of a provider serves {model!r}, which answers hours later; name another model, or "
                 "configure a server for it"
             )
         return self.find_embedder(model, dimensions)
 
     def find_by_fingerprint(self, fingerprint: str, model: str | None, dimensions: int) -> Embedder | None:
-        """The embedder that made vectors of this fingerprint; None where it cannot be had here."""
+        """The embedder with this fingerprint; None if it is not available here."""
         names = (LOCAL, HASH) if model is None else (model,)
         for name in names:
             for wanted in (None, dimensions):
@@ -89,7 +89,7 @@ class Models:
         return self._gateways.of(model)
 
     def is_at_provider(self, model: str) -> bool:
-        """Whether a model has no server of ours, and goes through the batch API of an outside provider."""
+        """Whether a model has no configured server, and requests go through a provider's batch API."""
         found = self._settings.model_gateways.get(model)
         return found is not None and found.provider is not None
 
@@ -121,7 +121,7 @@ class Models:
         return ModelExtractor(self._find_gateway(model), model, types=types)
 
     def _find_gateway(self, model: str) -> Gateway | None:
-        """None for a model that only a provider's batch API has: its requests go through batches."""
+        """None for a model that only a provider's batch API serves: its requests go through batches."""
         gateway = self.gateway(model)
         if gateway is None and not self.is_at_provider(model):
             raise ConfigurationError(
@@ -133,7 +133,7 @@ class Models:
     def _check(self, found: str, wanted: str | None, model: str) -> None:
         if wanted is not None and found != wanted:
             raise Deferred(
-                f"this worker has {found} for {model!r}, and the run was made for {wanted}; install the same version",
+                f"this worker has {found} for {model!r}, but the run needs {wanted}; install the same version",
                 _CONFIGURATION_SECONDS,
                 waits_for="configuration",
             )

@@ -13,12 +13,12 @@ from batchwright.inference.prices import Lane, ListedPrice, Price, cost_of, find
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The user's prices, and those of the list. What neither knows is None, and never 0."""
+    """The user's prices, and those of the built-in list. An unknown price is None, never 0."""
 
     overrides: Mapping[str, Price] = field(default_factory=dict)
 
     def find(self, model: str, lane: str) -> ListedPrice | None:
-        """A batch that has no price of its own costs what the same requests cost in realtime, at the most."""
+        """The price of a model. Without a batch price, use the realtime price: a batch costs at most that."""
         wanted: Lane = "batch" if lane == "batch" else "realtime"
         found = find_model_price(model, lane=wanted, overrides=self.overrides)
         return found or find_model_price(model, lane="realtime", overrides=self.overrides)
@@ -32,7 +32,7 @@ class Prices:
         )
 
     def guess(self, model: str, lane: str, call: Call) -> Decimal | None:
-        """The most that a request may cost: its prompt, and the longest answer."""
+        """Maximum cost of a request: its prompt, and the longest answer."""
         prompt = sum(call.tokens_each)
         answer = max(0, call.tokens_guess - prompt)
         return cost_of(self.find(model, lane), prompt_tokens=prompt, completion_tokens=answer)

@@ -1,4 +1,4 @@
-"""The operations of documents, light for processes that only submit: what does the work is loaded when it runs."""
+"""The operations of documents. Cheap to import for processes that only submit: the work is loaded when it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def run_documents(ctx: Context, run_id: str) -> Any:
 
 @operation(ITEM_JOB, queue=QUEUE, max_attempts=10, backoff_seconds=1.0, backoff_seconds_max=300.0)
 async def run_item(ctx: Context, item_id: str) -> Any:
-    """Take a document through its steps."""
+    """Run the steps of a document."""
     from batchwright.ingest.process import ItemRunner
 
     return await ctx.service(ItemRunner).run(ctx, item_id)
@@ -29,14 +29,14 @@ async def run_item(ctx: Context, item_id: str) -> Any:
 
 @operation(GATHER_JOB, queue=QUEUE, max_attempts=10, backoff_seconds=1.0, backoff_seconds_max=300.0)
 async def gather_requests(ctx: Context, run_id: str) -> Any:
-    """Make batches of the requests of a run, and bring them home."""
+    """Put the requests of a run into batches, and collect their answers."""
     from batchwright.ingest.gather import Gatherer
 
     return await ctx.service(Gatherer).run(ctx, run_id)
 
 
 def run_job(new: NewRun, *, must_be_served: bool = False) -> NewJob:
-    """The job that drives a new run; one that must be served is refused while no worker has ever run documents."""
+    """The job of a new run. With `must_be_served` it is refused if no worker has ever run documents."""
     return NewJob(
         RUN_JOB if must_be_served else run_documents,
         {"run_id": new.id},

@@ -1,4 +1,4 @@
-"""Documents as a part: taken through steps that resume where they stopped, and searchable afterwards."""
+"""The part for documents: steps that resume where they stopped, and search."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from batchwright.part import Command, Part, Served, Server
 if TYPE_CHECKING:
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.attention import Concern
     from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.inference.embeddings import Embedder
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class IngestPart(Part):
-    """Runs, documents and collections of all tenants. Every worker takes documents through their steps."""
+    """Runs, documents and collections of all tenants. Every worker can run the steps of documents."""
 
     name = "ingest"
     tables = {
@@ -63,9 +64,10 @@ class IngestPart(Part):
         "batchwright.ingest.http_collections:router",
         "batchwright.ingest.http_costs:router",
     )
+    pages = ("batchwright.ingest.pages:pages", "batchwright.ingest.pages_search:pages")
     commands = {
         "ingest": Command(
-            "batchwright.ingest.commands.ingest:app", "Read documents into collections, watch that, and search them."
+            "batchwright.ingest.commands.ingest:app", "Read documents into collections, and search them.", "Batches"
         ),
     }
 
@@ -118,7 +120,7 @@ class IngestPart(Part):
 
     @cached_property
     def search(self) -> Search:
-        """Made once: it remembers which words are common."""
+        """Created once, because it caches which words are common."""
         from batchwright.ingest.search import Search
 
         return Search(self.core.queue.database, self.spaces, self._embedder_of)
@@ -134,14 +136,14 @@ class IngestPart(Part):
 
     @cached_property
     def graph(self) -> Graph:
-        """All steps; a graph that makes no sense is an error, which a worker finds when it starts."""
+        """All steps. An invalid graph is an error, which a worker reports when it starts."""
         from batchwright.ingest.pipeline import load_steps
 
         return load_steps(self.settings.steps)
 
     @property
     def models(self) -> Models:
-        """The models of this process; made once, and closed with the part."""
+        """The models of this process; created once, and closed with the part."""
         if self._models is None:
             from batchwright.ingest.models import Models
 
@@ -183,13 +185,13 @@ class IngestPart(Part):
         from batchwright.engine.worker.duty import Duty
         from batchwright.ingest.desk import Desk
 
-        if self.settings.steps:  # ours are known to fit together; whether those of others do is found out at start
+        if self.settings.steps:  # check the users' steps at start; ours are known to be valid
             log.info("steps of documents: %s", ", ".join(self.graph.order))
         desk = Desk(self, site)
         return Duty(services=desk.services, rounds=desk.rounds(), close=desk.close)
 
     def make_gatherer(self, tools: Tools) -> Gatherer:
-        """Of requests that go through batches; where there is no gateway, nobody asks for that."""
+        """The gatherer of requests that go through batches; unused without a gateway."""
         from batchwright.batches.part import BatchesPart
         from batchwright.ingest.gather import Gatherer, GatherTools
 
@@ -254,13 +256,19 @@ class IngestPart(Part):
         )
         return Served(services=services, streams=["/v1/collections/{name}/export"])
 
-    # What people see --------------------------------------------------------------------------------------------
+    # What users see --------------------------------------------------------------------------------------------
 
     async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
-        """Documents that have failed, by cause, and runs that wait for a person."""
+        """Failed documents by cause, and runs that wait for a user."""
         from batchwright.ingest.inbox import find_groups
 
         return await find_groups(self.runs, self.items, tenant)
+
+    async def attention(self, tenant: str | None) -> Sequence[Concern]:
+        """Runs that wait for a user."""
+        from batchwright.ingest.inbox import find_concerns
+
+        return await find_concerns(self.runs, tenant)
 
     async def check(self) -> Sequence[Finding]:
         from batchwright.ingest.check import check_documents

@@ -1,10 +1,10 @@
 """The rows of requests that wait for a batch, or are in one.
 
-    added by an item ─▶ placed in a batch ─┬─▶ answered: the row goes, and the answer is in the cache
+    added by an item ─▶ placed in a batch ─┬─▶ answered: the row is deleted, and the answer is in the cache
                           ▲                ├─▶ put back, and placed again
-                          └────────────────┴─▶ put back with an error, which the item is told
+                          └────────────────┴─▶ put back with an error, which the item gets
 
-Whoever places rows, or takes them out of a batch, holds the job that gathers for the run, and has locked it.
+Only the job that gathers for the run may place rows in a batch or take them out, and it must be locked.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Group(NamedTuple):
     model: str
     requests: int
     age: float
-    """Of the oldest."""
+    """Age of the oldest."""
 
 
 class OpenBatch(NamedTuple):
-    """A batch of which something is not settled."""
+    """A batch that is not fully settled."""
 
     id: str
     kind: str
@@ -63,7 +63,7 @@ class OpenBatch(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """What an item has to bear of some lines."""
+    """An item's share of the cost of some lines."""
 
     cost: Decimal
     prompt_tokens: int
@@ -80,7 +80,7 @@ class Pending:
     # Items ------------------------------------------------------------------------------------------------------
 
     async def add(self, run: Run, item_id: str, ask: Ask, texts: Mapping[bytes, str], *, session: Session) -> None:
-        """Ask for these, unless somebody has already; the run is locked, so that nobody is just answering them."""
+        """Add these requests, unless they exist already. The run is locked, so that none is answered meanwhile."""
         params = {
             **_of(run, ask.fingerprint),
             "run_id": run.id,
@@ -102,16 +102,16 @@ class Pending:
     async def withdraw(
         self, run: Run, fingerprint: str, hashes: Sequence[bytes], *, session: Session | None = None
     ) -> None:
-        """Forget requests of the run that no batch has."""
+        """Delete requests of the run that are in no batch."""
         await self._ask("withdraw", session, **_of(run, fingerprint), hashes=list(hashes), run_id=run.id)
 
     async def count_before(self, run_id: str, item_id: str, limit: int) -> int:
-        """Items that were listed before this one, and have something to do."""
+        """Number of items that were listed before this one and need work."""
         ((count,),) = await self._ask("before", None, run_id=run_id, item_id=item_id, limit=limit)
         return int(count)
 
     async def forget_errors(self, run_id: str, *, session: Session) -> None:
-        """What could not be had is asked for again."""
+        """Delete requests that failed, so that they are sent again."""
         await self._ask("forget_errors", session, run_id=run_id)
 
     # The gatherer -----------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Pending:
         await self._ask("add_gatherer", session, run_id=run_id, job_id=job_id)
 
     async def count(self, run_id: str, *, session: Session | None = None) -> tuple[int, int]:
-        """Requests that wait for an answer, and how many of them are in a batch."""
+        """Number of requests that wait for an answer, and how many of them are in a batch."""
         ((total, sent),) = await self._ask("count", session, run_id=run_id)
         return total, sent
 
@@ -163,7 +163,7 @@ class Pending:
             "left_out": [row.left_out for row, _, _ in placed],
         }
         rows = await self._ask("place", session, **_of(run, fingerprint), **params)
-        assert len(rows) == len(placed), f"{len(placed) - len(rows)} requests of {run.id} were placed by somebody else"
+        assert len(rows) == len(placed), f"{len(placed) - len(rows)} requests of {run.id} were placed by another worker"
 
     async def lines(self, batch_id: str, first: int, end: int) -> list[Sent]:
         """The requests of these lines, in their order."""
@@ -177,19 +177,19 @@ class Pending:
         return 0 if last is None else int(last) + 1
 
     async def next_lines(self, batch_id: str, limit: int) -> list[int]:
-        """Lines that nobody has settled yet."""
+        """Lines that are not settled yet."""
         return [line for (line,) in await self._ask("next_lines", None, batch_id=batch_id, limit=limit)]
 
     # Settling ---------------------------------------------------------------------------------------------------
 
     async def lock_items(self, ids: Sequence[str], *, session: Session) -> None:
-        """Before the run: in this order all lock."""
+        """Lock items before the run: all code uses this order."""
         await self._ask("lock_items", session, ids=sorted(ids))
 
     async def answered(
         self, run: Run, fingerprint: str, batch_id: str, hashes: Sequence[bytes], *, session: Session
     ) -> set[bytes]:
-        """Those that were in the batch until now."""
+        """Remove answered requests from the batch. Returns those that were still in it."""
         params = {"batch_id": batch_id, "hashes": list(hashes)}
         return {bytes(hash) for (hash,) in await self._ask("answered", session, **_of(run, fingerprint), **params)}
 
@@ -216,7 +216,7 @@ class Pending:
         await self._ask("charge_items", session, **params)
 
     async def settle(self, run_id: str, batch_id: str, tokens: int, sums: Sums, *, session: Session) -> None:
-        """The run bears what lines have cost; `tokens` is what was guessed of them."""
+        """Charge the cost of lines to the run; `tokens` is the estimate for them."""
         await self._ask(
             "settle",
             session,
@@ -231,11 +231,11 @@ class Pending:
         )
 
     async def close(self, batch_id: str, *, session: Session) -> None:
-        """Free what is reserved for a batch of which nothing is left."""
+        """Free what is still reserved for a fully settled batch."""
         await self._ask("close", session, batch_id=batch_id)
 
     async def wake(self, run_id: str) -> int:
-        """Let items look again that wait for nothing of their own; answers how many."""
+        """Wake items that wait although none of their own requests is open. Returns how many."""
         woken = 0
         while count := await self._wake_some(run_id):
             woken += count

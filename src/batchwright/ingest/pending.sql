@@ -1,7 +1,7 @@
 -- Requests that documents wait for in the batch lane.
 
--- What is asked for already, or was answered just now, is not added. A row that nobody will send any more is taken over:
--- its item has ended, its run stands still, or it is what another run could not get.
+-- Requests that exist already, or were just answered, are not added. A row that will never be sent is taken over: its
+-- item has ended, its run is parked or has ended, or its request failed for another run.
 -- name: add
 INSERT INTO batchwright.ingest_request AS request (
     tenant, fingerprint, hash, run_id, item_id, kind, model, input, tokens, created_at)
@@ -27,14 +27,14 @@ SELECT hash, run_id, item_id, batch_id, error, created_at, extract(epoch FROM :n
 FROM batchwright.ingest_request
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[])
 
--- Those that are in no batch; the others come home by themselves.
+-- Requests that are in no batch; the others are collected with their batch.
 -- name: withdraw
 DELETE FROM batchwright.ingest_request
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[]) AND run_id = %(run_id)s
     AND batch_id IS NULL
 RETURNING hash
 
--- How many items of the run were listed before this one, at most so many.
+-- How many items of the run were listed before this one, up to a limit.
 -- name: before
 SELECT count(*) FROM (
     SELECT FROM batchwright.ingest_item
@@ -65,7 +65,7 @@ WHERE run_id = %(run_id)s AND batch_id IS NULL AND error IS NULL
 GROUP BY fingerprint, kind, model
 ORDER BY 5 DESC
 
--- Whether some open item may still add requests soon: it is not waiting for a batch, or a step of it is at work.
+-- Whether some open item may still add requests soon: it is not waiting for a batch, or one of its steps is running.
 -- name: is_busy
 SELECT EXISTS (
     SELECT FROM batchwright.ingest_item AS item
@@ -81,7 +81,7 @@ FROM batchwright.ingest_call
 WHERE run_id = %(run_id)s AND lane = 'batch' AND item_id IS NULL
 ORDER BY began_at, id
 
--- Unsent requests that nobody needs: their item has ended, or somebody else has asked meanwhile.
+-- Unsent requests that are not needed: their item has ended, or another item has got the answer meanwhile.
 -- name: drop_needless
 DELETE FROM batchwright.ingest_request AS request
 WHERE request.run_id = %(run_id)s AND request.batch_id IS NULL AND request.error IS NULL AND (
@@ -103,7 +103,7 @@ DELETE FROM batchwright.ingest_request
 WHERE run_id = %(run_id)s AND batch_id IS NULL AND error IS NOT NULL
 RETURNING hash
 
--- Planning: those that were refused in a longer line come first, among their likes ------------------------------------
+-- Planning: requests that were refused in a longer line come first, in lines of their own -----------------------------
 
 -- name: take
 SELECT hash, tokens, octet_length(input), pack, left_out
@@ -150,7 +150,7 @@ DELETE FROM batchwright.ingest_request
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[]) AND batch_id = %(batch_id)s
 RETURNING hash
 
--- Out of the batch: to be sent again, or with the reason why not.
+-- Takes requests out of the batch: to be sent again, or with an error.
 -- name: put_back
 UPDATE batchwright.ingest_request AS request
 SET batch_id = NULL, line = NULL, place = NULL, failures = given.failures, pack = coalesce(given.pack, request.pack),
@@ -171,7 +171,7 @@ FROM unnest(%(ids)s::text[], %(costs)s::numeric[], %(prompt_tokens)s::bigint[], 
 WHERE item.id = given.id
 RETURNING item.id
 
--- What lines have cost takes the place of what they might; the reservation shrinks with the tokens that it was made for.
+-- The real cost of lines replaces their reservation, which shrinks in proportion to their estimated tokens.
 -- name: settle
 WITH call AS (
     SELECT id, tokens, cost FROM batchwright.ingest_call WHERE id = %(batch_id)s FOR NO KEY UPDATE
@@ -195,7 +195,7 @@ UPDATE batchwright.ingest_run AS run SET
 WHERE run.id = %(run_id)s
 RETURNING run.id
 
--- A batch of which nothing is left has nothing reserved any more.
+-- A fully settled batch has nothing reserved.
 -- name: close
 WITH gone AS (
     DELETE FROM batchwright.ingest_call AS call
@@ -207,7 +207,7 @@ UPDATE batchwright.ingest_run AS run SET reserved = greatest(0, run.reserved - g
 FROM gone WHERE run.id = gone.run_id
 RETURNING run.id
 
--- Items that wait for a batch though nothing that they asked for is on its way: they look again.
+-- Wakes items that wait for a batch although none of their requests is open.
 -- name: wake
 WITH ready AS (
     SELECT item.id, item.generation, item.job_ids[cardinality(item.job_ids)] AS job_id

@@ -1,14 +1,14 @@
-"""Steps as a graph: a step is a function with a name, what it comes after, and a fingerprint.
+"""Steps as a graph: a step is a function with a name, the steps before it, and a fingerprint.
 
     @step("LANGUAGE_FOUND", after="CONTENT_EXTRACTED", before="PERSISTED")
     async def find_language(ctx: StepContext) -> dict[str, str]:
         text = await ctx.text()
         ...
 
-The steps form a partial order: those that do not wait for each other run at the same time. Every step has a key, made
-of its fingerprint and of the keys of the steps before it; the first key is made of the document's bytes. A step whose
-key is that of the live version is not run: its output is taken over. So a new chunker redoes the chunks and what comes
-behind them, and nothing else.
+The steps form a partial order: those that do not wait for each other run at the same time. Every step has a key,
+computed from its fingerprint and the keys of the steps before it; the first key follows from the document's bytes. If
+the live version has the same key for a step, the step does not run: its output is reused. So a new chunker repeats the
+chunks and the steps after them, and nothing else.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Step:
     before: tuple[str, ...]
     run: Callable[[Any], Awaitable[Any]]
     fingerprint: Fingerprint
-    """What its output depends on besides the steps before it: settings, and the version of its code."""
+    """What its output depends on in addition to the steps before it: settings, and the version of its code."""
     is_reusable: bool = True
-    """Whether the output of the live version can stand for it."""
+    """Whether the output of the live version can be reused."""
 
 
 def step(
@@ -62,11 +62,11 @@ def step(
     fingerprint: str | Fingerprint = "1",
     is_reusable: bool = True,
 ) -> Callable[[F], F]:
-    """Mark an async function as the step of this name.
+    """Mark an async function as the step with this name.
 
     It runs when the steps in `after` are done; those in `before` wait for it. Change the fingerprint when the step
-    would give another output, so that documents that were done before go through it again. A step that writes rows of
-    the new version is not reusable: its output says nothing without them.
+    would give another output, so that it runs again for documents that were done before. A step that writes rows of
+    the new version is not reusable: its output is useless without them.
     """
 
     def mark(function: F) -> F:
@@ -85,7 +85,7 @@ def step(
 
 
 class Graph:
-    """All steps, checked: every name is unique and known, nothing waits for itself, and there is one first step."""
+    """All steps, checked: every name is unique and known, no step waits for itself, and there is one first step."""
 
     def __init__(self, steps: Iterable[Step]) -> None:
         self.steps: dict[str, Step] = {}
@@ -100,7 +100,7 @@ class Graph:
         firsts = [name for name in self.order if not self.waits_for[name]]
         if len(firsts) != 1:
             raise ConfigurationError(
-                f"these steps come first: {', '.join(firsts) or 'none'}; exactly one may: write after=… for the others"
+                f"these steps come first: {', '.join(firsts) or 'none'}; only one may: write after=… for the others"
             )
         self.first = firsts[0]
         self._levels = self._find_levels()
@@ -111,7 +111,7 @@ class Graph:
         return [name for name in self.order if name not in done and self._above[name] <= done]
 
     def reached(self, done: Iterable[str]) -> str:
-        """The last step that is done with all steps of its level; branches that are still at work do not count."""
+        """The last step of the last level whose steps are all done; levels with unfinished branches do not count."""
         done, last = set(done), ENQUEUED
         for level in self._levels:
             if not done.issuperset(level):
@@ -121,17 +121,17 @@ class Graph:
 
     @property
     def stages(self) -> list[list[str]]:
-        """The steps of each level, in order: all of one run at the same time. `reached` answers the last of a level."""
+        """The steps of each level, in order. Those of a level run in parallel; `reached` returns the last of them."""
         return [list(level) for level in self._levels]
 
     def key(self, name: str, keys: Mapping[str, str], config: Config, content: str) -> str:
-        """What the output of a step follows from; `content` is the digest of the document's bytes."""
+        """A digest of what the output of a step depends on; `content` is the digest of the document's bytes."""
         above = sorted(keys[one] for one in self.waits_for[name])
         said = orjson.dumps([name, self.steps[name].fingerprint(config), above or [content]])
         return hashlib.sha256(said).hexdigest()
 
     def recipe(self, config: Config) -> str:
-        """A digest of all fingerprints: a document that was made by the same recipe needs no step again."""
+        """A digest of all fingerprints: a document with the same recipe needs no steps."""
         said = [
             [name, sorted(self.waits_for[name]), self.steps[name].fingerprint(config)] for name in sorted(self.steps)
         ]
@@ -141,7 +141,7 @@ class Graph:
         for other in (*self.steps[name].after, *self.steps[name].before):
             if other not in self.steps:
                 raise ConfigurationError(
-                    f"the step {name!r} names {other!r}, which is no step; there are: {', '.join(sorted(self.steps))}"
+                    f"the step {name!r} names {other!r}, which is not a step; known: {', '.join(sorted(self.steps))}"
                 )
         asked = {one.name for one in self.steps.values() if name in one.before}
         return frozenset({*self.steps[name].after, *asked})
@@ -153,7 +153,7 @@ class Graph:
             raise ConfigurationError(f"steps wait for each other: {' → '.join(error.args[1])}") from None
 
     def _find_above(self) -> dict[str, set[str]]:
-        """All that comes before each step, however far: one of those may have to be done again."""
+        """All steps before each step, direct and indirect: one of them may have to run again."""
         above: dict[str, set[str]] = {}
         for name in self.order:
             waits = self.waits_for[name]
@@ -181,6 +181,6 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def _check_name(name: str) -> None:
     if name in _RESERVED:
-        raise ConfigurationError(f"no step can be called {name!r}: every item has that one")
+        raise ConfigurationError(f"no step can be called {name!r}: that name is reserved")
     if not name.isidentifier() or not name.isupper() or len(name) > _NAME_CHARACTERS_MAX:
         raise ConfigurationError(f"the step {name!r} needs a name of capitals, digits and _, such as LANGUAGE_FOUND")

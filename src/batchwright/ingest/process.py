@@ -1,4 +1,4 @@
-"""The journey of one item: its job runs every step that is ready, until all are done or it must wait."""
+"""The job of one item: it runs every step that is ready, until all are done or it must wait."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Journey:
         machine, graph = self._machine, self._machine.graph
         while ready := graph.ready(machine.done):
             if self._ctx.stopping:
-                return Snooze(0, "the worker stops; another one goes on")
+                return Snooze(0, "the worker stops; another one continues")
             if machine.is_unchanged:
                 return self._end("skip")
             due = machine.due(ready)
@@ -90,7 +90,7 @@ class Journey:
         return self._end("complete")
 
     def _wait(self, ready: Sequence[str]) -> Outcome:
-        """Until the first of these steps is due; a run that has a deadline waits for nothing beyond it."""
+        """Wait until the first of these steps is due, but not beyond the deadline of the run."""
         seconds, reason = self._machine.wait_for(ready)
         left = self._machine.run.seconds_left
         if left is None:
@@ -105,7 +105,7 @@ class Journey:
     # The end ----------------------------------------------------------------------------------------------------
 
     def _end(self, verb: str) -> Outcome:
-        """All steps are done: the item's last move, and what is known of its source, are one commit with the job's."""
+        """End the item: its last move, and the state of its source, are in the commit that ends the job."""
         machine, item = self._machine, self._machine.item
         fetched = machine.outputs.get(FETCHED, {})
         version_id = _version_of(machine.outputs)
@@ -146,7 +146,7 @@ class Journey:
             self._runner.tools.counts.item_ended(status)
 
     def _tidy(self, blob_key: str | None, verb: str | None) -> None:
-        """The copy of the source is not needed any more; one that cannot be removed now is found by upkeep."""
+        """Remove the copy of the source. If that fails now, upkeep removes it later."""
         if verb == "succeed" and blob_key is not None:
             task = asyncio.ensure_future(self._remove(blob_key))
             _tidying.add(task)

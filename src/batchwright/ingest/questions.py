@@ -1,4 +1,4 @@
-"""What a person types into a search: words, "phrases", and -words that must not be there; and what it is asked for."""
+"""Search queries as users type them: words, "phrases", and -words to exclude; and the lookups made from them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FILTERS_MAX = 20
 _PHRASES_MAX = 10
 _LEXEMES_MAX = 24
 _PROBES_MAX = 10
-"""Lexemes of a query that chunks are looked up by: those that tell most."""
+"""Maximum number of lexemes of a query that chunks are looked up by: the most selective ones."""
 _COMMON_SHARE = 0.1
-"""Lexemes in more chunks than this tell little, so nothing is looked up by one alone."""
+"""A lexeme in more chunks than this is too common to look up chunks by it alone."""
 _PAIRS_MAX = 4
 _PAIR_SHARE = 0.02
-"""Neighbours of which both are common tell something together, unless both are in almost all chunks."""
+"""Two neighbouring common lexemes are selective together, unless both are in almost all chunks."""
 _RARE_WEIGHT = math.log(1 + 1000)
 _PIECE = re.compile(r'(?P<minus>(?<!\S)-)?"(?P<phrase>[^"]*)"?|(?P<word>[^\s"]+)')
 _WORD = re.compile(r"\w+")
@@ -34,18 +34,18 @@ _BUILT_IN = ("source", "name", "page", "entity")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A query, taken apart."""
+    """A parsed query."""
 
     text: str
-    """All words that are looked for, also those in phrases."""
+    """All words to search for, including those in phrases."""
     phrases: tuple[str, ...]
     excluded: tuple[str, ...]
 
 
 def read_question(query: str) -> Question:
-    """Take a query apart; whatever is typed means something, except nothing at all."""
+    """Parse a query. Any text is valid, except an empty one."""
     if not query.strip():
-        raise InvalidInput("the query is empty; write what you look for", param="q")
+        raise InvalidInput("the query is empty; write what to search for", param="q")
     if len(query) > QUERY_CHARACTERS_MAX:
         found = f"the query has {len(query):,} characters; at most {QUERY_CHARACTERS_MAX:,} are searched for"
         raise TooLarge(found, param="q")
@@ -67,16 +67,16 @@ def read_question(query: str) -> Question:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """How chunks are looked up by their words; all of it as text of tsqueries."""
+    """How chunks are looked up by their words, as texts of tsqueries."""
 
     probes: list[str]
     lexemes: list[str]
     numbers: list[int | None]
-    """Of each lexeme, the number of the probe that counts it."""
+    """For each lexeme, the number of the probe that counts it."""
     weights: list[float | None]
-    """Of each lexeme that is common, what it weighs; others weigh by how many chunks their probe has found."""
+    """The weight of each common lexeme. The weight of others follows from how many chunks their probe finds."""
     guesses: list[float]
-    """What each weighs where nothing is counted."""
+    """The weight of each lexeme if nothing is counted."""
     condition: str | None
     """Phrases and exclusions."""
     any: str
@@ -91,7 +91,7 @@ class Probes:
         phrases: Sequence[str] = (),
         excluded: Sequence[str] = (),
     ) -> Probes:
-        """Single lexemes, the least common first; neighbours that are both common; and all of them together."""
+        """Probe for single lexemes, the rarest first; for pairs of common neighbours; and for all lexemes together."""
         lexemes = lexemes[:_LEXEMES_MAX]
         quoted = {lexeme: _quote(lexeme) for lexeme in lexemes}
         rare = sorted(lexemes, key=lambda lexeme: shares.get(lexeme, 0.0))
@@ -112,17 +112,17 @@ class Probes:
 
 
 def _share_of(pair: tuple[str, str], shares: Mapping[str, float]) -> float:
-    """The share of chunks that have both, if they met by chance; 0 if one is rare."""
+    """The expected share of chunks that have both, if they are independent; 0 if one is rare."""
     return shares.get(pair[0], 0.0) * shares.get(pair[1], 0.0)
 
 
 def collection_lexeme(collection_id: int) -> str:
-    """A lexeme that all chunks of a collection have, and no word can be."""
+    """A lexeme that all chunks of a collection have, and that cannot be a word."""
     return f"c {collection_id}"
 
 
 def read_filters(filters: Mapping[str, str]) -> dict[str, Any]:
-    """Filters as parameters of statements: built-in ones by their names, all others are metadata."""
+    """Filters as parameters of SQL statements: built-in ones by name; all others filter on metadata."""
     if len(filters) > FILTERS_MAX:
         raise TooLarge(f"there are {len(filters)} filters; at most {FILTERS_MAX} are allowed", param="filter")
     for key, value in filters.items():
@@ -146,7 +146,7 @@ def words_of(text: str) -> set[str]:
 
 
 def mark(text: str, matching: set[str]) -> list[tuple[int, int]]:
-    """Where words of a text match: of a compound the parts that do, or all of it if none does alone."""
+    """Where words of a text match. In a compound these are the parts that match, or all of it if no part matches."""
     marks = []
     for compound in _COMPOUND.finditer(text):
         parts = [part.span() for part in _WORD.finditer(text, *compound.span()) if part[0] in matching]
@@ -164,7 +164,7 @@ def _quote(lexeme: str) -> str:
 
 
 def _like(glob: str | None) -> str | None:
-    """A pattern of LIKE; `*` stands for anything, everything else for itself."""
+    """A LIKE pattern; `*` matches anything, and all other characters match themselves."""
     if glob is None:
         return None
     return re.sub(r"([\\%_])", r"\\\1", glob).replace("*", "%")

@@ -1,4 +1,4 @@
-"""The rate budgets of model servers, as documents use them: shared by all workers, and none of them sleeps long."""
+"""The rate budgets of model servers for documents. All workers share them, and no worker sleeps for long."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batchwright.inference.budgets import RateBudget, Reservation, Wait
 from batchwright.inference.gateway import Gateway
 
 _WAIT_IN_PLACE_SECONDS = 2.0
-"""A shorter wait costs less in place than a job that is put back."""
+"""For a shorter wait, sleeping costs less than putting the job back."""
 _SAYS = {
     "requests": "the requests of this minute are used up",
     "tokens": "the tokens of this minute are used up",
     "concurrency": "as many requests as allowed are in flight",
-    "blocked": "the server asked for patience",
+    "blocked": "the server asked to wait",
 }
 
 
@@ -43,12 +43,12 @@ class Rates:
         self._open[holder] = (budget, found)
 
     async def wait(self, holder: str) -> None:
-        """Until the request may be sent, which is soon."""
+        """Sleep until the request may be sent, which is soon."""
         if (open := self._open.get(holder)) is not None and open[1].wait_seconds > 0:
             await asyncio.sleep(open[1].wait_seconds)
 
     async def settle(self, holder: str, tokens: int | None, answer: Answer) -> None:
-        """What the server counted, and what it says of its limits."""
+        """Correct the budget by what the server counted, and by the limits that it reports."""
         if (open := self._open.pop(holder, None)) is not None:
             await open[0].settle(open[1], tokens, answer)
 

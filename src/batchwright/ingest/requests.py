@@ -1,7 +1,7 @@
-"""How the answers of models come to a step: at once, or gathered with those of other documents into a batch.
+"""How a step gets answers from models: at once, or in a batch with requests of other documents.
 
-realtime   the step asks, and waits for the answers
-batch      the step leaves its requests in a table and lets go of its worker; `gather` does the rest
+realtime   the step sends its requests, and waits for the answers
+batch      the step stores its requests in a table and frees its worker; `gather` does the rest
 auto       realtime for small runs, for the first documents of large ones, and when the deadline is near
 """
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from batchwright.ingest.context import StepContext
 
 FIRST_ITEMS = 20
-"""So many documents of a large run go ahead in realtime, so that its user sees something within minutes."""
+"""Number of documents of a large run that run in realtime first, so that its user sees results within minutes."""
 _GATHER_SECONDS = 0.5
 _OTHERS_SECONDS = (3.0, 60.0)
-"""Nobody wakes an item whose answers another run has asked for: it looks by itself."""
+"""Nothing wakes an item that waits for answers that another run has requested, so it polls."""
 _CANCELLED_SECONDS = 15.0
 _AGE_SHARE = 0.5
 _FIRST_SECONDS = 5.0
 _WAIT_SECONDS = (120.0, 1800.0)
-"""Whoever gathers wakes the items; they look by themselves now and then, less often the longer they wait. The first
-time they look soon: a batch that was quick may be home before it was written down that the item waits for it."""
+"""The gatherer wakes the items. They also poll, less often the longer they wait. The first poll comes soon, because
+a quick batch may be complete before the item is recorded as waiting for it."""
 
 
 class Requests:
-    """Asks models for what is not known yet; afterwards the answers are in the cache."""
+    """Requests missing answers from models; afterwards they are in the cache."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Requests:
         self._settings = settings
 
     async def answer(self, ctx: StepContext, kind: str, model: Any, texts: Mapping[bytes, str]) -> None:
-        """Raises the worst error, after all that could be answered was kept; Deferred while a batch is at work."""
+        """Store all answers that could be had, then raise the worst error. Raises Deferred while a batch is running."""
         if model.model is not None and await self._goes_by_batch(ctx, model.model):
             if (reason := await self._leave(ctx, ask_of(model), texts)) is not None:
                 raise reason
@@ -90,14 +90,14 @@ class Requests:
         return await self.pending.count_before(run.id, ctx.item.id, FIRST_ITEMS) >= FIRST_ITEMS
 
     def is_late(self, run: Run) -> bool:
-        """Whether a batch may not come home before the deadline of the run."""
+        """Whether a batch might not be complete before the deadline of the run."""
         if run.lane != "auto" or run.deadline_at is None:
             return False
         now = self.pending.queue.database.clock() or datetime.now(UTC)
         return (run.deadline_at - now).total_seconds() < self._settings.batch_deadline_margin_seconds
 
     async def _withdraw(self, ctx: StepContext, fingerprint: str, texts: Mapping[bytes, str]) -> set[bytes]:
-        """Those of an earlier lane that no batch has are forgotten; answers those that a batch has."""
+        """Withdraw the requests that are in no batch yet. Returns those that are in a batch."""
         if ctx.run.lane != "auto":
             return set()
         states = await self.pending.states(ctx.run, fingerprint, list(texts))
@@ -106,10 +106,10 @@ class Requests:
             await self.pending.withdraw(ctx.run, fingerprint, [state.hash for state in ours])
         return {state.hash for state in ours if state.batch_id is not None}
 
-    # Leaving requests -------------------------------------------------------------------------------------------
+    # Storing requests -------------------------------------------------------------------------------------------
 
     async def _leave(self, ctx: StepContext, ask: Ask, texts: Mapping[bytes, str]) -> Exception | None:
-        """Leave what is not asked for yet to the gatherer; answers why the step cannot go on, if that is so."""
+        """Leave missing requests to the gatherer. Returns the reason why the step cannot continue, if there is one."""
         states, is_new = await self._add(ctx, ask, texts)
         if is_new:
             self._ring([QUEUE])
@@ -117,7 +117,7 @@ class Requests:
         if errors:
             return await self._fail(ctx, ask, errors, len(texts))
         if not states:
-            return None  # they have just come
+            return None  # the answers have just arrived
         is_woken = all(state.run_id == ctx.run.id for state in states)
         age = max(state.age for state in states)
         least, most = _WAIT_SECONDS if is_woken else _OTHERS_SECONDS
@@ -126,7 +126,7 @@ class Requests:
 
     @retry_deadlocks
     async def _add(self, ctx: StepContext, ask: Ask, texts: Mapping[bytes, str]) -> tuple[list[State], bool]:
-        """The run is locked: whoever gathers does not end between the look at it and the commit."""
+        """Lock the run, so that the gatherer does not end between our check for it and the commit."""
         async with fenced(self.pending.queue, ctx.held) as session:
             run = await self._runs.lock(ctx.run.id, tenant=None, session=session)
             if run.status is not RunStatus.RUNNING:
@@ -149,8 +149,8 @@ class Requests:
     async def _fail(
         self, ctx: StepContext, ask: Ask, errors: Mapping[bytes, Mapping[str, Any]], count: int
     ) -> OperationError:
-        """The worst error. One that will pass is forgotten, so that the next try asks again; others stay, for all
-        documents that share the text, until their failure is retried."""
+        """The worst error. A temporary one is deleted, so that the next attempt resends the request. Others stay, for
+        all documents that share the text, until a user retries the failed documents."""
         found = {hash: error_from(shown) for hash, shown in errors.items()}
         fatal = [error for error in found.values() if isinstance(error, Fatal)]
         if fatal:
@@ -163,7 +163,7 @@ class Requests:
 
 
 def gather_job(run: Run) -> NewJob:
-    """No child of the run's job: it also brings home what a cancelled run has paid for."""
+    """This job is not a child of the run's job, because it also fetches what a cancelled run has paid for."""
     return NewJob(
         GATHER_JOB,
         {"run_id": run.id},
@@ -177,7 +177,7 @@ def gather_job(run: Run) -> NewJob:
 
 
 def describe(ask: Ask, states: Sequence[State]) -> str:
-    """What a step waits for; the same words as long as it is the same."""
+    """What a step waits for. The text stays the same as long as the state does."""
     since = min(state.created_at for state in states).astimezone(UTC)
     where = Counter(state.batch_id or "no batch yet" for state in states)
     places = ", ".join(f"{count:,} in {place}" for place, count in sorted(where.items()))

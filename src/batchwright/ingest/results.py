@@ -1,10 +1,10 @@
-"""What came of a step: one of five categories, which decides what happens next.
+"""The result of a step: one of five categories, which decides what happens next.
 
 ""             advance to the next step
-RateLimited    wait for the rate budget, same step again; no retry is used up
+RateLimited    wait for the rate budget, then repeat the step; uses no retry
 Transient      exponential backoff with jitter, up to max_retries, then the inbox
 SchemaInvalid  the inbox, at once: same input, same output, wasted tokens
-Fatal          the inbox, at once; of a credential, the whole run is parked instead
+Fatal          the inbox, at once; if a credential is wrong, the whole run is parked instead
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TRACEBACK_CHARACTERS_MAX = 8000
 
 
 class Category(StrEnum):
-    """In the order of their weight: the worst of several decides."""
+    """In the order of severity: the worst of several results decides."""
 
     OK = ""
     RATE_LIMITED = "RateLimited"
@@ -47,7 +47,7 @@ class Category(StrEnum):
 
 
 RETRIES = "retries"
-"""The scope of a Transient error whose retries are used up: the item has failed, and may well succeed another time."""
+"""The scope of a Transient error whose retries are used up: the item has failed, but may succeed if it is retried."""
 _TERMINAL = frozenset({Category.FATAL, Category.SCHEMA_INVALID})
 _CONFIGURATION_SECONDS = 60.0
 _CATEGORIES: Mapping[type[OperationError], Category] = {
@@ -59,7 +59,7 @@ _CATEGORIES: Mapping[type[OperationError], Category] = {
 
 
 class Deferred(RetryLater):
-    """Raised by a step that cannot go on yet, though nothing is wrong: it waits without using a retry.
+    """Raised by a step that cannot continue yet, although nothing is wrong. It waits without using a retry.
 
     >>> raise Deferred("a batch of 1,200 embeddings", 60, waits_for="batch")
     """
@@ -70,11 +70,11 @@ class Deferred(RetryLater):
 
 
 class BudgetUsedUp(Exception):
-    """The next request would cost more than the run may still spend: the run is parked."""
+    """The next request would exceed the budget of the run: the run is parked."""
 
 
 class OutputLost(Exception):
-    """What an earlier step has left behind is gone, so that this step must be done again."""
+    """The output of an earlier step is gone, so that step must run again."""
 
     def __init__(self, step: str) -> None:
         super().__init__(f"the output of {step} is gone")
@@ -83,7 +83,7 @@ class OutputLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One try of a step; `output` is there if the category is ""."""
+    """One attempt at a step; `output` is set if the category is ""."""
 
     step: str
     category: Category = Category.OK
@@ -93,7 +93,7 @@ class StepResult:
     scope: str | None = None
     retry_after: float | None = None
     waits_for: str | None = None
-    """It waits for something, though nothing is wrong."""
+    """What the step waits for, although nothing is wrong."""
     traceback: str | None = None
 
     @property
@@ -109,15 +109,15 @@ class StepResult:
 
 
 def result_from_exception(step: str, error: BaseException) -> StepResult:
-    """The one mapping from whatever a step raised to a category."""
+    """Map any exception of a step to a category. There is no other such mapping."""
     if isinstance(error, Deferred):
         return StepResult(step=step, message=error.reason, retry_after=error.delay_seconds, waits_for=error.waits_for)
     if isinstance(error, StorageError):
         return StepResult(step=step, message=str(error), retry_after=10.0, waits_for="storage")
-    if isinstance(error, ConfigurationError):  # of this worker: another one may do better
+    if isinstance(error, ConfigurationError):  # of this worker; another one may be configured correctly
         seconds = _CONFIGURATION_SECONDS
         return StepResult(step=step, message=str(error), retry_after=seconds, waits_for="configuration")
-    if isinstance(error, Conflict):  # somebody else was first, and next time it will be seen
+    if isinstance(error, Conflict):  # another transaction was first; the retry will see its result
         error = Transient(str(error), code="conflict")
     verdict = classify(error)
     if isinstance(verdict, RetryLater):
@@ -136,5 +136,5 @@ def result_from_exception(step: str, error: BaseException) -> StepResult:
 
 
 def worst(results: Sequence[StepResult]) -> StepResult:
-    """The one that decides: of equal ones, one that ends the item, and then one that must be waited for."""
+    """The result that decides: the worst category, then one that ends the item, then one that waits."""
     return max(results, key=lambda one: (one.category.weight, one.is_final, one.waits_for is not None))

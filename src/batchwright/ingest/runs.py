@@ -1,7 +1,7 @@
 """The rows of runs: every move is a compare-and-set.
 
-A run is driven by its job, `ingest.run`, the parent of the jobs of its items. The job verbs refuse jobs that belong to
-a run; the verbs here take their place.
+A run is driven by its job, `ingest.run`, the parent of the jobs of its items. The commands for jobs refuse
+jobs that belong to a run; use the methods here instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RACES_MAX = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as its row stood when it was read."""
+    """A run as its row was when it was read."""
 
     id: str
     tenant: str
@@ -54,7 +54,7 @@ class Run:
     budget: Decimal | None
     spent: Decimal
     reserved: Decimal
-    """What requests on their way may cost."""
+    """What requests in flight may cost."""
     has_unknown_cost: bool
     prompt_tokens: int
     completion_tokens: int
@@ -73,7 +73,7 @@ class Run:
     error: dict[str, Any] | None
     deadline_at: datetime | None
     seconds_left: float | None
-    """Until its deadline, by the database's clock."""
+    """Seconds until its deadline, by the database's clock."""
     gather_job_ids: list[UUID]
     resumed_at: datetime | None
     created_at: datetime
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRun:
-    """A run to be."""
+    """A run to create."""
 
     tenant: str
     collection: str
@@ -122,7 +122,7 @@ class Doubt(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A run that is gone, and what its items have left in the store: copies of sources, and texts of no version."""
+    """A removed run, and its objects in the store: copies of sources, and texts that belong to no version."""
 
     id: str
     object_keys: list[str]
@@ -139,9 +139,9 @@ class Runs:
 
     @retry_deadlocks
     async def create(self, new: NewRun, job: Mapping[str, Any]) -> tuple[Run, bool]:
-        """Make the run with its job, and its collection if that is new; answers it, and whether it is new.
+        """Create the run with its job, and its collection if necessary. Returns the run, and whether it is new.
 
-        The same idempotency key with the same digest answers the first run; with another one it is a Conflict.
+        The same idempotency key with the same digest returns the first run; with another digest it is a Conflict.
         """
         params = {
             **{name: getattr(new, name) for name in NewRun.__dataclass_fields__},
@@ -158,11 +158,11 @@ class Runs:
                     return await self.get(new.id, tenant=None, session=session), True
                 if known := await self._find_known(params, session):
                     return known, known.id == new.id
-                # Its key was cleared between the two statements, so it can be taken now.
-        raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
+                # Its key was cleared between the two statements, so a retry can use it.
+        raise Conflict("another request is using the Idempotency-Key at this moment; send the request again")
 
     async def find_repeated(self, tenant: str, key: str | None, digest: bytes | None) -> Run | None:
-        """The run that this idempotency key stands for already; with another digest it is a Conflict."""
+        """The run that already has this idempotency key; Conflict if its digest differs."""
         params = {"id": "", "tenant": tenant, "idempotency_key": key, "idempotency_digest": digest}
         return await self._find_known(params, None) if key is not None else None
 
@@ -172,7 +172,7 @@ class Runs:
         raise NotFound(f"there is no run {id!r}", kind="run", id=id)
 
     async def lock(self, id: str, *, tenant: str | None, session: Session) -> Run:
-        """The run, which nobody else changes until the transaction ends."""
+        """The run, locked until the transaction ends."""
         for row in await self._database.ask(SQL["lock"], {"id": id, "tenant": tenant}, session):
             return _run(row)
         raise NotFound(f"there is no run {id!r}", kind="run", id=id)
@@ -199,19 +199,19 @@ class Runs:
     async def in_doubt(self, id: str) -> Doubt:
         return Doubt(*(await self._database.ask(SQL["in_doubt"], {"run_id": id}))[0])
 
-    # Moves: each answers where it led, or None if the run is not in a state for it ----------------------------------
+    # Moves: each returns the new state, or None if the run's state does not allow it --------------------------------
 
     async def begin(self, id: str, *, session: Session | None = None) -> RunStatus | None:
         return await self._move("begin", id, session)
 
     async def park(self, id: str, reason: str, message: str, *, session: Session | None = None) -> RunStatus | None:
-        """Until a person resumes it no step of it starts."""
+        """Start no further steps until a user resumes the run."""
         return await self._move("park", id, session, reason=reason, message=message)
 
     async def resume(
         self, id: str, *, budget: Decimal | None = None, session: Session | None = None
     ) -> RunStatus | None:
-        """Perhaps with another budget; whoever calls this wakes its items."""
+        """Resume a run, optionally with a new budget. The caller wakes its items."""
         return await self._move("resume", id, session, budget=budget)
 
     async def complete(self, id: str, *, session: Session | None = None) -> RunStatus | None:
@@ -236,7 +236,7 @@ class Runs:
     # Listing ----------------------------------------------------------------------------------------------------
 
     async def add_items(self, run: Run, listed: Sequence[Mapping[str, Any]], *, force: bool, session: Session) -> int:
-        """Add what was listed, each source once; answers how many are new to the run."""
+        """Add listed documents, each source once. Returns how many are new to the run."""
         items = [{"id": f"item_{new_id().hex}", "job_id": new_id(), **one} for one in listed]
         params = {"run_id": run.id, "collection_id": run.collection_id, "items": _json(items), "force": force}
         await self._database.ask(SQL["add_documents"], params, session)
@@ -263,16 +263,16 @@ class Runs:
     # Upkeep -----------------------------------------------------------------------------------------------------
 
     async def parked(self, tenant: str | None, limit: int = 100) -> Sequence[Row]:
-        """Runs that wait for a person."""
+        """Runs that wait for a user."""
         return await self._database.ask(SQL["parked"], {"tenant": tenant, "limit": limit})
 
     async def abandoned(self, limit: int, *, session: Session) -> Sequence[tuple[str, str | None]]:
-        """Open runs whose job ended without ending them."""
+        """Open runs whose job ended, but did not end the run."""
         rows = await self._database.ask(SQL["abandoned_runs"], {"limit": limit}, session)
         return [(id, status) for id, status in rows]
 
     async def remove_old(self, keep_seconds: float, limit: int) -> Sequence[Removed]:
-        """Remove ended runs with their items; documents stay. Answers what must be removed from the store."""
+        """Remove ended runs with their items; documents stay. Returns what must be removed from the store."""
         removed = []
         for id, job_id in await self._database.ask(SQL["old"], {"keep_seconds": keep_seconds, "limit": limit}):
             async with self._database.transaction() as session:
@@ -288,13 +288,13 @@ class Runs:
     # ------------------------------------------------------------------------------------------------------------
 
     async def _ensure_collection(self, new: NewRun, session: Session) -> int:
-        """A collection keeps the language that it was made with."""
+        """Find or create the collection. A collection keeps the language that it was created with."""
         params = {"tenant": new.tenant, "name": new.collection, "language": new.config.get("language", "english")}
         for _ in range(_RACES_MAX):
             for statement in ("find_collection", "add_collection"):
                 for (id,) in await self._database.ask(SQL[statement], params, session):
                     return int(id)
-        raise Conflict(f"the collection {new.collection!r} is being changed by others at this moment; try again")
+        raise Conflict(f"the collection {new.collection!r} is being changed by another request; try again")
 
     async def _find_known(self, params: Mapping[str, Any], session: Session | None) -> Run | None:
         for digest, *row in await self._database.ask(SQL["known"], params, session):

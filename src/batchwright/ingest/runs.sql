@@ -36,7 +36,7 @@ VALUES (
 ON CONFLICT DO NOTHING
 RETURNING id
 
--- The run that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- The run that caused the conflict: the same one, created by a call whose answer was lost, or the one with the key.
 -- name: known
 SELECT run.idempotency_digest, :run_columns
 FROM batchwright.ingest_run AS run :with_collection
@@ -55,7 +55,7 @@ FROM batchwright.ingest_run AS run :with_collection
 WHERE run.id = %(id)s AND run.tenant = coalesce(%(tenant)s, run.tenant)
 FOR NO KEY UPDATE OF run
 
--- By tenant and id, said in a way that only the index of both can follow.
+-- By tenant and id, written so that only the index of both can be used.
 -- name: list
 SELECT :run_columns
 FROM batchwright.ingest_run AS run :with_collection
@@ -70,8 +70,8 @@ WHERE run.id < coalesce(%(after)s, 's') COLLATE "C"
 ORDER BY run.id DESC
 LIMIT %(limit)s
 
--- By status, the newest of each and of each tenant: `list` would walk past all others to find a few. Said in a way that
--- only the index of all three can follow.
+-- By status: the newest of each status and tenant, because `list` would read all others to find a few. Written so that
+-- only the index of all three columns can be used.
 -- name: list_by_status
 WITH RECURSIVE known AS (
     (SELECT one.tenant FROM batchwright.ingest_run AS one WHERE %(tenant)s::text IS NULL ORDER BY one.tenant LIMIT 1)
@@ -101,7 +101,7 @@ WHERE run.id = ANY(ARRAY(
     LIMIT %(limit)s))
 ORDER BY run.id DESC
 
--- Of the collections with this name; one that was deleted may have had it as well.
+-- Runs of all collections with this name: a deleted collection may have had the same name.
 -- name: list_of_collection
 SELECT :run_columns
 FROM batchwright.ingest_run AS run :with_collection
@@ -177,7 +177,7 @@ ORDER BY md5(listed.source)
 ON CONFLICT DO NOTHING
 RETURNING id
 
--- A source whose etag and recipe are those of its live version is unchanged, and nothing is fetched.
+-- A source with the same etag and recipe as its live version is unchanged, and is not fetched.
 -- name: add_items
 WITH listed AS (
     SELECT * FROM jsonb_to_recordset(%(items)s::jsonb) AS listed (
@@ -216,8 +216,8 @@ UPDATE batchwright.ingest_run SET listed_at = :now, is_complete = %(is_complete)
 WHERE id = %(id)s AND listed_at IS NULL
 RETURNING id
 
--- Documents of the collection that a run whose listing was complete has not found, and that lie below its sources. What
--- another run has found since this one began was perhaps not there when this one looked.
+-- Documents of the collection below the sources of a run that its complete listing did not find. Leaves out documents
+-- that another run has found since this one began: they may not have existed when this run listed its sources.
 -- name: retire_missing
 WITH missing AS (
     SELECT document.id, document.live_version
@@ -275,7 +275,7 @@ WITH calls AS (
 )
 DELETE FROM batchwright.ingest_run WHERE id = %(id)s AND ended_at IS NOT NULL RETURNING id
 
--- Copies of sources, also those that a worker had no time to remove; and texts that no version and no other run has.
+-- Copies of sources, including those that a worker had no time to remove; and texts that no version or other run uses.
 -- name: objects
 SELECT step.output ->> 'blob_key'
 FROM batchwright.ingest_item AS item
@@ -297,7 +297,7 @@ WHERE item.run_id = %(id)s AND step.output ? 'text_key'
             AND other.status IN ('OPEN', 'FAILED', 'CANCELLED')
             AND theirs.output ->> 'text_key' = step.output ->> 'text_key')
 
--- Jobs of items that were retried, and those that gather requests, are no children of the run's job.
+-- Jobs of items that were retried, and those that gather requests, are not children of the run's job.
 -- name: other_jobs
 SELECT DISTINCT unnest(item.job_ids[2:]) FROM batchwright.ingest_item AS item WHERE item.run_id = %(id)s
 UNION

@@ -1,6 +1,6 @@
-"""Extraction in processes of their own, so that no document can take the worker down.
+"""Extraction in separate processes, so that no document can crash the worker.
 
-Every ending has a class that decides the reaction and a code that names the cause:
+Every failure has a class that decides the reaction, and a code that names the cause:
 
     Fatal, scope item    damaged_document, encrypted_document, cpu_limit, out_of_memory, document_too_large,
                          text_too_large, too_many_pages, unpacked_too_large, nested_too_deep, extractor_crash,
@@ -31,14 +31,14 @@ from batchwright.ingest.limits import Limits
 from batchwright.ingest.messages import LENGTH, Answer, Ending, Failure, Request
 from batchwright.ingest.text import CanonicalText, text_too_large
 
-_ABORTS = frozenset((signal.SIGABRT, signal.SIGILL, signal.SIGTRAP))  # how C++ ends when it gets no memory
+_ABORTS = frozenset((signal.SIGABRT, signal.SIGILL, signal.SIGTRAP))  # how C++ ends when it is out of memory
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 _GRACE_SECONDS = 5.0
 _SERVER = "batchwright.ingest.child"
 
 
 class Sandbox:
-    """Extracts one document at a time; make one for each core that may extract.
+    """Extracts one document at a time; create one for each core to use.
 
     >>> async with Sandbox(Limits(pages=500)) as sandbox:
     ...     text = await sandbox.extract(Path("report.pdf"))
@@ -59,7 +59,7 @@ class Sandbox:
         await self.close()
 
     async def extract(self, path: Path, *, name: str | None = None, limits: Limits | None = None) -> CanonicalText:
-        """The text of the document in this file; `name` is what its source calls it."""
+        """The text of the document in this file; `name` is its name in the source."""
         limits = limits or self._limits
         request = self._request(path, name or path.name, limits)
         async with self._turn:
@@ -67,7 +67,7 @@ class Sandbox:
         return _read(ending, answer, limits)
 
     async def close(self) -> None:
-        """Ends the processes; the sandbox starts them again when it is used again."""
+        """End the processes. The sandbox starts them again at the next use."""
         server, self._server = self._server, None
         if server is not None:
             with suppress(ProcessLookupError):
@@ -82,7 +82,7 @@ class Sandbox:
         return Request(path=str(path.absolute()), name=name, limits=limits, extractors=self._extractors)
 
     async def _ask(self, request: Request, limits: Limits) -> tuple[Ending, bytes]:
-        """The fork ends itself in time; where even that fails, all processes of the sandbox are ended from here."""
+        """The fork ends itself at its time limit. If even that fails, end all processes of the sandbox from here."""
         try:
             async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
                 return await self._exchange(request)
@@ -108,7 +108,7 @@ class Sandbox:
         return ending, await server.stdout.readexactly(ending.answer_bytes)
 
     async def _start(self) -> Process:
-        """The environment holds no secrets: a parser that is taken over finds none."""
+        """The environment holds no secrets, so a compromised parser finds none."""
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         command = (sys.executable, "-m", _SERVER, *sorted(set(self._extractors.values())))
         return await asyncio.create_subprocess_exec(
@@ -147,7 +147,7 @@ def _raise(failure: Failure, limits: Limits) -> NoReturn:
 
 
 def _why_ended(ending: Ending, limits: Limits) -> OperationError:
-    """The kernel ends a process by a signal of its own for each limit."""
+    """The kernel ends a process with a different signal for each limit."""
     ended_by = -ending.exit_code
     if ended_by == signal.SIGALRM:
         return _timed_out(limits)
@@ -170,5 +170,5 @@ def _out_of_memory(limits: Limits) -> Fatal:
 
 
 def _timed_out(limits: Limits) -> Transient:
-    """Not final: a parser that is busy ends by its processor time, and one that waits may have had a slow machine."""
+    """Not final: a busy parser ends by its processor time, and one that waits may only be on a slow machine."""
     return Transient(f"extraction took longer than {limits.seconds:g} s (seconds)", code="extraction_timeout")

@@ -1,9 +1,9 @@
 """Search in a collection: by words, by vectors, and by both together.
 
-By words, chunks are looked up by each word of the query that tells something, a bounded number for each, and ranked by
-how rare their words are. By vectors, the nearest are taken from each space whose embedder answers. Ranks, not scores,
-are put together (reciprocal-rank fusion), because scores of different kinds do not compare. All of one search happens
-in one snapshot: it sees a document as it was or as it is, never both and never neither.
+By words: each selective word of the query finds a bounded number of chunks, which are ranked by how rare their words
+are. By vectors: each space whose embedder answers returns its nearest chunks. The results are merged by rank, not by
+score (reciprocal-rank fusion), because scores of different kinds cannot be compared. A search runs in one snapshot, so
+it sees exactly one version of each document, even while that changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REACH = 400
 _REACH_FILTERED = 2_000
 _CANDIDATES = 150
 _FEW_CHUNKS = 1_000
-"""With a filter that leaves no more chunks than this, all of them are looked at."""
+"""If a filter leaves no more chunks than this, search compares all of them."""
 _MENTIONS_MAX = 20
 _COMMON_SECONDS = 300.0
 
@@ -68,7 +68,7 @@ class Hit:
     text: str
     score: float
     ranks: dict[str, int]
-    """Its place by words and by vectors, from 1."""
+    """Its rank by words and by vectors, from 1."""
     marks: list[tuple[int, int]]
     """Where words of the query are, in characters of `text`."""
     metadata: dict[str, Any]
@@ -89,7 +89,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Search:
-    """One search on its way."""
+    """A search in progress."""
 
     collection_id: int
     collection: str
@@ -181,7 +181,7 @@ class Search:
     async def _by_words(self, search: _Search, session: Session) -> None:
         probes = search.probes
         if not probes.lexemes:
-            search.used.append("words left out: the query has none that tell something")
+            search.used.append("words left out: the query has no words to search by")
             return
         looked_up = {
             "probes": probes.probes,
@@ -202,7 +202,7 @@ class Search:
         search.used.append(f"words: {search.language}")
 
     async def _shares(self) -> dict[str, float]:
-        """How common the commonest lexemes are; they change slowly."""
+        """Shares of the most common lexemes. They are cached, because they change slowly."""
         until, shares = self._common
         if time.monotonic() >= until:
             shares = dict(await self._database.rows(SQL["common"]))
@@ -212,7 +212,7 @@ class Search:
     # Vectors --------------------------------------------------------------------------------------------------------
 
     async def _embed(self, search: _Search, query: str, *, must: bool) -> list[tuple[Space, bytes]]:
-        """The query as a vector of each space; `must` says that there is nothing else to search by."""
+        """The query as a vector of each space; `must` means that there is nothing else to search by."""
         embedded, failures = [], []
         for space in await self._spaces.of(search.collection_id):
             embedder = self._embedders(space)
@@ -257,14 +257,14 @@ class Search:
         return [id for id, _ in rows]
 
     async def _meeting(self, search: _Search, found: list[int], session: Session) -> list[int]:
-        """Those that have the phrases of the query, and nothing that it excludes."""
+        """The chunks that have the phrases of the query, and nothing that it excludes."""
         if search.probes.condition is None:
             return found
         params = {"chunk_ids": found, "condition": search.probes.condition}
         return [id for (id,) in await self._database.ask(SQL["meeting"], params, session)]
 
     async def _few_passing(self, search: _Search, session: Session) -> list[int] | None:
-        """The chunks that a filter leaves, if they are few."""
+        """The chunks that pass a filter, if they are few."""
         if search.filters is None:
             return None
         found = await self._passing(search, _FEW_CHUNKS + 1, session)
@@ -298,7 +298,7 @@ class _Ranked:
 
 
 def _fuse(lists: Mapping[str, Sequence[Sequence[int]]]) -> list[_Ranked]:
-    """Reciprocal-rank fusion: who stands high in many lists comes first."""
+    """Reciprocal-rank fusion: chunks that rank high in many lists come first."""
     ranks: dict[int, dict[str, int]] = {}
     scores: dict[int, float] = {}
     for kind, found in lists.items():

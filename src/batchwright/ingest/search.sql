@@ -1,4 +1,4 @@
--- Search over words: lexemes by what they tell, bounded candidates for each, and their exact score.
+-- Search over words: the most selective lexemes, bounded candidates for each, and their exact score.
 
 -- name: prepare
 SELECT collection.id, collection.language,
@@ -22,7 +22,7 @@ CROSS JOIN LATERAL unnest(stats.most_common_elems::text::text[], stats.most_comm
 WHERE stats.schemaname = 'batchwright' AND stats.tablename = 'ingest_chunk' AND stats.attname = 'words'
     AND common.lexeme IS NOT NULL
 
--- Each probe is one lexeme, or several together, and gives a bounded number of chunks; what few chunks have tells more.
+-- Each probe is one lexeme, or several together, and gives a bounded number of chunks. Rare lexemes weigh more.
 -- part: probes
 WITH found AS MATERIALIZED (
     SELECT probe.number, hit.id
@@ -64,7 +64,7 @@ LIMIT %(limit)s
 best AS (SELECT summed.id FROM summed ORDER BY summed.weight DESC, summed.id LIMIT %(candidates)s)
 :score
 
--- `OFFSET 0` keeps the planner from looking at all that passes.
+-- `OFFSET 0` keeps the planner from reading all chunks that pass.
 -- name: words_passing
 :probes,
 best AS (
@@ -82,7 +82,7 @@ best AS (
 )
 :score
 
--- Where a filter leaves few chunks, all of them are looked at.
+-- If a filter leaves few chunks, all of them are examined.
 -- name: words_among
 WITH telling AS MATERIALIZED (
     SELECT lexeme.query::tsquery AS query, lexeme.weight
@@ -96,7 +96,7 @@ best AS (
 )
 :score
 
--- Phrases and exclusions hold for what vectors find, too.
+-- Phrases and exclusions also apply to the results of vectors.
 -- name: meeting
 SELECT chunk.id
 FROM unnest(%(chunk_ids)s::bigint[]) WITH ORDINALITY AS found (id, rank)
@@ -104,7 +104,7 @@ JOIN batchwright.ingest_chunk AS chunk ON chunk.id = found.id
 WHERE chunk.words @@ %(condition)s::text::tsquery
 ORDER BY found.rank
 
--- The chunks that pass, as long as they are few: found by metadata if the filter says any, else by document.
+-- The chunks that pass, if they are few: found by metadata if the filter has any, else by document.
 -- name: passing
 SELECT chunk.id
 FROM batchwright.ingest_version AS version
@@ -140,8 +140,8 @@ SELECT chunk.id, document.id, document.source, document.name, chunk.page_first, 
 FROM unnest(%(chunk_ids)s::bigint[]) AS wanted (id)
 JOIN batchwright.ingest_chunk AS chunk ON chunk.id = wanted.id :with_document
 
--- Words of the hits that the query means, whatever their endings. They come as lines: as a list, so many words would be a
--- third of what a search costs in Python.
+-- Words of the hits that match the query, whatever their endings. They are returned as lines: a list of this many words
+-- would take a third of the Python time of a search.
 -- name: matching_words
 SELECT word FROM string_to_table(%(words)s::text, chr(10)) AS word
 WHERE to_tsvector(%(language)s::text::regconfig, word) @@ %(query)s::text::tsquery

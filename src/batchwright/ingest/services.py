@@ -1,4 +1,4 @@
-"""What the routes of documents work with."""
+"""What the HTTP routes of documents use."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from batchwright.ingest.submission import Submission
 
 ESTIMATES_MAX = 2
-"""Estimates that one server makes at the same time: each reads documents, in processes of their own."""
+"""Maximum number of simultaneous estimates on one server: each reads documents in separate processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestServices:
-    """Of one HTTP server."""
+    """The services of one HTTP server."""
 
     collections: Collections
     core: Core

@@ -23,51 +23,52 @@ _LANGUAGE = re.compile(r"[a-z_]{1,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestSettings(FetchSettings):
-    """Documents: where they may come from, and what is made of them."""
+    """Documents: sources, and how they are processed."""
 
     answers_kept_days: float = 90.0
-    """How long an answer of a model that no document uses any more is kept, in case the same text comes again."""
+    """How long a model's answer is kept after the last document stopped using it, in case the same text comes again."""
     batch_deadline_margin_seconds: float = 3600.0
-    """In the lane `auto`: so long before the deadline of a run, what no batch has answered is asked in realtime."""
+    """In the lane `auto`: this long before the deadline of a run, requests that no batch has answered are sent in
+    realtime."""
     batch_from_documents: int = 200
-    """In the lane `auto`: runs that have more documents to do than this go through batches."""
+    """In the lane `auto`: runs with more documents to process than this use batches."""
     batch_wait_seconds: float = 30.0
     """In the batch lane: how long requests are gathered from many documents before they become a batch."""
     chunk_characters: int = 1_500
-    """Most characters of a chunk, its overlap included."""
+    """Maximum number of characters of a chunk, including its overlap."""
     chunk_overlap: int = 150
-    """Most characters that a chunk repeats from the one before."""
+    """Maximum number of characters that a chunk repeats from the one before."""
     chunk_tokens: int | None = None
-    """Most tokens of a chunk, where the model has such a limit."""
+    """Maximum number of tokens of a chunk, if the model has such a limit."""
     embedding_dimensions: int | None = None
-    """Numbers of a vector, where the model lets one choose."""
+    """Length of a vector, if the model lets you choose."""
     embedding_model: str = LOCAL
-    """A model that a gateway serves; `local` embeds in the worker without a network, `hash` without weights either."""
+    """A model that a gateway serves. `local` embeds in the worker, without a network; `hash` also needs no weights."""
     entities: str = PATTERNS
     """How entities are found: `patterns`, `none`, or a chat model that a gateway serves."""
     entity_chunks: int = 2
-    """Chunks that one question to the model covers: more of them cost less and find less."""
+    """Number of chunks in one request to the model: more of them cost less and find less."""
     entity_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Words to be found as entities, by type, in the form { product = ["Batchwright"] }; with `patterns`."""
+    """Words to find as entities, by type, in the form { product = ["Batchwright"] }; with `patterns`."""
     entity_types: tuple[str, ...] = ("person", "organization", "location", "product", "event")
-    """Types of entities that the model is asked for."""
+    """Types of entities to request from the model."""
     lane: Lane = "auto"
-    """How models are asked: `realtime`, `batch` (cheaper, hours later), or `auto`: small runs in realtime."""
+    """How requests reach models: `realtime`, `batch` (cheaper, hours later), or `auto` (small runs in realtime)."""
     language: str = "english"
-    """The text search configuration of PostgreSQL by which words are found: `english`, `german`, `simple`, …"""
+    """Text search configuration of PostgreSQL for the search by words: `english`, `german`, `simple`, …"""
     limits: Limits = field(default_factory=Limits)
-    """What one extraction may use."""
+    """Limits of one extraction."""
     max_retries: int = 5
-    """How often a step that failed for a passing reason is tried again."""
+    """How often a step that failed for a temporary reason is retried."""
     prices: Mapping[str, Price] = field(default_factory=dict)
-    """What a million tokens of a model cost in dollars; these win over the list that comes with Batchwright."""
+    """Price of a million tokens of a model, in dollars; overrides the list that comes with Batchwright."""
     sandboxes: int = 0
-    """Documents that one worker process extracts at the same time; 0 means one for each core."""
+    """Maximum number of documents that one worker process extracts at the same time; 0 means one for each core."""
     steps: tuple[str, ...] = ()
-    """Modules, files or folders with steps of your own; installed packages are found by themselves."""
+    """Modules, files or folders with your own steps; those of installed packages are found automatically."""
 
     def __post_init__(self) -> None:
-        # `super()` without arguments does not know a class that was made anew for its slots.
+        # `super()` without arguments fails here, because `slots=True` creates the class a second time.
         FetchSettings.__post_init__(self)
         for name in ("entity_chunks", "max_retries", "answers_kept_days", "batch_wait_seconds"):
             if getattr(self, name) < (0 if name == "max_retries" else 1):

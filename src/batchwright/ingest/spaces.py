@@ -1,9 +1,8 @@
-"""Spaces: the vectors of one embedder in one collection, and the words of chunks: all that search reads.
+"""Spaces: the vectors of one embedder in one collection. Also the words of chunks. Search reads both.
 
-With pgvector a space has a table of its own with an HNSW index, so that search in one collection never wades through
-the vectors of others. Without it, vectors are rows that search reads whole. Only live chunks have vectors and words,
-so search need not ask what is live: a version is swapped by one transaction that removes those of the old one and adds
-those of the new one.
+With pgvector, each space has its own table with an HNSW index, so that search in one collection never reads the vectors
+of others. Without it, search reads all vectors of a space. Only live chunks have vectors and words, so search need not
+check what is live: one transaction removes those of the old version and adds those of the new one.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ SQL = statements(__package__, "spaces.sql")
 FILTERS = shared_parts(__package__, "filters.sql")
 _EXTENSION = "CREATE EXTENSION IF NOT EXISTS vector"
 _VERSION_MIN = (0, 8)
-"""Since then an index scan goes on until enough rows have passed the filter."""
+"""Since this version, an index scan continues until enough rows have passed the filter."""
 _VECTOR_DIMENSIONS_MAX = 2_000
 _HALFVEC_DIMENSIONS_MAX = 4_000
-"""What an HNSW index takes of each type."""
+"""Maximum number of dimensions of each type in an HNSW index."""
 _WORDS_PAGE = 500
 _RACES_MAX = 10
 _SETTLE_PAGE = 50
-"""An index of many vectors takes milliseconds for each new one, on a busy machine tens of them."""
+"""Adding a vector to a large index takes milliseconds, and tens of milliseconds on a busy machine."""
 _DROP_AFTER_SECONDS = 3600.0
 
 
@@ -45,7 +44,7 @@ class Space:
     model: str | None
     dimensions: int
     has_table: bool
-    """With pgvector: a table of its own."""
+    """Whether it has its own table, with pgvector."""
 
     @property
     def has_index(self) -> bool:
@@ -53,7 +52,7 @@ class Space:
 
     @property
     def index(self) -> str:
-        """How its nearest vectors are found."""
+        """How search finds its nearest vectors."""
         return "hnsw" if self.has_index else "exact" if self.has_table else "exact, without pgvector"
 
 
@@ -62,12 +61,12 @@ class Pgvector:
     """The extension in this database."""
 
     home: str
-    """The schema that it lives in, quoted."""
+    """The schema that it is installed in, quoted."""
     type_id: int
 
 
 class Spaces:
-    """Where vectors are kept. `use_pgvector=False` does without the extension even where there is one."""
+    """Stores vectors. `use_pgvector=False` ignores the extension even if it is installed."""
 
     def __init__(self, database: Database, *, use_pgvector: bool = True) -> None:
         self.database = database
@@ -76,7 +75,7 @@ class Spaces:
         self._has_looked = False
 
     async def has_pgvector(self) -> bool:
-        """Whether new spaces get a table with an index; installs the extension where we may."""
+        """Whether new spaces get a table with an index; installs the extension if we are allowed to."""
         if self._use_pgvector and not self._has_looked:
             is_missing, self._pgvector = await self._look()
             if is_missing:
@@ -86,7 +85,7 @@ class Spaces:
         return self._use_pgvector and self._pgvector is not None
 
     async def ensure(self, collection_id: int, *, fingerprint: str, model: str | None, dimensions: int) -> Space:
-        """The space of an embedder, with its table; in a transaction of its own, before the caller's."""
+        """The space of an embedder, with its table; in a separate transaction, before the caller's."""
         has_table = await self.has_pgvector()
         named = {"collection_id": collection_id, "fingerprint": fingerprint}
         for _ in range(_RACES_MAX):
@@ -94,11 +93,11 @@ class Spaces:
                 return _space(row)
             made = {**named, "model": model, "dimensions": dimensions, "has_table": has_table}
             async with self.database.transaction() as session:
-                # Others that insert the same wait here until the table is there, and then find the row.
+                # Other transactions that insert the same space wait here until the table exists, and then find the row.
                 for row in await self.database.ask(SQL["insert"], made, session):
                     await self._create_table(_space(row), session)
                     return _space(row)
-        raise Conflict(f"collection {collection_id} is being deleted, so it takes no vectors; use another name")
+        raise Conflict(f"collection {collection_id} is being deleted, so it accepts no vectors; use another name")
 
     async def of(self, collection_id: int, *, session: Session | None = None) -> list[Space]:
         """The spaces of a collection, the oldest first."""
@@ -108,10 +107,10 @@ class Spaces:
         ]
 
     async def add(self, space: Space, vectors: Mapping[int, bytes], *, session: Session) -> None:
-        """Add vectors by chunk, as float32, little-endian. One that is there already stays: text and embedder make it.
+        """Add vectors by chunk, as float32, little-endian. Existing ones stay: they depend only on text and embedder.
 
-        Inside the caller's transaction, and best at its end: without pgvector, transactions that change one space
-        wait for one another from here on.
+        Call it inside a transaction, best at its end: without pgvector, transactions that change the same space block
+        one another from here on.
         """
         if not vectors:
             return
@@ -125,7 +124,7 @@ class Spaces:
             held = await self.database.ask(SQL["count_change"], params, session)
             embeddings, add = list(vectors.values()), SQL["add"]
         if not held:
-            raise Conflict(f"the space of {space.fingerprint!r} was dropped a moment ago; ask for it anew")
+            raise Conflict(f"the space of {space.fingerprint!r} was just dropped; request it again")
         await self.database.ask(add, {**params, "embeddings": embeddings}, session)
 
     async def remove_version(self, version_id: int, *, session: Session) -> None:
@@ -148,7 +147,7 @@ class Spaces:
         await self.database.ask(SQL["note_size"], size, session)
 
     async def unindex_words(self, version_id: int, *, session: Session) -> None:
-        """Words of a version that is retired find nothing any more."""
+        """Remove the words of a retired version, so that search no longer finds it."""
         async for _ in self._word_pages("unindex_words", version_id, session):
             pass
 
@@ -165,7 +164,7 @@ class Spaces:
             first += _WORDS_PAGE
 
     async def settle(self, limit: int = 200) -> int:
-        """Upkeep: put new words and vectors into their indexes; answers how many vectors, at most `limit`."""
+        """Upkeep: put new words and vectors into their indexes. Returns the number of vectors, at most `limit`."""
         await self.database.ask(SQL["clean_words"])
         settled = 0
         for row in await self.database.ask(SQL["with_table"]):
@@ -174,7 +173,7 @@ class Spaces:
         return settled
 
     async def drop_empty(self, limit: int = 100, *, keep_seconds: float = _DROP_AFTER_SECONDS) -> list[Space]:
-        """Upkeep: drop spaces without vectors, but never the newest of a collection; answers which."""
+        """Upkeep: drop spaces without vectors, but never the newest of a collection. Returns the dropped ones."""
         found = await self.database.ask(SQL["outdated"], {"limit": limit, "keep_seconds": keep_seconds})
         return [space for space in map(_space, found) if await self._drop_if_empty(space)]
 
@@ -185,7 +184,7 @@ class Spaces:
         await self.database.ask(SQL["remove"], {"space_id": space.id}, session)
 
     async def remove_page(self, space: Space, limit: int, *, session: Session) -> int:
-        """Remove some vectors of a space that has no table; answers how many."""
+        """Remove some vectors of a space that has no table. Returns how many."""
         return len(await self.database.ask(SQL["remove_page"], {"space_id": space.id, "limit": limit}, session))
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -223,12 +222,12 @@ class Spaces:
         return table_statements(space, (await self._require_pgvector(session)).home)
 
     async def _require_pgvector(self, session: Session | None) -> Pgvector:
-        """Asked for in the caller's transaction: who holds a connection must not wait for another."""
+        """Uses the caller's transaction: code that holds a connection must not wait for another one."""
         if self._pgvector is None:
             _, self._pgvector = await self._look(session)
         if self._pgvector is None:
             raise DatabaseError(
-                "this collection has its vectors in tables of pgvector, which this database no longer has: "
+                "this collection has its vectors in tables of pgvector, which is no longer installed in this database: "
                 "CREATE EXTENSION vector, version 0.8 or newer"
             )
         return self._pgvector
@@ -239,10 +238,10 @@ class Spaces:
         except DatabaseUnavailable:
             raise
         except DatabaseError:
-            pass  # not allowed, or another process was quicker
+            pass  # not allowed, or another process was faster
 
     async def _look(self, session: Session | None = None) -> tuple[bool, Pgvector | None]:
-        """Whether the extension could be installed, and where it is."""
+        """Whether the extension can be installed, and where it is."""
         for version, is_installed, home, type_id in await self.database.ask(SQL["pgvector"], {}, session):
             is_new = _is_new_enough(version)
             return is_new and not is_installed, Pgvector(home, type_id) if is_new and is_installed else None

@@ -41,7 +41,7 @@ JOIN batchwright.ingest_space AS space ON space.collection_id = version.collecti
 WHERE version.id = %(version_id)s
 ORDER BY space.id
 
--- While a transaction writes vectors, nobody may drop their space.
+-- While a transaction writes vectors, their space must not be dropped.
 -- name: hold
 SELECT space.id FROM batchwright.ingest_space AS space WHERE space.id = %(space_id)s FOR KEY SHARE
 
@@ -54,7 +54,7 @@ UPDATE batchwright.ingest_space SET changes = changes + 1 WHERE id = %(space_id)
 -- name: remove
 DELETE FROM batchwright.ingest_space WHERE id = %(space_id)s RETURNING id
 
--- Spaces that a newer one of the same collection has taken the place of.
+-- Spaces that a newer one of the same collection has replaced.
 -- name: outdated
 SELECT :space_columns
 FROM batchwright.ingest_space AS space
@@ -65,7 +65,7 @@ WHERE space.created_at < :now - make_interval(secs => %(keep_seconds)s::float8)
 ORDER BY space.id
 LIMIT %(limit)s
 
--- Where there is no pgvector ----------------------------------------------------------------------------------------
+-- Without pgvector --------------------------------------------------------------------------------------------------
 
 -- name: add
 INSERT INTO batchwright.ingest_vector (space_id, chunk_id, embedding)
@@ -89,7 +89,7 @@ RETURNING chunk_id
 
 -- Words -------------------------------------------------------------------------------------------------------------
 
--- Headings weigh more than text. The lexeme of the collection has a space in it, which no word has.
+-- Headings weigh more than text. The lexeme of the collection contains a space, which no word does.
 -- A page of chunks, by their numbers.
 -- name: index_words
 UPDATE batchwright.ingest_chunk AS chunk SET
@@ -111,6 +111,6 @@ UPDATE batchwright.ingest_chunk SET words = NULL
 WHERE version_id = %(version_id)s AND number BETWEEN %(first)s AND %(last)s
 RETURNING number
 
--- New words are kept in a list, which every search reads, until there are many.
+-- New words are kept in a pending list, which every search reads, until there are many.
 -- name: clean_words
 SELECT gin_clean_pending_list('batchwright.ingest_chunk_words')

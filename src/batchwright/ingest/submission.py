@@ -1,4 +1,4 @@
-"""What people do with runs: create, park, resume, cancel, retry. Each is one transaction."""
+"""What users do with runs: create, park, resume, cancel, retry. Each is one transaction."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class WantedRun:
 
     @property
     def digest(self) -> bytes:
-        """Of what was asked for: the same key with another wish is a conflict."""
+        """Digest of the request: the same key with a different request is a conflict."""
         left_out = ("idempotency_key", "traceparent", "estimate")
         said = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out}
         return hashlib.sha256(orjson.dumps(said, default=str, option=orjson.OPT_SORT_KEYS)).digest()
 
 
 class Submission:
-    """Checks what is wanted, and does it."""
+    """Checks a user's request, and carries it out."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Submission:
     # Create -----------------------------------------------------------------------------------------------------
 
     async def create(self, wanted: WantedRun, *, must_be_served: bool = False) -> tuple[Run, bool]:
-        """The run with its job, and whether it is new; InvalidInput says what is wrong, and then there is none."""
-        from batchwright.ingest.operations import run_job  # here, because its schema takes a while to be built
+        """Create the run with its job. Returns whether it is new. If InvalidInput is raised, nothing was created."""
+        from batchwright.ingest.operations import run_job  # imported here, because building its schema is slow
 
         repeated = await self._runs.find_repeated(wanted.tenant, wanted.idempotency_key, wanted.digest)
         if repeated is not None:
@@ -96,11 +96,11 @@ class Submission:
         return await retry_unavailable(lambda: self._runs.create(new, job), tries_max=_TRIES_MAX)
 
     def prepare(self, wanted: WantedRun) -> NewRun:
-        """The run as it would be, or InvalidInput; nothing is created."""
+        """The run as `create` would store it, or InvalidInput. Creates nothing."""
         check_collection_name(wanted.collection)
         check_metadata(wanted.metadata or {})
         config = make_config(self._settings, self._models, wanted.overrides, wanted.metadata)
-        # Also says what is wrong with the sources, before anything is created.
+        # This also checks the sources, before anything is created.
         self._sources.list(wanted.sources, include=config["include"], exclude=config["exclude"], roots=config["roots"])
         lane = wanted.lane or self._settings.lane
         self._check_lane(lane, config)
@@ -128,21 +128,21 @@ class Submission:
         for _, model in required_models(config):
             if lane == "realtime" and self._models.is_at_provider(model):
                 raise InvalidInput(
-                    f"only the batch API of a provider has {model!r}, so it does not answer in realtime; choose the "
+                    f"only the batch API of a provider serves {model!r}, so it does not answer in realtime; choose the "
                     "lane batch or auto",
                     param="lane",
                 )
 
     def _check_budget(self, budget: Decimal | None, config: Mapping[str, Any], lane: str) -> None:
-        """A budget that nobody can hold is worse than none."""
+        """Refuse a budget that we cannot enforce: it is worse than none."""
         if budget is None:
             return
         if not budget > 0:
-            raise InvalidInput(f"the budget is {budget}; it is the most that the run may cost, above 0", param="budget")
+            raise InvalidInput(f"the budget is {budget}; it must be above 0", param="budget")
         for _, model in required_models(config):
             if self._prices.find(model, lane) is None:
                 raise InvalidInput(
-                    f"the price of {model!r} is not known, so no budget can be kept; write into batchwright.toml "
+                    f"the price of {model!r} is not known, so no budget can be enforced; write into batchwright.toml "
                     f'[ingest.prices."{model}"] input = …, output = … (dollars per million tokens)',
                     param="budget",
                 )
@@ -157,7 +157,7 @@ class Submission:
 
     @retry_deadlocks
     async def resume(self, id: str, *, tenant: str | None, budget: Decimal | None = None) -> Run:
-        """Let a parked run go on, perhaps with another budget."""
+        """Resume a parked run, optionally with a new budget."""
         run = await self._runs.get(id, tenant=tenant)
         self._check_budget(budget, run.config, run.lane)
         async with self._runs.queue.database.transaction() as session:
@@ -169,7 +169,7 @@ class Submission:
         return await self._runs.get(id, tenant=tenant)
 
     async def _wake(self, run_id: str) -> None:
-        """Page by page, and without a lock on the run: upkeep wakes who is missed here."""
+        """Wake the jobs page by page, without a lock on the run. Upkeep wakes any job that is missed here."""
         after = ""
         while page := await self._items.open_jobs(run_id, after):
             await self._runs.queue.wake([job for _, job in page])
@@ -179,7 +179,7 @@ class Submission:
 
     @retry_deadlocks
     async def cancel(self, id: str, *, tenant: str | None, reason: str = "the run was cancelled") -> Run:
-        """Cancel a run with its open items; what is done stays. Jobs first, in the order in which workers lock."""
+        """Cancel a run with its open items; completed work stays. Jobs come first: workers lock in this order, too."""
         run = await self._runs.get(id, tenant=tenant)
         async with self._runs.queue.database.transaction() as session:
             if run.has_ended:
@@ -193,7 +193,7 @@ class Submission:
         return await self._runs.get(id, tenant=tenant)
 
     async def _cancel_others(self, run_id: str, reason: str, session: Session) -> None:
-        """Jobs of items that were retried are no children of the run's job."""
+        """Cancel the jobs of retried items, which are not children of the run's job."""
         while page := await self._items.open_jobs(run_id, session=session):
             jobs = [JobId(job) for _, job in page]
             await self._runs.queue.cancel(jobs, reason=reason, owned=True, session=session)
@@ -205,7 +205,7 @@ class Submission:
     async def retry(
         self, wanted: Wanted, *, tenant: str | None, run_id: str | None = None, anew: bool = False
     ) -> dict[str, int]:
-        """Try failed and cancelled items of a run again, or those of the inbox; answers how many, by run."""
+        """Retry failed and cancelled items of a run, or those of the inbox. Returns how many, by run."""
         runs: Sequence[str]
         if run_id is not None:
             runs = [(await self._runs.get(run_id, tenant=tenant)).id]
@@ -226,7 +226,7 @@ class Submission:
 
     @retry_deadlocks
     async def _retry_run(self, run_id: str, wanted: Wanted, *, anew: bool) -> int:
-        """An ended run is opened again, with a new job that waits for its items; otherwise they join those at work."""
+        """Open an ended run again, with a new job that waits for the items. Items of an open run join the others."""
         total = 0
         async with self._runs.queue.database.transaction() as session:
             run = await self._runs.lock(run_id, tenant=None, session=session)
@@ -247,11 +247,11 @@ class Submission:
         return total
 
     async def reopen(self, id: str, *, tenant: str | None) -> Run:
-        """Try a run again that has failed as a whole: its sources are listed again."""
+        """Retry a run that has failed as a whole: list its sources again."""
         async with self._runs.queue.database.transaction() as session:
             run = await self._runs.lock(id, tenant=tenant, session=session)
             if run.status is not RunStatus.FAILED:
-                raise Conflict(f"the run {id} is {run.status.value}; only a FAILED one can be begun again")
+                raise Conflict(f"the run {id} is {run.status.value}; only a FAILED one can be started again")
             await self._reopen(run, session)
         return await self._runs.get(id, tenant=tenant)
 
@@ -279,7 +279,7 @@ class Submission:
 def check_collection_name(name: str) -> None:
     if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or "/" in name or name != name.strip():
         raise InvalidInput(
-            f"{name[:NAME_CHARACTERS_MAX]!r} is no name of a collection: it has 1 to {NAME_CHARACTERS_MAX} characters, "
-            "no slash, and no spaces at its ends",
+            f"{name[:NAME_CHARACTERS_MAX]!r} is not a collection name: use 1 to {NAME_CHARACTERS_MAX} characters, "
+            "no slash, and no spaces at either end",
             param="collection",
         )

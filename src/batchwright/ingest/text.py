@@ -1,7 +1,7 @@
-"""Canonical text: the one string that every later step reads, and where its pages and sections begin and end.
+"""Canonical text: the string that every later step reads, with the offsets of its pages and sections.
 
-Offsets count characters of `text` and are exact: `text[page.start:page.end]` is that page, whole. The text is in
-Unicode's form NFC, its lines end with one newline, and it has no control characters but newline and tab.
+Offsets count characters of `text` and are exact: `text[page.start:page.end]` is exactly that page. The text is in
+Unicode's form NFC, its lines end with one newline, and it has no control characters except newline and tab.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalText:
-    """The text of a document; pages and sections are in order and do not overlap their own kind."""
+    """The text of a document. Pages are in order and do not overlap; nor do sections."""
 
     text: str
     format: str
@@ -59,7 +59,7 @@ class CanonicalText:
 
     @property
     def digest(self) -> str:
-        """Names this version: equal for equal text with equal pages and sections."""
+        """A digest of this text: equal for equal text with equal pages and sections."""
         digest = hashlib.sha256(self.text.encode())
         digest.update(repr((self.pages, self.sections)).encode())
         return digest.hexdigest()
@@ -76,7 +76,7 @@ class CanonicalText:
 
 
 class TextBuilder:
-    """Puts canonical text together, block by block, and knows the offset of each."""
+    """Builds canonical text block by block, and tracks the offset of each block."""
 
     def __init__(self, *, output_bytes: int, pages: int) -> None:
         self._blocks: list[str] = []
@@ -94,7 +94,7 @@ class TextBuilder:
         return not self._length
 
     def add(self, block: str, *, separator: str = _BETWEEN_BLOCKS) -> None:
-        """Append a block after a separator, which begins with a newline so that no accent joins the block before."""
+        """Append a block after a separator. It begins with a newline, so that no accent joins the previous block."""
         block = normalise(block)
         if not block:
             return
@@ -109,7 +109,7 @@ class TextBuilder:
             raise text_too_large(self._output_bytes)
 
     def begin_page(self) -> None:
-        """What is added from now on is on the next page, which may stay empty."""
+        """Begin the next page, which may stay empty."""
         if len(self._page_starts) >= self._pages_max:
             raise too_many_pages(f"over {self._pages_max:,}", self._pages_max)
         self._page_starts.append(self._mark())
@@ -155,7 +155,7 @@ class TextBuilder:
 
 
 def normalise(block: str) -> str:
-    """A block as canonical text has it; empty if nothing in it can be seen."""
+    """A block in canonical form; empty if it has no visible characters."""
     block = block.replace("\r\n", "\n")
     if not block.replace("\n", "").isprintable():
         block = _SURROGATES.sub("\ufffd", _UNWANTED.sub("", _LINE_ENDS.sub("\n", block)))

@@ -1,4 +1,4 @@
-"""What must be done for documents now and then: end what nobody drives, and remove what nobody needs."""
+"""Periodic upkeep of documents: end abandoned items and runs, and remove what is no longer needed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SETTLE_SECONDS = 2.0
 _DAY = 86_400.0
 _DAYS_MAX = 36_500.0
 _RETIRED_SECONDS = 3_600.0
-"""So long after it was replaced a version is kept, for those who are just reading it."""
+"""How long a replaced version is kept, for readers that still use it."""
 _RESUMED_SECONDS = 900.0
-"""So long after a run was resumed, an item may still come to sleep because it had seen that the run was parked."""
+"""How long after a resume an item may still go to sleep, because it saw the run as parked before."""
 
 
 class DocumentUpkeep:
-    """Rounds of upkeep; each is safe to be repeated, and to be stopped half way."""
+    """Rounds of upkeep; each can safely be repeated, and stopped halfway."""
 
     def __init__(
         self, tools: Tools, collections: Collections, settings: IngestSettings, retention: RetentionSettings
@@ -46,14 +46,14 @@ class DocumentUpkeep:
         self._retention = retention
 
     async def end_abandoned(self, session: Session) -> bool:
-        """Items, runs and requests whose job ended without them: it killed its workers, or somebody removed it."""
+        """End items, runs and requests whose job is gone: it killed its workers, or it was removed."""
         items = await self._items.abandoned(_PAGE, session=session)
         for id, status in items:
             failure = ItemFailure(
                 kind="Fatal",
                 code="job_lost",
                 step="ENQUEUED",
-                message=f"its job ended {status} without ending it; perhaps it has killed its workers",
+                message=f"its job ended {status} without ending it; it may have killed its workers",
             )
             await self._items.fail(id, failure, session=session)
         runs = await self._runs.abandoned(_PAGE, session=session)
@@ -65,11 +65,11 @@ class DocumentUpkeep:
         return _PAGE in (len(items), len(runs), calls)
 
     async def wake_resumed(self, session: Session) -> bool:
-        """Items whose worker saw that the run was parked, and put them to sleep just after it was resumed."""
+        """Wake items whose worker saw the run as parked, and put them to sleep just after it was resumed."""
         return await self._items.wake_late(_RESUMED_SECONDS, _PAGE, session=session) == _PAGE
 
     async def remove_versions(self, session: Session) -> bool:
-        """Retired versions with their rows and texts. The rows go first: a text that stays behind harms nobody."""
+        """Remove retired versions with their rows and texts. Rows go first: a text that is left behind does no harm."""
         unused = await self._library.unused(_RETIRED_SECONDS, _PAGE)
         for version in unused:
             if await self._library.remove(version) and version.text_key is not None:
@@ -77,9 +77,9 @@ class DocumentUpkeep:
         return len(unused) == _PAGE
 
     async def settle_vectors(self, session: Session) -> bool:
-        """Put new vectors into their index, which takes longer than to store them; until then they are scanned.
+        """Put new vectors into their index, which takes longer than storing them. Until then, search scans them.
 
-        For a short time only: the transaction of the round waits meanwhile.
+        It works for a short time only, because the transaction of the round stays open meanwhile.
         """
         ends_at = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < ends_at:
@@ -88,7 +88,7 @@ class DocumentUpkeep:
         return True
 
     async def remove_collections(self, session: Session) -> bool:
-        """Collections that were deleted, page by page, and spaces that nothing uses any more."""
+        """Remove deleted collections, page by page, and unused spaces."""
         await self._spaces.drop_empty()
         for id in await self._collections.deleted():
             keys = [found.key async for found in self._store.list(f"{FOLDER}/{id}/")]
@@ -103,7 +103,7 @@ class DocumentUpkeep:
         return await self._spending.forget(_PAGE, session=session) == _PAGE
 
     async def remove_runs(self, session: Session) -> bool:
-        """Runs that ended long ago, with their items; documents stay, and so does what search finds."""
+        """Remove runs that ended long ago, with their items. Documents stay, and search still finds them."""
         keep_seconds = min(self._retention.ended_days, _DAYS_MAX) * _DAY
         removed = await self._runs.remove_old(keep_seconds, _PAGE)
         for run in removed:

@@ -1,7 +1,6 @@
--- The table of one space, with pgvector: `:table`, and the operators and types in `:home`, where the extension lives.
+-- The table of one space, with pgvector: `:table`, and the operators and types in `:home`, the schema of the extension.
 
--- A new vector is found by looking at all that are new; upkeep puts it into the index, which takes a hundred times as
--- long as storing it.
+-- Search scans all new vectors. Upkeep puts them into the index, which takes a hundred times as long as storing them.
 -- name: create_table
 CREATE TABLE :table (chunk_id bigint PRIMARY KEY, is_indexed boolean NOT NULL DEFAULT false, embedding :type(:dimensions) NOT NULL)
 
@@ -51,7 +50,7 @@ UNION ALL
 ORDER BY distance, chunk_id
 LIMIT %(limit)s
 
--- Where a filter leaves few chunks.
+-- If a filter leaves few chunks.
 -- name: nearest_among
 SELECT vector.chunk_id, :distance AS distance
 FROM unnest(%(chunk_ids)s::bigint[]) AS allowed (chunk_id)
@@ -59,7 +58,7 @@ JOIN :table AS vector ON vector.chunk_id = allowed.chunk_id
 ORDER BY distance, vector.chunk_id
 LIMIT %(limit)s
 
--- Where it leaves many: the index is read on until enough have passed.
+-- If it leaves many: the index scan continues until enough have passed.
 -- name: nearest_passing
 (SELECT vector.chunk_id, :distance AS distance FROM :table AS vector
  WHERE vector.is_indexed AND EXISTS (SELECT :chunk_of_vector)

@@ -1,4 +1,4 @@
-"""Runs as they are shown, and what may be asked of them, their documents and the inbox."""
+"""Runs as the API shows them, and the request bodies for runs, their documents and the inbox."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ IDS_MAX = 1_000
 _SECONDS_MAX = 366 * 86_400.0
 _MONEY_MAX = 1_000_000_000.0
 
-Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="At most so many.")]
-From = Annotated[Cursor | None, Query(description="The `next_cursor` of the page before.")]
+Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="Maximum number to return.")]
+From = Annotated[Cursor | None, Query(description="The `next_cursor` of the previous page.")]
 Source = Annotated[Text, Field(min_length=1, max_length=4_000)]
 Pattern = Annotated[Text, Field(min_length=1, max_length=500)]
 ModelName = Annotated[Text, Field(min_length=1, max_length=200)]
@@ -39,16 +39,16 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="Sent again with the same body, while the run is kept, it answers with the same run; with another "
-        "body it is a conflict.",
+        description="If you send the same key and body again, you get the same run, for as long as it is kept. "
+        "Another body is a conflict.",
     ),
 ]
 
 
 def read_cursor(cursor: str | None, pattern: str) -> str | None:
-    """A cursor from nowhere would begin anywhere, so that one is refused."""
+    """Refuse a malformed cursor, because it would start the page at a random place."""
     if cursor is not None and not re.fullmatch(pattern, cursor):
-        raise InvalidInput("the cursor is none of ours: send the next_cursor of the page before", param="cursor")
+        raise InvalidInput("the cursor is invalid: send the next_cursor of the previous page", param="cursor")
     return cursor
 
 
@@ -56,41 +56,41 @@ def read_cursor(cursor: str | None, pattern: str) -> str | None:
 
 
 class RunToBe(Body):
-    """A run over documents. What is unset is as the table `[ingest]` of the server's settings says."""
+    """A run over documents. Unset fields have the values of the table `[ingest]` of the server's settings."""
 
-    collection: Name = Field(description="Where the documents go; made if there is none of this name.")
+    collection: Name = Field(description="Where the documents go; created if it does not exist.")
     sources: Annotated[list[Source], Field(min_length=1, max_length=SOURCES_MAX)] = Field(
-        description="URLs. Folders, files and buckets only below `ingest.roots`, which an operator sets."
+        description="URLs; also folders, files and buckets below `ingest.roots`, which an operator sets."
     )
     lane: Literal["realtime", "batch", "auto"] | None = Field(
-        None, description="How models are asked: `batch` is cheaper and takes hours; `auto` chooses by size."
+        None, description="How models are called: `batch` is cheaper and takes hours; `auto` chooses by size."
     )
     embedding_model: ModelName | None = Field(None, description="`local`, `hash`, or a model that a gateway serves.")
     embedding_dimensions: Annotated[int, Field(strict=True, ge=1, le=16_000)] | None = Field(
-        None, description="Numbers of a vector, where the model lets one choose."
+        None, description="Length of a vector, if the model lets you choose."
     )
     entities: ModelName | None = Field(None, description="`patterns`, `none`, or a chat model that a gateway serves.")
     chunk_characters: Annotated[int, Field(strict=True, ge=16, le=20_000)] | None = Field(
-        None, description="Most characters of a chunk, its overlap included."
+        None, description="Maximum number of characters of a chunk, including its overlap."
     )
     chunk_overlap: Annotated[int, Field(strict=True, ge=0, le=10_000)] | None = Field(
-        None, description="Most characters that a chunk repeats from the one before."
+        None, description="Maximum number of characters that a chunk repeats from the one before."
     )
     language: Annotated[Text, Field(min_length=1, max_length=63)] | None = Field(
-        None, description="The words of a collection are made by this; it counts when the run makes the collection."
+        None, description="Text search configuration of PostgreSQL; only used if the run creates the collection."
     )
     include: Annotated[list[Pattern], Field(max_length=100)] | None = Field(
-        None, description="Patterns of names that are taken from folders and buckets."
+        None, description="Patterns of names to read from folders and buckets."
     )
     exclude: Annotated[list[Pattern], Field(max_length=100)] | None = Field(
-        None, description="Patterns of names that are left out; these win over `include`."
+        None, description="Patterns of names to leave out; they override `include`."
     )
-    force: Flag = Field(False, description="Do everything again, whether it has changed or not.")
-    budget: Money | None = Field(None, description="The most that it may cost, in dollars; then it is parked.")
+    force: Flag = Field(False, description="Process every document again, changed or not.")
+    budget: Money | None = Field(None, description="Maximum cost in dollars; then the run is parked.")
     deadline_seconds: Annotated[float, Field(strict=True, ge=1, le=_SECONDS_MAX, allow_inf_nan=False)] | None = Field(
-        None, description="It fails if it has not ended by then."
+        None, description="The run fails if it has not ended by then."
     )
-    priority: Priority = Field(5, description="0 is first.")
+    priority: Priority = Field(5, description="From 0 (first) to 9 (last).")
     metadata: (
         Annotated[
             dict[
@@ -100,10 +100,10 @@ class RunToBe(Body):
             Field(max_length=METADATA_PAIRS_MAX),
         ]
         | None
-    ) = Field(None, description="Words of your own, shown again with the run.")
+    ) = Field(None, description="Your own metadata, shown with the run.")
 
     def wanted(self, tenant: str, *, idempotency_key: str | None = None, traceparent: str | None = None) -> WantedRun:
-        """Without roots of its own: those of the settings count."""
+        """Sets no roots, so those of the settings apply."""
         chosen = {name: getattr(self, name) for name in Overrides.__dataclass_fields__ if name != "roots"}
         return WantedRun(
             tenant=tenant,
@@ -121,7 +121,7 @@ class RunToBe(Body):
 
 
 class RunToPark(Body):
-    """A reason, for whoever looks at the run."""
+    """A reason, shown with the run."""
 
     reason: Reason = "parked by a user"
 
@@ -133,38 +133,38 @@ class RunToCancel(Body):
 
 
 class RunToResume(Body):
-    """How a parked run goes on."""
+    """How to resume a parked run."""
 
-    budget: Money | None = Field(None, description="Instead of the budget that it has.")
+    budget: Money | None = Field(None, description="Replaces the run's budget.")
 
 
 class DocumentsToRetry(Body):
-    """Which failed and cancelled documents of a run are tried again; unset, all of them."""
+    """Which failed and cancelled documents of a run to retry; by default all of them."""
 
-    cause: CauseName | None = Field(None, description="Only those that failed by this cause, as the inbox names it.")
+    cause: CauseName | None = Field(None, description="Only documents that failed for this cause; see the inbox.")
     ids: Annotated[list[Name], Field(min_length=1, max_length=IDS_MAX)] | None = None
-    anew: Flag = Field(False, description="Do their finished steps again as well.")
+    anew: Flag = Field(False, description="Also repeat their completed steps.")
 
 
 class ItemToRetry(Body):
-    """How a document is tried again."""
+    """How to retry a document."""
 
-    anew: Flag = Field(False, description="Do its finished steps again as well.")
+    anew: Flag = Field(False, description="Also repeat its completed steps.")
 
 
 class DocumentsOfInbox(Body):
-    """Which documents of the inbox are meant: at least one condition, or `all`."""
+    """Documents of the inbox to select: at least one condition, or `all`."""
 
     cause: CauseName | None = None
-    run: Name | None = Field(None, description="Only those of this run.")
+    run: Name | None = Field(None, description="Only documents of this run.")
     ids: Annotated[list[Name], Field(min_length=1, max_length=IDS_MAX)] | None = None
-    all: Flag = Field(False, description="Really all of them.")
+    all: Flag = Field(False, description="All documents of the inbox.")
 
 
 class InboxToRetry(DocumentsOfInbox):
-    """Documents of the inbox that are tried again."""
+    """Documents of the inbox to retry."""
 
-    anew: Flag = Field(False, description="Do their finished steps again as well.")
+    anew: Flag = Field(False, description="Also repeat their completed steps.")
 
 
 # Runs -------------------------------------------------------------------------------------------------------------
@@ -176,18 +176,18 @@ class RunCounts(Answer):
     total: int
     open: int
     done: int
-    unchanged: int = Field(description="They had not changed, so nothing was done.")
+    unchanged: int = Field(description="Documents that had not changed, so that nothing was done.")
     failed: int
     cancelled: int
-    retired: int = Field(description="Documents that the sources do not have any more, taken out of search.")
+    retired: int = Field(description="Documents that are gone from the sources, and were removed from search.")
 
 
 class MoneyView(Answer):
     """What a run costs, in dollars."""
 
     spent: float
-    reserved: float = Field(description="What requests on their way may cost.")
-    in_doubt: float | None = Field(description="Of requests whose answers were lost; only when one run is shown.")
+    reserved: float = Field(description="What requests in flight may cost.")
+    in_doubt: float | None = Field(description="Cost of requests whose answers were lost; only if one run is shown.")
     budget: float | None
     is_exact: bool = Field(description="False if the price of something that was used is not known.")
     prompt_tokens: int
@@ -200,15 +200,15 @@ class WaitView(Answer):
 
     reason: str
     message: str
-    count: int | None = Field(description="How many documents; null if that was not counted.")
-    has_more: bool = Field(description="Whether the run has more than 5,000 open documents: the first were looked at.")
+    count: int | None = Field(description="Number of documents; null if not counted.")
+    has_more: bool = Field(description="Whether only the first 5,000 open documents of the run were counted.")
     step: str | None
     until: datetime | None
-    remedy: str | None = Field(description="What a person can do; null if nothing is to be done.")
+    remedy: str | None = Field(description="What a user can do; null if no action is needed.")
 
 
 class ParkedView(Answer):
-    """Why a run waits for a person."""
+    """Why a run waits for a user."""
 
     reason: Literal["budget", "credential", "user"]
     message: str | None
@@ -242,7 +242,7 @@ class RunOptions(Answer):
 
 
 class FunnelStep(Answer):
-    """Open documents that have come as far as this step."""
+    """Number of open documents whose last step is this one."""
 
     step: str
     count: int
@@ -262,18 +262,18 @@ class RunView(Answer):
     priority: int
     counts: RunCounts
     money: MoneyView
-    estimate: dict[str, Any] | None = Field(description="What was estimated before, if it was.")
+    estimate: dict[str, Any] | None = Field(description="The estimate made before the run, if any.")
     skipped: dict[str, Any] | None = Field(
-        description="What the sources hold besides and was left out: how many by reason, and the first of them."
+        description="Other files in the sources, which were left out: their number by reason, and the first ones."
     )
     is_listing_complete: bool | None = Field(description="Null while the sources are being listed.")
     parked: ParkedView | None
     funnel: list[FunnelStep] | None = Field(
         None,
-        description="How far open documents are; when one run is shown. Of more than 5,000 the first are looked at, "
-        "and the others count as not begun.",
+        description="Open documents by step; only if one run is shown. Only the first 5,000 are examined; "
+        "the others count as not started.",
     )
-    waiting_on: list[WaitView] | None = Field(None, description="What they wait for; when one run is shown.")
+    waiting_on: list[WaitView] | None = Field(None, description="What documents wait for; only if one run is shown.")
     error: dict[str, Any] | None
     metadata: dict[str, str] | None
     job_id: str
@@ -334,7 +334,7 @@ def _parked(run: Run) -> ParkedView | None:
 
 
 class FigureView(Answer):
-    """A guess, and between which bounds it is in about 19 of 20 cases."""
+    """An estimate with its bounds. In about 19 of 20 cases the real value lies between them."""
 
     low: float
     value: float
@@ -342,16 +342,16 @@ class FigureView(Answer):
 
 
 class EstimateView(Answer):
-    """What a run would need; what could not be told is null, and `unknown` says why."""
+    """What a run would need. Values that could not be estimated are null, and `unknown` says why."""
 
     object: Literal["ingest.estimate"] = "ingest.estimate"
     lane: str
     models: dict[str, str] = Field(description="Models that cost something, by the kind of their requests.")
     documents: int
     bytes: int
-    unchanged: int = Field(description="Documents that need nothing, and are in no other figure.")
-    skipped: dict[str, int] = Field(description="What the sources hold besides and is left out, by reason.")
-    sampled: int = Field(description="Documents that the figures are told from.")
+    unchanged: int = Field(description="Documents that need no work; no other figure includes them.")
+    skipped: dict[str, int] = Field(description="Other files in the sources, which are left out, by reason.")
+    sampled: int = Field(description="Documents that the figures are based on.")
     sample_failures: dict[str, int] = Field(description="Documents of the sample that cannot be read, by code.")
     failing: FigureView | None = Field(description="Documents that cannot be read.")
     pages: FigureView | None
@@ -363,7 +363,7 @@ class EstimateView(Answer):
     entity_prompt_tokens: FigureView | None
     entity_answer_tokens: FigureView | None
     cost: dict[str, FigureView | None] = Field(description="In dollars, by lane.")
-    seconds: FigureView | None = Field(description="In the realtime lane, at the limits that are configured.")
+    seconds: FigureView | None = Field(description="In the realtime lane, at the configured limits.")
     price_sources: list[str]
     unknown: list[str]
 
@@ -374,7 +374,7 @@ class DocumentsChanged(Answer):
     object: Literal["changed"] = "changed"
     count: int = Field(description="Documents that were changed.")
     runs: dict[str, int] = Field(
-        description="Of retries: how many of each run; 0 for a run that had failed as a whole and is begun again."
+        description="For retries: documents by run; 0 for a run that had failed as a whole and starts again."
     )
 
 

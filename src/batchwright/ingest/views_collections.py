@@ -1,4 +1,4 @@
-"""Collections, what is in them, and what is found in them, as they are shown."""
+"""Collections, their documents, and search results, as the API shows them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from batchwright.ingest.spaces import Space
 class SpaceView(Answer):
     """The vectors of one embedder."""
 
-    model: str | None = Field(description="Null for an embedder in the worker, which `fingerprint` names.")
+    model: str | None = Field(description="Null for an embedder that runs in the worker; see `fingerprint`.")
     fingerprint: str
     dimensions: int
-    index: str = Field(description="How the nearest vectors are found.")
+    index: str = Field(description="How search finds the nearest vectors.")
 
 
 class CollectionView(Answer):
@@ -27,14 +27,14 @@ class CollectionView(Answer):
 
     object: Literal["collection"] = "collection"
     name: str
-    language: str = Field(description="The text search configuration by which words are found.")
+    language: str = Field(description="Text search configuration for the search by words.")
     documents: int
     chunks: int
     text_bytes: int
-    is_more: bool = Field(description="There are more documents than were counted.")
+    is_more: bool = Field(description="Whether there are more documents than were counted.")
     spaces: list[SpaceView]
     created_at: datetime
-    updated_at: datetime | None = Field(description="When the newest document in it was made.")
+    updated_at: datetime | None = Field(description="When its newest document version was created.")
 
     @classmethod
     def of(cls, collection: Collection) -> CollectionView:
@@ -85,11 +85,11 @@ class ChunkView(Answer):
 
 
 class DeletedView(Answer):
-    """Something that is gone."""
+    """A deleted object."""
 
     object: Literal["collection", "collection.document"]
     collection: str
-    id: int | None = Field(description="Of a document.")
+    id: int | None = Field(description="Id of the deleted document; null for a collection.")
     deleted: Literal[True] = True
 
 
@@ -116,8 +116,8 @@ class HitView(Answer):
     char_start: int = Field(description="Where it begins in the text of the document, in characters.")
     char_end: int
     text: str
-    score: float = Field(description="Only to compare hits of one search.")
-    ranks: dict[str, int] = Field(description="Its place by words and by vectors, from 1.")
+    score: float = Field(description="Only comparable within one search.")
+    ranks: dict[str, int] = Field(description="Its rank by words and by vectors, from 1.")
     marks: list[tuple[int, int]] = Field(description="Where words of the query are, in characters of `text`.")
     metadata: dict[str, Any]
     mentions: list[MentionView]

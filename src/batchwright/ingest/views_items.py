@@ -1,4 +1,4 @@
-"""Documents of runs and the inbox, as they are shown."""
+"""Documents of runs and the inbox, as the API shows them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchwright.states import ItemStatus
 
 
 class ItemError(Answer):
-    """Why a document has failed, or why it is tried again."""
+    """Why a document has failed, or why it is retried."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -31,7 +31,7 @@ class ItemStepView(Answer):
 
     step: str
     state: Literal["open", "done"]
-    is_reused: bool = Field(description="Taken over from an earlier run, because nothing that it depends on changed.")
+    is_reused: bool = Field(description="Reused from an earlier run, because nothing that it depends on has changed.")
     starts: int
     retry_count: int
     error_kind: str | None
@@ -54,17 +54,17 @@ class ItemView(Answer):
     step: str = Field(description="The last step that it has reached.")
     retry_count: int
     error: ItemError | None
-    cause: str | None = Field(description="What failures are grouped by: step, kind and code.")
+    cause: str | None = Field(description="Groups failures by step, kind and code.")
     metadata: dict[str, Any]
     prompt_tokens: int
     completion_tokens: int
     cost: float
-    job_ids: list[str] = Field(description="The jobs that worked for it, the newest last.")
+    job_ids: list[str] = Field(description="The jobs that worked on it, the newest last.")
     created_at: datetime
     ended_at: datetime | None
     dismissed_at: datetime | None
-    steps: list[ItemStepView] | None = Field(None, description="When one document is shown.")
-    waiting_on: list[WaitView] | None = Field(None, description="Why it is not done; when one document is shown.")
+    steps: list[ItemStepView] | None = Field(None, description="Only if one document is shown.")
+    waiting_on: list[WaitView] | None = Field(None, description="Why it is not done; only if one document is shown.")
 
     @classmethod
     def of(
@@ -91,13 +91,13 @@ class CauseView(Answer):
     step: str | None
     kind: str
     code: str | None
-    count: int = Field(description="How many; all causes together count to about 10,000.")
-    has_more: bool = Field(description="Whether there are more, which were not counted.")
+    count: int = Field(description="Number of documents; counting stops at about 10,000 over all causes.")
+    has_more: bool = Field(description="Whether there are more that were not counted.")
     first_at: datetime
     last_at: datetime
-    item_ids: list[str] = Field(description="The latest ones.")
+    item_ids: list[str] = Field(description="The latest documents.")
     names: list[str]
-    message: str | None = Field(description="What the latest one says.")
+    message: str | None = Field(description="The message of the latest failure.")
 
     @classmethod
     def of(cls, cause: Cause) -> CauseView:
@@ -105,18 +105,18 @@ class CauseView(Answer):
 
 
 class ParkedRun(Answer):
-    """A run that waits for a person."""
+    """A run that waits for a user."""
 
     run_id: str
     collection: str
     reason: Literal["budget", "credential", "user"]
     message: str | None
-    open: int = Field(description="Documents that it holds up.")
+    open: int = Field(description="Number of its open documents.")
     remedy: str
 
 
 class InboxPage(Answer):
-    """What waits for a person: failed documents by cause, the largest group first, and parked runs."""
+    """What needs attention: failed documents by cause, the largest group first, and parked runs."""
 
     object: Literal["list"] = "list"
     data: list[CauseView]

@@ -1,1 +1,1 @@
-"""Operations: `@operation` marks a function, the registry holds what a worker can run."""
+"""Operations: `@operation` marks a function, and the registry holds the operations that a worker can run."""

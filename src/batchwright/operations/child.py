@@ -46,7 +46,7 @@ _ORPHAN_SECONDS_MAX = 15.0
 def child_program(
     pool: Pool, registry: Registry, engine: EngineSettings, *, parts: Mapping[str, Any], version: str
 ) -> ChildProgram:
-    """This program, with its brief; `parts` are the settings of a worker's parts, and the function that makes them."""
+    """The command for this program, with its brief; `parts` are the settings of a worker's parts, and their factory."""
     brief = {
         "url": pool.url,
         "database": dataclasses.asdict(pool.settings),
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def _take_stdout() -> BinaryIO:
-    """Keep the pipe for frames; what an operation prints goes to standard error."""
+    """Keep the pipe for frames; an operation's output goes to standard error."""
     pipe = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return pipe
@@ -169,13 +169,15 @@ async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         _Orphanage(worker)
         await worker.run_alone(id, lambda claim: _tell(output, claim.claim))
+    if worker.has_abandoned_threads:  # the interpreter would wait for them
+        os._exit(0)
     return 0
 
 
 class _Orphanage:
-    """Waits for the death of the parent: then the job is given back soon, and the process ends for certain.
+    """Waits for the parent's death: then it releases the job soon, and makes sure that the process ends.
 
-    Left running it would hold its job, with requests open, for as long as that takes, and nobody would know of it.
+    Otherwise the process would hold its job, with requests open, until the job ends, without supervision.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -187,14 +189,14 @@ class _Orphanage:
     def _listen(self) -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended anyway
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process has ended anyway
             self._loop.call_soon_threadsafe(self._worker.hurry, _ORPHAN_GRACE_SECONDS)
         time.sleep(_ORPHAN_SECONDS_MAX)
         os._exit(1)
 
 
 def _parts(brief: dict[str, Any], pool: Pool, registry: Registry) -> Sequence[WorkerPart]:
-    """The parts of the parent's worker, made anew by the function that the brief names."""
+    """The parts of the parent's worker, created again by the function that the brief names."""
     if (wanted := brief.get("parts")) is None:
         return ()
     made: Sequence[WorkerPart] = load(wanted["factory"])(wanted["settings"], pool, registry)
@@ -202,7 +204,7 @@ def _parts(brief: dict[str, Any], pool: Pool, registry: Registry) -> Sequence[Wo
 
 
 def _tell(output: BinaryIO, claim: int) -> None:
-    """A worker that was killed meanwhile hears nothing; then the job is given back, for it is not to blame."""
+    """If the parent was killed meanwhile, nobody receives the report; then release the job, which is not at fault."""
     with contextlib.suppress(BrokenPipeError):
         _send(output, claim)
 

@@ -44,9 +44,9 @@ def operation(
 ) -> Callable[[F], F]:
     """Mark a function as the operation of this name; it stays an ordinary function that can be called.
 
-    `async def` runs on the event loop, `def` in a thread, and `cpu=True` in a process of its own. `retry_on` names
-    exceptions that are worth another try. `exclusive_key` names the payload fields of which only one job may run at
-    a time, and `on_held` what an enqueue does when the key is taken.
+    `async def` runs on the event loop, `def` in a thread, and `cpu=True` in a separate process. `retry_on` names
+    exceptions that are retried. `exclusive_key` names payload fields: only one job with the same values runs at a
+    time. `on_held` says what an enqueue does when the key is held.
     """
 
     def mark(function: F) -> F:
@@ -129,12 +129,12 @@ class _Shape:
         value = self._validate(payload)
         if self.single is not None:
             return {self.single: value}
-        fields: dict[str, Any] = value.__dict__  # of a model that was made for this, so it holds nothing else
+        fields: dict[str, Any] = value.__dict__  # a model created for this payload, so it holds nothing else
         return fields
 
     def _validate(self, payload: Any) -> Any:
         try:
-            # Not the adapter's own method, which costs a job more than the validation of a small payload.
+            # Not the adapter's own method: it takes longer than the validation of a small payload.
             return self.adapter.validator.validate_python({} if payload is None else payload)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
@@ -165,5 +165,6 @@ def _model(name: str, parameters: dict[str, inspect.Parameter], hints: dict[str,
 def _check_name(name: str) -> None:
     if not name or len(name) > 100 or not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
         raise ConfigurationError(
-            f"{name!r} is no operation name: words of letters, digits, '_' and '-', joined by dots, at most 100 long"
+            f"{name!r} is not an operation name: use words of letters, digits, '_' and '-', joined by dots, "
+            "at most 100 characters in all"
         )

@@ -1,4 +1,4 @@
-"""What a worker can run: an object, filled once at start, in which a name stands for one operation."""
+"""The operations that a worker can run: filled once at start, one operation per name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ class Registry:
 
     @classmethod
     def load(cls, sources: Sequence[str], *, entry_points: bool = True) -> Registry:
-        """From modules, files and folders, and from installed packages that offer `batchwright.operations`."""
+        """Load from modules, files and folders, and from installed packages that offer `batchwright.operations`."""
         registry = cls()
-        for source, function in marked(sources, MARK, entry_points=ENTRY_POINTS if entry_points else None):
-            registry.add(function, source)
+        for source in sources:
+            found = list(marked([source], MARK))
+            if not found:
+                raise ConfigurationError(
+                    f"{source} has no operations; mark a function with @operation, or leave {source} out"
+                )
+            for place, function in found:
+                registry.add(function, place)
+        for place, function in marked((), MARK, entry_points=ENTRY_POINTS if entry_points else None):
+            registry.add(function, place)
         return registry
 
     def add(self, function: object, source: str | None = None) -> None:

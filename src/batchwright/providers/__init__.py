@@ -1,1 +1,1 @@
-"""Batch tasks that outside providers run: speech and completions, sent once, polled, and brought home."""
+"""Batch tasks that outside providers run: speech and completions are sent once, polled, and fetched."""

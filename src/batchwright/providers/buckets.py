@@ -1,6 +1,6 @@
 """Buckets of users and of providers: objects by any key, with the errors of operations.
 
-Our own object store admits only keys that we made. Here the keys are other people's.
+Our own object store accepts only keys that we created. Here users and providers choose the keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SETTINGS = StorageSettings(retry_seconds_max=10.0)
 
 
 class Bucket:
-    """One bucket: `gs://name`, `s3://name` or `az://account/container`; or `file:///folder`, which stands for one."""
+    """One bucket: `gs://name`, `s3://name` or `az://account/container`; or `file:///folder`, which acts as one."""
 
     def __init__(self, backend: Backend, settings: StorageSettings = _SETTINGS) -> None:
         self._backend = backend
@@ -43,7 +43,7 @@ class Bucket:
         return None if found is None else found.size
 
     async def read(self, key: str, found: Found | None = None) -> Chunks:
-        """The object, a part at a time; one that is not there is a failed input, another than `found` a Conflict."""
+        """Stream the object. A missing object is a failed input; an object that differs from `found` is a Conflict."""
         found = found or await self.head(key)
         if found is None:
             raise Fatal(f"there is no object {key} in {self}", scope="item", code="input_not_found")
@@ -58,12 +58,12 @@ class Bucket:
             yield part
 
     async def write(self, key: str, open: Callable[[], Chunks]) -> None:
-        """Write the object, in place of any other."""
+        """Write the object, replacing any existing one."""
         with _explained():
             await self._retry("put", lambda: self._backend.write(key, open()))
 
     async def list(self, prefix: str) -> AsyncIterator[Found]:
-        """Objects in a folder and below it, in the order of their keys; a page that fails is asked for again."""
+        """Objects in a folder and below it, in the order of their keys; a page that fails is requested again."""
         after: str | None = None
         pages: AsyncIterator[Sequence[Found]] | None = None
 
@@ -86,7 +86,7 @@ class Bucket:
             after = page[-1].key
 
     async def delete(self, *keys: str) -> None:
-        """Those that are missing are as good as deleted."""
+        """Missing objects count as deleted."""
         if keys:
             with _explained():
                 await self._retry("delete", lambda: self._backend.delete(keys))
@@ -103,7 +103,7 @@ def open_bucket(root: str) -> Bucket:
 
 
 def address_of(root: str) -> str:
-    """As obstore wants it, which takes the account of an `az:` bucket for its container.
+    """The address for obstore, which would mistake the account of an `az:` bucket for its container.
 
     >>> address_of("az://account/container")
     'https://account.blob.core.windows.net/container'
@@ -132,7 +132,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """The errors of operations for those of storage."""
+    """Translates errors of storage into errors of operations."""
     try:
         yield
     except (StorageUnavailable, StorageFull) as error:

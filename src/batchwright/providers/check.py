@@ -1,4 +1,4 @@
-"""What `batchwright check` looks at for providers: those that the configuration names, and those with credentials."""
+"""The `batchwright check` of providers: those that the configuration names, and those that have credentials."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from batchwright.providers.part import ProvidersPart
 
 _SECONDS = 10.0
-_REFUSED = "replace it, or see to its rights and its balance at the provider; tasks for it wait until it is accepted"
-_UNREACHABLE = "see whether it can be reached from here; tasks for it wait until then"
+_REFUSED = "replace it, or check its permissions and balance at the provider; tasks for it wait until it is accepted"
+_UNREACHABLE = "check that this machine can reach it; tasks for it wait until then"
 
 
 async def check_providers(part: ProvidersPart) -> list[Finding]:
-    """Try each provider that is meant to be used, with a call that costs nothing."""
+    """Try each configured provider with a free call."""
     directory = part.directory
     try:
         meant = [name for name in directory.names if name in part.providers or directory.missing(name) is None]

@@ -1,4 +1,4 @@
-"""The file of a completion's requests on its way out, and its results on their way home.
+"""Sends the file with a completion's requests, and reads its results.
 
 The file has OpenAI's lines: `custom_id`, `method`, `url` and `body`. Results are matched by `custom_id` alone: they
 come in any order, some twice, some never, some cut in half.
@@ -83,7 +83,7 @@ def parse_line(number: int, raw: bytes | None) -> Line:
 
 
 async def read_lines(tools: AdapterTools, request: Request) -> AsyncGenerator[Line, None]:
-    """The requests of the file; the first bad line ends it."""
+    """The requests of the file, up to the first invalid line, which raises an error."""
     number = 0
     async with aclosing(_split(tools, request)) as lines:
         async for raw in lines:
@@ -92,7 +92,7 @@ async def read_lines(tools: AdapterTools, request: Request) -> AsyncGenerator[Li
 
 
 def check_request(request: Request, abilities: Abilities, endpoints: Iterable[str]) -> list[Problem]:
-    """What is wrong with a completion, as far as it can be seen without its file."""
+    """What is wrong with a completion, as far as that is visible without its file."""
     if request.task_type != "completion":
         return [Problem(message=f"a task of type {request.task_type} is not for this provider", param="task_type")]
     if len(request.inputs) != 1:
@@ -117,7 +117,7 @@ async def check_lines(
     abilities: Abilities,
     check: Callable[[Line], Iterable[Problem]] = lambda line: (),
 ) -> list[Problem]:
-    """What is wrong with the lines of the file, each by its number; at most the first hundred problems."""
+    """What is wrong with the lines of the file, by line number; at most the first hundred problems."""
     checker = _Checker(request, abilities, check)
     number = 0
     async with aclosing(_split(tools, request)) as lines:
@@ -161,7 +161,7 @@ class _Checker:
         model = line.body.get("model")
         self._model = self._model or model
         if model != self._model:
-            self.add(f"line {number}: its model is another than before; a batch has one", "body.model", number)
+            self.add(f"line {number}: its model differs from earlier ones; a batch has one", "body.model", number)
         self.problems += [replace(problem, line=number) for problem in self._check(line)]
 
     def _measure(self, number: int, raw: bytes) -> None:
@@ -178,9 +178,9 @@ def endpoint_of(request: Request) -> str:
 
 
 async def measured(tools: AdapterTools, request: Request, write: Callable[[Line], bytes], *frame: bytes) -> Upload:
-    """The file as a provider wants it, a line at a time; passed over once to learn its length.
+    """The file in the provider's format, a line at a time. It is read once in advance to measure its length.
 
-    `frame` is what stands before, between and after the lines; without it, each line ends with a line feed.
+    `frame` is the text before, between and after the lines; without it, each line ends with a line feed.
     """
     before, between, after = frame or (b"", b"", b"")
 
@@ -217,7 +217,7 @@ async def line_ids(tools: AdapterTools, request: Request) -> Sequence[str]:
 
 
 async def expected_ids(tools: AdapterTools, request: Request) -> Sequence[str] | None:
-    """The custom_ids of the file; None if it is gone, for what was paid is fetched all the same."""
+    """The custom_ids of the file; None if it is gone, because results that were paid for are fetched anyway."""
     try:
         return await line_ids(tools, request)
     except (Fatal, SchemaInvalid) as error:
@@ -230,7 +230,7 @@ class Malformed(ValueError):
 
 
 async def read_results(chunks: AsyncIterator[bytes], read: Callable[[bytes], Result | None]) -> AsyncIterator[Result]:
-    """The results in a file; a line that cannot be read is logged and skipped, and so its result is missing."""
+    """The results in a file. An unreadable line is logged and skipped, so its result is missing."""
     number = 0
     async for raw in split_lines(chunks):
         number += 1
@@ -248,7 +248,7 @@ async def read_results(chunks: AsyncIterator[bytes], read: Callable[[bytes], Res
 async def reconcile(
     results: AsyncIterator[Result], expected: Sequence[str] | None, missing: Mapping[str, Any]
 ) -> AsyncGenerator[Result, None]:
-    """One result for each request: the first of several, `missing` for none. Strangers are marked as such."""
+    """One result for each request: the first of several, or `missing`. Results for unknown requests are marked."""
     left = None if expected is None else dict.fromkeys(expected)
     seen: set[str] = set()
     async for result in results:
@@ -288,7 +288,7 @@ def _stranger(result: Result) -> Result:
 
 
 def missing_error(status: Status) -> Mapping[str, Any]:
-    """Why a request has no result, by how its job ended."""
+    """Why a request has no result, depending on how its job ended."""
     match status.ending:
         case Ending.EXPIRED:
             return _error(Kind.TRANSIENT, "batch_expired", "the provider's job expired before this request was run")
@@ -312,11 +312,11 @@ def succeeded(custom_id: str, body: Mapping[str, Any], *, id: str = "", request_
 
 
 def read_openai_line(table: ErrorTable, raw: bytes) -> Result:
-    """An output line. It is a failure if it has an error, or a response with any other status than 2xx."""
+    """Parse an output line. It is a failure if it has an error, or a response with a status other than 2xx."""
     line = orjson.loads(raw)
     custom_id, response, error = line["custom_id"], line.get("response"), line.get("error")
     if not isinstance(custom_id, str):
-        raise Malformed("its custom_id is no text")
+        raise Malformed("its custom_id is not a string")
     status = response.get("status_code") if isinstance(response, dict) else None
     body = response.get("body") if isinstance(response, dict) else None
     if not error and isinstance(status, int) and 200 <= status < 300 and isinstance(body, dict):
@@ -330,7 +330,7 @@ def read_openai_line(table: ErrorTable, raw: bytes) -> Result:
 
 
 def usage_of(body: Mapping[str, Any]) -> Usage:
-    """Tokens as OpenAI's answers count them; a number that nobody can believe is unknown."""
+    """Tokens as OpenAI's answers count them; an implausible number counts as unknown."""
     usage = body.get("usage")
     if not isinstance(usage, Mapping):
         return Usage()
@@ -343,7 +343,7 @@ def usage_of(body: Mapping[str, Any]) -> Usage:
 
 
 def count(value: Any) -> int | None:
-    """A number of things; also as a text, as Google writes them."""
+    """A count, as a number or as a string, which Google uses."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
         value = int(value)
     is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -351,12 +351,12 @@ def count(value: Any) -> int | None:
 
 
 def texts(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Those of the fields that are texts and not empty."""
+    """The fields that are non-empty strings."""
     return {name: value for name in names if isinstance(value := document.get(name), str) and value}
 
 
 def ending_of(counts: Counts) -> Ending:
-    """How a job ended that says it is complete."""
+    """How a job that reports itself complete ended."""
     if counts.succeeded is None or counts.total is None:
         return Ending.SUCCEEDED
     if counts.succeeded == 0:
@@ -365,15 +365,15 @@ def ending_of(counts: Counts) -> Ending:
 
 
 COMPLETE = "complete"
-"""In a table of statuses: the job is over, and its counts say how."""
+"""In a table of statuses: the job has ended, and its counts say how."""
 Statuses = Mapping[str, Phase | Ending | str]
 
 
 def read_status(statuses: Statuses, raw: str, counts: Counts) -> tuple[Phase, Ending | None]:
-    """A provider's word by its table; one that is not there counts as running, and is logged."""
+    """Looks up a provider's status in its table. An unknown status counts as running, and is logged."""
     known = statuses.get(raw)
     if known is None:
-        log.warning("a provider's job has the status %r, which is new; it counts as running", raw[:100])
+        log.warning("a provider's job has the status %r, which is unknown; it counts as running", raw[:100])
         return Phase.RUNNING, None
     if isinstance(known, Phase):
         return known, None
@@ -381,7 +381,7 @@ def read_status(statuses: Statuses, raw: str, counts: Counts) -> tuple[Phase, En
 
 
 def lost(status_code: int) -> Status:
-    """The provider does not know the job: that may pass."""
+    """The provider does not know the job, which may be temporary."""
     return Status(
         phase=Phase.RUNNING,
         raw_status=str(status_code),
@@ -391,7 +391,7 @@ def lost(status_code: int) -> Status:
 
 
 def if_whole(status: Status) -> Status | None:
-    """A status from a list; None if it has ended and does not say where its results are, for lists may be shorter."""
+    """A status from a list; None if the job has ended but the list, which may omit fields, lacks its results' place."""
     is_short = status.phase is Phase.ENDED and not status.found and status.error is None
     return None if is_short else status
 

@@ -1,13 +1,13 @@
-"""What an adapter of a provider does. Everything that is durable is done by its caller.
+"""The interface of a provider's adapter. Its caller does everything that is durable.
 
     validate ─▶ stage ─▶ submit ─▶ poll … poll ─▶ results ─▶ clean_up
                             │
                             └─ InDoubt ─▶ find ─▶ the job that was made, or none
 
-An adapter keeps nothing: what it must remember between two calls is in `staged` and `Job`, which the caller commits.
+An adapter keeps no state: what it needs between two calls is in `staged` and `Job`, which the caller commits.
 `submit` is exactly one request that costs money. Errors are those of operations (`RateLimited`, `Transient`,
-`SchemaInvalid`, `Fatal`); from `submit` they mean that the provider has not taken the job, and only `InDoubt` leaves
-that open.
+`SchemaInvalid`, `Fatal`). From `submit` they mean that the provider has not accepted the job; only `InDoubt` means
+that it may have.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 TaskType = Literal["transcription", "completion"]
 Staged = Mapping[str, Any]
-"""What staging has left behind at the provider: ids and names, never secrets, never signed URLs."""
+"""What staging created at the provider: ids and names, never secrets, never signed URLs."""
 
 
 class Phase(StrEnum):
-    """Where a job stands at its provider."""
+    """The state of a job at its provider."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -49,7 +49,7 @@ class Ending(StrEnum):
 
 
 class Cancelled(StrEnum):
-    """What became of the wish to cancel."""
+    """The outcome of a request to cancel."""
 
     REQUESTED = "requested"
     UNSUPPORTED = "unsupported"
@@ -57,11 +57,11 @@ class Cancelled(StrEnum):
 
 
 class InDoubt(Transient):
-    """The request may have reached the provider: find the job before anything is sent again."""
+    """The request may have reached the provider: look for the job before resending anything."""
 
 
 class PutOff(RateLimited):
-    """Our own budget for the provider is used up: nothing was sent, and that is no failure of anybody."""
+    """Our own budget for the provider is used up: nothing was sent, and this does not count as a failure."""
 
     def __init__(self, seconds: float, lack: str) -> None:
         super().__init__(f"our rate budget for it is used up ({lack})", retry_after=seconds, code="rate_budget")
@@ -70,12 +70,12 @@ class PutOff(RateLimited):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One thing to be worked on: an audio file, or the file of a completion's requests."""
+    """One input: an audio file, or the file with the requests of a completion."""
 
     id: str
-    """Ours: a result is matched to its input by it."""
+    """Our own id, which matches a result to its input."""
     uri: str
-    """`https:`, `gs:`, `s3:` or `az:`, as the user gave it; or `file:` for one that we have stored."""
+    """`https:`, `gs:`, `s3:` or `az:`, as the user gave it; or `file:` for a stored file."""
     filename: str
     bytes: int | None = None
     content_type: str | None = None
@@ -83,16 +83,16 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a provider is to do: one remote job."""
+    """The work for one remote job at a provider."""
 
     key: str
-    """Our marker of this attempt, `bw-` and lower-case letters and digits: unique, and short enough for everybody."""
+    """Our marker of this attempt, `bw-` and lower-case letters and digits: unique, and short enough everywhere."""
     task_type: str
-    """A `TaskType`; an adapter refuses those that it does not do."""
+    """A `TaskType`; an adapter refuses those that it does not support."""
     model: str | None
     inputs: Sequence[Input]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task type: language, diarization, the endpoint of completions, the window …"""
+    """Parameters of the task type: language, diarization, the endpoint of completions, the window …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +103,12 @@ class Problem:
     input_id: str | None = None
     param: str | None = None
     line: int | None = None
-    """Of a completion's file, from 1."""
+    """Line in the file of a completion, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A remote job, as it is committed."""
+    """A remote job, as the caller commits it."""
 
     external_id: str
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Results of a job; None where the provider does not say."""
+    """Result counts of a job; None if the provider does not report them."""
 
     total: int | None = None
     succeeded: int | None = None
@@ -126,39 +126,39 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What one poll has found."""
+    """The outcome of one poll."""
 
     phase: Phase
     raw_status: str
-    """The provider's own word; one that we do not know counts as running, and is logged."""
+    """The provider's own status. An unknown status counts as running, and is logged."""
     ending: Ending | None = None
     counts: Counts = Counts()
     next_poll_seconds: float | None = None
-    """The provider's own hint."""
+    """When to poll next, if the provider says so."""
     expires_at: datetime | None = None
     error: Mapping[str, Any] | None = None
-    """Of a job that failed: kind, code and message."""
+    """For a failed job: kind, code and message."""
     is_error: bool = False
-    """The provider answered with an error about this job, which may pass; the third in a row fails it."""
+    """The provider returned an error about this job that may be temporary; the third in a row fails the job."""
     found: Mapping[str, Any] = field(default_factory=dict)
-    """Where its results are: ids of files, an output prefix; goes into `Job.extra`."""
+    """Where its results are: ids of files or an output prefix. Stored in `Job.extra`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a result has cost, as far as the provider says."""
+    """The usage of a result, as far as the provider reports it."""
 
     input_tokens: int | None = None
-    """All of the prompt, also those that a cache was used for."""
+    """All tokens of the prompt, including cached ones."""
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the prompt, read from the provider's cache."""
+    """Tokens of the prompt that were read from the provider's cache."""
     cache_written_tokens: int | None = None
-    """Of the prompt, put into the provider's cache."""
+    """Tokens of the prompt that were written to the provider's cache."""
     audio_seconds: float | None = None
 
     def __add__(self, other: Usage) -> Usage:
-        """Of both together; what neither says is not known."""
+        """The sum of both. A value that neither reports stays unknown."""
         return Usage(**{name: _sum(getattr(self, name), getattr(other, name)) for name in Usage.__dataclass_fields__})
 
 
@@ -167,44 +167,44 @@ class Result:
     """The result of one input, or of one line of a completion's file."""
 
     key: str
-    """The input's id; of completions the line's custom_id."""
+    """The input's id; for completions the line's custom_id."""
     value: Mapping[str, Any] | None = None
-    """Of completions OpenAI's output line; of transcriptions what the provider said."""
+    """For completions OpenAI's output line; for transcriptions the provider's answer."""
     error: Mapping[str, Any] | None = None
-    """Kind, code and message, and of completions the `response` if there was one; None where there is a value."""
+    """Kind, code and message, and for completions the `response` if there was one; None if there is a value."""
     usage: Usage = Usage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a provider can do, and its limits: shown to people, and obeyed by the caller."""
+    """What a provider can do, and its limits. Users see them, and the caller obeys them."""
 
     task_types: frozenset[TaskType]
     can_cancel: bool
     can_find: bool
     """Whether a job can be found by its marker after a crash."""
     has_marker: bool = True
-    """Whether a job carries our marker, so that what is found is surely ours."""
+    """Whether a job carries our marker, which proves that a job found later is ours."""
     can_survey: bool = False
-    """Whether a list of the provider says of many jobs what polls would say."""
+    """Whether the provider can list many jobs with everything that polls would report."""
     deduplicates: bool = False
     """Whether the provider refuses a second job with the same marker."""
     keeps_partial_results: bool = True
-    """Whether a job that expired or was cancelled has the results that were finished."""
+    """Whether a job that expired or was cancelled still returns its finished results."""
     inputs_max: int | None = None
-    """Inputs of one job."""
+    """Maximum number of inputs in one job."""
     input_bytes_max: int | None = None
     requests_max: int | None = None
-    """Requests in the file of one completion job."""
+    """Maximum number of requests in the file of one completion job."""
     request_bytes_max: int | None = None
-    """Bytes of that file."""
+    """Maximum size of that file in bytes."""
     timeout_hours: float = 26.0
-    """When the caller gives up, cancels and harvests."""
+    """Time after which the caller gives up, cancels the job and fetches the finished results."""
     settle_seconds: float = 120.0
     """How long a new job may be missing from the provider's lists."""
     results_kept_hours: float | None = None
     batch_discount: float | None = None
-    """The share of the usual price that is saved; None if unknown."""
+    """The discount as a share of the usual price; None if unknown."""
     duplicates: str = ""
     """How a second job is prevented, in one sentence for the docs."""
 
@@ -217,31 +217,31 @@ class Adapter(ABC):
     title: ClassVar[str]
     """As people read it: `Azure AI Speech`."""
     abilities: Abilities
-    """Of the class; settings may narrow those of an object."""
+    """The abilities of the class; settings may narrow those of an instance."""
     Settings: ClassVar[type[Any]]
-    """A frozen dataclass: base URL, credentials by reference, region, bucket …; checked when it is made."""
+    """A frozen dataclass: base URL, credentials by reference, region, bucket …; checked on creation."""
 
     def __init__(self, settings: Any, tools: AdapterTools) -> None:
         self.settings = settings
         self.tools = tools
 
     def missing_credentials(self) -> str | None:
-        """Which credential is not there, in words such as `the environment variable X`; None if it is."""
+        """The missing credential, such as `the environment variable X`; None if none is missing."""
         return None
 
     def validate(self, request: Request) -> Sequence[Problem]:
-        """What is wrong with the request, found without asking anybody: nothing has been paid yet."""
+        """What is wrong with the request. This makes no call, so it costs nothing."""
         return ()
 
     async def inspect(self, request: Request) -> Sequence[Problem]:
-        """What is wrong with the contents of the inputs, which are read for it; the provider is not asked."""
+        """What is wrong with the contents of the inputs. This reads the inputs, but does not call the provider."""
         return ()
 
     @abstractmethod
     def stage(self, request: Request, staged: Staged) -> AsyncIterator[Staged]:
-        """Bring the inputs to the provider. Each value that is yielded is committed before the next step is taken.
+        """Bring the inputs to the provider. The caller commits each yielded value before the next step.
 
-        Called again after a crash with what was committed last; every step may be repeated.
+        After a crash the caller calls it again with the last committed value, so every step must be repeatable.
         """
 
     @abstractmethod
@@ -250,37 +250,37 @@ class Adapter(ABC):
 
     @abstractmethod
     async def find(self, request: Request, staged: Staged, since: datetime) -> Sequence[Job]:
-        """Jobs with the marker of this request, the oldest first.
+        """Jobs with the marker of this request, oldest first.
 
-        Where a provider has no marker, they are jobs that may be the one; the caller leaves out those that it knows as
-        another's, and `results` raises InDoubt if one turns out to be.
+        If the provider has no marker, these are candidates. The caller drops those that belong to other tasks, and
+        `results` raises InDoubt if a candidate turns out to be another's.
         """
 
     @abstractmethod
     async def poll(self, job: Job) -> Status:
-        """Look once; no waiting, no side effects. An error that it raises says nothing about the job."""
+        """Poll once, without waiting or side effects. An error that it raises says nothing about the job."""
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        """What the provider's lists say of these jobs, by external id, the same as `poll` would say.
+        """The state of these jobs from the provider's lists, by external id, the same as `poll` would return.
 
-        Those that the lists do not have, or not all that is to be known of, are left out and polled by themselves.
-        Only asked for where the abilities say `can_survey`.
+        Jobs that the lists miss, or describe only in part, are left out; the caller polls those one by one.
+        Only called if the abilities say `can_survey`.
         """
         return {}
 
     @abstractmethod
     def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
-        """Every result that can be had, in any order, as a stream; safe to be repeated."""
+        """Stream every available result, in any order; safe to repeat."""
 
     async def cancel(self, job: Job) -> Cancelled:
         return Cancelled.UNSUPPORTED
 
     async def clean_up(self, request: Request, staged: Staged, job: Job | None) -> None:  # noqa: B027 (some have nothing)
-        """Delete what staging left at the provider; safe to be repeated."""
+        """Delete what staging left at the provider; safe to repeat."""
 
     @abstractmethod
     async def check(self) -> str:
-        """Try the credentials with a call that costs nothing; what was reached, in words, or one of the errors."""
+        """Try the credentials with a free call. Returns a text about what it reached, or raises one of the errors."""
 
 
 def _sum(one: Any, other: Any) -> Any:

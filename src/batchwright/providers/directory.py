@@ -1,4 +1,4 @@
-"""The providers of a configuration: each is made when it is first needed."""
+"""The providers of a configuration; each is created on first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE = ProviderSettings()
 
 
 class Directory:
-    """Every provider by the name that tasks use: those of the configuration, and the adapters under their own names."""
+    """Every provider by the name that tasks use: those in the configuration, and the adapters under their own names."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Directory:
         *,
         open_budget: Callable[[str, RateLimits], RateBudget] | None = None,
     ) -> None:
-        """Without `open_budget`, as where there is no database, calls are not counted."""
+        """Without `open_budget`, for example without a database, calls are not counted."""
         self._written = providers
         self._tasks = tasks
         self._tools = tools
@@ -54,7 +54,7 @@ class Directory:
         return self._written.get(name, _NONE)
 
     def kind(self, name: str) -> type[Adapter]:
-        """The adapter's class; a name that nobody knows is an error that says which there are."""
+        """The adapter's class. The error for an unknown name lists the known ones."""
         if not self.is_known(name):
             near = difflib.get_close_matches(name, self.names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.names)}"
@@ -78,7 +78,7 @@ class Directory:
         return self._made[name]
 
     def budget(self, name: str) -> RateBudget | None:
-        """What the calls to a provider come out of; None if it has no limits."""
+        """The budget for calls to a provider; None if it has no limits."""
         written = self.settings(name)
         if self._open_budget is None or (written.requests_per_minute is None and written.concurrency is None):
             return None
@@ -86,21 +86,21 @@ class Directory:
         return self._open_budget(f"providers/{name}", limits)
 
     def missing(self, name: str) -> str | None:
-        """What a provider cannot be used without, in words: a setting, or a credential; None if all is there."""
+        """The setting or credential that a provider lacks, as text; None if it lacks nothing."""
         try:
             return self.get(name).missing_credentials()
         except ConfigurationError as error:
             return str(error)
 
     def abilities(self, name: str) -> Abilities:
-        """As its settings narrow them, if it has those that it needs."""
+        """The abilities, narrowed by its settings if the required ones are present."""
         try:
             return self.get(name).abilities
         except ConfigurationError:
             return self.kind(name).abilities
 
     def can_do(self, task_type: TaskType) -> list[str]:
-        """The providers that take tasks of this type."""
+        """The providers that accept tasks of this type."""
         return [name for name in self.names if task_type in self.kind(name).abilities.task_types]
 
     def pace(self, name: str) -> Pace:
@@ -113,6 +113,6 @@ class Directory:
         return Pace(poll_seconds=seconds, settle_seconds=settle, poll=self._polls[name].poll, offset_seconds=offset)
 
     def timeout_hours(self, name: str) -> float:
-        """When to give up: as the provider's table says, or the longer of our default and the provider's own window."""
+        """When to time out: as the provider's table says, else the longer of our default and the provider's window."""
         written = self.settings(name).task_timeout_hours
         return written or max(self._tasks.task_timeout_hours, self.abilities(name).timeout_hours)

@@ -1,12 +1,12 @@
-"""One job at a provider, from the intent to the moment its results can be fetched; paid for once, whatever dies when.
+"""One job at a provider, from the intent until its results can be fetched; paid for once, whatever crashes when.
 
     planned ─ stage ─▶ staged ─ commit, one request, commit ─▶ submitted ─ poll … poll ─▶ Ready
                           ▲            │
                           │            └─ in doubt: find it ─▶ adopt it
                           └──────────────────────┴─ surely not there
 
-An errand does what can be done now and says when to come back. It keeps nothing: the next one, perhaps in another
-process, reads the row and goes on. A call that fails only delays the next one, for it says nothing about the job.
+An errand does what can be done now and says when to come back. It keeps no state: the next one, perhaps in another
+process, reads the row and continues. A failed call only delays the next one, because it says nothing about the job.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from batchwright.providers.jobs import JobEnding, RemoteJob, RemoteJobs
 log = logging.getLogger(__name__)
 
 ERROR_ANSWERS_MAX = 3
-"""The error answer in a row that fails a job."""
+"""Number of error answers in a row that fails a job."""
 CALL_SECONDS_FIRST = 5.0
-"""After the first call that failed; each further one doubles it."""
+"""Pause after the first failed call; each further failure doubles it."""
 CALL_SECONDS_MAX = 600.0
 _DOUBT_SECONDS = 5.0
 _SEND_SECONDS_MAX = 20.0
-"""From the commit that says `submitting` to the first byte: whoever was stopped for longer looks for the job first."""
+"""Maximum time from the commit of `submitting` to the first byte. After a longer pause, look for the job first."""
 _ERROR_ANSWERS = "error_answers"
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """There is nothing to be done for so many seconds."""
+    """There is nothing to do for this number of seconds."""
 
     seconds: float
     reason: str | None = None
-    """Why, if it is not that the provider is at work."""
+    """The reason, unless the provider is simply at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """There is no job, or none any more, and there will be none: kind, code and message say why."""
+    """There is no job (any more), and there will be none: kind, code and message say why."""
 
     error: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The errand was ended before."""
+    """The errand had already ended."""
 
 
 Progress = Waits | Ready | Refused | Over
 
 
 class CredentialRefused(Exception):
-    """A provider refuses our credential: no work for it makes sense until a person acts."""
+    """A provider refuses our credential: its work is held until an operator acts."""
 
     def __init__(self, provider: str, error: Fatal) -> None:
         super().__init__(f"{provider}: {error}")
@@ -79,36 +79,36 @@ class CredentialRefused(Exception):
 
 
 class Owner(Protocol):
-    """Whom the job belongs to, and what is to be written together with it."""
+    """The owner of the job, and what to write together with it."""
 
     def describe(self, row: RemoteJob, job: Job | None) -> Mapping[str, Any] | None:
-        """The document of a job that was just submitted; None where none is kept."""
+        """The document of a job that was just submitted; None if the owner keeps none."""
 
     def describe_poll(self, row: RemoteJob, status: Status) -> Mapping[str, Any] | None:
-        """The document after a look that has found it unfinished."""
+        """The document after a poll that found the job unfinished."""
 
     async def referred(self, row: RemoteJob, session: Session) -> None:
-        """The job was submitted; in the same commit."""
+        """The job was submitted; runs in the same commit."""
 
     async def is_wanted(self) -> bool:
-        """Whether the job is still to be submitted; asked right before that, for it cannot be taken back."""
+        """Whether the job is still wanted. Called right before the submission, which cannot be undone."""
 
     def report(self, event: str, message: str, **fields: Any) -> None:
-        """Something that people want to read in the history."""
+        """Add an event to the history that users read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often a provider is asked, and how."""
+    """How often a provider is polled, and how."""
 
     poll_seconds: float
     settle_seconds: float
     poll: Callable[[Adapter, Job], Awaitable[Status]] = field(default=lambda adapter, job: adapter.poll(job))
     offset_seconds: float | None = None
-    """Polls are moved to moments that all jobs of the provider share, which lie so long after whole intervals."""
+    """All jobs of the provider are polled at the same moments: this long after each whole interval."""
 
     def until_poll(self, hint: float | None = None) -> float:
-        """Seconds until a job is polled again; not before the provider's own hint is over."""
+        """Seconds until the next poll of a job; never earlier than the provider's own hint."""
         wanted = max(self.poll_seconds, hint or 0.0)
         if self.offset_seconds is None:
             return wanted
@@ -131,10 +131,10 @@ class Errand:
         self._owner = owner
         self._pace = pace
         self.is_at_work = False
-        """The provider has just said that it is at work on the job."""
+        """The provider has just reported that it is working on the job."""
 
     async def advance(self, *, stop: bool = False, may_submit: bool = True) -> Progress:
-        """Do what comes next, as far as it can be done now; `stop` cancels what can be cancelled."""
+        """Do the next steps as far as possible now; `stop` cancels what can be cancelled."""
         try:
             if stop and self.row.stopping_seconds is None and not self.row.has_ended:
                 self.row = await self._jobs.begin_stop(self.row, self._held)
@@ -145,7 +145,7 @@ class Errand:
             return await self._put_off(error)
 
     async def results(self, status: Status) -> AsyncGenerator[Result, None]:
-        """Every result that can be had; safe to be repeated."""
+        """Every available result; safe to repeat."""
         job = self._require_job()
         async for result in self.adapter.results(self.request, job, status):
             yield result
@@ -158,17 +158,17 @@ class Errand:
         return await self._put_off(error)
 
     async def end(self, ending: JobEnding) -> None:
-        """The results are home, or there will be none."""
+        """The results were fetched, or there will be none."""
         self.row = await self._jobs.end(self.row, ending, self._held)
 
     async def clean_up(self) -> bool:
-        """Delete what staging has left at the provider; answers whether that is done."""
+        """Delete what staging left at the provider; returns whether that is done."""
         if self.row.cleaned_at is not None:
             return True
         try:
             await self.adapter.clean_up(self.request, self.row.staged, self.row.job)
         except OperationError as error:
-            log.warning("%s: what was staged at %s is not removed yet: %s", self.row.key, self.row.provider, error)
+            log.warning("%s: the staged inputs at %s are not removed yet: %s", self.row.key, self.row.provider, error)
             return False
         await self._jobs.clean(self.row)
         return True
@@ -218,7 +218,7 @@ class Errand:
         try:
             job = await self.adapter.submit(self.request, row.staged)
         except InDoubt as error:
-            self._owner.report("provider.in_doubt", f"{row.provider} may have taken the job: {error}", key=row.key)
+            self._owner.report("provider.in_doubt", f"{row.provider} may have accepted the job: {error}", key=row.key)
             self.row = await self._jobs.begin_doubt(row, self._held)
             return await self._come_back(min(_DOUBT_SECONDS, self._pace.settle_seconds))
         except OperationError:
@@ -228,7 +228,7 @@ class Errand:
         return None
 
     async def _resolve_doubt(self, *, stop: bool, may_submit: bool) -> Progress | None:
-        """The row says that the job may be there. It is sent again only when it surely is not, and still wanted."""
+        """The row says that the job may exist. It is resent only if it certainly does not exist and is still wanted."""
         if self.row.doubtful_seconds is None:
             self.row = await self._jobs.begin_doubt(self.row, self._held)
         row, abilities = self.row, self.adapter.abilities
@@ -240,7 +240,7 @@ class Errand:
             await self._refer(found[0])
             return None
         if not abilities.can_find:
-            message = f"whether {row.provider} has taken the job cannot be found out; look there for {row.key}"
+            message = f"it is unknown whether {row.provider} has accepted the job; look there for {row.key}"
             return Refused(_error("fatal", "in_doubt", message))
         left = self._pace.settle_seconds - row.doubtful_seconds
         if left > 0 and (stop or not abilities.deduplicates):
@@ -261,7 +261,7 @@ class Errand:
         return [job for job in found if job.external_id not in foreign]
 
     async def _cancel_doubles(self, found: Sequence[Job]) -> None:
-        """Of several with our marker the oldest is kept; the others cost money for nothing."""
+        """Keep the oldest of several jobs with our marker, and cancel the others, which would only cost money."""
         if not self.adapter.abilities.has_marker:
             return
         for job in found[1:]:
@@ -275,14 +275,14 @@ class Errand:
                 await self.adapter.cancel(job)
 
     async def _refer(self, job: Job) -> None:
-        """Commit where the job is, together with what its owner has to say."""
+        """Commit the reference to the job, together with its owner's changes."""
         document = self._owner.describe(self.row, job)
         async with fenced(self._jobs.queue, self._held) as session:
             row = await self._jobs.refer(self.row, job, document, self._pace.until_poll(), session=session)
             await self._owner.referred(row, session)
             await absolve(self._jobs.queue, self._held, session=session)
         self.row = row
-        text = f"{row.provider} has taken the job"
+        text = f"{row.provider} has accepted the job"
         self._owner.report("provider.submitted", text, external_id=job.external_id, key=row.key, model=row.model)
 
     async def _poll(self) -> Progress | None:
@@ -339,7 +339,7 @@ class Errand:
 
 
 def describe_error(error: OperationError) -> dict[str, Any]:
-    """An error as it is kept."""
+    """An error as it is stored."""
     return _error(error.kind, error.code or error.kind, str(error))
 
 

@@ -1,7 +1,7 @@
-"""What a provider's refusal means: a table in each adapter, and the rules of HTTP where the table is silent.
+"""What a provider's error means: each adapter has a table, and the rules of HTTP cover the rest.
 
-429                      rate_limited     wait, then the same again
-408, 425, 5xx            transient        the same again later
+429                      rate_limited     wait, then retry
+408, 425, 5xx            transient        retry later
 400, 413, 415, 422       schema_invalid   the same input would fail the same way
 401, 402, 403            credential       no job of this account will work until a person acts
 other 3xx and 4xx        fatal
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Kind(StrEnum):
-    """The classes of errors, as they stand in tables, results and states."""
+    """The classes of errors, as written in tables, results and states."""
 
     RATE_LIMITED = "rate_limited"
     TRANSIENT = "transient"
@@ -54,10 +54,10 @@ _BY_STATUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorTable:
-    """How one provider's errors differ from the rules of HTTP. The first that matches decides: text, code, status."""
+    """How one provider's errors differ from the rules of HTTP. The first match wins: text, then code, then status."""
 
     by_text: Mapping[str, Kind] = field(default_factory=dict)
-    """By a part of the message, in lower case."""
+    """Keyed by a part of the message, in lower case."""
     by_code: Mapping[str, Kind] = field(default_factory=dict)
     by_status: Mapping[int, Kind] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class ErrorTable:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an error document says: its codes, the most exact one first, and its message."""
+    """The content of an error document: its codes, the most specific first, and its message."""
 
     codes: tuple[str, ...] = ()
     message: str = ""
@@ -109,7 +109,7 @@ def read_error(document: Any) -> Said:
 
 
 def error_of(table: ErrorTable, response: Response, *, now: float) -> OperationError:
-    """The error to raise for an answer that is not 2xx; `now` is the wall clock."""
+    """The error to raise for a response that is not 2xx; `now` is the wall clock."""
     said = _said(response)
     kind = table.kind(response.status, said)
     message = f"{response.status}: {said.message}" if said.message else f"the provider answered {response.status}"
@@ -132,14 +132,14 @@ def exception(kind: Kind, message: str, *, code: str | None, retry_after: float 
 
 
 def describe(table: ErrorTable, document: Any, status: int | None = None, *, code: str = "failed") -> dict[str, Any]:
-    """An error of a job or of a result, as it is kept: kind, code and message."""
+    """An error of a job or of a result, as it is stored: kind, code and message."""
     said = read_error(document)
     return {"kind": table.kind(status, said).value, "code": said.code or code, "message": said.message}
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Around the reading of an answer: one that has another shape than it should is an error that may pass."""
+    """Wraps the parsing of a response: a response with an unexpected shape becomes a transient error."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -148,9 +148,9 @@ def reading() -> Iterator[None]:
 
 
 async def submit_once(table: ErrorTable, asking: Awaitable[Response], *, now: Callable[[], float]) -> Any:
-    """The answer of the one request that costs money, as JSON.
+    """The response to the one request that costs money, as JSON.
 
-    Whatever leaves open whether the provider has taken the job is InDoubt. All other errors mean that it has not.
+    InDoubt means that the provider may have accepted the job. All other errors mean that it has not.
     """
     try:
         response = await asking

@@ -1,4 +1,4 @@
-"""Access tokens for Google's services: given by reference, or got with the signature of a service account."""
+"""Access tokens for Google's services: given by reference, or obtained with the signature of a service account."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoogleCredentials:
-    """Where the credentials are. Unset, the service account file that GOOGLE_APPLICATION_CREDENTIALS names."""
+    """Where the credentials are; by default in the service account file that GOOGLE_APPLICATION_CREDENTIALS names."""
 
     access_token_env: str | None = None
     access_token_file: Path | None = None
@@ -68,7 +68,7 @@ class GoogleTokens:
 
     @property
     def missing(self) -> str | None:
-        """What is not there, in words; None if nothing is missing."""
+        """What is missing, as text; None if nothing is missing."""
         if self._secret is not None:
             return self._secret.missing
         if self._account is None:
@@ -85,7 +85,7 @@ class GoogleTokens:
             raise Fatal(missing, scope="credential", code="credentials_missing")
         async with self._lock:
             assert self._account is not None
-            # A file that was exchanged makes the old token worthless.
+            # A replaced file invalidates the old token.
             changed_at = self._account.stat().st_mtime_ns
             kept = self._kept
             if kept is None or kept.origin != changed_at or time.monotonic() >= kept.expires_at:
@@ -126,7 +126,7 @@ class _Account:
 
 
 def _read_account(file: Path) -> _Account:
-    """The account in a key file; errors name the file and no content of it."""
+    """The account in a key file; errors name the file but none of its content."""
     try:
         with file.open("rb") as opened:
             said = orjson.loads(opened.read(_FILE_BYTES_MAX))
@@ -165,7 +165,7 @@ def _answer(response: Response) -> dict[str, Any]:
 
 
 def _said(response: Response) -> str:
-    """OAuth's code of the error, such as invalid_grant."""
+    """OAuth's error code, such as invalid_grant."""
     try:
         return f": {str(orjson.loads(response.body)['error'])[:100]}"
     except (ValueError, KeyError, TypeError):

@@ -32,7 +32,7 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="Sent again within 30 days with the same body it answers with the same task; "
+        description="A repeated request with the same key and body within 30 days returns the same task; "
         "with another body it is a conflict.",
     ),
 ]
@@ -50,7 +50,7 @@ async def create_task(
     body: TaskToBe,
     idempotency_key: IdempotencyKey = None,
 ) -> TaskView:
-    """It is answered at once. Bad URLs are kept in `invalid_urls`, and the rest goes on."""
+    """Returns immediately. Invalid URLs are listed in `invalid_urls`; the other inputs are processed."""
     app = service(request, TaskServices)
     if body.model is not None and body.models:
         raise Refusal("name `model` or `models`, not both", param="models")
@@ -78,13 +78,13 @@ async def create_task(
     return await _view(app, task)
 
 
-@router.get("/v1/tasks", responses=documented(), summary="List tasks, the newest first")
+@router.get("/v1/tasks", responses=documented(), summary="List tasks, newest first")
 async def list_tasks(
     request: Request,
     caller: Reader,
-    after: Annotated[AfterId | None, Query(description="The `last_id` of the page before.")] = None,
+    after: Annotated[AfterId | None, Query(description="The `last_id` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=_LIST_MAX)] = 20,
-    status: Annotated[Statuses | None, Query(description="Only with one of these.")] = None,
+    status: Annotated[Statuses | None, Query(description="Only tasks with one of these statuses.")] = None,
 ) -> TaskList:
     app = service(request, TaskServices)
     if after is not None:
@@ -108,9 +108,9 @@ async def get_task(request: Request, caller: Reader, id: Id) -> TaskView:
     return await _view(app, await app.tasks.get(id, tenant=caller.tenant))
 
 
-@router.post("/v1/tasks/{id}/cancel", responses=_MOVED, summary="Cancel a task; what is finished is kept")
+@router.post("/v1/tasks/{id}/cancel", responses=_MOVED, summary="Cancel a task and keep its finished results")
 async def cancel_task(request: Request, caller: Submitter, id: Id) -> TaskView:
-    """Where a provider cannot cancel a job, the task says so, and its results are still fetched."""
+    """If a provider cannot cancel a job, the task says so, and Batchwright still fetches the job's results."""
     app = service(request, TaskServices)
     try:
         task = await app.tasks.cancel(id, tenant=caller.tenant)
@@ -120,12 +120,12 @@ async def cancel_task(request: Request, caller: Submitter, id: Id) -> TaskView:
     return await _view(app, task)
 
 
-@router.get("/v1/tasks/{id}/events", responses=_FOUND, summary="The history of a task")
+@router.get("/v1/tasks/{id}/events", responses=_FOUND, summary="List the events of a task")
 async def get_events(
     request: Request,
     caller: Reader,
     id: Id,
-    after: Annotated[EventId, Query(description="The id of the last event seen.")] = 0,
+    after: Annotated[EventId, Query(description="The id of the last event that you have seen.")] = 0,
     limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = 100,
 ) -> Page[EventView]:
     task = await service(request, TaskServices).tasks.get(id, tenant=caller.tenant)
@@ -142,7 +142,7 @@ async def get_events(
                 "application/json": {"schema": {"type": "object"}},
                 "application/jsonl": {"schema": {"type": "string"}},
             },
-            "description": "The merged result file: JSON of a transcription, a line for each request of a completion",
+            "description": "The merged result file: JSON for a transcription, a JSON line per request for a completion",
         },
     },
     summary="Download the merged result of a task",

@@ -1,10 +1,10 @@
-"""The rows of jobs at providers, and of credentials that were refused.
+"""The rows of jobs at providers, and of refused credentials.
 
     planned ─ inputs are there ─▶ staged ─▶ submitting ─ one request ─▶ submitted ─ results are home ─▶ ended
                                     ▲           │  ▲                        │
                                     └─ refused ─┘  └────── another's ───────┘
 
-A row that says `submitting` may stand for a job that was made, or not: it is looked for before anything is sent again.
+A row that says `submitting` may or may not have a job at the provider: we look for it before resending anything.
 Every write is fenced by the claim of the job of ours that runs it.
 """
 
@@ -36,14 +36,14 @@ _TRY_SECONDS = 30.0
 _TRY_SECONDS_MAX = 900.0
 
 _STEPS = frozenset({"end_staging", "end"})
-"""Statements that bring a job further for good."""
+"""Statements that move a job to its next state."""
 
 Step = Literal["planned", "staged", "submitting", "submitted", "ended"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteJob:
-    """A job at a provider, as its row stood when it was read."""
+    """A job at a provider, as its row was when it was read."""
 
     key: str
     owner: str
@@ -62,7 +62,7 @@ class RemoteJob:
     succeeded: int | None
     failed: int | None
     failures: int
-    """Calls in a row that failed: they only delay the next one."""
+    """Failed calls in a row: they only delay the next one."""
     cancelled: str | None
     error: dict[str, Any] | None
     results_key: str | None
@@ -76,15 +76,15 @@ class RemoteJob:
     ended_at: datetime | None
     cleaned_at: datetime | None
     due_seconds: float
-    """Until something is to be done for it."""
+    """Seconds until the job needs work."""
     doubtful_seconds: float | None
-    """Since nobody could be sending it any more; None while somebody may be."""
+    """Seconds since the last moment at which a worker could be sending it; None while one may be."""
     stopping_seconds: float | None
-    """Since it was to be stopped."""
+    """Seconds since the order to stop it."""
 
     @property
     def call_error(self) -> str | None:
-        """Why the last call failed; None if it did not."""
+        """Why the last call failed; None if it succeeded."""
         return self.extra.get(_CALL_ERROR) if self.failures and not self.has_ended else None
 
     @property
@@ -97,7 +97,7 @@ class RemoteJob:
 
 
 class NewRemoteJob(NamedTuple):
-    """A job that is to be made at a provider."""
+    """A job to create at a provider."""
 
     number: int
     provider: str
@@ -119,15 +119,15 @@ class JobEnding:
 
 
 class AtWork(NamedTuple):
-    """How far jobs are that are at their providers, as they said last."""
+    """Progress of the jobs at their providers, as last reported."""
 
     done: int
     rate: float
-    """Results in a second since they were submitted."""
+    """Results per second since they were submitted."""
 
 
 class Hold(NamedTuple):
-    """A provider whose credential was refused: no work goes there until it works again."""
+    """A provider that refused its credential: its work waits until the credential works again."""
 
     provider: str
     code: str | None
@@ -135,11 +135,11 @@ class Hold(NamedTuple):
     since: datetime
     tries: int
     try_seconds: float
-    """Until it is tried again."""
+    """Seconds until it is tried again."""
 
 
 def new_key() -> str:
-    """A marker: 26 letters and digits after `bw-`, which grow with time, and which no provider refuses."""
+    """A marker: `bw-` and 26 letters and digits, which sort by time. Every provider accepts it."""
     number = (new_id().int >> 48 << 50) | secrets.randbits(50)
     return "bw-" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
 
@@ -155,7 +155,7 @@ class RemoteJobs:
         return [_job(row) for row in await self._database.ask(SQL["of_owner"], {"owner": owner})]
 
     async def plan(self, owner: str, jobs: Sequence[NewRemoteJob], held: Held) -> list[RemoteJob]:
-        """Commit the intents; those that were committed before stay as they are."""
+        """Commit the intents; those that were committed before stay unchanged."""
         rows = [{**job._asdict(), "input_ids": list(job.input_ids), "key": new_key()} for job in jobs]
         async with fenced(self.queue, held) as session:
             await self._database.ask(SQL["add"], {"owner": owner, "jobs": _json(rows)}, session)
@@ -168,7 +168,7 @@ class RemoteJobs:
         return await self._write("end_staging", job, held)
 
     async def begin_submit(self, job: RemoteJob, held: Held, *, is_alone: bool) -> RemoteJob | None:
-        """From now on it may be at the provider. None if it must not be in doubt together with another one."""
+        """From now on the job may exist at the provider. None if another job is in doubt and only one may be."""
         async with fenced(self.queue, held) as session:
             if is_alone:
                 await self._database.ask(SQL["lock_provider"], {"provider": job.provider}, session)
@@ -176,30 +176,30 @@ class RemoteJobs:
             return _job(rows[0]) if rows else None
 
     async def begin_doubt(self, job: RemoteJob, held: Held) -> RemoteJob:
-        """Nobody is sending it any more: if it is there, the provider's lists show it before long."""
+        """No worker is sending it any more: if it exists, the provider's lists will soon show it."""
         return await self._write("begin_doubt", job, held)
 
     async def begin_stop(self, job: RemoteJob, held: Held) -> RemoteJob:
-        """It is to be stopped; the time that this may take begins."""
+        """Order the job to stop; its time limit for stopping begins."""
         return await self._write("begin_stop", job, held)
 
     async def withdraw(self, job: RemoteJob, held: Held) -> RemoteJob:
-        """The provider has not taken it, and that is sure."""
+        """The provider has certainly not accepted the job."""
         return await self._write("withdraw", job, held)
 
     async def refer(
         self, job: RemoteJob, found: Job, document: Mapping[str, Any] | None, seconds: float, *, session: Session
     ) -> RemoteJob:
-        """It is at the provider, by this name; look at it in so many seconds. The caller has locked its claim."""
+        """The job is at the provider, under this name; poll it after these seconds. The caller has locked its claim."""
         params = {"external_id": found.external_id, "extra": _json(found.extra), "document": _json(document)}
         return _only(await self._ask("refer", job, session, **params, seconds=seconds))
 
     async def disown(self, job: RemoteJob, held: Held) -> RemoteJob:
-        """What was adopted is another's."""
+        """The adopted job belongs to another task."""
         return await self._write("disown", job, held)
 
     async def known_elsewhere(self, job: RemoteJob, found: Sequence[Job]) -> set[str]:
-        """Those that belong to other rows of ours."""
+        """The ids that belong to our other rows."""
         params = {"provider": job.provider, "key": job.key, "external_ids": [one.external_id for one in found]}
         return {id for (id,) in await self._database.ask(SQL["others"], params)}
 
@@ -214,7 +214,7 @@ class RemoteJobs:
         status: Status | None = None,
         document: Mapping[str, Any] | None = None,
     ) -> RemoteJob:
-        """What a look has found, and when to look again."""
+        """Record the outcome of a poll, and when to poll again."""
         counts = status.counts if status is not None else Counts()
         found = dict(status.found) if status is not None else {}
         if call_error is not None:
@@ -256,31 +256,31 @@ class RemoteJobs:
         )
 
     async def at_work(self, prefixes: Sequence[str]) -> dict[str, AtWork]:
-        """How far the jobs of these owners are whose results are not home yet; by the owner's first part."""
+        """Progress of these owners' jobs whose results are not fetched yet; by the owner's first part."""
         params = {"prefixes": list(prefixes)}
         return {row[0]: AtWork(*row[1:]) for row in await self._database.ask(SQL["at_work"], params)}
 
     async def forget(self, prefix: str, *, session: Session) -> None:
-        """Remove the rows of owners that are gone, by their first part."""
+        """Remove the rows of removed owners, by their first part."""
         await self._database.ask(SQL["forget"], {"prefix": prefix}, session)
 
     async def clean(self, job: RemoteJob) -> None:
-        """What was staged for it is gone."""
+        """The staged inputs of the job are deleted."""
         await self._ask("clean", job, None)
 
     async def take_unclean(self, limit: int, *, session: Session) -> list[RemoteJob]:
-        """Ended jobs that have left something at their providers; for a while nobody else gets them."""
+        """Ended jobs that left something at their providers; no other process gets them for a while."""
         params = {"limit": limit, "seconds": _CLEAN_SECONDS, "seconds_max": _CLEAN_SECONDS_MAX}
         return [_job(row) for row in await self._database.ask(SQL["take_unclean"], params, session)]
 
     async def abandon(self, owner: str, error: Mapping[str, Any], *, session: Session) -> int:
-        """End the open jobs of a task that has ended without them; answers how many those are."""
+        """End the open jobs of a task that has ended without them; returns how many there are."""
         return len(await self._database.ask(SQL["abandon"], {"owner": owner, "error": _json(error)}, session))
 
     # Credentials ------------------------------------------------------------------------------------------------
 
     async def hold(self, provider: str, code: str | None, message: str) -> None:
-        """Let all work for a provider wait, because its credential was refused."""
+        """Hold all work for a provider, because it refused its credential."""
         params = {
             "provider": provider,
             "code": code,
@@ -294,12 +294,12 @@ class RemoteJobs:
         return {row[0]: Hold(*row) for row in await self._database.ask(SQL["holds"])}
 
     async def may_try(self, provider: str) -> bool:
-        """Whether it is time to try a credential again, and we are the one to do it."""
+        """Whether it is time to try a credential again, and this process may do it."""
         params = {"provider": provider, "seconds": _TRY_SECONDS, "seconds_max": _TRY_SECONDS_MAX}
         return bool(await self._database.ask(SQL["try_hold"], params))
 
     async def release(self, provider: str) -> bool:
-        """The credential works; answers whether it was held."""
+        """The credential works; returns whether the provider was held."""
         return bool(await self._database.ask(SQL["release_hold"], {"provider": provider}))
 
     async def _write(self, statement: str, job: RemoteJob, held: Held, **params: Any) -> RemoteJob:

@@ -1,4 +1,4 @@
--- Jobs at providers. Whoever writes here holds the claim of the job that runs them: the caller locks it first.
+-- Jobs at providers. A writer holds the claim of the job that runs them: the caller locks it first.
 
 -- part: columns
 key, owner, number, provider, model, input_ids, phase, staged, external_id, extra, strangers, document, raw_status, total,
@@ -29,7 +29,7 @@ UPDATE batchwright.provider_job SET phase = 'staged', failures = 0
 WHERE key = %(key)s AND phase = 'planned'
 RETURNING :columns
 
--- Where a provider has no marker, only one submission at a time may be in doubt; of several the oldest goes first.
+-- If a provider has no marker, only one submission at a time may be in doubt; the oldest goes first.
 -- name: begin_submit
 UPDATE batchwright.provider_job SET
     phase = 'submitting', submitting_at = coalesce(submitting_at, :now), doubtful_at = NULL
@@ -40,7 +40,7 @@ WHERE key = %(key)s AND phase IN ('staged', 'submitting') AND (NOT %(is_alone)s 
             OR (other.submitting_at, other.key) < (provider_job.submitting_at, provider_job.key))))
 RETURNING :columns
 
--- Nobody is sending it any more.
+-- No worker is sending it any more.
 -- name: begin_doubt
 UPDATE batchwright.provider_job SET doubtful_at = coalesce(doubtful_at, :now)
 WHERE key = %(key)s AND phase = 'submitting'
@@ -54,7 +54,7 @@ RETURNING :columns
 -- name: lock_provider
 SELECT pg_advisory_xact_lock(hashtextextended('batchwright.provider:' || %(provider)s, 0))
 
--- The provider has not taken it.
+-- The provider has not accepted it.
 -- name: withdraw
 UPDATE batchwright.provider_job SET phase = 'staged', submitting_at = NULL, doubtful_at = NULL
 WHERE key = %(key)s AND phase = 'submitting'
@@ -67,7 +67,7 @@ UPDATE batchwright.provider_job SET
 WHERE key = %(key)s AND phase = 'submitting'
 RETURNING :columns
 
--- The job that was adopted is another's.
+-- The adopted job belongs to another task.
 -- name: disown
 UPDATE batchwright.provider_job SET
     phase = 'submitting', strangers = array_append(strangers, external_id), external_id = NULL, extra = '{}',
@@ -90,7 +90,7 @@ WHERE key = %(key)s AND phase <> 'ended'
 RETURNING :columns
 
 -- name: note_cancel
--- The next look is due at once: it may have ended meanwhile.
+-- The next poll is due immediately: the job may have ended meanwhile.
 UPDATE batchwright.provider_job SET cancelled = %(cancelled)s, next_at = :now
 WHERE key = %(key)s AND phase = 'submitted'
 RETURNING :columns
@@ -108,8 +108,8 @@ RETURNING :columns
 -- name: clean
 UPDATE batchwright.provider_job SET cleaned_at = :now WHERE key = %(key)s AND phase = 'ended' RETURNING :columns
 
--- Jobs whose worker has died before it could remove what was staged, or could not; tried again later and later. Whoever
--- gets them has them to itself until then.
+-- Jobs whose worker died before it removed the staged inputs, or failed to; retried at growing intervals. Until the
+-- next retry, the process that gets them has them to itself.
 -- name: take_unclean
 UPDATE batchwright.provider_job SET
     failures = failures + 1,
@@ -122,7 +122,7 @@ WHERE key IN (
     FOR UPDATE SKIP LOCKED)
 RETURNING :columns
 
--- The task of these jobs has ended without them. What a provider may be at work on is left for people to look at.
+-- The task of these jobs has ended without them. Jobs that a provider may be working on are left for an operator.
 -- name: abandon
 UPDATE batchwright.provider_job SET
     phase = 'ended', ended_at = :now, error = %(error)s::jsonb, failures = 0, next_at = :now,
@@ -130,7 +130,7 @@ UPDATE batchwright.provider_job SET
 WHERE owner = %(owner)s AND phase <> 'ended'
 RETURNING key
 
--- Owners such as `batch_1/3` are named by what stands before the slash.
+-- Owners such as `batch_1/3` are named by the part before the slash.
 -- name: at_work
 SELECT one.prefix, sum(coalesce(job.succeeded, 0) + coalesce(job.failed, 0))::bigint,
     sum((coalesce(job.succeeded, 0) + coalesce(job.failed, 0))
@@ -166,7 +166,7 @@ RETURNING provider
 SELECT provider, code, message, since, tries, extract(epoch FROM next_try_at - :now)::float8
 FROM batchwright.provider_hold WHERE released_at IS NULL ORDER BY provider
 
--- One process at a time gets to try; the next one waits longer.
+-- One process at a time may try; the next one waits longer.
 -- name: try_hold
 UPDATE batchwright.provider_hold SET
     tries = tries + 1,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
-"""A longer line is skipped: no answer of a model is that long, save one that is broken."""
+"""A longer line is skipped: only a broken answer of a model is that long."""
 
 
 async def split_lines(chunks: AsyncIterator[bytes], bytes_max: int = LINE_BYTES_MAX) -> AsyncIterator[bytes | None]:
-    """Every line that is not empty; None stands for one that is too long. Only a line feed ends a line."""
+    """Every line that is not empty; None for a line that is too long. Only a line feed ends a line."""
     held: list[bytes] = []
     size = 0
     async for chunk in chunks:

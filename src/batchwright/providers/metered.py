@@ -1,10 +1,10 @@
 """An adapter whose calls come out of a rate budget that all workers share.
 
-    stage, submit, find, poll    ask first; where they must wait, nothing is sent, and their caller is told how long
-    results, cancel, clean_up    do not wait, because they end what was begun; what they use up is a debt
+    stage, submit, find, poll    ask first; if they must wait, they send nothing and tell the caller how long
+    results, cancel, clean_up    do not wait, because they finish work; what they use becomes a debt
 
-One of these may be several requests over HTTP: those beyond the first are a debt, too. A provider that says 429 stops
-the calls of all workers.
+Each of these may send several HTTP requests: those beyond the first become a debt, too. A provider that answers 429
+stops the calls of all workers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from batchwright.providers.contract import (
 )
 
 _LEASE_SECONDS = 900.0
-"""Staging and results may take long; a slot of a worker that died comes back after this."""
+"""Staging and results may take long; the slot of a worker that died is freed after this time."""
 
 
 class MeteredAdapter(Adapter):
-    """Does what another adapter does, as fast as the budget allows."""
+    """Wraps an adapter and makes its calls as fast as the budget allows."""
 
     def __init__(self, adapter: Adapter, budget: RateBudget) -> None:
         super().__init__(adapter.settings, adapter.tools)
@@ -48,7 +48,7 @@ class MeteredAdapter(Adapter):
         self._holder = f"{socket.gethostname()}:{os.getpid()}"
 
     def __getattr__(self, name: str) -> Any:
-        """What only some adapters have, and the names of all."""
+        """Attributes that only some adapters have, and the names of all."""
         return getattr(self._adapter, name)
 
     def missing_credentials(self) -> str | None:
@@ -117,7 +117,7 @@ class MeteredAdapter(Adapter):
                 await self.budget.add_debt(self._count(), feedback)
 
     def _count(self) -> int:
-        """Requests since somebody looked last, whoever sent them; where an adapter does not count them, one."""
+        """Requests since the last look, whoever sent them; one if the adapter does not count them."""
         if (service := getattr(self._adapter, "service", None)) is None:
             return 1
         new = int(service.calls) - self._counted
@@ -126,7 +126,7 @@ class MeteredAdapter(Adapter):
 
 
 def _generator(values: Any) -> Any:
-    """Any iterator as one that can be closed."""
+    """Makes any iterator closable."""
     return values if hasattr(values, "aclose") else _closable(values)
 
 

@@ -1,4 +1,4 @@
-"""Tasks for outside providers as a part: speech and completions, sent once, asked for, and brought home."""
+"""Tasks for outside providers as a part: speech and completions are sent once, polled, and fetched."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from batchwright.core import Core
     from batchwright.db.check import Finding
+    from batchwright.engine.attention import Concern
     from batchwright.engine.views import InboxGroup
     from batchwright.engine.worker.duty import Duty, Site
     from batchwright.files.store import Files
@@ -39,10 +40,11 @@ class ProvidersPart(Part):
     }
     operations = ("batchwright.providers.operations:run_task",)
     routers = ("batchwright.providers.http:router",)
+    pages = ("batchwright.providers.pages:pages",)
     commands = {
-        "task": Command(f"{_COMMANDS}.task:app", "Send work to outside providers, watch it, and fetch the results."),
+        "task": Command(f"{_COMMANDS}.task:app", "Send work to outside providers and fetch the results.", "Batches"),
         "providers": Command(
-            f"{_COMMANDS}.providers:providers", "List providers, what they can do, and whether they are ready."
+            f"{_COMMANDS}.providers:providers", "List outside providers and whether they are ready.", "Batches"
         ),
     }
 
@@ -51,7 +53,7 @@ class ProvidersPart(Part):
         self._directory: Directory | None = None
         self._http: Http | None = None
         self.unstored: dict[str, Path] = {}
-        """Files of this machine that are going to be stored, by their ids: until then they are read where they are."""
+        """Local files that will be stored, by id. Until then they are read from their local path."""
 
     @property
     def settings(self) -> TaskSettings:
@@ -78,7 +80,7 @@ class ProvidersPart(Part):
 
     @property
     def directory(self) -> Directory:
-        """The providers with one HTTP client for all of them; made once, and closed with the part."""
+        """The providers, with one HTTP client for all of them; created once, and closed with the part."""
         if self._directory is None:
             self._directory = self._make_directory()
         return self._directory
@@ -112,8 +114,8 @@ class ProvidersPart(Part):
         return RateBudget(self.core.queue.database, name, limits)
 
     async def _read_stored(self, name: str) -> AsyncIterator[bytes]:
-        """The bytes of a file of ours, also of one that its user has deleted meanwhile; a name with a slash, which no
-        file has, is that of an object which a part has put into the store."""
+        """The bytes of a stored file, even if its user has deleted it meanwhile. Names of files have no slash: a name
+        with one is that of an object which a part has put into the store."""
         from batchwright.errors import Fatal, NotFound, StorageError, Transient
 
         if (path := self.unstored.get(name)) is not None:
@@ -133,7 +135,7 @@ class ProvidersPart(Part):
             raise Transient(str(error), code="storage_unavailable") from None
 
     def _place_stored(self, name: str) -> str | None:
-        """Where a file or an object of ours is, if that is a bucket which a provider can be given access to."""
+        """The address of a stored file or object, if it is in a bucket that a provider can be given access to."""
         from batchwright.files.store import object_key
 
         url = self.core.settings.storage.url
@@ -182,7 +184,7 @@ class ProvidersPart(Part):
             submission=self.submission_with(files),
             tasks=self.tasks,
         )
-        return Served(services=services)
+        return Served(services=services, streams=["/ui/tasks/{id}/download"])
 
     async def close(self) -> None:
         self._directory, http, self._http = None, self._http, None
@@ -190,8 +192,23 @@ class ProvidersPart(Part):
             await http.close()
 
     async def inbox(self, tenant: str | None) -> Sequence[InboxGroup]:
-        """Tasks that wait for a credential which their provider refuses."""
+        """Tasks that wait because their provider refuses its credential."""
         return await self.tasks.parked(tenant)
+
+    async def attention(self, tenant: str | None) -> Sequence[Concern]:
+        """The same, as one sentence per provider."""
+        from batchwright.engine.attention import Concern
+
+        return [
+            Concern(
+                kind="parked",
+                level="error",
+                message=group.message or "a provider refuses its credential",
+                remedy="correct the credential: the tasks resume within minutes",
+                link="tasks",
+            )
+            for group in await self.tasks.parked(tenant)
+        ]
 
     async def check(self) -> Sequence[Finding]:
         from batchwright.providers.check import check_providers
@@ -200,7 +217,7 @@ class ProvidersPart(Part):
 
 
 class TaskDemand:
-    """Tasks take no slot of the worker: they mostly wait, and a slow provider holds up only its own."""
+    """Tasks take no slot of the worker: they mostly wait, and a slow provider delays only its own tasks."""
 
     operations = (PROCESS,)
     broken = None
@@ -221,4 +238,4 @@ class TaskDemand:
         return max(0, self._at_once - running)
 
     def listen(self, on_demand: Callable[[], None]) -> None:
-        """There is nothing to tell: a task that is put back frees its place, and the worker sees that itself."""
+        """Nothing to do: a task that is put back frees its place, and the worker notices that itself."""

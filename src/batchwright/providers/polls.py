@@ -1,11 +1,11 @@
-"""Polls of one provider in one process: where several jobs are due at about the same time, one list call serves them.
+"""Polls of one provider in one process: if several jobs are due at about the same time, one list call serves them.
 
     poll ─ few at this time, or the provider has no list ─▶ the job is asked for by itself
       │
       └─ wait for the list call that runs ─▶ one list call for all who wait ─▶ the list has it: its status
                                                                           └──▶ it has not: asked for by itself
 
-A list call serves only those who asked before it began, so no status is older than the question.
+A list call serves only callers that asked before it began, so no status is older than the question.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from batchwright.providers.errors import reading
 log = logging.getLogger(__name__)
 
 SINGLE_MAX = 3
-"""Polls within a tenth of the poll interval that are sent one by one; the next ones share list calls."""
+"""Number of polls within a tenth of the poll interval that are sent one by one; further ones share list calls."""
 _GATHER_SECONDS_MAX = 0.2
 """How long a list call waits for others to join."""
 _PAUSE_POLLS = 5
-"""Poll intervals without list calls after one that failed."""
+"""Number of poll intervals without list calls after a failed one."""
 _LISTED_PER_CALL = 100
 
 
@@ -43,7 +43,7 @@ class _Question:
 
 
 class Polls:
-    """Of one provider."""
+    """The polls of one provider."""
 
     def __init__(self, poll_seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -54,7 +54,7 @@ class Polls:
         self._waiting: list[_Question] = []
 
     async def poll(self, adapter: Adapter, job: Job) -> Status:
-        """What `adapter.poll` says of the job, or what a list says that was asked for after this call."""
+        """The status of the job from `adapter.poll`, or from a list that was requested after this call."""
         if not self._is_shared(adapter):
             return await adapter.poll(job)
         question = _Question(job)
@@ -77,7 +77,7 @@ class Polls:
         return adapter.abilities.can_survey and now >= self._lists_again_at and (is_busy or bool(self._waiting))
 
     async def _ask_list(self, adapter: Adapter) -> None:
-        """Answer everyone who waits by now. Those who come later are left to the next one who asks."""
+        """Answer all current waiters. The next list call serves those that come later."""
         await asyncio.sleep(min(_GATHER_SECONDS_MAX, self._poll_seconds / 10))
         asked = [one for one in self._waiting if not one.answer.done()]
         self._waiting = []
@@ -90,13 +90,13 @@ class Polls:
             self._waiting = [one for one in asked if not one.answer.done()] + self._waiting
 
     async def _survey(self, adapter: Adapter, jobs: Sequence[Job]) -> Mapping[str, Status] | RateLimited:
-        """A rate limit concerns all who ask. After any other error each job is asked for by itself for a while."""
+        """A rate limit applies to all waiters. After any other error, each job is polled by itself for a while."""
         try:
             return await adapter.survey(jobs)
         except RateLimited as error:
             return error
         except OperationError as error:
-            log.warning("the jobs of %s are asked for one by one, because its list failed: %s", adapter.name, error)
+            log.warning("polling the jobs of %s one by one, because its list failed: %s", adapter.name, error)
             self._lists_again_at = self._now() + _PAUSE_POLLS * self._poll_seconds
             return {}
 
@@ -107,9 +107,9 @@ async def look_up(
     id_of: Callable[[Mapping[str, Any]], Any],
     read: Callable[[Job, Mapping[str, Any]], Status | None],
 ) -> dict[str, Status]:
-    """What a provider's list says of these jobs; for adapters, as the body of `survey`.
+    """The statuses of these jobs from a provider's list; adapters use it as the body of `survey`.
 
-    The list is read no further than half the calls that it saves. A job that `read` has no status for is left out.
+    Reading the list takes at most half of the calls that it saves. Jobs for which `read` has no status are left out.
     """
     wanted = {job.external_id: job for job in jobs}
     left = max(1, len(wanted) // 2) * _LISTED_PER_CALL

@@ -1,6 +1,6 @@
-"""What a provider's batch work costs: as the user's table says, or as the list that comes with Batchwright does.
+"""Prices of a provider's batch work: from the user's table, or else from the list that comes with Batchwright.
 
-The list, `prices.json`, is made by `tools/prices.py`. What neither knows is None, and never 0.
+`tools/prices.py` writes the list, `prices.json`. A price that neither has is None, never 0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ProviderPrice:
     output: float | None = None
     """A million tokens of answers."""
     cached: float | None = None
-    """A million tokens of prompts that the provider had in its cache; unset, as `input`."""
+    """A million tokens of prompts that the provider read from its cache; by default as `input`."""
     cache_write: float | None = None
-    """A million tokens of prompts that the provider put into its cache; unset, as `input`."""
+    """A million tokens of prompts that the provider wrote to its cache; by default as `input`."""
     audio_hour: float | None = None
     """An hour of audio."""
 
@@ -45,7 +45,7 @@ class ProviderPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price(ProviderPrice):
-    """A price, and who says so."""
+    """A price, and its source."""
 
     source: str
     long_prompt: LongPrompt | None = None
@@ -53,14 +53,14 @@ class Price(ProviderPrice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongPrompt:
-    """What a request costs whose prompt has more tokens than this."""
+    """The price of requests whose prompts have more than `tokens` tokens."""
 
     tokens: int
     price: ProviderPrice
 
 
 class Bill:
-    """The cost of one job, added up result by result, because long prompts may have a price of their own."""
+    """The cost of one job, added up result by result, because long prompts may have their own price."""
 
     def __init__(self, price: Price | None) -> None:
         self._price = price
@@ -68,7 +68,7 @@ class Bill:
         self._is_known = True
 
     def add(self, result: Result) -> None:
-        """What failed without any usage costs nothing; what succeeded without makes the whole cost unknown."""
+        """A failure without usage costs nothing. A success without usage makes the whole cost unknown."""
         if result.usage == Usage():
             self._is_known = self._is_known and result.error is not None
             return
@@ -89,7 +89,7 @@ class Bill:
 
 
 def cost(price: ProviderPrice | None, usage: Usage) -> float | None:
-    """What one request costs; None if a part of it has no price, or nobody said how much it was."""
+    """The cost of one request; None if a part of it has no price, or its amount is unknown."""
     if price is None:
         return None
     if usage.audio_seconds is not None:
@@ -108,7 +108,7 @@ def cost(price: ProviderPrice | None, usage: Usage) -> float | None:
 
 
 def _split(price: ProviderPrice, usage: Usage) -> Iterator[tuple[int, float | None]]:
-    """Tokens by their prices. Those that were read from the cache, or written to it, are a part of the prompt's."""
+    """Tokens by price. Tokens read from the cache, or written to it, are part of the prompt's tokens."""
     asked = usage.input_tokens or 0
     cached = min(usage.cached_tokens or 0, asked)
     written = min(usage.cache_written_tokens or 0, asked - cached)
@@ -119,7 +119,7 @@ def _split(price: ProviderPrice, usage: Usage) -> Iterator[tuple[int, float | No
 
 
 def find_price(written: Mapping[str, ProviderPrice], kind: str, model: str | None) -> Price | None:
-    """What the user's table says of this model, or of all (`*`); else what the list says of the provider's."""
+    """The price in the user's table for this model, or for all models (`*`); else the price in the provider's list."""
     names = list(names_of(model or ANY))
     if (price := look_up(written, names)) is not None:
         return Price(
@@ -150,7 +150,7 @@ def _list() -> _List:
 
 
 def list_source() -> str:
-    """Where the prices of the list are from."""
+    """The source of the list's prices."""
     return _list().source
 
 

@@ -1,11 +1,11 @@
-"""The story of a task, told by its job: plan, bring the inputs there, submit once, ask until it is done, bring it home.
+"""The life of a task, driven by its job: plan, stage the inputs, submit once, poll until done, fetch the results.
 
     PENDING ─ plan ─ stage ─ submit ─▶ IN_PROGRESS ─ Snooze … poll … ─▶ all jobs ended ─ merge ─▶ COMPLETED
        │                                    │                                                     PARTIAL_COMPLETE
        └ nothing can be submitted: FAILED   └ cancelled, or late: harvest what is there ─────────▶ FAILED, CANCELLED
 
-Each run looks at the rows and does what comes next for every job of the task, so that it does not matter where an
-earlier one died.
+Each run reads the rows and does the next step for every job of the task, so it does not matter where an earlier run
+died.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ RESULT = "task_output"
 """The purpose of a task's result file."""
 FOLDER = "tasks"
 INLINE_BYTES_MAX = 16 * 1024
-"""Results of a job that are larger stand in the store only, and not in its document."""
+"""Larger results of a job are only in the store, not in its document."""
 INLINE_TASK_BYTES_MAX = 256 * 1024
-"""What the documents of all jobs of a task may hold of results: they are written and read together."""
+"""Maximum size of results in the documents of all jobs of a task, which are written and read together."""
 HARVEST_SECONDS = 600.0
-"""After its timeout a task waits so long for its jobs to stop, and then ends without them."""
+"""How long a task waits after its timeout for its jobs to stop; then it ends without them."""
 ROUND_SECONDS = 30.0
-"""A round begins nothing new after so long: a task may have a thousand jobs, and its user may cancel it."""
+"""After this time a round begins nothing new: a task may have a thousand jobs, and its user may cancel it."""
 CREDENTIAL_SECONDS = 7 * 86_400.0
-"""So long after its timeout a task still waits for the credential by which its results can be fetched."""
+"""How long after its timeout a task still waits for the credential that it needs to fetch its results."""
 _AT_ONCE = 8
 _STORE_SECONDS = 10.0
 _CONFIGURATION_SECONDS = 60.0
 _NAMES_MAX = 5
 _SNOOZE_SECONDS_MIN = 0.05
 _CANCELLED = {"kind": "fatal", "code": "cancelled", "message": "it was cancelled before anything was submitted"}
-_LATE = {"kind": "fatal", "code": "timeout", "message": "its time was over before it could be submitted"}
+_LATE = {"kind": "fatal", "code": "timeout", "message": "the task timed out before it could be submitted"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTools:
-    """What a worker process keeps for its tasks."""
+    """The shared services of a worker process for its tasks."""
 
     announcer: Announcer
     catalog: Catalog
@@ -126,7 +126,7 @@ class Run:
         return self._task.cancel_requested_at is not None or self._task.seconds_left <= 0
 
     async def advance(self) -> Outcome:
-        """Do what comes next for every job of the task."""
+        """Do the next step for every job of the task."""
         self._rows = await self._tools.jobs.of(self._task.id)
         if not self._rows:
             if self._must_stop:
@@ -146,9 +146,10 @@ class Run:
     # Plan -------------------------------------------------------------------------------------------------------
 
     async def _plan(self) -> Sequence[Problem]:
-        """Commit the intents, if the inputs are good; what is wrong with them otherwise, and nothing was paid."""
+        """Commit the intents if the inputs are valid; otherwise return what is wrong. Nothing has been paid yet."""
         if self._task.task_type not in get_args(TaskType):
-            return [Problem(message=f"nothing here does tasks of the type {self._task.task_type!r}", param="task_type")]
+            message = f"no provider here supports tasks of the type {self._task.task_type!r}"
+            return [Problem(message=message, param="task_type")]
         planned = list(plan_jobs(self._task, self._tools.directory))
         for target in self._task.targets:
             adapter = self._tools.directory.get(target.provider)
@@ -157,7 +158,7 @@ class Run:
                 found = await adapter.inspect(make_request(self._task, "bw-" + "0" * 26, target.model, inputs))
             except OperationError as error:
                 if isinstance(error, Fatal) and error.scope == "credential":
-                    continue  # seen again when it matters, and waited for there
+                    continue  # the submission meets the same error, and waits there
                 if not isinstance(error, (Fatal, SchemaInvalid)):
                     raise RetryLater(str(error), getattr(error, "retry_after", None) or _STORE_SECONDS) from error
                 found = [Problem(message=str(error))]
@@ -170,7 +171,7 @@ class Run:
     # Credentials ------------------------------------------------------------------------------------------------
 
     async def _try_credentials(self) -> dict[str, Hold]:
-        """The providers that refuse our credential; one that is due is tried, by one process at a time."""
+        """The providers that refuse our credential. When a retry is due, one process tries the credential."""
         holds = await self._tools.jobs.holds()
         providers = {row.provider for row in self._rows if not row.has_ended} & set(holds)
         for provider in providers:
@@ -195,7 +196,7 @@ class Run:
     # The jobs of the task ---------------------------------------------------------------------------------------
 
     async def _take_on(self, row: RemoteJob) -> float:
-        """Do what can be done for one job now; answers when to come back for it."""
+        """Do what can be done for one job now; returns when to come back for it."""
         if self._ctx.stopping or time.monotonic() > self._ends_at:
             return max(0.0, row.due_seconds)
         errand = self._errand(row)
@@ -213,7 +214,7 @@ class Run:
         return await self._settle(errand, progress)
 
     def _is_lost(self, row: RemoteJob) -> bool:
-        """Of a provider that refuses our credential: whether to wait no longer. What was paid for is waited for."""
+        """Whether to stop waiting for a provider that refuses our credential. Paid results are still waited for."""
         return self._must_stop and row.phase in ("planned", "staged")
 
     async def _settle(self, errand: Errand, progress: Progress) -> float:
@@ -221,7 +222,7 @@ class Run:
             case Waits(seconds, reason):
                 self._slowed = reason or self._slowed
                 if self._task.seconds_left <= 0 and self._may_not_wait(errand):
-                    message = f"its job at {errand.row.provider} had not ended when the time of the task was over"
+                    message = f"its job at {errand.row.provider} had not ended when the task timed out"
                     await self._fail_job(errand, {"kind": "fatal", "code": "timeout", "message": message})
                     return 0.0
                 return seconds
@@ -233,7 +234,7 @@ class Run:
         return 0.0
 
     def _may_not_wait(self, errand: Errand) -> bool:
-        """Whether a job whose time is over has had its time to stop, or cannot be stopped and is still at work."""
+        """Whether a timed-out job has had its time to stop, or cannot be stopped and is still at work."""
         has_had_time = (errand.row.stopping_seconds or 0.0) >= HARVEST_SECONDS
         if has_had_time or self._task.seconds_left <= -CREDENTIAL_SECONDS:
             return True
@@ -246,7 +247,7 @@ class Run:
         return Errand(self._tools.jobs, adapter, row, request, self, self._held, pace)
 
     async def _bring_home(self, errand: Errand, status: Status) -> Progress:
-        """Write all results into the store, count them, and end the job by what was counted."""
+        """Write all results into the store, count them, and end the job according to the counts."""
         row = errand.row
         key = f"{FOLDER}/{self._task.id}/{row.number}-{self._ctx.claim}.jsonl"
         inline_bytes_max = min(INLINE_BYTES_MAX, INLINE_TASK_BYTES_MAX // len(self._rows))
@@ -319,13 +320,13 @@ class Run:
         return state.record_poll(row.document or {}, status)
 
     async def referred(self, row: RemoteJob, session: Session) -> None:
-        """The first job that is submitted brings the task to IN_PROGRESS, in the same commit."""
+        """The first submitted job moves the task to IN_PROGRESS, in the same commit."""
         if self._task.status is TaskStatus.PENDING:
             await self._tools.tasks.begin(self._task.id, self._state([row]), session=session)
             self._has_begun = True
 
     async def is_wanted(self) -> bool:
-        """Staging may have taken a while, and its user may have cancelled the task meanwhile."""
+        """Staging may have taken a while, and the user may have cancelled the task meanwhile."""
         self._task = await self._tools.tasks.get(self._task.id, tenant=None)
         return not self._task.has_ended and not self._must_stop
 
@@ -333,7 +334,7 @@ class Run:
         self._ctx.emit(event, message, **fields)
 
     def _state(self, rows: Iterable[RemoteJob]) -> dict[str, Any]:
-        """The task's provider_state, from the documents of its jobs."""
+        """The task's provider_state, built from the documents of its jobs."""
         task = self._task
         jobs = [dict(row.document) for row in rows if row.document is not None]
         if task.task_type == "completion":
@@ -354,7 +355,7 @@ class Run:
     # Between rounds ---------------------------------------------------------------------------------------------
 
     async def wait_for_configuration(self, error: ConfigurationError) -> Outcome:
-        """Another worker may have it, or this one when it was started anew; until its time is over the task waits."""
+        """Another worker may have it, or this one after a restart. The task waits for it until its timeout."""
         if self._task.seconds_left <= 0 and not self._has_begun:
             return self._end_unsubmitted({"kind": "fatal", "code": "misconfigured", "message": str(error)})
         async with fenced(self._tools.tasks.queue, self._held) as session:
@@ -374,7 +375,7 @@ class Run:
                 self._task.id,
                 provider_state=provider_state,
                 waits_for=waits_for,
-                cancel_note=note and f"{note}: it goes on, and its results are fetched when it ends",
+                cancel_note=note and f"{note}: the job continues, and its results are fetched when it ends",
                 session=session,
             )
         seconds = max(_SNOOZE_SECONDS_MIN, min(waits, default=1.0))
@@ -418,15 +419,15 @@ class Run:
         return self._end(self._verb(outcome), ending, stored)
 
     def _error(self) -> Mapping[str, Any]:
-        """Why there is no result; where the task has stopped its jobs because it was late, that is why."""
+        """Why there is no result. If the task stopped its jobs because it timed out, that is the reason."""
         error = _task_error(self._rows)
         is_late = self._task.cancel_requested_at is None and any(row.cancelled is not None for row in self._rows)
         if not is_late or error.get("code") == "timeout":
             return error
-        return {"kind": "fatal", "code": "timeout", "message": f"the time of the task was over: {error['message']}"}
+        return {"kind": "fatal", "code": "timeout", "message": f"the task timed out: {error['message']}"}
 
     def _report_unknown_costs(self) -> None:
-        """One warning, whatever the number of jobs: a part is no cost, so the task has none."""
+        """One warning, whatever the number of jobs. A partial cost would mislead, so the task has no cost."""
         unknown = [row for row in self._rows if row.succeeded and row.cost is None]
         if not unknown:
             return
@@ -436,7 +437,7 @@ class Run:
         remedy = f'write it as [providers.{first.provider}.prices."{first.model or ANY}"]'
         if self._price(first) is not None:
             remedy = "the provider does not say how much it was"
-        self._ctx.emit("task.cost_unknown", f"the cost is unknown of {shown}; {remedy}", level="warning")
+        self._ctx.emit("task.cost_unknown", f"the cost of {shown} is unknown; {remedy}", level="warning")
 
     def _verb(self, outcome: state.TaskEnding) -> str:
         if self._task.cancel_requested_at is not None and outcome is not state.TaskEnding.COMPLETED:
@@ -479,13 +480,13 @@ class Run:
         )
 
     def _end_unsubmitted(self, error: Mapping[str, Any]) -> Outcome:
-        """Nothing was submitted, and nothing was paid."""
+        """Nothing was submitted, so nothing was paid."""
         verb = "end_cancelled" if self._task.cancel_requested_at is not None else "fail"
         failed = len(self._task.inputs) + len(self._task.invalid_urls)
         return self._end(verb, Ending(error=error, failed=failed), None)
 
     def _end(self, verb: str, ending: Ending, file: NewFile | None) -> Outcome:
-        """One commit: the task's last move, its result file, its webhooks, and the success of its job."""
+        """One commit: the task's last transition, its result file, its webhooks, and the success of its job."""
         task, tools = self._task, self._tools
 
         async def write(connection: Any) -> None:
@@ -509,7 +510,7 @@ EVENTS: dict[TaskStatus, Any] = {
 
 
 def make_request(task: Task, key: str, model: str | None, input_ids: Sequence[str]) -> Request:
-    """What a provider is to do for a task with these inputs."""
+    """The request to a provider for a task with these inputs."""
     inputs = {input.id: input for input in task.inputs}
     return Request(
         key=key,
@@ -521,7 +522,7 @@ def make_request(task: Task, key: str, model: str | None, input_ids: Sequence[st
 
 
 def plan_jobs(task: Task, directory: Directory) -> Iterable[NewRemoteJob]:
-    """One job for each target, or several where a provider takes fewer inputs at a time."""
+    """One job for each target, or several if a provider accepts fewer inputs at a time."""
     number = 0
     ids = [input.id for input in task.inputs]
     for target in task.targets:
@@ -532,7 +533,7 @@ def plan_jobs(task: Task, directory: Directory) -> Iterable[NewRemoteJob]:
 
 
 async def _gather(at_once: int, calls: Iterable[Any]) -> list[float]:
-    """All of them, some at a time; the first error comes out when all have ended."""
+    """Run all, a limited number at a time; raise the first error after all have ended."""
     room = asyncio.Semaphore(at_once)
 
     async def run(call: Any) -> float:
@@ -548,7 +549,7 @@ async def _gather(at_once: int, calls: Iterable[Any]) -> list[float]:
 
 
 def _output_uri(row: RemoteJob, key: str) -> str:
-    """Where the results of a completion are: at the provider if that says so, else in our store."""
+    """Where the results of a completion are: at the provider if it says so, else in our store."""
     return str(row.extra.get("output_uri") or f"store:{key}")
 
 
@@ -564,13 +565,13 @@ def _problem_document(problem: Problem, inputs: Mapping[str, Input]) -> dict[str
 
 
 def _sum(values: Iterable[Any]) -> Any:
-    """Of those that are known; None if none is."""
+    """The sum of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def _total_cost(rows: Sequence[RemoteJob]) -> float | None:
-    """None if a job that did something has no known cost, because a part is no cost."""
+    """The total cost; None if a job that did some work has no known cost, because a partial sum would mislead."""
     paid = [row for row in rows if row.succeeded]
     if not paid or any(row.cost is None for row in paid):
         return None

@@ -1,4 +1,4 @@
-"""Which providers there are: the files of `adapters/`, of folders that users name, and of installed packages."""
+"""Finds the adapters: in `adapters/`, in folders that users name, and in installed packages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from batchwright.providers.contract import Adapter
 from batchwright.providers.tools import AdapterTools
 
 ENTRY_POINTS = "batchwright.providers"
-"""The entry point by which an installed package brings a provider."""
+"""The entry point group in which an installed package registers a provider."""
 _MARK = "abilities"
 
 
 def find_adapters(sources: Sequence[str] = ()) -> Mapping[str, type[Adapter]]:
-    """Every adapter by its name: ours, those of modules, files and folders, and those of installed packages."""
+    """Every adapter by name: built-in ones, those in modules, files and folders, and those in installed packages."""
     ours = [f"{adapters.__name__}.{module.name}" for module in pkgutil.iter_modules(adapters.__path__)]
     found: dict[str, type[Adapter]] = {}
     for kind in _kinds([*ours, *sources]):
@@ -34,7 +34,7 @@ def find_adapters(sources: Sequence[str] = ()) -> Mapping[str, type[Adapter]]:
 def make_adapter(
     kinds: Mapping[str, type[Adapter]], name: str, settings: Mapping[str, Any], tools: AdapterTools
 ) -> Adapter:
-    """The adapter of this name with settings as they were written."""
+    """The adapter with this name, created with the settings as the user wrote them."""
     kind = kinds.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, kinds, 1)
@@ -44,7 +44,7 @@ def make_adapter(
 
 
 def read_settings(kind: type[Adapter], written: Mapping[str, Any]) -> Any:
-    """The settings of a provider, checked; a value that is wrong is not repeated, for it may be a secret."""
+    """The checked settings of a provider. Errors never repeat a wrong value, because it may be a secret."""
     known = kind.Settings.__dataclass_fields__
     for name in written:
         if name not in known:
@@ -60,7 +60,7 @@ def read_settings(kind: type[Adapter], written: Mapping[str, Any]) -> Any:
 
 
 def _kinds(sources: Sequence[str]) -> Iterator[type[Adapter]]:
-    """Adapters that have a name of their own: what they have in common may be a class without one."""
+    """Adapters that have their own name. A base class that they share has none."""
     for _, found in plugins.marked(sources, _MARK, entry_points=ENTRY_POINTS):
         if isinstance(found, type) and issubclass(found, Adapter) and "name" in vars(found):
             yield found

@@ -1,4 +1,4 @@
-"""The results of a task on their way home: those of one job into the store, and all of them into one file."""
+"""Writes the results of a task: those of each job into the store, and all of them into one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchwright.storage import Store
 
 
 class Harvest:
-    """The results of one job on their way into the store; afterwards it knows how many there were."""
+    """Writes the results of one job into the store, and counts them."""
 
     def __init__(self, task: Task, errand: Errand, status: Status, price: Price | None, inline_bytes_max: int) -> None:
         self._task = task
@@ -39,7 +39,7 @@ class Harvest:
         self._entries_bytes = 0
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """One pass over the results, a line each."""
+        """One pass over the results, one line for each."""
         self._reset()
         async for result in self._errand.results(self._status):
             self.total += 1
@@ -57,7 +57,7 @@ class Harvest:
             yield line
 
     def small_entries(self) -> list[dict[str, Any]]:
-        """The results, if they are few enough to stand in the document of their job."""
+        """The results, if they are small enough for the document of their job."""
         return self._entries if self._entries_bytes <= self._inline_bytes_max else []
 
     def _entry(self, result: Result) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def output_line(result: Result, provider: str, model: str | None) -> dict[str, A
 
 
 class Merge:
-    """The result file of a task, made of the results of its jobs, a piece at a time."""
+    """The result file of a task, built from the results of its jobs, a piece at a time."""
 
     def __init__(self, store: Store, task: Task, rows: Sequence[RemoteJob], provider: str) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What adapters of HTTP services share: their address, their key, and what their refusals mean."""
+"""What adapters of HTTP services share: the address, the key, and the meaning of errors."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class HttpAdapter(Adapter):
     service: Service
 
     async def ask(self, method: str, path: str, **options: Any) -> Any:
-        """One call that costs nothing, and its JSON."""
+        """Make a free call and return its JSON."""
         return self.checked(await self.service.ask(method, path, **options))
 
     async def pay(self, path: str, **options: Any) -> Any:
-        """The one call that costs money, and its JSON."""
+        """Make the one call that costs money and return its JSON."""
         return await submit_once(self.errors, self.service.ask("POST", path, **options), now=time.time)
 
     @asynccontextmanager
     async def fetch(self, path: str, query: Mapping[str, str | int] | None = None) -> AsyncIterator[Incoming]:
-        """A file, as a stream."""
+        """Stream a file."""
         async with self.service.open("GET", path, query=query) as incoming:
             if not incoming.is_ok:
                 raise error_of(self.errors, await incoming.whole(), now=time.time())
             yield incoming
 
     def checked(self, response: Response) -> Any:
-        """The JSON of an answer, which is an object or a list, or its error."""
+        """The JSON of a response, an object or a list; raises the error if the response is one."""
         if not response.is_ok:
             raise error_of(self.errors, response, now=time.time())
         if not isinstance(answer := response.json(), (dict, list)):
@@ -65,9 +65,9 @@ class KeyedAdapter(HttpAdapter):
         return self._secret.missing
 
     async def headers(self) -> Mapping[str, str]:
-        """What every request has in its head."""
+        """Headers of every request."""
         return {"authorization": f"Bearer {self.key}"}
 
     def query(self) -> Mapping[str, str]:
-        """What every request has in its query."""
+        """Query parameters of every request."""
         return {}

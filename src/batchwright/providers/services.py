@@ -1,4 +1,4 @@
-"""What the routes of tasks work with."""
+"""The services that the routes of tasks use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchwright.providers.tasks import Tasks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskServices:
-    """Of one HTTP server."""
+    """The services of one HTTP server."""
 
     core: Core
     directory: Directory

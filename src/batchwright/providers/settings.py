@@ -1,4 +1,4 @@
-"""How tasks are run, and what most providers need to be told: where the service is, and where its key is."""
+"""Settings of tasks, and those that most providers share: the service's URL, and where to find its key."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class ServiceSettings:
     """A service with one key."""
 
     base_url: str = ""
-    """Where the service is; the key is sent there and nowhere else."""
+    """URL of the service; the key is sent only there."""
     api_key_env: str | None = None
-    """The key is in this environment variable."""
+    """Environment variable with the key."""
     api_key_file: Path | None = None
-    """The key is in this file, whatever the environment holds."""
+    """File with the key; overrides the environment variable."""
 
     def __post_init__(self) -> None:
         check_url(self.base_url)
 
 
 def check_url(url: str) -> None:
-    """Refuse what is no address of a service."""
+    """Refuse a URL that cannot be the address of a service."""
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -49,24 +49,25 @@ def check_url(url: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSettings:
-    """How tasks for outside providers are run."""
+    """Tasks at outside providers."""
 
     poll_interval_seconds: float = 120.0
-    """How often a job at a provider is asked for, unless its provider wants to be asked less often."""
+    """How often workers poll a job at a provider, unless the provider asks for fewer polls."""
     task_timeout_hours: float = 26.0
-    """After so long a task is cancelled at its provider, and ends with what is finished; a provider whose own window is
-    longer has that instead, and so has a task that names its own."""
+    """After this time Batchwright cancels a task at its provider and keeps the finished results. A longer window of the
+    provider replaces it, and so does the timeout of a task that names its own."""
     inputs_max: int = 1_000
-    """Inputs of one task."""
+    """Maximum number of inputs of one task."""
     adapters: tuple[str, ...] = ()
-    """Modules, files or folders with adapters of your own; installed packages are found by themselves."""
+    """Modules, files or folders with your own adapters; adapters of installed packages are found automatically."""
     fetch_private: bool = False
-    """Whether inputs may be fetched from addresses of private networks, such as a file server of your own."""
+    """Whether inputs may be fetched from private networks, for example from your own file server."""
     check_credentials: bool = True
-    """Whether the HTTP server refuses a task for a provider whose credential it cannot find itself; switch it off where
+    """Whether the HTTP server refuses a task for a provider whose credential it cannot find itself; turn it off where
     only the workers have credentials."""
     jobs_at_once: int = 16
-    """Tasks of one provider that a worker process looks after at the same time; they take no slot of the worker."""
+    """Maximum number of tasks of one provider that a worker process handles at the same time; they use no slot of the
+    worker."""
 
     def __post_init__(self) -> None:
         for name in ("poll_interval_seconds", "task_timeout_hours", "inputs_max", "jobs_at_once"):
@@ -76,24 +77,24 @@ class TaskSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderSettings:
-    """One provider: what every provider may have, and the settings of its adapter."""
+    """One provider: the settings that all providers share, and those of its adapter."""
 
     kind: str | None = None
-    """The adapter that speaks to it; unset, the one of the same name."""
+    """The adapter for this provider; by default the one with the same name."""
     poll_interval_seconds: float | None = None
-    """Instead of `tasks.poll_interval_seconds`."""
+    """Overrides `tasks.poll_interval_seconds`."""
     task_timeout_hours: float | None = None
-    """Instead of `tasks.task_timeout_hours`, and of what the adapter knows."""
+    """Overrides `tasks.task_timeout_hours` and the adapter's own timeout."""
     settle_seconds: float | None = None
-    """How long a job may be missing from the provider's list after it was made; unset, what the adapter knows."""
+    """How long a new job may be missing from the provider's list; by default the adapter's own value."""
     requests_per_minute: float | None = None
-    """Calls to it that all worker processes together make in a minute, to submit, ask for and fetch jobs."""
+    """Maximum number of calls per minute to submit, poll and fetch jobs, for all worker processes together."""
     concurrency: int | None = None
-    """Such calls at the same time; not jobs, of which as many are open there as tasks want."""
+    """Maximum number of such calls at the same time. The number of open jobs is not limited."""
     prices: Mapping[str, ProviderPrice] = field(default_factory=dict)
-    """What a model costs here: a million tokens, or an hour of audio; instead of what is known."""
+    """Prices of models, per million tokens or hour of audio; they override the built-in prices."""
     adapter: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of its adapter, which checks them."""
+    """The adapter's own settings; the adapter checks them."""
 
     def __post_init__(self) -> None:
         for name in ("requests_per_minute", "concurrency"):
@@ -108,7 +109,7 @@ _COMMON = frozenset(ProviderSettings.__dataclass_fields__) - {"adapter"}
 
 
 def _split(providers: Any) -> Any:
-    """In each table the settings that all have stand beside those of its adapter."""
+    """Each table mixes the shared settings with those of the adapter."""
     if not isinstance(providers, Mapping):
         raise ConfigurationError("providers has a table for each provider; write [providers.openai]")
     return {name: _split_one(str(name), written) for name, written in providers.items()}
@@ -120,7 +121,7 @@ def _split_one(name: str, written: Any) -> Any:
     if not isinstance(written, Mapping):
         raise ConfigurationError(f"providers.{name} must be a table; write [providers.{name}]")
     if set(written) <= {*_COMMON, "adapter"} and isinstance(written.get("adapter"), Mapping):
-        return dict(written)  # as another process of ours wrote it
+        return dict(written)  # written by another Batchwright process
     common = {key: value for key, value in written.items() if key in _COMMON}
     return {**common, "adapter": {key: value for key, value in written.items() if key not in _COMMON}}
 
@@ -128,7 +129,7 @@ def _split_one(name: str, written: Any) -> Any:
 Providers = Annotated[
     dict[str, ProviderSettings],
     pydantic.BeforeValidator(_split),
-    "Outside providers by the names that tasks use; those that come with Batchwright need no table where their "
+    "Outside providers by the names that tasks use; those that come with Batchwright need no table if their "
     "credentials are in the usual places.",
 ]
 """The table `providers`."""

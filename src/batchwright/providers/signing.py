@@ -1,4 +1,4 @@
-"""Signed URLs of objects in buckets, for providers that fetch their inputs themselves. They are never kept."""
+"""Signed URLs of objects in buckets, for providers that fetch their inputs themselves. They are never stored."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 SCHEMES = frozenset({"https", "gs", "s3", "az", "file"})
 RESULT_BYTES_MAX = 256 * 1024 * 1024
-"""The transcript of one file: four hours with five readings of every word are less."""
+"""Maximum size of one transcript: four hours with five alternatives for every word take less."""
 AUTO = "auto"
-"""The language of audio whose language the provider is to find out."""
+"""The language value that asks the provider to detect the language."""
 _LANGUAGE = re.compile(r"[A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})*|auto")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NAME_CHARACTERS_MAX = 80
@@ -45,15 +45,15 @@ _OPTIONS = frozenset({"language", "languages", "diarization", "speakers_max", "w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechOptions:
-    """The options of a transcription, whoever does it."""
+    """The options of a transcription, the same for all providers."""
 
     languages: Sequence[str]
-    """What may be spoken; with more than one, the provider finds out which."""
+    """The possible languages; with more than one, the provider detects the right one."""
     has_diarization: bool = False
     speakers_max: int | None = None
     has_word_timestamps: bool = False
     provider_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the provider's own request, which win over ours."""
+    """Fields of the provider's own request, which override ours."""
 
     @classmethod
     def of(cls, request: Request, default_language: str) -> SpeechOptions:
@@ -70,7 +70,7 @@ class SpeechOptions:
 
 
 def check_options(request: Request, *, speakers: range, languages_max: int, can_detect: bool = True) -> list[Problem]:
-    """What is wrong with the options, each by its name."""
+    """What is wrong with the options, by name."""
     options = request.options
     problems = [
         Problem(message=f"the option {name!r} is unknown; there are {', '.join(sorted(_OPTIONS))}", param=name)
@@ -93,7 +93,7 @@ def check_options(request: Request, *, speakers: range, languages_max: int, can_
 
 
 def check_inputs(request: Request, abilities: Abilities) -> list[Problem]:
-    """What is wrong with the inputs, as far as it can be seen without fetching them."""
+    """What is wrong with the inputs, as far as that is visible without fetching them."""
     if request.task_type not in abilities.task_types:
         return [Problem(message=f"a task of type {request.task_type} is not for this provider", param="task_type")]
     if not request.inputs:
@@ -112,17 +112,17 @@ def staged_name(index: int, input: Input) -> str:
 
 
 def transcribed(input_id: str, text: str, raw: Mapping[str, Any], seconds: float | None = None) -> Result:
-    """A result: its text, and everything else that the provider said."""
+    """A result: its text, and everything else that the provider returned."""
     return Result(key=input_id, value={"text": text, "raw": raw}, usage=Usage(audio_seconds=seconds))
 
 
 def failed(input_id: str, error: Mapping[str, Any]) -> Result:
-    """A result that says why there is none: kind, code and message."""
+    """A failed result: kind, code and message say why."""
     return Result(key=input_id, error=error)
 
 
 def refused(error: OperationError) -> dict[str, Any]:
-    """Why an input was left out of its job, as it is kept; an error that is about more than this input is raised."""
+    """Why an input was left out of its job, as it is stored. An error that is not only about this input is raised."""
     if not isinstance(error, Fatal) or error.scope != "item":
         raise error
     return {"kind": error.kind, "code": error.code, "message": str(error)}
@@ -142,7 +142,7 @@ class ObjectAdapter(HttpAdapter):
 
 
 async def each_once(request: Request, status: Status, found: AsyncIterator[Result]) -> AsyncIterator[Result]:
-    """One result for each input: the first that there is, or why there is none. Results of strangers are left out."""
+    """One result for each input: the first one, or why there is none. Results for unknown inputs are left out."""
     left = {input.id for input in request.inputs}
     async for result in found:
         if result.key in left:
@@ -156,13 +156,13 @@ async def each_once(request: Request, status: Status, found: AsyncIterator[Resul
 
 
 def lost(external_id: str) -> Status:
-    """A job that the provider says it does not have; it may be wrong about that."""
+    """The status of a job that the provider says it does not have; it may be wrong about that."""
     error = {"kind": "fatal", "code": "job_not_found", "message": f"the provider has no job {external_id}"}
     return Status(phase=Phase.RUNNING, raw_status="NOT_FOUND", is_error=True, error=error)
 
 
 def ending_of(counts: Counts, otherwise: Ending) -> Ending:
-    """How a job ended, by its counts; by the provider's word only where there are none."""
+    """How a job ended, judged by its counts; by the provider's status only if there are no counts."""
     if counts.total is None or counts.succeeded is None:
         return otherwise
     if counts.succeeded == 0:
@@ -172,13 +172,13 @@ def ending_of(counts: Counts, otherwise: Ending) -> Ending:
 
 
 async def fetch_signed(service: Service, url: str) -> Response:
-    """What a signed URL leads to, fetched without credentials, whatever its status is."""
+    """Fetch a signed URL without credentials, whatever the response status."""
     async with service.open_signed(url) as incoming:
         return await incoming.whole(RESULT_BYTES_MAX)
 
 
 async def fetch_object(tools: AdapterTools, uri: str) -> bytes:
-    """An object of a bucket, whole; nothing if there is none."""
+    """The complete object of a bucket; empty if there is none."""
     root, key = split_uri(uri)
     content = bytearray()
     try:
@@ -193,7 +193,7 @@ async def fetch_object(tools: AdapterTools, uri: str) -> bytes:
 
 
 def read_object(body: bytes) -> dict[str, Any] | None:
-    """A JSON object; None if the bytes are none."""
+    """The bytes as a JSON object; None if they are not one."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -202,7 +202,7 @@ def read_object(body: bytes) -> dict[str, Any] | None:
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Two JSON objects as one; where both have a value that is no object, theirs wins."""
+    """Merge two JSON objects; if both have a value that is not an object, theirs wins."""
     both = dict(ours)
     for name, value in theirs.items():
         known = both.get(name)
@@ -227,7 +227,8 @@ def _check_languages(options: Mapping[str, Any], languages_max: int) -> list[Pro
         return [Problem(message=f"languages must be a list of 1 to {languages_max}", param="languages")]
     return [
         Problem(
-            message=f"{language!r} is no language such as en-US", param="language" if several is None else "languages"
+            message=f"{language!r} is not a language code such as en-US",
+            param="language" if several is None else "languages",
         )
         for language in several or [one]
         if language is not None and not (isinstance(language, str) and _LANGUAGE.fullmatch(language))

@@ -1,10 +1,10 @@
-"""The documents in a task's `provider_state`: pure functions that make them, update them and read their outcome.
+"""The documents in a task's `provider_state`: pure functions that create them, update them and read their outcome.
 
     SUBMITTED ─▶ the provider's own word … ─▶ COMPLETED | PARTIAL_COMPLETE | FAILED
                       │           ▲
                       └─ an error answer: counted; the third in a row is FAILED
 
-Each provider's document has a fixed set of fields. Whatever else the caller must remember has columns of its own.
+Each provider's document has a fixed set of fields. Everything else that the caller must remember has its own columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Document = dict[str, Any]
 
 SUBMITTED = "SUBMITTED"
 TRANSIENT_FAILURES_MAX = 3
-"""The error answer in a row that fails a job."""
+"""Number of error answers in a row that fails a job."""
 
 
 class TaskEnding(StrEnum):
@@ -46,7 +46,7 @@ _WITH_MAP = frozenset({"SARVAM"})
 def describe_transcription(
     provider: str, *, dataset_ids: Sequence[str], invalid_urls: Sequence[str] = (), jobs: Sequence[Document] = ()
 ) -> Document:
-    """The document of a transcription task; `dataset_ids` are the ids of the files that we have stored."""
+    """The document of a transcription task; `dataset_ids` are the ids of the stored files."""
     state: Document = {
         "task_type": "transcription",
         "provider": provider.upper(),
@@ -64,7 +64,7 @@ def describe_completion(*, input_dataset_ids: Sequence[str], jobs: Sequence[Docu
 
 
 def new_job(task_type: str, provider: str, request: Request, job: Job | None) -> Document:
-    """The document of a job that was submitted; one that could not be has no external id."""
+    """The document of a submitted job; a job that could not be submitted has no external id."""
     is_transcription = task_type == "transcription"
     fields = _TRANSCRIPTION_FIELDS.get(provider.upper(), _FLAT) if is_transcription else _COMPLETION_FIELDS
     first = request.inputs[0] if request.inputs else None
@@ -80,14 +80,14 @@ def new_job(task_type: str, provider: str, request: Request, job: Job | None) ->
 
 
 def sources(inputs: Sequence[Input], job: Job) -> dict[str, str]:
-    """Where the inputs of a job came from; the inputs of a job with several are told apart by their ids."""
+    """The sources of a job's inputs; if there are several, their ids tell them apart."""
     if len(inputs) == 1:
         return {job.external_id: inputs[0].uri}
     return {f"{job.external_id}/{input.id}": input.uri for input in inputs}
 
 
 def record_poll(document: Document, status: Status) -> Document:
-    """A job after a poll that found it unfinished, or that the provider answered with an error about it."""
+    """A job after a poll that found it unfinished, or that returned an error about it."""
     if status.is_error:
         return _count_failure(document, status)
     if status.phase is Phase.ENDED:
@@ -106,7 +106,7 @@ def record_end(
     entries: Sequence[Document] = (),
     output_uri: str | None = None,
 ) -> Document:
-    """A job that has ended: its outcome by counted results, and the results themselves or where they are."""
+    """An ended job: its outcome by counted results, and the results themselves or where they are."""
     ended = {**document, "status": outcome.value}
     if "result" in document and entries:
         ended["result"] = list(entries)
@@ -122,7 +122,7 @@ def fail_job(document: Document, error: str) -> Document:
 
 
 def count_outcome(*, total: int, succeeded: int) -> TaskEnding:
-    """The outcome of one job by its results: what the provider calls it decides nothing."""
+    """The outcome of one job, decided by its results and not by the provider's status."""
     if succeeded == 0:
         return TaskEnding.FAILED
     return TaskEnding.COMPLETED if succeeded >= total else TaskEnding.PARTIAL_COMPLETE
@@ -151,7 +151,7 @@ def make_entry(input: Input, result: Result | None) -> Document:
 
 
 def is_merged_by_model(provider: str) -> bool:
-    """Whether the result file has a list of transcriptions for each model, and not one for all."""
+    """Whether the result file has one list of transcriptions per model instead of one for all."""
     return provider.upper() in _MERGED_BY_MODEL
 
 
@@ -172,7 +172,7 @@ def _entry(input: Input, value: Mapping[str, Any] | None, error: Mapping[str, An
 
 
 def _reason(status: Status) -> str:
-    """Why a job failed, in one string."""
+    """Why a job failed, as one string."""
     if status.error and status.error.get("message"):
         return str(status.error["message"])
     ending = status.ending or Ending.FAILED

@@ -1,4 +1,4 @@
-"""What a user wants becomes a task, or an error that says what is wrong; nothing is created until all is well."""
+"""Turns a user's request into a task, or an error that says what is wrong. Nothing is created until all checks pass."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _REASONS_SHOWN = 5
 _FILE = "file-"
 
 Unusable = tuple[str, str]
-"""An input that is left out, by its name, and why."""
+"""The name of an input that is left out, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedInput:
-    """An input as a user names it: a URL, or a file that is stored here."""
+    """An input as a user names it: a URL, or a stored file."""
 
     url: str | None = None
     file_id: str | None = None
     filename: str | None = None
     bytes: int | None = None
     sha256: str | None = None
-    """With `bytes`, of a file that will be stored under this id once the task is known to be well."""
+    """With `bytes`: the id under which a file will be stored once the task has passed all checks."""
 
     @classmethod
     def of(cls, text: str) -> WantedInput:
@@ -71,7 +71,7 @@ class WantedTask:
 
     @property
     def digest(self) -> bytes:
-        """Of what was asked for: the same key with another wish is a conflict."""
+        """Digest of the request: the same key with another digest is a conflict."""
         said = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
@@ -82,7 +82,7 @@ class WantedTask:
 
 
 class Submission:
-    """Checks what is wanted, and makes tasks of it."""
+    """Checks requests, and creates tasks from them."""
 
     def __init__(
         self, tasks: Tasks, catalog: Catalog, files: Files, directory: Directory, settings: TaskSettings
@@ -94,10 +94,10 @@ class Submission:
         self._settings = settings
 
     async def create(self, wanted: WantedTask, *, must_be_served: bool = False) -> tuple[Task, bool]:
-        """The task with its job, and whether it is new; InvalidInput says what is wrong, and then there is none."""
-        from batchwright.providers.operations import task_job  # here, because its schema takes a while to be built
+        """Create the task with its job; returns it and whether it is new. InvalidInput means that none was created."""
+        from batchwright.providers.operations import task_job  # here, because building its schema takes a while
 
-        # First: what the first request has named may be gone by now.
+        # First, because files that the first request named may be gone by now.
         repeated = await self._tasks.find_repeated(wanted.tenant, wanted.idempotency_key, wanted.digest)
         if repeated is not None:
             return repeated, False
@@ -106,11 +106,11 @@ class Submission:
         return await retry_unavailable(lambda: self._tasks.create(new, job), tries_max=_TRIES_MAX)
 
     async def check(self, wanted: WantedTask) -> NewTask:
-        """The task as it would be, or InvalidInput; nothing is created, and files that are to be stored may wait."""
+        """The task as it would be, or InvalidInput. Nothing is created, and files need not be stored yet."""
         return await self._prepare(wanted, is_stored=False)
 
     async def inspect(self, new: NewTask) -> Sequence[Problem]:
-        """What is wrong with the contents of the inputs of a task to be; they are read, and nobody is asked."""
+        """What is wrong with the contents of a new task's inputs. This reads the inputs, but calls no provider."""
         for target in new.targets:
             request = Request(
                 key=_PROBE,
@@ -144,7 +144,7 @@ class Submission:
         hours = wanted.timeout_hours or max(self._directory.timeout_hours(target.provider) for target in targets)
         if not 0 < hours <= TIMEOUT_HOURS_MAX:
             raise InvalidInput(
-                f"timeout_hours is {hours:g}; it goes from above 0 to {TIMEOUT_HOURS_MAX:g}", param="timeout_hours"
+                f"timeout_hours is {hours:g}; use above 0 to {TIMEOUT_HOURS_MAX:g}", param="timeout_hours"
             )
         return NewTask(
             tenant=wanted.tenant,
@@ -166,7 +166,7 @@ class Submission:
     # Providers --------------------------------------------------------------------------------------------------
 
     def _find_targets(self, wanted: WantedTask, task_type: TaskType) -> list[Target]:
-        """Which provider is to use which model."""
+        """The pairs of provider and model to use."""
         if len(wanted.models) > MODELS_MAX:
             raise InvalidInput(f"a task has at most {MODELS_MAX} models, not {len(wanted.models)}", param="models")
         if wanted.provider is not None:
@@ -188,12 +188,12 @@ class Submission:
         return Target(provider, name)
 
     def _require(self, target: Target, task_type: TaskType) -> Adapter:
-        """The adapter, if it takes such tasks and has its credentials."""
+        """The adapter, if it accepts such tasks and has its credentials."""
         kind = self._directory.kind(target.provider)
         if task_type not in kind.abilities.task_types:
             able = ", ".join(self._directory.can_do(task_type))
             raise InvalidInput(
-                f"the provider {target.provider!r} has no tasks of the type {task_type}; there are {able}",
+                f"the provider {target.provider!r} does not support tasks of the type {task_type}; use {able}",
                 param="provider",
             )
         if task_type == "completion" and target.model is None:
@@ -209,7 +209,7 @@ class Submission:
     def _check(
         self, wanted: WantedTask, task_type: TaskType, target: Target, adapter: Adapter, inputs: list[Input]
     ) -> tuple[list[Input], list[Unusable]]:
-        """The inputs that this provider takes, and why not the others; what is about the whole task is an error."""
+        """The inputs that this provider accepts, and why not the others. A problem of the whole task is an error."""
         most = adapter.abilities.inputs_max or len(inputs) or 1
         problems: list[Problem] = []
         for start in range(0, len(inputs), most):
@@ -274,12 +274,12 @@ def _input_to_be(id: str, one: WantedInput) -> Input:
 
 
 def shown(input: Input) -> str:
-    """An input by the name that its user gave it, without what may be a secret in a signed URL."""
+    """The user's name for an input, without the query of a URL, which may hold a secret."""
     return input.uri.removeprefix("file:")
 
 
 def _with_default_model(target: Target, adapter: Adapter) -> Target:
-    """Some providers have a model for those who name none."""
+    """Some providers have a default model."""
     return Target(target.provider, target.model or getattr(adapter.settings, "model", None))
 
 
@@ -304,7 +304,7 @@ def _why_no_file(input: Input) -> str | None:
 
 
 def _why_no_url(url: str) -> str | None:
-    """Why nothing can be read from there; None if something may."""
+    """Why a URL cannot be read; None if it may be readable."""
     if len(url) > URL_CHARACTERS_MAX:
         return f"it is longer than {URL_CHARACTERS_MAX} characters"
     if not url.isascii() or not url.isprintable() or " " in url:

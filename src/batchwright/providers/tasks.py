@@ -1,4 +1,4 @@
-"""The rows of tasks: every move is a compare-and-set.
+"""The rows of tasks: every transition is a compare-and-set.
 
 A task is driven by its job, `provider.task`. The job verbs refuse jobs that belong to a task; the verbs here take their
 place.
@@ -28,14 +28,14 @@ from batchwright.states import TASK, TaskStatus
 SQL = statements(__package__, "tasks.sql", parts=owned.JOBS_VIEW)
 PROCESS = "provider.task"
 QUEUE = "tasks/"
-"""Tasks wait in one queue per provider, so that a slow one delays nobody else's."""
+"""Tasks wait in one queue per provider, so that a slow provider delays only its own tasks."""
 _RACES_MAX = 10
 _PAGE = 1_000
 _PARKED_COUNT_MAX = 10_000
 
 
 class Target(NamedTuple):
-    """A provider, and the model that it is to use; of a transcription there may be none."""
+    """A provider, and the model to use; a transcription may have none."""
 
     provider: str
     model: str | None
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A task as its row stood when it was read."""
+    """A task, as its row was when it was read."""
 
     id: str
     tenant: str
@@ -67,19 +67,19 @@ class Task:
     output_tokens: int | None
     audio_seconds: float | None
     cost: float | None
-    """None if it is not known."""
+    """None if unknown."""
     result_file_id: str | None
     result_expires_seconds: int | None
     cancel_note: str | None
     waits_for: str | None
-    """What it cannot go on without, in words; None if it goes on, as far as is known."""
+    """What the task waits for, as text; None if it is not known to wait."""
     created_at: datetime
     in_progress_at: datetime | None
     cancel_requested_at: datetime | None
     deadline_at: datetime
     ended_at: datetime | None
     seconds_left: float
-    """Until its timeout, by the database's clock."""
+    """Seconds until its timeout, by the database's clock."""
 
     @property
     def has_ended(self) -> bool:
@@ -87,13 +87,13 @@ class Task:
 
     @property
     def file_ids(self) -> list[str]:
-        """Its inputs that are files of ours."""
+        """Its inputs that are stored files."""
         return [input.uri.removeprefix("file:") for input in self.inputs if input.uri.startswith("file:")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTask:
-    """A task to be."""
+    """A task to create."""
 
     tenant: str
     task_type: str
@@ -133,7 +133,7 @@ class Ending:
 
 
 class Abandoned(NamedTuple):
-    """An open task that nobody drives any more."""
+    """An open task that no job drives any more."""
 
     id: str
     tenant: str
@@ -152,9 +152,9 @@ class Tasks:
 
     @retry_deadlocks
     async def create(self, new: NewTask, job: Mapping[str, Any]) -> tuple[Task, bool]:
-        """Make the task together with its job; answers it, and whether it is new. After a lost answer, call it again.
+        """Create the task together with its job; returns it, and whether it is new. After a lost answer, call it again.
 
-        The same idempotency key with the same digest answers the first task; with another one it is a Conflict.
+        The same idempotency key with the same digest returns the first task; with another digest it is a Conflict.
         """
         params = {
             **{name: getattr(new, name) for name in NewTask.__dataclass_fields__},
@@ -178,7 +178,7 @@ class Tasks:
         raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
 
     async def find_repeated(self, tenant: str, key: str | None, digest: bytes | None) -> Task | None:
-        """The task that this idempotency key stands for already; with another digest it is a Conflict."""
+        """The existing task with this idempotency key; with another digest it is a Conflict."""
         params = {"id": "", "tenant": tenant, "idempotency_key": key, "idempotency_digest": digest}
         return await self._find_known(params, None) if key is not None else None
 
@@ -211,7 +211,7 @@ class Tasks:
 
     @retry_deadlocks
     async def cancel(self, id: str, *, tenant: str | None) -> Task:
-        """Order the task to end; one that is being cancelled, or was, is answered as it is."""
+        """Order the task to end; a task that is being cancelled, or was, is returned unchanged."""
         async with self._database.transaction() as session:
             rows = await self._database.ask(SQL["request_cancel"], {"id": id, "tenant": tenant}, session)
             if rows:
@@ -226,7 +226,7 @@ class Tasks:
     # Workers ----------------------------------------------------------------------------------------------------
 
     async def begin(self, id: str, provider_state: Mapping[str, Any], *, session: Session | None = None) -> Task | None:
-        """From PENDING to IN_PROGRESS; None if somebody else moved it."""
+        """Move it from PENDING to IN_PROGRESS; None if another process moved it."""
         params = {"id": id, "provider_state": _json(provider_state)}
         rows = await self._database.ask(SQL["begin"], params, session)
         return _task(rows[0]) if rows else None
@@ -240,7 +240,7 @@ class Tasks:
         cancel_note: str | None,
         session: Session,
     ) -> None:
-        """What a round has found."""
+        """Save the outcome of a round."""
         params = {
             "id": id,
             "provider_state": _json(provider_state),
@@ -250,7 +250,7 @@ class Tasks:
         await self._database.ask(SQL["save"], params, session)
 
     async def wake_parked(self, provider: str) -> int:
-        """Let tasks go on that wait for the credential of this provider; answers how many those are."""
+        """Resume tasks that wait for the credential of this provider; returns how many there are."""
         target = _json([{"provider": provider}])
         woken, after = 0, ("", "")
         while True:
@@ -263,7 +263,7 @@ class Tasks:
             after = (page[-1][0], page[-1][1])
 
     async def parked(self, tenant: str | None) -> Sequence[InboxGroup]:
-        """Tasks that wait for a credential, by provider: somebody must do something about it."""
+        """Tasks that wait for a credential, by provider: an operator must act."""
         rows = await self._database.ask(SQL["count_parked"], {"tenant": tenant, "count_max": _PARKED_COUNT_MAX})
         return [
             InboxGroup(
@@ -280,7 +280,7 @@ class Tasks:
             for provider, code, message, since, n, last_at, latest, has_more in rows
         ]
 
-    # The last move: answers where it led, or None if somebody else moved the task ----------------------------------
+    # The last transition: returns the new state, or None if another process moved the task -------------------------
 
     async def complete(self, id: str, ending: Ending, *, session: Session | None = None) -> TaskStatus | None:
         return await self._end("complete", id, ending, session)
@@ -307,16 +307,16 @@ class Tasks:
     # Upkeep -----------------------------------------------------------------------------------------------------
 
     async def abandoned(self, limit: int, *, session: Session | None = None) -> Sequence[Abandoned]:
-        """Open tasks whose job ended without them, or that no worker came to before their time was over."""
+        """Open tasks whose job ended without them, or that no worker picked up before their timeout."""
         return [Abandoned(*row) for row in await self._database.ask(SQL["abandoned"], {"limit": limit}, session)]
 
     async def wake_cancelled(self, *, session: Session | None = None) -> int:
-        """A wish to cancel that came while a run was about to put the task off must not wait for the next look."""
+        """A request to cancel that came while a run was about to snooze the task must not wait for the next poll."""
         found = [id for (id,) in await self._database.ask(SQL["just_cancelled"], {"limit": _PAGE}, session)]
         return await self.queue.wake(found, session=session) if found else 0
 
     async def remove_old(self, keep_seconds: float, limit: int) -> Sequence[str]:
-        """Remove ended tasks with their jobs' rows; the jobs of the engine are left to retention. Answers their ids."""
+        """Remove ended tasks with their jobs' rows; retention removes the engine's jobs. Returns the tasks' ids."""
         removed = []
         for id, job_id in await self._database.ask(SQL["old"], {"keep_seconds": keep_seconds, "limit": limit}):
             async with self._database.transaction() as session:
@@ -326,7 +326,7 @@ class Tasks:
         return removed
 
     async def clear_keys(self, keep_seconds: float, limit: int) -> int:
-        """Forget idempotency keys that are older than this; answers how many."""
+        """Forget idempotency keys that are older than this; returns how many."""
         cleared, after = 0, ("", "")
         while True:
             params = {"keep_seconds": keep_seconds, "limit": limit, "after": after[0], "after_id": after[1]}

@@ -1,4 +1,4 @@
--- Tasks: every move is a compare-and-set; a wish to cancel is a column that the worker of the task reads.
+-- Tasks: every transition is a compare-and-set; a request to cancel is a column that the worker of the task reads.
 
 -- part: columns
 id, tenant, status::text, task_type, provider, targets, inputs, invalid_urls, options, metadata, job_id, queue, priority,
@@ -8,7 +8,7 @@ CASE WHEN ended_at IS NULL AND waiting_at > :now - make_interval(secs => 900) TH
 created_at, in_progress_at, cancel_requested_at, deadline_at, ended_at,
 extract(epoch FROM deadline_at - :now)::float8
 
--- What is known of a task that ends.
+-- What is known about a task that ends.
 -- part: ending
 provider_state = coalesce(%(provider_state)s::jsonb, provider_state),
 error = %(error)s::jsonb,
@@ -41,7 +41,7 @@ RETURNING file_id
 -- name: release_files
 DELETE FROM batchwright.file_use WHERE owner = %(id)s RETURNING file_id
 
--- The task that stood in the way: the same one, made by a call whose answer was lost, or the one that has the key.
+-- The conflicting task: the same one, created by a call whose answer was lost, or the one that has the key.
 -- name: known
 SELECT idempotency_digest, :columns
 FROM batchwright.task
@@ -52,7 +52,7 @@ LIMIT 1
 -- name: get
 SELECT :columns FROM batchwright.task WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
 
--- By tenant and id, said in a way that only the index of both can follow.
+-- By tenant and id, written so that only the index on both fits.
 -- name: list
 SELECT :columns
 FROM batchwright.task
@@ -67,8 +67,8 @@ WHERE id < coalesce(%(after)s, 'u') COLLATE "C"
 ORDER BY id DESC
 LIMIT %(limit)s
 
--- By status, the newest of each and of each tenant: `list` would walk past all others to find a few. Said in a way that
--- only the index of all three can follow.
+-- By status, the newest of each status and tenant: `list` would scan all others to find a few. Written so that only
+-- the index on all three fits.
 -- name: list_by_status
 WITH RECURSIVE known AS (
     (SELECT one.tenant FROM batchwright.task AS one WHERE %(tenant)s::text IS NULL ORDER BY one.tenant LIMIT 1)
@@ -107,7 +107,7 @@ UPDATE batchwright.task SET status = 'IN_PROGRESS', provider_state = %(provider_
 WHERE id = %(id)s AND status = 'PENDING'
 RETURNING :columns
 
--- What a round has found; a task that nothing keeps waiting says nothing.
+-- The outcome of a round; without a message for a task that waits for nothing.
 -- name: save
 UPDATE batchwright.task SET
     provider_state = coalesce(%(provider_state)s::jsonb, provider_state),
@@ -148,7 +148,7 @@ WHERE task.ended_at IS NULL AND (
 ORDER BY task.deadline_at, task.id
 LIMIT %(limit)s
 
--- A page of those that wait for something, and whether it may be the credential of this provider.
+-- A page of waiting tasks, and whether they may wait for the credential of this provider.
 -- name: parked
 SELECT tenant, id, job_id, targets @> %(target)s::jsonb
 FROM batchwright.task
@@ -156,15 +156,15 @@ WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND (tenant, id) > (%(aft
 ORDER BY tenant, id
 LIMIT %(limit)s
 
--- Just cancelled, while their job may have been about to be put off.
+-- Just cancelled, while their job may have been about to snooze.
 -- name: just_cancelled
 SELECT job_id FROM batchwright.task
 WHERE ended_at IS NULL AND cancel_requested_at > :now - make_interval(secs => 30)
 ORDER BY cancel_requested_at
 LIMIT %(limit)s
 
--- Tasks that wait for something are looked at up to `count_max`. If there are more, a provider whose credential is
--- refused is named in any case: tasks that wait for it may be among the others.
+-- Reads up to `count_max` waiting tasks. If there are more, a provider whose credential is refused is always named:
+-- the tasks that were not read may wait for it.
 -- name: count_parked
 WITH waiting AS MATERIALIZED (
     (

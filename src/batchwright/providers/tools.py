@@ -24,7 +24,7 @@ Chunks = AsyncIterator[bytes]
 
 
 class Secret:
-    """A credential by reference. It is read when it is needed, and may be exchanged while the process runs."""
+    """A credential by reference. It is read when it is needed, so it can be replaced while the process runs."""
 
     def __init__(self, what: str, file: Path | None, variable: str | None, environment: Mapping[str, str]) -> None:
         self._key = Key(what, file, variable, environment)
@@ -35,14 +35,14 @@ class Secret:
 
     @property
     def missing(self) -> str | None:
-        """Where it should be, in words, if it cannot be read there; None if it is there."""
+        """Where the credential should be, as text, if it cannot be read there; None if it is there."""
         try:
             return None if self._key.text(time.monotonic()) is not None else f"{self._what} is not configured"
         except ConfigurationError as error:
             return str(error)
 
     def text(self) -> str:
-        """The credential; one that is missing stops all work that needs it."""
+        """The credential. If it is missing, all work that needs it stops."""
         if (missing := self.missing) is not None:
             raise Fatal(missing, scope="credential", code="credentials_missing")
         text = self._key.text(time.monotonic())
@@ -68,7 +68,7 @@ class AdapterTools:
         self.environment = os.environ if environment is None else environment
         self.now = now
         self.sign: Callable[[str, float], Awaitable[str]] = sign_uri
-        """Make a URL from which anybody can read an object of a bucket for so many seconds."""
+        """Create a URL from which anybody can read an object of a bucket for this number of seconds."""
         self._open_stored = open_stored
         self._place_of_stored = place_of_stored
         self._open_bucket = bucket
@@ -85,7 +85,7 @@ class AdapterTools:
         return self._buckets[root]
 
     def place(self, input: Input) -> str | None:
-        """The `gs:`, `s3:` or `az:` address of an input, also of one that we have stored; None if it has none."""
+        """The `gs:`, `s3:` or `az:` address of an input, including stored files; None if it has none."""
         scheme, _, rest = input.uri.partition(":")
         if scheme == "file":
             return self._place_of_stored(rest)
@@ -104,7 +104,7 @@ class AdapterTools:
         return self._fetch(input.uri)
 
     async def size(self, input: Input) -> int:
-        """Bytes of an input; where nobody knows it, it is read once to be measured."""
+        """Size of an input in bytes. If the size is unknown, the input is read once to measure it."""
         if input.bytes is not None:
             return input.bytes
         if input.uri.partition(":")[0] in SCHEMES:
@@ -117,7 +117,7 @@ class AdapterTools:
         return measured
 
     async def _fetch(self, url: str) -> Chunks:
-        """A file by URL, without credentials, and not from inside our own network."""
+        """Fetch a file by URL, without credentials, and never from inside our own network."""
         await self._refuse_private_names(url)
         async with self.http.open("GET", url) as incoming:
             if incoming.address is not None and not self._may_fetch_private and is_private(incoming.address):
@@ -130,7 +130,7 @@ class AdapterTools:
     async def _refuse_private_names(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http") or not parts.hostname or "@" in parts.netloc:
-            raise Fatal("an input's URL is none that can be fetched", scope="item", code="invalid_uri")
+            raise Fatal("an input's URL cannot be fetched", scope="item", code="invalid_uri")
         if self._may_fetch_private:
             return
         try:
@@ -150,7 +150,7 @@ def _private(url: str) -> Fatal:
 
 
 def _not_fetched(url: str, status: int) -> Fatal | Transient:
-    """The whole URL may be a signed one, so only its host is named."""
+    """The message names only the host, because the whole URL may be signed."""
     message = f"{urlsplit(url).hostname} answered {status} for an input"
     if status in (408, 425, 429) or status >= 500:
         return Transient(message, code="input_unavailable")

@@ -1,4 +1,4 @@
-"""Looks after tasks that nobody else moves on, removes what was staged, and what is old."""
+"""Ends tasks that no job drives any more, and removes staged inputs and old tasks."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ class TaskUpkeep:
         ]
 
     async def close(self) -> None:
-        """Wait for nothing; what is not removed yet is tried again by others."""
+        """Stop without waiting; other workers retry what is not removed yet."""
         if self._cleaning is not None:
             self._cleaning.cancel()
             await asyncio.gather(self._cleaning, return_exceptions=True)
 
     async def look(self, session: Session) -> bool:
-        """End tasks whose job is gone, and those that no worker came to in time."""
+        """End tasks whose job is gone, and tasks that no worker picked up in time."""
         await self._tasks.wake_cancelled(session=session)
         page = await self._tasks.abandoned(_PAGE, session=session)
         for task in page:
             try:
                 await self._fail(task)
-            except Exception:  # the others need help all the same
-                log.exception("task %s could not be looked after", task.id)
+            except Exception:  # one failure must not stop the others
+                log.exception("task %s was abandoned by its job and could not be ended", task.id)
         return len(page) == _PAGE
 
     async def _fail(self, task: Abandoned) -> None:
@@ -78,7 +78,7 @@ class TaskUpkeep:
             "The job of this task could not be run to its end; look for its key at the provider before you repeat it."
         )
         if task.job_status == "QUEUED":
-            message = "No worker came to this task before its time was over; nothing was submitted."
+            message = "No worker picked up this task before its timeout; nothing was submitted."
         error = {"kind": "fatal", "code": "abandoned", "message": message}
         async with self._tasks.queue.database.transaction() as session:
             if task.job_status == "QUEUED":
@@ -92,9 +92,9 @@ class TaskUpkeep:
                 await self._announcer.announce(task.tenant, task.id, EVENTS[status], session)
 
     async def clean_up(self, session: Session) -> bool:
-        """Remove what was staged for jobs that have ended, where their worker could not or has died.
+        """Remove the staged inputs of ended jobs whose worker could not do it or has died.
 
-        The providers are asked after the round: a transaction must not wait for them.
+        The calls to providers come after the round: a transaction must not wait for them.
         """
         if self._cleaning is not None and not self._cleaning.done():
             return False
@@ -104,7 +104,7 @@ class TaskUpkeep:
         return False
 
     async def cleaned(self) -> None:
-        """Wait until what a round has found was tried."""
+        """Wait until everything that a round found was tried."""
         if self._cleaning is not None:
             await self._cleaning
 
@@ -115,18 +115,18 @@ class TaskUpkeep:
                 await self._directory.get(row.provider).clean_up(request, row.staged, row.job)
                 await self._jobs.clean(row)
             except BatchwrightError as error:
-                log.warning("%s: what was staged at %s is not removed yet: %s", row.key, row.provider, error)
-            except Exception:  # of an adapter that is wrong; the others are cleaned all the same
-                log.exception("%s: what was staged at %s is not removed", row.key, row.provider)
+                log.warning("%s: the staged inputs at %s are not removed yet: %s", row.key, row.provider, error)
+            except Exception:  # a faulty adapter must not stop the others
+                log.exception("%s: the staged inputs at %s are not removed", row.key, row.provider)
 
     async def _request(self, row: RemoteJob) -> Request:
-        """What was asked of the provider; a job that belongs to no task is of a batch, and its key says enough."""
+        """The request to the provider. A job without a task belongs to a batch, and its key is enough."""
         if row.owner.startswith("task_"):
             return make_request(await self._tasks.get(row.owner, tenant=None), row.key, row.model, row.input_ids)
         return Request(key=row.key, task_type="completion", model=row.model, inputs=())
 
     async def remove_old(self, session: Session) -> bool:
-        """Remove tasks that nobody can ask for any more, and the results of their jobs; the result file stays."""
+        """Remove tasks past their retention, and the results of their jobs; the result file stays."""
         await self._tasks.clear_keys(_KEYS_KEPT_SECONDS, 500)
         try:
             removed = await self._tasks.remove_old(min(self._retention.ended_days, _DAYS_MAX) * 86_400.0, _PAGE)

@@ -16,16 +16,16 @@ from batchwright.providers.tasks import Task
 from batchwright.states import TaskStatus
 
 _URL = Annotated[Text, Field(max_length=10 * URL_CHARACTERS_MAX)]
-"""One that is too long for a URL is left out of the task like any other bad one; the body must end somewhere."""
+"""A longer URL is left out of the task like any other invalid one. This limit only bounds the request body."""
 
 
 class TaskInput(Body):
-    """One thing to be worked on: `url` or `file_id`."""
+    """One input: either `url` or `file_id`."""
 
     url: _URL | None = Field(None, description="`https:`, `gs:`, `s3:` or `az:`; read by a worker, or by the provider.")
     file_id: Name | None = Field(None, description="A file that was uploaded to /v1/files.")
     filename: Annotated[Text, Field(min_length=1, max_length=255)] | None = Field(
-        None, description="What it is called in the results; unset, the name that it has."
+        None, description="Its name in the results; by default the file's own name."
     )
 
     def wanted(self) -> WantedInput:
@@ -54,18 +54,18 @@ class TaskToBe(Body):
     )
 
     task_type: Name = Field(description="`transcription` or `completion`.")
-    provider: Name | None = Field(None, description="Who is to do it; of completions the models may name theirs.")
-    model: Name | None = Field(None, description="Instead of `models`, if there is one.")
+    provider: Name | None = Field(None, description="The provider; for completions, `models` may name it instead.")
+    model: Name | None = Field(None, description="Short for `models` with a single entry.")
     models: Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=MODELS_MAX)] = Field(
-        default_factory=list, description="Each does all inputs; `provider/model` where `provider` is not given."
+        default_factory=list, description="Each model runs on all inputs. Without `provider`, write `provider/model`."
     )
     inputs: Annotated[list[_URL | TaskInput], Field(max_length=100_000)] = Field(
-        description="URLs or ids of stored files; of a completion, the one file of its requests."
+        description="URLs or ids of stored files; for a completion, the single file with its requests."
     )
     options: Annotated[dict[Annotated[Text, Field(max_length=100)], Payload], Field(max_length=50)] = Field(
         default_factory=dict,
-        description="Of a transcription: language, languages, diarization, speakers_max, word_timestamps, "
-        "provider_options. Of a completion: endpoint, completion_window.",
+        description="For a transcription: language, languages, diarization, speakers_max, word_timestamps, "
+        "provider_options. For a completion: endpoint, completion_window.",
     )
     metadata: (
         Annotated[
@@ -73,10 +73,10 @@ class TaskToBe(Body):
             Field(max_length=16),
         ]
         | None
-    ) = Field(None, description="Words of your own, shown again with the task.")
-    priority: Priority = Field(5, description="0 is first.")
+    ) = Field(None, description="Your own metadata, returned with the task.")
+    priority: Priority = Field(5, description="0 is the highest priority.")
     timeout_hours: Annotated[float, Field(ge=0.001, le=TIMEOUT_HOURS_MAX, allow_inf_nan=False)] | None = Field(
-        None, description="When to give up: unset, 26, or what the provider's own window is if that is longer."
+        None, description="Hours until the task times out; by default 26, or the provider's window if longer."
     )
     result_expires_after: ExpiresAfter | None = None
 
@@ -88,18 +88,18 @@ class RemoteJobView(Answer):
     provider: str
     model: str | None
     phase: Literal["planned", "staged", "submitting", "submitted", "ended"] = Field(
-        description="How far its submission is; `submitting` may mean that it is there, and is found out."
+        description="State of the submission; a job in `submitting` may already exist at the provider."
     )
     key: str = Field(description="Our marker, by which the job can be found at the provider.")
     external_id: str | None
-    raw_status: str | None = Field(description="The provider's own word, when it was last asked.")
+    raw_status: str | None = Field(description="The provider's own status at the last poll.")
     total: int | None
     succeeded: int | None
     failed: int | None
-    cancelled: str | None = Field(description="What became of the wish to cancel it.")
+    cancelled: str | None = Field(description="Outcome of the request to cancel it.")
     error: dict[str, Any] | None
-    call_error: str | None = Field(description="Why the last call failed, which is repeated; null if it did not.")
-    cost: float | None = Field(description="Null if it is not known.")
+    call_error: str | None = Field(description="Why the last call failed (it is retried); null if it succeeded.")
+    cost: float | None = Field(description="Null if unknown.")
 
     @classmethod
     def of(cls, job: RemoteJob) -> RemoteJobView:
@@ -107,7 +107,7 @@ class RemoteJobView(Answer):
 
 
 class TaskWait(Answer):
-    """Why a task does not go on."""
+    """Why a task does not continue."""
 
     reason: Literal["credential"]
     message: str
@@ -121,25 +121,25 @@ class TaskView(Answer):
     status: TaskStatus
     task_type: str
     provider: str | None
-    models: list[str] = Field(description="As `provider/model` if there is no one `provider`.")
+    models: list[str] = Field(description="As `provider/model` if the task has no single `provider`.")
     inputs: int
     invalid_urls: list[str]
-    succeeded: int = Field(description="Results that are good; each model has one for each input or line.")
+    succeeded: int = Field(description="Number of successful results. Each model has one result per input or line.")
     failed: int
     provider_state: dict[str, Any] | None
     error: dict[str, Any] | None
-    waiting_on: list[TaskWait] = Field(description="What it cannot go on without; empty when it goes on.")
-    cancel_note: str | None = Field(description="Why its cancellation takes a while, if it does.")
-    result_file_id: str | None = Field(description="The merged result, at /v1/tasks/{id}/result too.")
+    waiting_on: list[TaskWait] = Field(description="What the task waits for; empty if it is not waiting.")
+    cancel_note: str | None = Field(description="Why a cancellation takes a while, if it does.")
+    result_file_id: str | None = Field(description="The merged result, also at /v1/tasks/{id}/result.")
     usage: dict[str, float | int | None]
-    cost: float | None = Field(description="What it has cost; null if a price is not known.")
+    cost: float | None = Field(description="The cost so far; null if a price is unknown.")
     metadata: dict[str, str] | None
     created_at: int | None
     in_progress_at: int | None
     cancel_requested_at: int | None
     deadline_at: int | None
     ended_at: int | None
-    jobs: list[RemoteJobView] | None = Field(None, description="Only when one task is shown.")
+    jobs: list[RemoteJobView] | None = Field(None, description="Only in the response for a single task.")
 
     @classmethod
     def of(cls, task: Task, jobs: Sequence[RemoteJob] | None = None) -> TaskView:
@@ -179,7 +179,7 @@ class TaskView(Answer):
 
 
 class TaskList(Answer):
-    """Tasks, the newest first."""
+    """Tasks, newest first."""
 
     object: Literal["list"] = "list"
     data: list[TaskView]
@@ -201,8 +201,8 @@ class ProviderView(Answer):
     requests_max: int | None
     request_bytes_max: int | None
     timeout_hours: float
-    missing: str | None = Field(description="Which setting or credential this process lacks for it; null if none.")
-    held: str | None = Field(description="Why work for it waits: what it said when it refused the credential.")
+    missing: str | None = Field(description="The setting or credential that this process lacks for it; null if none.")
+    held: str | None = Field(description="Why its work waits: the provider's message when it refused the credential.")
 
     @classmethod
     def of(cls, name: str, directory: Directory, hold: Hold | None) -> ProviderView:
@@ -224,7 +224,7 @@ class ProviderView(Answer):
 
 
 class ProviderList(Answer):
-    """All providers, by name."""
+    """All providers, sorted by name."""
 
     object: Literal["list"] = "list"
     data: list[ProviderView]

@@ -1,4 +1,4 @@
-"""A stand-in for a model server, with a model of its speed, a prefix cache, and faults on demand."""
+"""A simulated model server, with a model of its speed, a prefix cache, and faults on demand."""
 
 from batchwright.simulator.profiles import PROFILES, Profile, named_model, profile
 from batchwright.simulator.run import Remote, running, running_process

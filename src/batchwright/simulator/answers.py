@@ -1,4 +1,4 @@
-"""The bytes of an answer: shapes as OpenAI has them, text that follows from the seed and the prompt alone."""
+"""The bytes of an answer: in OpenAI's format, with text that depends only on the seed and the prompt."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _REASONS: Mapping[int, tuple[str, str | None]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Written:
-    """What the model has done for one request."""
+    """The model's work for one request."""
 
     number: int
     created: int
@@ -94,11 +94,11 @@ class Written:
     cached_tokens: int
     tokens_each: int
     formed: Sequence[Formed] | None = None
-    """What was wanted as JSON."""
+    """The JSON that the request asks for."""
 
 
 class Formed(NamedTuple):
-    """An answer in a form that was asked for, ready to stand inside a JSON string."""
+    """An answer in the requested form, escaped for use inside a JSON string."""
 
     text: bytes
     tokens: int
@@ -116,7 +116,7 @@ class Author:
         self._digits = [b"%.6f" % number for number in self._numbers]
 
     def length(self, prompt: bytes, profile: Profile) -> int:
-        """Tokens that a request without a maximum gets: lognormal, the same for the same prompt."""
+        """Number of output tokens for a request without a maximum: lognormal, the same for the same prompt."""
         share = (xxhash.xxh3_64_intdigest(prompt, self.seed ^ 1) + 0.5) / 2.0**64
         spread = math.exp(profile.output_sigma * _NORMAL.inv_cdf(min(max(share, 1e-12), 1 - 1e-12)))
         return max(1, min(round(profile.output_tokens * spread), OUTPUT_TOKENS_MAX))
@@ -129,7 +129,7 @@ class Author:
         return (self._text * (end // len(self._text) + 1))[start:end]
 
     def formed(self, ask: Ask, form: Form, profile: Profile, *, is_bad: bool) -> list[Formed]:
-        """The JSON that was asked for, once for each choice; a maximum that is too small cuts it off."""
+        """The requested JSON, once for each choice; a maximum that is too small cuts it off."""
         prompt, found = ask.prompts[0], []
         most = ask.max_tokens or OUTPUT_TOKENS_MAX
         words = max(1, min(self.length(prompt, profile), most - tokens(b'{"answer":""}')))
@@ -184,7 +184,7 @@ class Author:
         return _RESPONSE % (*head, done.prompt_tokens, done.cached_tokens, one.tokens, total)
 
     def _scored(self, ask: Ask, done: Written, model: bytes) -> bytes:
-        """Shapes as vLLM has them; a score follows from the seed and the pair, and reranked documents from the best."""
+        """In vLLM's format. A score depends on the seed and the pair; reranked documents are sorted, the best first."""
         scores = [xxhash.xxh3_64_intdigest(pair, self.seed) / 2.0**64 for pair in ask.prompts]
         tokens = (done.prompt_tokens, done.prompt_tokens)
         if ask.endpoint == SCORE:

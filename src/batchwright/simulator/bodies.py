@@ -1,4 +1,4 @@
-"""What a request asks for: its model, its prompt as one text, and how much it wants to be written."""
+"""Parses requests: the model, the prompt as one text, and the wanted length of the answer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ENDPOINTS = {
     "/rerank": RERANK,
     "/v2/rerank": RERANK,
 }
-"""What is answered at each path; some are there twice, as at vLLM."""
+"""The endpoint at each path; some have two paths, as in vLLM."""
 SILENT = (EMBEDDINGS, MODERATIONS, RERANK, SCORE)
-"""Endpoints at which the model writes nothing."""
+"""Endpoints at which the model generates no text."""
 OUTPUT_TOKENS_MAX = 1_000_000
 _CHOICES_MAX = 128
 _INPUTS_MAX = 2048
@@ -38,7 +38,7 @@ _DIMENSIONS_MAX = 4096
 
 
 class Body(msgspec.Struct, gc=False):
-    """The fields that matter here; all others are skipped without being read."""
+    """The fields that matter here; the decoder skips all others."""
 
     model: str = ""
     messages: list[dict[str, Any]] | None = None
@@ -75,10 +75,10 @@ class Ask:
     dimensions: int | None = None
     is_base64: bool = False
     documents: Sequence[str] = ()
-    """Those of a rerank request, one for each prompt."""
+    """The documents of a rerank request, one for each prompt."""
     top_n: int | None = None
     form: Form | None = None
-    """The JSON that the answer shall be."""
+    """The JSON form that the answer must have."""
 
 
 _decode = msgspec.json.Decoder(Body).decode
@@ -152,7 +152,7 @@ def _prompts(endpoint: str, body: Body) -> list[bytes]:
 
 
 def _pairs(endpoint: str, body: Body) -> list[bytes]:
-    """Each document after its query; one query goes with all of them, several with one document each."""
+    """Each document after its query: one query is paired with all documents, several with one document each."""
     first, second = ("query", "documents") if endpoint == RERANK else ("text_1", "text_2")
     if endpoint == SCORE and body.text_1 is None:
         first, second = "queries", "documents"
@@ -173,7 +173,7 @@ def _list(value: str | Sequence[str]) -> Sequence[str]:
 
 
 def _joined(tools: list[Any] | None, *texts: str) -> bytes:
-    """Tools come first, as chat templates have it, so that requests with other tools share nothing."""
+    """Tools come first, as in chat templates, so that requests with different tools share no prefix."""
     head = orjson.dumps(tools) if tools else b""
     return head + "".join(texts).encode("utf-8", "surrogatepass")
 

@@ -1,4 +1,4 @@
-"""What the simulator was really asked, and what became of it."""
+"""Counts the requests that the simulator received, and their outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STEPS = 4
 
 
 class Spread:
-    """Durations in buckets, four to each doubling: enough for percentiles, whatever their number."""
+    """Durations in buckets, four for each doubling: precise enough for percentiles of any number of durations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -28,7 +28,7 @@ class Spread:
         self._buckets[_STEPS * exponent + int(2 * _STEPS * share)] += 1
 
     def at(self, share: float) -> float:
-        """Not less than this share of the durations, and at most a quarter more."""
+        """An upper bound for this share of the durations, too high by at most a quarter."""
         left = share * self.count
         for bucket in sorted(self._buckets):
             left -= self._buckets[bucket]
@@ -44,7 +44,7 @@ class Spread:
 
 
 class Asked:
-    """How often each distinct request came; the number of distinct ones has a limit."""
+    """How often each distinct request arrived, for a limited number of distinct requests."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -53,7 +53,7 @@ class Asked:
         self.overflow = 0
 
     def add(self, key: int | str) -> int:
-        """How often it came by now, this time included."""
+        """How often the request has arrived so far, including this time."""
         self.total += 1
         times = self._times.get(key, 0) + 1
         if times == 1 and len(self._times) >= self._limit:
@@ -71,7 +71,7 @@ class Asked:
         return self.total - self.overflow - len(self._times)
 
     def summary(self, over: int, limit: int) -> dict[str, Any]:
-        """`requests` are those that came more than `over` times, the most frequent first."""
+        """`requests` are those that arrived more than `over` times, the most frequent first."""
         often = sorted(((n, key) for key, n in self._times.items() if n > over), key=lambda one: -one[0])
         return {
             "total": self.total,
@@ -86,7 +86,7 @@ class Asked:
 
 
 class Counters:
-    """Everything that is counted for the whole server."""
+    """The counters of the whole server."""
 
     def __init__(self, asked_max: int) -> None:
         self.started_at = time.time()
@@ -109,7 +109,7 @@ class Counters:
         self.received = 0
 
     def renewed(self, asked_max: int) -> Counters:
-        """Counts that begin anew, while connections and requests go on."""
+        """Reset the counts, while connections and requests continue."""
         fresh = Counters(asked_max)
         fresh.connections_opened = fresh.connections_max = self.connections_opened - self.connections_closed
         fresh.in_flight = fresh.in_flight_max = self.in_flight

@@ -32,7 +32,7 @@ KINDS: dict[str, frozenset[str]] = {
     "truncate": frozenset({"bytes"}),
     "wrong_length": frozenset({"by"}),
 }
-"""Every kind beside the statuses 400 to 599, with what can be said about it."""
+"""Every kind besides the statuses 400 to 599, with its options."""
 
 IN_PROMPT = re.compile(rb"\[\[fault:([a-z0-9_.:=-]{1,200})\]\]")
 """A prompt that holds `[[fault:500]]` asks for that fault."""
@@ -43,19 +43,19 @@ _BYTES_MAX = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One rule. Which requests it hits follows from the seed and their bodies, not from the order of arrival."""
+    """One rule. The seed and the bodies decide which requests it hits, not the order of arrival."""
 
     kind: str
     rate: float = 1.0
     """The share of requests that it hits."""
     match: str | None = None
-    """Only bodies that hold this text."""
+    """Only bodies that contain this text."""
     model: str | None = None
     """Only requests for this model."""
     times: int | None = None
-    """Only the first times that the same body is asked, so that a retry succeeds."""
+    """Only the first requests with the same body, so that a retry succeeds."""
     limit: int | None = None
-    """Only so many requests in all."""
+    """Maximum number of requests that it hits in total."""
     after: int | None = None
     by: int = -10
     bytes: int | None = None
@@ -85,7 +85,7 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """`429:0.05:retry_after=2`: the kind, the share of requests unless it is all, and what else is to be said."""
+    """`429:0.05:retry_after=2`: the kind, the share of requests (by default all), and other options."""
     kind, *rest = text.strip().split(":")
     allowed = _allowed(text, kind)
     if rest and "=" not in rest[0]:
@@ -131,7 +131,7 @@ class Faults:
         self.fired = [0] * len(self.rules)
 
     def choose(self, model: str, body: bytes, key: int, asked: int) -> Fault | None:
-        """`asked` is how often this body was asked by now, this time included."""
+        """`asked` is how often this body has arrived so far, including this time."""
         for index, rule in enumerate(self.rules):
             if self._hits(index, rule, model, body, key, asked):
                 self.fired[index] += 1
@@ -154,7 +154,7 @@ class Faults:
 
 
 def spoil(fault: Fault, body: bytes) -> bytes:
-    """The body of an answer as this fault has it; kinds that leave the body alone return it."""
+    """The body of an answer with this fault; kinds that do not affect the body return it unchanged."""
     match fault.kind:
         case "array":
             return b"[" + body + b"]"
@@ -176,7 +176,7 @@ def spoil(fault: Fault, body: bytes) -> bytes:
 
 
 def _padded(body: bytes, size: int) -> bytes:
-    """The same answer with one field more, so that it is exactly as long as asked, unless it is longer already."""
+    """The same answer with an extra field that pads it to the requested length, unless it is already longer."""
     head = body[:-1] + b',"padding":"'
     return head + b"x" * max(0, size - len(head) - 2) + b'"}'
 

@@ -1,4 +1,4 @@
-"""The HTTP side of the simulator: a protocol on httptools that does as little as it can, and breaks when told to."""
+"""The HTTP side of the simulator: a minimal protocol on httptools, which can break connections on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".en
 
 
 class App(Protocol):
-    """Who answers the requests."""
+    """The application that answers the requests."""
 
     @property
     def body_bytes_max(self) -> int: ...
@@ -64,7 +64,7 @@ class Exchange:
         self.work: object = None
 
     def send(self, status: int, body: bytes, extra: bytes = b"", fault: Fault | None = None) -> None:
-        """The answer, whole or as the fault has it."""
+        """Send the answer, complete or damaged by the fault."""
         if self.method == b"HEAD":
             head = self._head(status, len(body), extra)
             self._end(status, head, close=not self.keep_alive)
@@ -74,7 +74,7 @@ class Exchange:
             self._send_broken(status, body, extra, fault)
 
     def cut(self, *, reset: bool) -> None:
-        """Close the connection without a word."""
+        """Close the connection without an answer."""
         transport = self.connection.transport
         if reset:
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         self._head_bytes = None
 
     def next(self) -> None:
-        """Answer what has been read, one at a time; who sends too much ahead is not read from."""
+        """Answer requests one at a time; stop reading from a client that sends too far ahead."""
         if self._is_busy:
             return
         self._is_busy = True
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
         return b"connection: keep-alive\r\n" if self._is_old else b""
 
     def _refuse(self, status: int, message: str) -> None:
-        """A request that cannot be read ends its connection."""
+        """A request that cannot be parsed ends its connection."""
         self._ready.clear()
         body = error_body(status, message)
         line = _STATUS_LINES[status]

@@ -1,4 +1,4 @@
-"""Messages of a chat: refused in OpenAI's words where OpenAI would refuse them."""
+"""Checks chat messages, and refuses with OpenAI's messages what OpenAI would refuse."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""When a model server would be done with each request: a queue, shared reading, shared writing; no clock of its own.
+"""When a model server would finish each request: a queue, shared prefill, shared decode; without its own clock.
 
     arrive ──▶ waiting ── a slot is free ──▶ reading the prompt ──▶ writing the answer ──▶ done
         └─ the queue is full: refused         (prefill)               (decode)
 
-Readers share the prefill rate equally. Writers share the decode rate, which falls for each of them as they become more.
-Both are kept by one number, the service that everybody inside has received so far: who enters adds his work to it and
-is due when it gets there. That makes each event cost a heap operation, however many requests run.
+Readers share the prefill rate equally. Writers share the decode rate, which falls for each as their number grows.
+One number per station is enough: the service that every request inside has received so far. A request that enters adds
+its work to this number, and is done when the number gets there. So each event costs one heap operation, however many
+requests run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Ticket(Generic[Owner]):
 
 
 class Seat(Generic[Owner]):
-    """A place in a station; empty when its ticket was taken back."""
+    """A place in a station; empty if its ticket was withdrawn."""
 
     __slots__ = ("station", "ticket")
 
@@ -58,7 +59,7 @@ class Seat(Generic[Owner]):
 
 
 class Station(Generic[Owner]):
-    """Tickets that are served at the same time, each at the same rate, which depends on how many they are."""
+    """Tickets that are served at the same time, each at the same rate, which depends on their number."""
 
     def __init__(self, rate: Callable[[int], float]) -> None:
         self.rate = rate
@@ -77,7 +78,7 @@ class Station(Generic[Owner]):
         self._resize(self.count + 1)
 
     def leave(self, at: float, seat: Seat[Owner]) -> None:
-        """The ticket was taken back; its place in the heap goes when it comes up."""
+        """The ticket was withdrawn; its place in the heap is removed when it reaches the top."""
         self.advance(at)
         seat.ticket = None
         self._resize(self.count - 1)
@@ -92,10 +93,10 @@ class Station(Generic[Owner]):
         return self._at + max(0.0, seats[0][0] - self._served) / self._rate_now
 
     def pop(self, at: float) -> Ticket[Owner]:
-        """Take out the ticket that `next_at` spoke of."""
+        """Remove the ticket that `next_at` refers to."""
         self.advance(at)
         due, _, seat = heapq.heappop(self._seats)
-        self._served = max(self._served, due)  # rounding must not leave it waiting for its last bit
+        self._served = max(self._served, due)  # a rounding error must not keep it waiting
         self._resize(self.count - 1)
         ticket = seat.ticket
         assert ticket is not None
@@ -108,7 +109,7 @@ class Station(Generic[Owner]):
             self._at = at
 
     def refresh(self) -> None:
-        """The rate has changed for those who are inside."""
+        """The rate has changed for the tickets inside."""
         self._resize(self.count)
 
     def _resize(self, count: int) -> None:
@@ -117,7 +118,7 @@ class Station(Generic[Owner]):
 
 
 class ModelServer(Generic[Owner]):
-    """One model with its capacity and its cache. Every call says what time it is, and time never goes back."""
+    """One model with its capacity and its cache. Every call passes the time, which never goes backwards."""
 
     def __init__(self, profile: Profile) -> None:
         self.cache = PrefixCache(profile.cache_blocks)
@@ -127,14 +128,14 @@ class ModelServer(Generic[Owner]):
         self.waiting: deque[Ticket[Owner]] = deque()
         self.waiting_max = 0
         self.slot_seconds = 0.0
-        """The sum over time of the running requests; divided by time and slots it is the utilisation."""
+        """The number of running requests, integrated over time; divided by time and slots it is the utilisation."""
         self._changed_at = 0.0
         self._decode: Station[Owner] = Station(lambda n: self.profile.decode_rate_each(n))
         self._done: list[Ticket[Owner]] = []
         self._prefill: Station[Owner] = Station(lambda n: self.profile.prefill_rate / n)
 
     def arrive(self, now: float, ticket: Ticket[Owner]) -> bool:
-        """False: too many wait, and the request is refused."""
+        """False if too many requests wait: then this one is refused."""
         self._run(now)
         ticket.arrived_at = now
         limit = self.profile.max_waiting
@@ -146,7 +147,7 @@ class ModelServer(Generic[Owner]):
         return True
 
     def abort(self, now: float, ticket: Ticket[Owner]) -> None:
-        """The client has left: what the request holds is free at once. A ticket that is done changes nothing."""
+        """The client has disconnected: free what the request holds. A ticket that is done changes nothing."""
         self._run(now)
         if ticket.seat is not None:
             ticket.seat.station.leave(now, ticket.seat)
@@ -157,7 +158,7 @@ class ModelServer(Generic[Owner]):
             self.waiting.remove(ticket)
 
     def advance(self, now: float) -> list[Ticket[Owner]]:
-        """Those that are done by now and were not reported yet, in the order of their ends."""
+        """Tickets that are done and were not reported yet, in the order of their ends."""
         self._run(now)
         done, self._done = self._done, []
         return done
@@ -169,11 +170,11 @@ class ModelServer(Generic[Owner]):
         return min(self._prefill.next_at(), self._decode.next_at())
 
     def change(self, now: float, profile: Profile) -> None:
-        """Another capacity from now on, also for those who are inside."""
+        """Change the capacity from now on, also for the requests inside."""
         self._run(now)
         self._prefill.advance(now)
         self._decode.advance(now)
-        # A rate of 0 means no work at all: those inside are through at once, instead of never.
+        # A rate of 0 means no work at all: requests inside finish immediately, instead of never.
         while not profile.prefill_rate and self._prefill.next_at() < math.inf:
             self._write(now, self._prefill.pop(now))
         while not profile.decode_rate and self._decode.next_at() < math.inf:
@@ -185,7 +186,7 @@ class ModelServer(Generic[Owner]):
         self._admit(now)
 
     def reset(self, now: float) -> None:
-        """Empty the cache and begin the counts anew; requests go on."""
+        """Empty the cache and reset the counts; requests continue."""
         self._run(now)
         self.cache.reset()
         self._changed_at = now
@@ -197,7 +198,7 @@ class ModelServer(Generic[Owner]):
         return self.slot_seconds + self.running * max(0.0, now - self._changed_at)
 
     def _run(self, now: float) -> None:
-        """Let everything happen that is due, in its order."""
+        """Process everything that is due, in order."""
         while True:
             read_at, written_at = self._prefill.next_at(), self._decode.next_at()
             if min(read_at, written_at) > now:

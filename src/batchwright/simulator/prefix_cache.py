@@ -1,4 +1,4 @@
-"""The prefix cache of a model server: blocks of a prompt by the hash of everything up to them, the oldest go first."""
+"""The prefix cache of a model server: blocks of prompts, keyed by the hash of the prompt up to their end; LRU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ BLOCK_BYTES = 64
 
 
 def tokens(text: bytes) -> int:
-    """Four bytes are a token: close enough for English, and the same everywhere."""
+    """Four bytes count as a token: close enough for English, and the same everywhere."""
     return (len(text) + 3) // 4
 
 
 def chain(prompt: bytes) -> list[int]:
     """One hash per full block, each over the prompt up to its end.
 
-    The block with the last token is left out, even when it is full: a server must read at least one token anew.
+    The block with the last token is left out, even if it is full: a server must always process at least one token.
     """
     digest = xxhash.xxh3_64_intdigest
     link = 0
@@ -31,10 +31,10 @@ def chain(prompt: bytes) -> list[int]:
 
 
 class PrefixCache:
-    """Blocks of prompts that were read to their end.
+    """Blocks of prompts that were fully processed.
 
     A prompt is stored from its tail to its head, so a block is never younger than those before it: the tail is
-    dropped first, and where a block is known, the whole way to it is.
+    dropped first, and if a block is known, all blocks before it are.
     """
 
     def __init__(self, capacity: int, *, seen_max: int = 4_000_000) -> None:
@@ -63,7 +63,7 @@ class PrefixCache:
         return len(self._seen) < self._seen_max
 
     def find(self, links: Sequence[int]) -> int:
-        """How many leading blocks are known; counted."""
+        """Return how many leading blocks are known, and count them."""
         known = self._known(links)
         self.total_blocks += len(links)
         self.cached_blocks += known
@@ -72,7 +72,7 @@ class PrefixCache:
         return known
 
     def store(self, links: Sequence[int]) -> None:
-        """The prompt has been read: its blocks are the youngest now."""
+        """The prompt has been processed: its blocks are now the youngest."""
         blocks = self._blocks
         touch = blocks.move_to_end
         for link in reversed(links):

@@ -13,32 +13,32 @@ from batchwright.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The capacity of one model on one server; rates are in tokens per second, and 0 means at once."""
+    """The capacity of one model on one server; rates are in tokens per second, and 0 means no delay."""
 
     prefill_rate: float = 0.0
-    """Prompt tokens per second that the server reads, shared by the requests that are being read."""
+    """Prompt tokens per second that the server processes, shared by the requests in prefill."""
     decode_rate: float = 0.0
     """Tokens per second that one request writes when it is alone."""
     decode_rate_total: float = 0.0
-    """Tokens per second that all requests together approach and never pass; 0 sets no ceiling."""
+    """Upper limit of tokens per second for all requests together; 0 means no limit."""
     max_running: int = 256
-    """Requests that are read or written at the same time; further ones wait."""
+    """Maximum number of requests in prefill or decode at the same time; further ones wait."""
     max_waiting: int | None = None
-    """Requests that may wait; further ones are refused. Unset, all may wait, as with vLLM."""
+    """Maximum number of waiting requests; further ones are refused. By default no limit, as with vLLM."""
     refuse_status: int = 429
     """The status with which requests are refused: 429 or 503."""
     retry_after: float = 1.0
-    """The Retry-After that goes with a refusal, in seconds."""
+    """The Retry-After header of a refusal, in seconds."""
     cache_blocks: int = 1 << 17
     """Blocks of 16 tokens that the prefix cache holds; 0 turns it off."""
     output_tokens: float = 128.0
-    """Median of the tokens written when the request sets no maximum."""
+    """Median number of output tokens if the request sets no maximum."""
     output_sigma: float = 0.6
     """Spread of that lognormal distribution; 0 makes all answers equally long."""
     context_tokens: int | None = None
-    """Prompt and answer together may not be longer; unset, there is no limit."""
+    """Maximum length of prompt and answer together; by default no limit."""
     embedding_dimensions: int = 256
-    """Numbers in an embedding when the request does not say how many."""
+    """Dimensions of an embedding if the request does not set them."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_rate", "decode_rate", "decode_rate_total", "retry_after", "output_sigma", "cache_blocks"):
@@ -53,12 +53,12 @@ class Profile:
             raise ConfigurationError(f"refuse_status is {self.refuse_status}, but must be 429 or 503")
 
     def decode_rate_each(self, running: int) -> float:
-        """A step of the server takes a fixed time and a little more for every further request in it."""
+        """A step of the server takes a fixed time, and a little more for every additional request in it."""
         ceiling = self.decode_rate_total
         return 1.0 / (1.0 / self.decode_rate + ((running - 1) / ceiling if ceiling else 0.0))
 
     def with_values(self, values: Mapping[str, Any]) -> Profile:
-        """The same with other numbers; a name that is not a field is refused with those that are."""
+        """A copy with other numbers. The error for an unknown name lists the known ones."""
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(values) - known):
             raise ConfigurationError(f"a profile has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
@@ -69,7 +69,7 @@ class Profile:
         return dataclasses.replace(self, **values)
 
 
-# Assumptions of plausible size, not measurements: put in what your own server does.
+# Plausible assumptions, not measurements: replace them with the numbers of your own server.
 PROFILES: dict[str, Profile] = {
     "instant": Profile(max_running=100_000, cache_blocks=0),
     "fast": Profile(prefill_rate=200_000, decode_rate=500, decode_rate_total=50_000, max_running=256),

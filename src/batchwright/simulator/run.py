@@ -23,7 +23,7 @@ _STOP_SECONDS = 10.0
 async def running(
     settings: SimulatorSettings | None = None, *, port: int = 0, **values: Any
 ) -> AsyncIterator[Simulator]:
-    """A simulator in this loop, on a free port. Without settings it takes any model and answers at once.
+    """A simulator in this loop, on a free port. Without settings it accepts any model and answers immediately.
 
     >>> async with running(faults=["500:0.1"]) as simulator:
     ...     await send(simulator.url + "/v1/chat/completions")
@@ -39,7 +39,7 @@ async def running(
 
 
 class Remote:
-    """A simulator in a process of its own, asked over its control side."""
+    """A simulator in a process of its own, controlled over HTTP."""
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], api_key: str | None) -> None:
         self.url = url
@@ -77,7 +77,7 @@ class Remote:
 
 @contextmanager
 def running_process(*arguments: str, api_key: str | None = None) -> Iterator[Remote]:
-    """`batchwright simulate` with these arguments on a free port; it ends with this process, whatever way that dies.
+    """`batchwright simulate` with these arguments on a free port; it ends with this process, however that ends.
 
     >>> with running_process("--model", "qwen:fast", "--fault", "503:0.01") as simulator:
     ...     print(simulator.url, simulator.stats()["received"])
@@ -97,7 +97,7 @@ def running_process(*arguments: str, api_key: str | None = None) -> Iterator[Rem
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise ConfigurationError(f"batchwright simulate has ended with {process.wait()}: {' '.join(arguments)}")
+                raise ConfigurationError(f"batchwright simulate exited with {process.wait()}: {' '.join(arguments)}")
             yield Remote(json.loads(line)["url"], process, api_key)
         finally:
             process.terminate()

@@ -1,4 +1,4 @@
-"""The simulator: requests in, the model's answers out, faults between them, and a control side that counts."""
+"""The simulator: it answers requests like a model, injects faults, and has control endpoints with counters."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class SimulatorSettings:
     models: Mapping[str, Profile] = field(default_factory=dict)
     """The models that the server knows, each with its capacity."""
     any_model: Profile | None = None
-    """The capacity of every other model; unset, those are not found."""
+    """The capacity of every other model; by default other models are not found."""
     any_model_max: int = 64
-    """Models that come to be by being asked for; further ones are not found."""
+    """Maximum number of models that requests create by naming them; further ones are not found."""
     api_key: str | None = None
-    """The bearer key that requests must show; unset, none is asked for."""
+    """The bearer key that requests must have; by default none is required."""
     asked_max: int = 1_000_000
-    """Distinct requests whose number of times is kept."""
+    """Maximum number of distinct requests that are counted."""
     body_bytes_max: int = 64 << 20
-    """The longest body of a request."""
+    """Maximum size of a request's body."""
     faults: Sequence[str] = ()
     """Rules by which requests fail, such as `429:0.05:retry_after=2`."""
     is_prompt_obeyed: bool = True
-    """Whether `[[fault:500]]` in a prompt is an order."""
+    """Whether `[[fault:500]]` in a prompt triggers that fault."""
     seed: int = 0
     """Equal seeds give equal answers, lengths and faults for equal requests."""
     time_scale: float = 1.0
-    """How many simulated seconds pass in a real one."""
+    """Number of simulated seconds per real second."""
 
     def __post_init__(self) -> None:
         if not 0 < self.time_scale < math.inf:
@@ -77,7 +77,7 @@ class Work:
 
 
 class SimulatedModel:
-    """One model: its server, the alarm for its next event, and what it has done."""
+    """One model: its server, the timer for its next event, and its counters."""
 
     def __init__(self, profile: Profile) -> None:
         self.server: ModelServer[Work] = ModelServer(profile)
@@ -171,19 +171,19 @@ class Simulator:
         return {**self.counters.summary(), "time_scale": self.settings.time_scale, "models": models}
 
     def asked(self, *, over: int = 0, by: str = "body", limit: int = 1000) -> dict[str, Any]:
-        """How often each distinct request came, by its body, its x-request-id, or as answered by the model."""
+        """How often each distinct request arrived, by its body, its x-request-id, or as answered by the model."""
         tables = {"body": self.counters.by_body, "request_id": self.counters.by_request_id}
         table = {**tables, "served": self.counters.by_served}.get(by)
         if table is None:
-            raise InvalidInput(f"by={by!r} is none of body, request_id and served", param="by")
+            raise InvalidInput(f"by={by!r} is unknown; use body, request_id or served", param="by")
         return table.summary(over, min(limit, _LISTED_MAX))
 
     def put_faults(self, rules: Sequence[str]) -> None:
-        """These rules instead of those before."""
+        """Replace the rules."""
         self._faults.put([faults.parse(text) for text in rules])
 
     def change(self, model: str, values: Mapping[str, Any]) -> None:
-        """Other numbers in the profile of a model, from now on."""
+        """Change numbers in the profile of a model, from now on."""
         simulated = self._find(model)
         if simulated is None:
             raise InvalidInput(f"there is no model {model!r}; there are {', '.join(self._simulated)}", param="model")
@@ -191,7 +191,7 @@ class Simulator:
         self._settle(simulated)
 
     def reset(self) -> None:
-        """Counts begin anew and caches are empty; faults and requests in flight stay."""
+        """Reset the counts and empty the caches; faults and requests in flight stay."""
         self.counters = self.counters.renewed(self.settings.asked_max)
         for simulated in self._simulated.values():
             now = self._now()
@@ -224,12 +224,12 @@ class Simulator:
             self.counters.ended(status)
 
     def lost(self, exchange: Exchange) -> None:
-        """The client has closed the connection before its answer was complete."""
+        """The client closed the connection before its answer was complete."""
         if exchange.held is not None:
             exchange.held.cancel()
         if not exchange.is_counted:
             return
-        exchange.is_counted = False  # its model may be done with it just now
+        exchange.is_counted = False  # its model may finish it at this very moment
         where = "held"
         work = exchange.work
         if isinstance(work, Work) and (ticket := work.ticket) is not None:
@@ -259,7 +259,7 @@ class Simulator:
             exchange.send(400, error_body(400, str(error), param=error.param))
 
     def _take(self, exchange: Exchange, endpoint: str, key: int, asked: int) -> None:
-        """What its model or a fault makes of a request."""
+        """Answer a request by its model or by a fault."""
         ask = read(endpoint, exchange.body)
         fault = self._fault(exchange, ask, key, asked)
         if fault is not None:
@@ -273,7 +273,7 @@ class Simulator:
             self._submit(Work(exchange, simulated, ask, key, fault))
 
     def _fault(self, exchange: Exchange, ask: Ask, key: int, asked: int) -> Fault | None:
-        """What the request itself asks for goes before the rules."""
+        """A fault that the request itself asks for overrides the rules."""
         text = exchange.headers.get(b"x-simulator-fault")
         if text is None and self.settings.is_prompt_obeyed and b"[[fault:" in exchange.body:
             found = faults.IN_PROMPT.search(exchange.body)
@@ -285,7 +285,7 @@ class Simulator:
         )
 
     def _fail(self, exchange: Exchange, fault: Fault) -> None:
-        """The faults that cost the model no work."""
+        """Faults that happen before the model does any work."""
         if (status := fault.status) is not None:
             message = fault.message or f"the simulator was told to answer {status}"
             extra = _retry_after(fault.retry_after if fault.retry_after is not None else 1 if status == 429 else None)
@@ -321,19 +321,19 @@ class Simulator:
             self._refuse_load(work.exchange, simulated)
 
     def _settle(self, simulated: SimulatedModel) -> None:
-        """Answer what is done by now, and set the alarm for the next event."""
+        """Answer what is done, and set the timer for the next event."""
         now = self._now()
         for ticket in simulated.server.advance(now):
             self._deliver(ticket, now)
         due = simulated.server.next_at()
         if simulated.alarm is not None and simulated.alarm_at <= due:
-            return  # it will look again; most arrivals move the next event to a later time
+            return  # the timer will check again; most arrivals delay the next event
         if simulated.alarm is not None:
             simulated.alarm.cancel()
             simulated.alarm = None
         if due < math.inf:
             simulated.alarm_at = due
-            # Timers count in milliseconds: a shorter one would spin.
+            # Timers have a resolution of milliseconds: a shorter one would spin.
             delay = max(_TICK_SECONDS, (due - now) / self.settings.time_scale)
             simulated.alarm = self._loop.call_later(delay, self._ring, simulated)
 

@@ -13,7 +13,7 @@ import orjson
 from batchwright.errors import InvalidInput
 
 _DEPTH = 4
-"""From here on only what must be there is written, so that a schema that holds itself comes to an end."""
+"""Below this depth only required values are written, so that a recursive schema ends."""
 _DEPTH_MAX = 32
 _ITEMS_MAX = 10_000
 _VALUES_MAX = 20_000
@@ -54,7 +54,7 @@ _NO_NAMES: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form in which an answer is wanted; without a schema it is any object."""
+    """The requested form of an answer; without a schema it is any object."""
 
     schema: Mapping[str, Any] | bool | None
 
@@ -84,7 +84,7 @@ def _schema_of(named: Any, param: str) -> Any:
     if not isinstance(schema, dict):
         where = f"{param}.json_schema.schema"
         raise InvalidInput(f"Missing required parameter: '{where}'.", param=where)
-    example(schema, 0, param=where_of(named["name"]))  # refused now, rather than after the model has worked
+    example(schema, 0, param=where_of(named["name"]))  # refuse it now, rather than after the model has worked
     return schema
 
 
@@ -100,7 +100,7 @@ def written(form: Form, seed: int, words: str) -> bytes:
 
 
 def example(schema: Any, seed: int, *, param: str = "the schema") -> Any:
-    """A value that fits the schema; what cannot be written is refused, as OpenAI refuses what it does not support."""
+    """A value that fits the schema. Unsupported schemas are refused, as OpenAI does."""
     try:
         return _Writer(schema, random.Random(seed), param).value(schema, 0)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -144,7 +144,7 @@ class _Writer:
         return self._typed(schema, self._type(schema, depth), depth)
 
     def _one_of(self, schema: Mapping[str, Any], name: str, depth: int) -> Any:
-        """Any of them; deep inside the one that is the simplest."""
+        """Any of them; at great depth the simplest one."""
         rest = {key: value for key, value in schema.items() if key != name}
         ways = (
             sorted(schema[name], key=_weight) if depth >= _DEPTH else self._dice.sample(schema[name], len(schema[name]))
@@ -247,7 +247,7 @@ class _Writer:
 
 
 def _merged(one: Any, other: Any) -> Any:
-    """Both at once, as far as that is simple: properties and required names add up, else the second wins."""
+    """Merge two schemas in simple cases: properties and required names add up, otherwise the second wins."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return other if one is True or one == {} else one
     both = {**one, **other}

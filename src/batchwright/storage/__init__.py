@@ -1,4 +1,4 @@
-"""Files of any size by key: a local folder, or an object store by URL, with retries that are counted."""
+"""Files of any size by key, in a local folder or in an object store given by URL, with counted retries."""
 
 from batchwright.storage.backend import Found
 from batchwright.storage.form import Field, File, FormLimits, form

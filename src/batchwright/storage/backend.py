@@ -1,4 +1,4 @@
-"""What a place for objects must be able to do; retries, counting and checksums are added by the Store above it."""
+"""The interface of a storage backend; the Store above it adds retries, counting and checksums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the operating system says when there is no room."""
+"""Error numbers of the operating system for a full disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +24,19 @@ class Found:
 
 
 class Backend(Protocol):
-    """Every call either answers, or raises one of our errors; NotFound is an answer."""
+    """Every call either returns, or raises one of our errors; NotFound counts as an answer."""
 
     part_bytes: int
-    """How much one read asks for at most, and one write holds."""
+    """Maximum size of one read, and of the buffer of one write."""
 
     async def write(self, key: str, chunks: AsyncIterator[bytes]) -> str | None:
-        """All of it or nothing, durable on return; answers the etag. Errors of `chunks` come out as they are."""
+        """Write all of it or nothing, durable on return; returns the etag. Errors of `chunks` are raised unchanged."""
 
     async def adopt(self, key: str, path: Path) -> str | None:
-        """Make the file itself the object and answer its etag; None where that is not possible."""
+        """Make the file itself the object and return its etag; None where that is not possible."""
 
     async def read(self, key: str, start: int, end: int, etag: str | None) -> bytes:
-        """The bytes from `start` to before `end`, both within the object; Conflict if its etag is another."""
+        """The bytes from `start` up to, not including, `end`, both within the object; Conflict if its etag differs."""
 
     async def head(self, key: str) -> Found | None: ...
 
@@ -48,4 +48,4 @@ class Backend(Protocol):
     def local_path(self, key: str) -> Path | None: ...
 
     async def sweep(self, older_than_seconds: float) -> int:
-        """Remove what dead writers left half-written; answers how much that was."""
+        """Remove incomplete objects of dead writers; returns how many."""

@@ -1,4 +1,4 @@
-"""What is uploaded: bytes, a file, or a stream, measured and hashed as it goes by."""
+"""The source of an upload: bytes, a file or a stream, measured and hashed as it is read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from batchwright.storage.settings import MIB
 
 Chunks = AsyncIterator[bytes]
 Repeatable = bytes | Path | Callable[[], Chunks]
-"""What can be read again when the store failed in the middle; a callable makes a new iterator each time."""
+"""Sources that can be read again if the store fails in the middle; a callable creates a new iterator each time."""
 Source = Repeatable | Chunks
 
 
 class Contents:
-    """A source that can be passed over, once or several times; afterwards it knows its size and checksum.
+    """A source that can be read once or several times; afterwards it knows its size and checksum.
 
-    One piece is at most 1 MiB, so that hashing never keeps the event loop for longer than a millisecond or two.
+    A piece is at most 1 MiB, so that hashing never blocks the event loop for longer than a millisecond or two.
     """
 
     def __init__(self, source: Source, limit: int | None = None) -> None:
@@ -32,7 +32,7 @@ class Contents:
 
     @property
     def repeatable(self) -> bool:
-        """Whether another attempt can still be made."""
+        """Whether another attempt is still possible."""
         return isinstance(self._source, (bytes, Path)) or callable(self._source) or not self.touched
 
     @property
@@ -48,7 +48,7 @@ class Contents:
         self._source = first if len(first) < size else _joined(first, parts)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """One pass, from the beginning; one that ends early is closed, and so is what it read."""
+        """Read it once, from the beginning. A pass that ends early is closed, together with its source."""
         self._digest, self.size, self.touched = hashlib.sha256(), 0, True
         async with aclosing(self._bounded(self._open())) as pieces:
             async for piece in pieces:
@@ -57,7 +57,7 @@ class Contents:
                 yield piece
 
     async def measure(self) -> None:
-        """Pass over it only to learn its size and checksum."""
+        """Read it only to learn its size and checksum."""
         async for _ in self.chunks():
             pass
 

@@ -1,4 +1,4 @@
-"""Uploads by multipart/form-data, a part at a time: a file is streamed on while it comes in, and never kept.
+"""Uploads by multipart/form-data, one part at a time: a file is passed on as a stream and never buffered whole.
 
 >>> async for part in form(request.stream(), request.headers["content-type"]):
 ...     match part:
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 BOUNDARY_CHARACTERS_MAX = 70
+CONTENT_TYPE_CHARACTERS_MAX = 1_000
+PARAMETERS_MAX = 64
+"""Maximum number of parameters of a header. For each one, the standard library scans everything before it again."""
 _AS_IT_IS = {"", "7bit", "8bit", "binary"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormLimits:
-    """What one form may hold; a file's bytes are limited by whoever stores them, or here."""
+    """Limits of one form; the size of a file is limited by the code that stores it, or here."""
 
     parts: int = 64
     field_bytes: int = 64 * 1024
@@ -49,7 +52,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file, to be read before the next part is asked for; what is not read of it is skipped."""
+    """A file. Read it before you request the next part; the rest of it is skipped."""
 
     name: str
     filename: str | None
@@ -64,7 +67,7 @@ async def form(
     *,
     files: Collection[str] = ("file",),
 ) -> AsyncIterator[Field | File]:
-    """The parts in the order in which they come. Whatever is wrong with the form raises InvalidInput or TooLarge.
+    """The parts in the order in which they arrive. An invalid form raises InvalidInput or TooLarge.
 
     Parts named in `files` are files even if they come without a file name.
     """
@@ -84,7 +87,12 @@ async def form(
 
 
 def boundary(content_type: str) -> bytes:
-    """What separates the parts, by the request's Content-Type."""
+    """The boundary between the parts, from the request's Content-Type."""
+    if len(content_type) > CONTENT_TYPE_CHARACTERS_MAX or content_type.count(";") > PARAMETERS_MAX:
+        raise InvalidInput(
+            f"a Content-Type has at most {CONTENT_TYPE_CHARACTERS_MAX} characters and {PARAMETERS_MAX} parameters; "
+            f"this one begins with {content_type[:80]!r}"
+        )
     message = _message("content-type", content_type)
     found = message.get_boundary("")
     if message.get_content_type() != "multipart/form-data" or not found:
@@ -98,7 +106,7 @@ def boundary(content_type: str) -> bytes:
 
 
 class _Events:
-    """What the parser finds in one chunk of the stream; the next chunk is read when all of that is taken.
+    """What the parser finds in one chunk of the stream; the next chunk is read when all of that is consumed.
 
     Headers are the beginning of a part, bytes its data, and None its end.
     """
@@ -117,7 +125,7 @@ class _Events:
         self._parser = MultipartParser(boundary, self._callbacks(), max_header_size=limits.header_bytes)
 
     async def next_part(self) -> dict[str, str] | None:
-        """The headers of the next part, past what was not read of the last one; None at the end of the form."""
+        """The headers of the next part, after skipping the unread rest of the last one; None at the end of the form."""
         while self._inside:
             await self._take()
         while not self._found:
@@ -131,7 +139,7 @@ class _Events:
         return headers
 
     async def data(self) -> AsyncIterator[bytes]:
-        """The bytes of the part whose headers were taken last."""
+        """The bytes of the part whose headers were read last."""
         part = self._taken
         while self._inside and self._taken == part:
             if chunk := await self._take():
@@ -158,7 +166,7 @@ class _Events:
             raise InvalidInput(f"the form cannot be read: {error}") from error
 
     def _opened(self, head: bytes) -> bytes:
-        """Hold back the first bytes until there are enough to see that they are the boundary.
+        """Hold back the first bytes until there are enough to check that they are the boundary.
 
         The parser would skip some other beginnings, and which ones depends on how the bytes are cut into chunks.
         """
@@ -206,7 +214,7 @@ class _Events:
 
 
 def _names(headers: dict[str, str]) -> tuple[str, str | None]:
-    """The name of the field, and of the file if it is one; RFC 5987's `filename*` goes before `filename`."""
+    """The name of the field, and of the file if it is one; RFC 5987's `filename*` has priority over `filename`."""
     disposition = headers.get("content-disposition", "")
     if headers.get("content-transfer-encoding", "").lower() not in _AS_IT_IS:
         _refuse("a part has a Content-Transfer-Encoding; send its bytes as they are")
@@ -225,6 +233,8 @@ _Parameter = tuple[str, str | tuple[str | None, str | None, str]]
 
 
 def _parameters(disposition: str) -> list[_Parameter]:
+    if disposition.count(";") > PARAMETERS_MAX:
+        _refuse(f"a part's Content-Disposition has more than {PARAMETERS_MAX} semicolons: {disposition[:80]!r}")
     try:
         found = _message("content-disposition", disposition).get_params([], "content-disposition")
     except (ValueError, LookupError):

@@ -1,4 +1,4 @@
-"""Names of objects: folders and a name, in characters that every store and file system takes as they are."""
+"""Names of objects: folders and a name, in characters that every store and file system accepts unchanged."""
 
 from __future__ import annotations
 

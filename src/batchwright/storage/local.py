@@ -1,8 +1,10 @@
-"""Objects in a folder, by plain file calls: obstore's own local store neither fsyncs nor removes what a kill leaves.
+"""Objects in a folder, with plain file calls: obstore's own local store does not fsync, and keeps the drafts of killed
+processes.
 
     write     draft in .drafts/ → fsync → rename or link to its key → fsync of the folders
 
-So a key has the whole object or none, whatever dies when, and what `write` has answered survives a power cut.
+So a key has the whole object or none, whenever a process dies, and an object survives a power cut once `write` has
+returned.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from batchwright.errors import Conflict, InvalidInput, NotFound, StorageError, StorageFull, StorageUnavailable
+from batchwright.private import is_open_to_others, make_folders, open_private
 from batchwright.storage.backend import FULL, Found
 from batchwright.storage.contents import gathered
 from batchwright.storage.settings import MIB
@@ -92,7 +95,7 @@ class Local:
         return _etag(found)
 
     def _place(self, draft: Path, key: str, move: Callable[[Path, Path], None]) -> None:
-        """Give the draft its name; folders are made anew when a deletion of their last object took them away."""
+        """Give the draft its name; creates folders again if the deletion of their last object removed them."""
         target = self._path(key)
         for _ in range(_RACES_MAX):
             with suppress(FileNotFoundError):
@@ -101,16 +104,18 @@ class Local:
                 self._sync_folders(target.parent)
                 return
             draft.stat()
-        raise StorageUnavailable(f"the folder {target.parent} vanishes as often as it is made")
+        raise StorageUnavailable(f"the folder {target.parent} disappears each time it is created")
 
     def _sync_folders(self, folder: Path) -> None:
-        """All up to the root: who made one of them may be dead before it synced that."""
+        """Sync all folders up to the root: the process that created one of them may have died before it synced that."""
         for one in (folder, *folder.parents):
             _sync_folder(one)
             if one == self._root:
                 break
 
     def _link(self, path: Path, key: str) -> str | None:
+        if is_open_to_others(path.stat().st_mode):
+            return None  # a copy is private, and the file keeps its permissions
         draft = _draft_path(self._drafts)
         try:
             os.link(path, draft)
@@ -122,7 +127,7 @@ class Local:
             found = _sync_file(draft)
             self._place(draft, key, os.replace)
         finally:
-            draft.unlink(missing_ok=True)  # replacing a file by another link to itself leaves both names
+            draft.unlink(missing_ok=True)  # renaming a link over another link to the same file leaves both names
         return _etag(found)
 
     def _head(self, key: str) -> Found | None:
@@ -151,7 +156,7 @@ class Local:
             self._prune(folder)
 
     def _prune(self, folder: Path) -> None:
-        """Remove folders that are empty now; the first that is not ends it."""
+        """Remove folders that are now empty; stops at the first that is not."""
         with suppress(OSError):
             while folder != self._root:
                 folder.rmdir()
@@ -190,11 +195,11 @@ class Local:
 
 
 class _Draft:
-    """A file that nobody sees yet. The lock inside the file object lets nobody close it under a write."""
+    """A file that is not visible yet. The lock inside the file object prevents closing it during a write."""
 
     def __init__(self, folder: Path) -> None:
         self.path = _draft_path(folder)
-        self.file = self.path.open("xb")
+        self.file = open_private(self.path, "xb")
 
     def write(self, chunk: bytes) -> None:
         self.file.write(chunk)
@@ -205,7 +210,7 @@ class _Draft:
         return os.fstat(self.file.fileno())
 
     def discard(self) -> None:
-        with suppress(OSError):  # what could not be written is not wanted either
+        with suppress(OSError):  # data that could not be written is not needed
             self.file.close()
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
@@ -213,21 +218,20 @@ class _Draft:
 
 def _draft_path(folder: Path) -> Path:
     if not folder.is_dir():
-        _make_folders(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        _make_folders(folder)
     return folder / uuid.uuid4().hex
 
 
 def _make_folders(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
     except FileExistsError as error:
-        if folder.is_file():  # else it was there a moment ago, and a deletion has taken it since
+        if folder.is_file():  # otherwise it existed a moment ago, and a deletion has removed it since
             raise NotADirectoryError(folder) from error
 
 
 def _walk(folder: Path, prefix: str, after: str) -> Iterator[Found]:
-    """In the order of whole keys, in which `a-b` comes before `a/b`: a folder is sorted with its slash."""
+    """In the order of whole keys, where `a-b` comes before `a/b`: a folder is sorted with its slash."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if entry.name[0] != ".")

@@ -1,4 +1,4 @@
-"""How calls to the object store are counted, whoever makes them."""
+"""Counts calls to the object store by caller."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from batchwright.storage.retry import OPERATIONS
 from batchwright.telemetry.metrics import Counts, Labels
 
 COMPONENTS = ("processor", "apiserver", "garbage-collector")
-"""Who may use the object store."""
+"""The callers of the object store."""
 STORAGE_METRIC = replace(
     OPERATIONS,
-    help="Calls to the object store (store, retrieve, delete) by how they ended: success, retry (it was made again) or "
+    help="Calls to the object store (store, retrieve, delete) by how they ended: success, retry (repeated) or "
     "exhausted.",
     prefix="",
     expected=tuple(product(("store", "retrieve", "delete"), COMPONENTS, ("exhausted",))),

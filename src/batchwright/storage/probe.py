@@ -1,4 +1,4 @@
-"""Tries a store: what it says that it can do is not always what it does."""
+"""Tests a store: a store may claim abilities that it lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANGE = 100, 200
 
 
 async def probe(store: Store) -> None:
-    """Write an object, read a range of it, list it and delete it; StorageError says which of that does not work."""
+    """Write an object, read a range of it, list it and delete it; StorageError says which step does not work."""
     key, data = f"{FOLDER}/{uuid.uuid4().hex}", os.urandom(_BYTES)
     start, end = _RANGE
     await store.put(key, data)

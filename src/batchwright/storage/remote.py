@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage or Azure, by obstore, whose own retries are off."""
+"""Objects in S3, Google Cloud Storage or Azure, through obstore with its own retries turned off."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Remote:
 
     @classmethod
     def at(cls, url: str, settings: StorageSettings) -> Self:
-        """The store at a URL; nothing is asked of it yet."""
+        """The store at a URL; sends no request yet."""
         try:
             store = from_url(url, client_options=_client(settings), retry_config=_NO_RETRIES)
         except (refused.BaseError, ValueError, TypeError) as error:
@@ -87,7 +87,7 @@ class Remote:
             try:
                 with self._explained(some[0]):
                     await obstore.delete_async(self._store, some)
-            except NotFound:  # some stores mind that one of them is gone, and then leave the others
+            except NotFound:  # some stores fail if one object is gone, and then keep the others
                 for key in some:
                     await self._delete(key)
 
@@ -100,7 +100,7 @@ class Remote:
         return None
 
     async def sweep(self, older_than_seconds: float) -> int:
-        """Unfinished uploads are not listed by obstore: a lifecycle rule of the bucket removes them."""
+        """obstore does not list unfinished uploads: a lifecycle rule of the bucket removes them."""
         return 0
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class Remote:
     async def _upload(self, key: str, first: bytes, rest: AsyncIterator[bytes]) -> str | None:
         """In parts. obstore aborts an upload when its source fails, but not when it is cancelled.
 
-        So the upload runs beside us and takes its parts from a pipe; whatever ends us here breaks the pipe.
+        So the upload runs in its own task and reads its parts from a pipe; if this call ends early, the pipe breaks.
         """
         pipe = _Pipe()
         upload = asyncio.ensure_future(self._upload_from(pipe, key))
@@ -141,7 +141,7 @@ class Remote:
 
     @contextmanager
     def _explained(self, key: str, *, writing: bool = False) -> Iterator[None]:
-        """Our errors for obstore's, whose texts hold whole answers: only a reason without secrets goes on."""
+        """Translate obstore's errors, whose texts contain whole answers: keep only a reason without secrets."""
         try:
             yield
         except FileNotFoundError as error:
@@ -165,7 +165,7 @@ class Remote:
 
 
 class _Pipe:
-    """Hands one part at a time to an upload; None is the end, an error breaks it off."""
+    """Passes one part at a time to an upload; None is the end, an error aborts it."""
 
     def __init__(self) -> None:
         self._parts = asyncio.Queue[bytes | Exception | None](1)
@@ -174,7 +174,7 @@ class _Pipe:
         await self._parts.put(part)
 
     def open_the_end(self) -> None:
-        """Nobody takes parts any more: let a sender that waits go on."""
+        """Nobody reads parts any more: release a waiting sender."""
         while not self._parts.empty():
             self._parts.get_nowait()
 
@@ -191,7 +191,7 @@ class _Pipe:
 
 
 async def _end(upload: asyncio.Future[str | None], pipe: _Pipe) -> None:
-    """Let obstore tell the store to forget the parts of an unfinished upload; a store that is away may keep them."""
+    """Let obstore tell the store to discard the parts of an unfinished upload; an unavailable store may keep them."""
     if not upload.done():
         pipe.open_the_end()
         await pipe.send(StorageError("the upload was given up"))
@@ -215,7 +215,7 @@ def _client(settings: StorageSettings) -> ClientConfig:
 
 
 def _is_plain_named() -> bool:
-    """Whether the environment names an endpoint without TLS: who writes such a thing means it."""
+    """Whether the environment names an endpoint without TLS: we take that as intended."""
     amazon = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
     google = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
     return amazon.startswith("http://") or _PLAIN_GOOGLE.search(google) is not None
@@ -229,13 +229,13 @@ def _found(meta: obstore.ObjectMeta) -> Found:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Lost connections, timeouts and the store's own errors pass; its verdicts about our request do not."""
+    """Whether a retry may help: after a lost connection, a timeout or the store's own error, not after a refusal."""
     status = _STATUS.search(str(error))
     return status is None or int(status[1]) >= 500 or int(status[1]) in _TRY_AGAIN
 
 
 def _reason(error: Exception) -> str:
-    """The status and the store's word for it, or the first line; never a body, a query or a password."""
+    """The status and the store's code for it, or the first line; never a body, a query or a password."""
     text = str(error)
     if status := _STATUS.search(text):
         code = _CODE.search(text)

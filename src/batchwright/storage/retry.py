@@ -1,4 +1,4 @@
-"""One operation, tried until it answers or patience ends; every attempt is counted."""
+"""Retries one operation until it succeeds or the limits are reached; every attempt is counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_SECONDS = 10.0
 
 
 class Counter(Protocol):
-    """Where attempts are counted: the process's Counts."""
+    """Counts attempts: the process's Counts."""
 
     def add(self, name: str, n: float = 1, labels: Labels = ()) -> None: ...
 
@@ -33,7 +33,7 @@ class Counter(Protocol):
 class Retry:
     """Exponential backoff with full jitter, bounded by time, and by attempts where those are set.
 
-    The last attempt comes when the time is over: an outage that is shorter is survived.
+    The last attempt happens when the time is over, so any shorter outage is survived.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Retry:
     async def __call__(
         self, operation: str, call: Callable[[], Awaitable[T]], *, may_repeat: Callable[[], bool] = lambda: True
     ) -> T:
-        """The answer of `call`. Errors that are not the store's, such as those of a stream, pass uncounted."""
+        """The result of `call`. Errors that are not the store's, such as those of a stream, are raised uncounted."""
         ends = time.monotonic() + self._settings.retry_seconds_max
         for attempt in itertools.count(1):
             try:

@@ -1,4 +1,4 @@
-"""Where files live, and how patient we are with that place."""
+"""Settings: where files are stored, with timeouts and retries."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSettings:
-    """Where files live. Keys, region and endpoint of a store come from its provider's own environment variables."""
+    """Where files are stored. Keys, region and endpoint of a store come from its provider's own variables."""
 
     url: str | None = None
     """`s3://bucket/path`, `gs://bucket/path`, `az://account/container/path` or `file:///folder`; unset, a folder
     `files` beside the embedded database."""
     retry_seconds_max: float = 60.0
-    """How long one operation is tried again while the store is unavailable or answers with errors of its own."""
+    """How long one operation is retried while the store is unavailable or answers with internal errors."""
     attempts: int | None = None
-    """How often it is tried at most; unset, as often as fits into that time."""
+    """Maximum number of attempts; unset, as many as fit into that time."""
     timeout_seconds: float = 60.0
-    """How long one request to a remote store may take."""
+    """Time limit of one request to a remote store."""
     connect_timeout_seconds: float = 5.0
-    """How long connecting to a remote store may take."""
+    """Time limit of connecting to a remote store."""
     part_bytes: int = 8 * MIB
-    """Larger objects travel to and from a remote store in parts of this size."""
+    """Larger objects are transferred to and from a remote store in parts of this size."""
 
     def __post_init__(self) -> None:
         at_least = {"attempts": 1, "retry_seconds_max": 0, "part_bytes": 5 * MIB}

@@ -31,7 +31,7 @@ FOLDER = "files"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What was put: durable, and under its key in one piece."""
+    """A stored object: durable, and complete under its key."""
 
     key: str
     size: int
@@ -40,7 +40,7 @@ class Stored:
 
 
 class Store:
-    """Objects by key. Any call may raise StorageUnavailable (later, perhaps), StorageFull or StorageError (never)."""
+    """Objects by key. Any call may raise StorageUnavailable, StorageFull (both may pass) or StorageError (will not)."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Store:
         self._retry = Retry(settings or StorageSettings(), counts, component, pause)
 
     async def put(self, key: str, source: Source, *, limit: int | None = None) -> Stored:
-        """Write the object, in place of any other; one that is over the limit raises TooLarge and leaves nothing.
+        """Write the object, replacing any other; one over the limit raises TooLarge and leaves nothing.
 
-        A stream longer than a part can be sent only once: hand over a callable that makes it to survive a
+        A stream longer than a part can be sent only once: pass a callable that creates it to survive a
         failure in the middle.
         """
         checked(key)
@@ -79,7 +79,7 @@ class Store:
         return Stored(key=key, size=contents.size, sha256=contents.sha256, etag=etag)
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
-        """The bytes from `start` to before `end`, a part at a time; each part is asked for when it is wanted."""
+        """The bytes from `start` up to, not including, `end`, a part at a time; each part is requested when needed."""
         with span("storage.Retrieve", attributes={"storage.key": key, "storage.bytes": 0}, current=False) as retrieving:
             found = await self.head(key)
             if found is None:
@@ -101,7 +101,7 @@ class Store:
         return await self._retry("head", lambda: self._backend.head(key))
 
     async def delete(self, *keys: str) -> None:
-        """Those that are missing are as good as deleted."""
+        """Missing objects count as deleted."""
         if keys:
             for key in keys:
                 checked(key)
@@ -121,15 +121,21 @@ class Store:
             after = page[-1].key
 
     def local_path(self, key: str) -> Path | None:
-        """Where the object is a file of this machine: its path, whether or not it is there. Only for reading."""
+        """The path of the object, if the store is a local folder, whether or not it exists. Only for reading."""
         return self._backend.local_path(checked(key))
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the objects, if they are local files."""
+        here = self._backend.local_path("x")
+        return None if here is None else here.parent
+
     async def sweep(self, older_than_seconds: float = 86_400) -> int:
-        """Remove what killed writers left half-written in a folder; answers how much that was."""
+        """Remove incomplete objects that killed writers left in a folder; returns how many."""
         return await self._retry("sweep", lambda: self._backend.sweep(older_than_seconds))
 
     def __str__(self) -> str:
-        """Where this is, without secrets."""
+        """The location of the store, without secrets."""
         return str(self._backend)
 
     async def _write(self, key: str, contents: Contents) -> Stored:
@@ -155,7 +161,7 @@ def _storing(key: str, contents: Contents) -> Iterator[None]:
 
 
 class _Page:
-    """Turns to the next page of a listing; after a failure the listing begins again behind what was seen."""
+    """Reads the next page of a listing; after a failure, the listing resumes after the last key seen."""
 
     def __init__(self, backend: Backend, pages: AsyncIterator[Sequence[Found]], prefix: str, after: str | None) -> None:
         self._again = functools.partial(backend.pages, prefix, after)
@@ -190,6 +196,6 @@ def _backend(settings: StorageSettings, beside: Path) -> Backend:
     if parts.scheme in SCHEMES and parts.netloc:
         return Remote.at(settings.url, settings)
     raise ConfigurationError(
-        f"storage.url {redacted(settings.url)} is none that we know: write s3://bucket/path, gs://bucket/path, "
+        f"storage.url {redacted(settings.url)} is not supported: write s3://bucket/path, gs://bucket/path, "
         "az://account/container/path or file:///folder"
     )

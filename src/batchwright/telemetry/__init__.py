@@ -1,1 +1,1 @@
-"""What Batchwright tells about itself."""
+"""Telemetry: logs, metrics and traces."""

@@ -1,7 +1,7 @@
-"""Log lines: readable on a terminal, one JSON object each elsewhere; both carry the job they are about.
+"""Log lines: text on a terminal, one JSON object per line elsewhere; both name the job they are about.
 
-Which job that is stands in a context variable, so lines of any logger have it: the engine's, the operation's, and
-those of libraries that the operation calls. Payloads and results are never logged.
+A context variable holds that job, so the lines of any logger have it: the engine's, the operation's, and those of
+libraries that the operation calls. Payloads and results are never logged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 
 class JobInHand(Protocol):
-    """What a log line says of a job."""
+    """The fields of a log line about a job."""
 
     @property
     def id(self) -> UUID: ...
@@ -40,11 +40,11 @@ class JobInHand(Protocol):
 
 
 job_in_hand: contextvars.ContextVar[JobInHand | None] = contextvars.ContextVar("batchwright_job", default=None)
-"""The job that runs here: set in the task, the thread or the process that performs its operation."""
+"""The current job: set in the task, thread or process that runs its operation."""
 
 
 def about(job: JobInHand) -> dict[str, Any]:
-    """What lines about this job carry; pass it as `extra` where the job does not run itself."""
+    """The log fields of this job; pass them as `extra` outside the job's own task."""
     fields = {"job_id": str(job.id), "job_type": job.job_type, "attempt": job.attempts}
     if job.traceparent is not None and (found := _TRACEPARENT.match(job.traceparent)):
         fields["trace_id"] = found[1]
@@ -52,7 +52,7 @@ def about(job: JobInHand) -> dict[str, Any]:
 
 
 def configure_logs(level: str = "INFO", form: Form = "auto") -> None:
-    """Send the process's logs to standard error, uvicorn's among them; single requests only at DEBUG."""
+    """Send the process's logs to standard error, including uvicorn's; single requests only at DEBUG."""
     is_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if is_json else _TextLines())
@@ -69,12 +69,12 @@ def configure_logs(level: str = "INFO", form: Form = "auto") -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """The server calls it an error of ours that a stream ends by a cut, so that nobody takes it for a whole one."""
+    """Drops a line of the server: it reports a stream that we cut on purpose, so that nobody takes it for complete."""
     return record.msg != _CUT_ON_PURPOSE
 
 
 def configured_logs() -> dict[str, str] | None:
-    """How the logs of this process were configured, for its child processes; None when that was somebody else."""
+    """How the logs of this process were configured, for its child processes; None if we did not configure them."""
     root = logging.getLogger()
     for handler in root.handlers:
         if isinstance(handler.formatter, _Lines):
@@ -87,7 +87,7 @@ class _Lines(logging.Formatter):
 
     @staticmethod
     def fields(record: logging.LogRecord) -> dict[str, Any]:
-        """What the line itself was given, and for the rest the job that runs here."""
+        """The line's own fields and, for the rest, those of the current job."""
         job = job_in_hand.get()
         given = {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if job is None or given.get("job_id", str(job.id)) != str(job.id):  # the line is about another job
@@ -122,7 +122,7 @@ class _JsonLines(_Lines):
             line["traceback"] = self.formatException(record.exc_info)
         try:
             document = orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS)
-        except TypeError:  # numbers beyond 64 bits, halves of surrogate pairs: the line is worth more than its form
+        except TypeError:  # numbers beyond 64 bits, lone surrogates: an imperfect line is better than none
             document = orjson.dumps({name: _readable(value) for name, value in line.items()})
         return one_line(document).decode()
 

@@ -1,4 +1,4 @@
-"""What a process counts: numbers and histograms in plain Python, and a flat form of them that can be added up."""
+"""The metrics of a process: numbers and histograms in plain Python, and a flat form that can be added up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import orjson
 
 Flat = dict[str, float]
-"""Every number under one key: the JSON list of its metric, its label values and, in a histogram, its place there."""
+"""Every number under one key: the JSON list of its metric, its label values and, in a histogram, its bucket."""
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
@@ -21,12 +21,22 @@ OTHER = "other"
 PREFIX = "batchwright_"
 SUM = "sum"
 VALUES_MAX = 200
-"""Values that one label may take; the rest is counted under `other`."""
+"""Maximum number of values of one label; the rest is counted under `other`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What is kept of a metric every minute, for the dashboard."""
+
+    figure: str
+    """The figure that it adds to, such as `requests`; several metrics may add to the same one."""
+    by: str
+    """The label whose values are kept separate; the others are summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One thing that is measured, and the words that explain it; `bounds` are the upper ends of a histogram."""
+    """One metric with its help text; `bounds` are the upper bounds of a histogram."""
 
     name: str
     help: str
@@ -34,9 +44,11 @@ class Metric:
     kind: Kind = "counter"
     bounds: tuple[float, ...] = ()
     prefix: str = PREFIX
-    """What stands before the name on the page; empty for a name that was given elsewhere and is known by it."""
+    """The prefix of the name on the page; empty for a name that is already established elsewhere."""
     expected: tuple[Labels, ...] = ()
-    """Labels that are on the page from the start, as 0, so that their first step can be seen."""
+    """Labels that are on the page from the start, as 0, so that their first increase is visible."""
+    sampled: Sampled | None = None
+    """What is kept of it every minute; None if nothing is."""
 
     @property
     def full_name(self) -> str:
@@ -49,18 +61,18 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class LabelLimit:
-    """Which values a label may take: those that are named, and so many others."""
+    """Which values a label may take: the named ones, and a number of others."""
 
     named: frozenset[str] = frozenset()
     others_max: int = VALUES_MAX
 
     def kept(self, values: set[str]) -> set[str]:
-        """The first by name: values only ever come, so who was under `other` stays there, and that never goes down."""
+        """The first by name. Values are only added, so one under `other` stays there, and `other` never decreases."""
         return (values & self.named) | set(sorted(values - self.named - {OTHER})[: self.others_max])
 
 
 LabelLimits = Mapping[str, LabelLimit]
-"""The limit of each label; one that is not in it takes VALUES_MAX values, whichever come first."""
+"""The limit of each label; a label without one takes the first VALUES_MAX values."""
 _ANY = LabelLimit()
 
 
@@ -73,7 +85,7 @@ class Counts:
 
     def __init__(self, metrics: Iterable[Metric], label_limits: LabelLimits | None = None) -> None:
         self.is_crowded = False
-        """Whether a label had no room for a value, which was counted under `other`."""
+        """Whether a label was full, so that a value was counted under `other`."""
         self._metrics = {metric.name: metric for metric in metrics}
         self._numbers: dict[str, dict[Labels, float]] = {
             metric.name: {} for metric in self._metrics.values() if metric.kind != "histogram"
@@ -90,11 +102,11 @@ class Counts:
         return list(self._metrics.values())
 
     def on_read(self, count: Callable[[], None]) -> None:
-        """Call `count` before numbers are read: for whoever only puts things down at first, to count them later."""
+        """Call `count` before numbers are read: for code that first only notes things, and counts them later."""
         self._on_read.append(count)
 
     def know(self, flat: Iterable[str]) -> None:
-        """Give the values that others have counted the first places, so that one thing has one name everywhere."""
+        """Reserve places for the values that others have counted, so that a value has the same name everywhere."""
         found: dict[str, set[str]] = {}
         for name, numbers in series(dict.fromkeys(flat, 0)).items():
             if (metric := self._metrics.get(name)) is not None:
@@ -115,7 +127,7 @@ class Counts:
             numbers[labels] = numbers.get(labels, 0) + n
 
     def set_all(self, name: str, numbers: Mapping[Labels, float]) -> None:
-        """Give a gauge these numbers, and no others."""
+        """Set a gauge to these numbers, and remove all others."""
         kept: dict[Labels, float] = {}
         for given, n in numbers.items():
             labels = self._bounded(name, given)
@@ -123,13 +135,13 @@ class Counts:
         self._numbers[name] = kept
 
     def observe(self, name: str, value: float, labels: Labels = ()) -> None:
-        """Note one value in a histogram."""
+        """Add one value to a histogram."""
         bounds, spread = self._spread(name, labels)
         spread[bisect_left(bounds, value)] += 1
         spread[-1] += value
 
     def observe_all(self, name: str, values: Sequence[float], labels: Labels = ()) -> None:
-        """Note many values at once, which costs a fifth."""
+        """Add many values at once, at a fifth of the cost."""
         bounds, spread = self._spread(name, labels)
         for place, n in Counter(map(functools.partial(bisect_left, bounds), values)).items():
             spread[place] += n
@@ -141,7 +153,7 @@ class Counts:
         return int(sum(self._numbers[name].values()))
 
     def flat(self, *kinds: Kind) -> Flat:
-        """The numbers of these kinds, or of all."""
+        """The numbers of these types, or of all."""
         self._read()
         wanted = {name for name, metric in self._metrics.items() if metric.kind in (kinds or get_args(Kind))}
         flat = {
@@ -170,7 +182,7 @@ class Counts:
         return bounds, spread
 
     def _bounded(self, name: str, labels: Labels) -> Labels:
-        """These labels, with values beyond the limit replaced: somebody else's data must not fill our memory."""
+        """These labels, with values beyond the limit replaced: users' data must not fill our memory."""
         return tuple(
             self._admitted(label, str(value)) for label, value in zip(self._metrics[name].labels, labels, strict=True)
         )
@@ -187,7 +199,7 @@ class Counts:
 
 
 def difference(now: Mapping[str, float], before: Mapping[str, float]) -> Flat:
-    """What came to `before` until `now`; that is never less than nothing."""
+    """The increase from `before` to `now`; counts only grow, so it is never negative."""
     return {key: n - before.get(key, 0) for key, n in now.items() if n != before.get(key, 0)}
 
 
@@ -205,7 +217,7 @@ def series(flat: Mapping[str, float]) -> dict[str, dict[Labels, float]]:
 
 
 def bounded(numbers: Mapping[Labels, float], label_limits: Sequence[LabelLimit]) -> dict[Labels, float]:
-    """The numbers with no more values than there is room for in each of the first places, and the rest in `other`."""
+    """The numbers with the values of each label limited, and the rest in `other`."""
     kept = [limit.kept({key[place] for key in numbers}) for place, limit in enumerate(label_limits)]
     summed: dict[Labels, float] = {}
     for key, n in numbers.items():

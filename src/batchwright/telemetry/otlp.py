@@ -1,8 +1,8 @@
-"""The sending side of tracing: OpenTelemetry's SDK behind our spans. Only `tracing.start()` imports this.
+"""Sends traces: OpenTelemetry's SDK behind our spans. Only `tracing.start()` imports this.
 
-Ended spans wait in the SDK's bounded queue for a thread of its own, so nobody ever waits for the collector except
-`stop()`, and that not for long. The provider is ours alone: OpenTelemetry's global one belongs to the program around
-us. The current span is shared, though, so spans of instrumented libraries find their place among ours.
+Ended spans wait in the SDK's bounded queue for its own thread, so only `stop()` ever waits for the collector, and not
+for long. The provider is ours alone: OpenTelemetry's global one belongs to the surrounding program. The current span
+is shared, though, so spans of instrumented libraries nest correctly among ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchwright.telemetry.tracing import Attributes, parsed
 log = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 5.0
-"""How long one batch of spans is tried, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise."""
+"""Time limit for sending one batch of spans, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise."""
 STOP_SECONDS = 1.5
 TEXT_CHARACTERS_MAX = 1_000
 WARN_SECONDS = 3_600.0
@@ -38,7 +38,7 @@ _STATUS = re.compile(r"\bcode: (\d{3})\b")
 
 
 class Otlp:
-    """Spans by OTLP over HTTP; how they are sampled, queued and sent is up to the SDK's environment variables."""
+    """Spans by OTLP over HTTP; the SDK's environment variables control how they are sampled, queued and sent."""
 
     def __init__(self, service_name: str, version: str | None) -> None:
         self._murmur = _Murmur()
@@ -50,7 +50,7 @@ class Otlp:
         self._asked = threading.Event()
         self._stopped = threading.Event()
         self._murmur.listen()
-        # Made now, because an interpreter that is leaving lets nobody start a thread.
+        # Created now, because no thread can be started while the interpreter exits.
         threading.Thread(target=self._wait_and_end, name="batchwright-tracing", daemon=True).start()
 
     def span(self, name: str, parent: str | None, attributes: Attributes | None, current: bool) -> _Recorded:
@@ -86,7 +86,7 @@ class Otlp:
             self._exporter.shutdown()
 
     def _wait_and_end(self) -> None:
-        """The SDK's own end may take half a minute; it takes place here, where nobody waits for it."""
+        """The SDK's shutdown may take half a minute; it runs here, where nobody waits for it."""
         self._asked.wait()
         try:
             with self._murmur.muted():
@@ -115,7 +115,7 @@ class _Recorded:
         self._span.set_attributes(_sendable(attributes))
 
     def error(self, error: BaseException) -> None:
-        """The kind and the words of it, once; its traceback stands in the log, if anywhere."""
+        """Record the type and message of an error, once; its traceback is in the log, if anywhere."""
         if error is not self._error and self._span.is_recording():
             self._error = error
             kind, words = type(error).__qualname__, _words(error)
@@ -130,15 +130,15 @@ class _Recorded:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._current:
             context.detach(self._token)
-        if error is not None and not isinstance(error, GeneratorExit):  # a reader may stop whenever he likes
+        if error is not None and not isinstance(error, GeneratorExit):  # a reader may stop at any time
             self.error(error)
-        self._error = None  # whose traceback knows this span: a circle
+        self._error = None  # its traceback refers to this span: a reference cycle
         with self._murmur.muted():
             self._span.end()
 
 
 class _Exporter(SpanExporter):
-    """Loses spans without raising, and with one warning."""
+    """Drops spans without raising, and with one warning."""
 
     def __init__(self, murmur: _Murmur) -> None:
         is_set = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{of}TIMEOUT") for of in ("", "TRACES_"))
@@ -149,7 +149,7 @@ class _Exporter(SpanExporter):
         with self._murmur.muted():
             try:
                 result = self._http.export(spans)
-            except Exception as error:  # one odd span must not end the thread that sends all others
+            except Exception as error:  # one invalid span must not end the thread that sends all others
                 result = SpanExportResult.FAILURE
                 self._murmur.warn(f"sending failed with {type(error).__name__}")
         if result is not SpanExportResult.SUCCESS:
@@ -162,9 +162,9 @@ class _Exporter(SpanExporter):
 
 
 class _Murmur(logging.Filter):
-    """What the SDK says while it works for us: swallowed, and summed up in one warning an hour.
+    """Filters what the SDK logs while it works for us: suppressed, and summed up in one warning an hour.
 
-    What it says while it works for others in this process passes. Addresses are never repeated: they may hold keys.
+    Its other log lines in this process pass. Addresses are never repeated: they may contain keys.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class _Murmur(logging.Filter):
         if found := _STATUS.search(words):
             self._status = found[1]
         if words.startswith("Queue full"):
-            self.warn("they come faster than the collector takes them")
+            self.warn("they come faster than the collector accepts them")
         return False
 
     def warn_of_collector(self) -> None:
@@ -211,11 +211,11 @@ class _Murmur(logging.Filter):
         now = time.monotonic()
         if self._warned_at is None or now - self._warned_at > WARN_SECONDS:
             self._warned_at = now
-            log.warning("spans are lost: %s; the work goes on, and this is said once an hour at most", reason)
+            log.warning("spans are lost: %s; the work continues, and this is logged at most once an hour", reason)
 
 
 def _resource(service_name: str, version: str | None) -> Resource:
-    """Who we are; what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say goes first."""
+    """Our resource attributes; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have priority."""
     ours = {"service.name": service_name} | ({} if version is None else {"service.version": version})
     return Resource.create({**ours, **OTELResourceDetector().detect().attributes})
 
@@ -233,7 +233,7 @@ def _traceparent(of: SpanContext) -> str:
 
 
 def _sendable(attributes: Attributes | None) -> dict[str, str | int | float | bool]:
-    """What protobuf takes: one value that it refuses would cost the whole batch of spans."""
+    """Convert to what protobuf accepts: one refused value would lose the whole batch of spans."""
     found: dict[str, str | int | float | bool] = {}
     for name, value in (attributes or {}).items():
         match value:
@@ -251,7 +251,7 @@ def _sendable(attributes: Attributes | None) -> dict[str, str | int | float | bo
 def _words(error: BaseException) -> str:
     try:
         return _text(str(error))
-    except Exception:  # somebody's __str__ is broken; his error must come out as it is
+    except Exception:  # a broken __str__; the user's error must be raised unchanged
         return ""
 
 

@@ -1,7 +1,7 @@
-"""Traces for those who ask: spans go to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, or nowhere.
+"""Optional traces: spans go to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, or nowhere.
 
 While it is off, nothing of OpenTelemetry is imported, a span costs less than a microsecond, and a caller's traceparent
-is handed on as it came. Whether it is on belongs to the process, as with logs; `batchwright.telemetry.otlp` does the
+is passed on unchanged. Tracing is on or off for the whole process, like logs; `batchwright.telemetry.otlp` does the
 rest.
 
 >>> with span("process-batch", parent=ctx.traceparent, attributes={"batch.id": batch.id}) as batch_span:
@@ -23,7 +23,7 @@ from typing import Protocol, Self
 from urllib.parse import urlsplit
 
 Attributes = Mapping[str, str | int | float | bool | None]
-"""What is known about a span, by dotted names; what is None is left out."""
+"""Attributes of a span, by dotted names; None values are left out."""
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +33,25 @@ _NOBODY = {"0" * 32, "0" * 16}
 
 
 class Span(Protocol):
-    """A stretch of work; what is raised through it is recorded as its error."""
+    """A unit of work; an exception raised through it is recorded as its error."""
 
     @property
     def traceparent(self) -> str | None:
-        """What to hand to whomever works for this span; while tracing is off, what was handed to us."""
+        """What to pass to code that works for this span; while tracing is off, what was passed to us."""
 
     def set(self, attributes: Attributes) -> None: ...
 
     def error(self, error: BaseException) -> None:
-        """Record a failure that is handled here, and so is not raised through the span."""
+        """Record a failure that is handled and so not raised through the span."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """The span ends, and what was raised goes on."""
+        """End the span; an exception is raised further."""
 
 
 class Recorder(Protocol):
-    """Makes spans that are sent somewhere."""
+    """Creates spans that are sent to a collector."""
 
     def span(self, name: str, parent: str | None, attributes: Attributes | None, current: bool) -> Span: ...
 
@@ -66,13 +66,14 @@ class Recorder(Protocol):
 
 _recorder: Recorder | None = None
 _handed: contextvars.ContextVar[str | None] = contextvars.ContextVar("batchwright_traceparent", default=None)
-"""While tracing is off: the traceparent that the innermost span was given."""
+"""While tracing is off: the traceparent of the innermost span."""
 
 
 def start(service_name: str = "batchwright", version: str | None = None) -> bool:
-    """Trace from now on if the environment asks for it; answers whether that is so.
+    """Start tracing if the environment asks for it; returns whether tracing is on.
 
-    It never raises: who cannot trace says why in one line, and works without. OTEL_SERVICE_NAME goes before the name.
+    It never raises: if tracing is impossible, one line says why, and work continues without. OTEL_SERVICE_NAME
+    overrides the name.
     """
     global _recorder
     if _recorder is not None or not _is_wanted():
@@ -89,7 +90,7 @@ def start(service_name: str = "batchwright", version: str | None = None) -> bool
 
 
 def stop() -> None:
-    """Send what is left and trace no more; takes two seconds at most, so call it last, and not in an event loop."""
+    """Send the remaining spans and stop tracing; takes up to two seconds, so call it last, and not in an event loop."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -100,7 +101,7 @@ def stop() -> None:
 def span(name: str, *, parent: str | None = None, attributes: Attributes | None = None, current: bool = True) -> Span:
     """A span below `parent`, a W3C traceparent; without one, or with an invalid one, below the current span.
 
-    Inside a generator say `current=False`: it runs in the context of whoever asks it, where it must change nothing.
+    Inside a generator use `current=False`: it runs in the context of its consumer, which it must not change.
     """
     if _recorder is not None:
         return _recorder.span(name, parent, attributes, current)
@@ -108,12 +109,12 @@ def span(name: str, *, parent: str | None = None, attributes: Attributes | None 
 
 
 def detached(name: str, link: str | None, *, attributes: Attributes | None = None) -> Span:
-    """A span that begins a trace of its own and only refers to another, whose end or cancellation it outlives."""
+    """A span that begins its own trace and only links to another, whose end or cancellation it outlives."""
     return _Handed(link) if _recorder is None else _recorder.detached(name, link, attributes)
 
 
 def handed(traceparent: str | None) -> AbstractContextManager[object]:
-    """Inside it, spans are below this one: for whoever works for a span that another task has begun."""
+    """Inside it, spans are children of this one: for code that works for a span which another task began."""
     return _Handed(traceparent) if _recorder is None else _recorder.handed(traceparent)
 
 
@@ -122,9 +123,9 @@ def current_traceparent() -> str | None:
 
 
 def incoming(headers: Mapping[str, str]) -> str | None:
-    """The traceparent of a request, in the form of version 00; one that is invalid, or sent twice, is as good as none.
+    """The traceparent of a request, in the form of version 00; an invalid or repeated one is ignored.
 
-    Any mapping of names to values will do; one of Starlette's shows a header that came twice.
+    Accepts any mapping of names to values; one of Starlette's shows a repeated header.
     """
     found = [value for name, value in headers.items() if name.lower() == "traceparent"]
     fields = parsed(found[0].strip(" \t")) if len(found) == 1 else None
@@ -132,20 +133,20 @@ def incoming(headers: Mapping[str, str]) -> str | None:
 
 
 def parsed(traceparent: str) -> tuple[str, str, str] | None:
-    """Trace id, span id and flags in hexadecimal; None if that is no W3C traceparent."""
+    """Trace id, span id and flags in hexadecimal; None if it is not a W3C traceparent."""
     found = _FIELDS.fullmatch(traceparent)
     if found is None:
         return None
     version, trace_id, span_id, flags, more = found.groups()
     if version == "ff" or (version == "00" and more) or not _NOBODY.isdisjoint((trace_id, span_id)):
         return None
-    if version != "00":  # of a version to come we know one flag, whether it is sampled
+    if version != "00":  # of a future version we know only the flag for sampling
         flags = f"{int(flags, 16) & 1:02x}"
     return trace_id, span_id, flags
 
 
 def _is_wanted() -> bool:
-    """Whether a collector is named; what would make its name useless is said."""
+    """Whether a collector is named; logs a warning if its URL cannot work."""
     environment = os.environ.get
     if not environment(ENDPOINT, "").strip():
         return False
@@ -168,7 +169,7 @@ def _otlp(service_name: str, version: str | None) -> Recorder:
 
 
 class _Silent:
-    """Tracing is off: what the span is told interests nobody."""
+    """Tracing is off: the span ignores all calls."""
 
     __slots__ = ()
 
@@ -178,7 +179,7 @@ class _Silent:
 
 
 class _Off(_Silent):
-    """Nobody handed us anything for this span: one object is all such spans."""
+    """Nothing was passed to us for this span: one object serves for all such spans."""
 
     __slots__ = ()
 
@@ -193,7 +194,7 @@ class _Off(_Silent):
 
 
 class _Handed(_Silent):
-    """What was handed to us is handed on, also by the spans inside this one."""
+    """Passes on what was passed to us, as do the spans inside this one."""
 
     __slots__ = ("_current", "_token", "traceparent")
 

@@ -1,1 +1,1 @@
-"""Signed deliveries to endpoints of users."""
+"""Signed deliveries to users' endpoints."""

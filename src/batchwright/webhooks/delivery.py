@@ -1,13 +1,13 @@
-"""Tell the world that a batch or a task has ended: one signed event, delivered to each endpoint by a job of its own.
+"""Notify endpoints that a batch or a task has ended: one signed event, delivered to each endpoint by its own job.
 
-An ending enqueues its deliveries in its own commit, so no event is lost, and none tells of something that did not end.
-From there on a delivery is a job like any other: it survives its worker, is retried for about a day, and then waits in
-the inbox for a human to run it again. A worker may die between the answer and the commit, so an endpoint can be told
-twice; `webhook-id` is the same then.
+The commit that ends an object also enqueues its deliveries, so no event is lost, and none reports an end that did not
+happen. From then on a delivery is a job like any other: it survives its worker, is retried for about a day, and then
+waits in the inbox for a person to rerun it. A worker may die between the answer and the commit, so an endpoint can
+receive an event twice, with the same `webhook-id`.
 
     2xx                         delivered, whatever the body says
-    410                         over at once: the endpoint wants no more
-    429, 503 with Retry-After   waits as asked and uses no attempt, while the event is younger than a day
+    410                         fails at once: the endpoint wants no more events
+    429, 503 with Retry-After   waits as requested and uses no attempt, while the event is younger than a day
     anything else, 3xx too      a failed attempt; redirects are never followed
     no answer, or none in time  a failed attempt
 
@@ -58,18 +58,18 @@ _SECRETS_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """That something has ended; it ends once, so its id and the type decide the event's id."""
+    """The end of an object. It ends once, so its id and the type determine the event's id."""
 
     id: Annotated[str, Field(pattern=r"^evt_[0-9a-f]{32}$")]
-    """It is signed beside the time and the body, with dots between them, so it must hold none."""
+    """It is signed together with the time and the body, separated by dots, so it must not contain a dot."""
     type: EventType
     batch_id: str
-    """Of the batch or the task; the name is that of the first deliveries, which may still be on their way."""
+    """The id of the batch or the task; the name stays for the sake of older deliveries that may still be queued."""
     created_at: int
 
     @classmethod
     def of(cls, object_id: str, type: EventType, ended_at: datetime) -> Event:
-        assert type in EVENT_TYPES, f"{type!r} is no ending"
+        assert type in EVENT_TYPES, f"{type!r} is not the end of an object"
         digest = hashlib.sha256(f"{object_id} {type}".encode()).hexdigest()
         return cls(id=f"evt_{digest[:32]}", type=type, batch_id=object_id, created_at=int(ended_at.timestamp()))
 
@@ -101,7 +101,7 @@ async def deliver_webhook(ctx: Context, endpoint: str, event: Event) -> dict[str
 def deliveries(
     endpoints: Sequence[WebhookSettings], tenant: str, object_id: str, event_type: EventType, now: datetime
 ) -> list[NewJob]:
-    """One for each endpoint that wants it; nothing here needs a secret, for any worker may end something."""
+    """One for each subscribed endpoint; nothing here needs a secret, because any worker may end a batch or a task."""
     event = Event.of(object_id, event_type, now)
     return [
         NewJob(deliver_webhook, {"endpoint": endpoint.name, "event": event}, tenant=tenant)
@@ -111,7 +111,7 @@ def deliveries(
 
 
 class Webhooks:
-    """The endpoints of all tenants: and how a delivery to one of them is made."""
+    """The endpoints of all tenants, and how to deliver to them."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Webhooks:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """Where to, and by which secret; the secret goes into signatures and nowhere else."""
+    """An endpoint with its secret, which is used for signatures and nothing else."""
 
     settings: WebhookSettings
     gateway: Gateway
@@ -179,20 +179,20 @@ class _Endpoint:
         if len(good) != len(keys) or len(good) > _SECRETS_MAX:
             raise ConfigurationError(
                 f"the secret of the webhook {self.settings.name} is {self.secret.origin}, which does not hold "
-                f"{SECRET_PREFIX} and 24 to 64 bytes in base64; make one with `openssl rand -base64 32`"
+                f"{SECRET_PREFIX} and 24 to 64 bytes in base64; create one with `openssl rand -base64 32`"
             )
         return good
 
 
 def sign(keys: Sequence[bytes], id: str, timestamp: int, body: bytes) -> str:
-    """A signature by each key, so that a secret can be exchanged while both are in use."""
+    """A signature with each key, so that a secret can be replaced while both are in use."""
     signed = f"{id}.{timestamp}.".encode() + body
     digests = (hmac.new(key, signed, hashlib.sha256).digest() for key in keys)
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)
 
 
 def _maker(variables: Mapping[str, str], secrets: Path) -> Callable[[WebhookSettings], _Endpoint]:
-    """All endpoints share one network thread; a secret that is no good is refused here, at start."""
+    """All endpoints share one network thread; an invalid secret is refused here, at start."""
     thread = functools.cache(network_thread)
 
     def make(settings: WebhookSettings) -> _Endpoint:
@@ -218,7 +218,7 @@ def _decode(secret: str) -> bytes | None:
 
 
 def _judge(answer: Answer, endpoint: str, *, is_young: bool) -> int:
-    """Only the status counts: a receiver that has said 2xx has the event, even if its body breaks off."""
+    """Only the status counts: a receiver that answered 2xx has the event, even if its body is cut short."""
     status = answer.status
     if status is None:
         raise Transient(f"the webhook {endpoint} was not delivered: {answer.message}", code=answer.code)
@@ -226,7 +226,7 @@ def _judge(answer: Answer, endpoint: str, *, is_young: bool) -> int:
         return status
     said = f"the webhook {endpoint} was answered with {status}"
     if status == 410:
-        raise Fatal(f"{said}: it wants no more events, so take it out of the configuration", code="endpoint_gone")
+        raise Fatal(f"{said}: it wants no more events, so remove it from the configuration", code="endpoint_gone")
     if 300 <= status < 400:
         raise Transient(f"{said}; redirects are not followed, correct its url", code="redirect_refused")
     if status in (429, 503) and answer.retry_after is not None and is_young:

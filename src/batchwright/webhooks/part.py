@@ -1,4 +1,4 @@
-"""Webhooks as a part: deliveries are jobs of a queue of their own, limited by what a process can deliver."""
+"""Webhooks as a part: deliveries are jobs in their own queue, limited by what a process can deliver."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 QUEUE = "webhooks"
 DELIVER = "batch.webhook"
 DELIVERIES_MAX = 16
-"""Webhooks that one process delivers at the same time."""
+"""Maximum number of webhooks that one process delivers at the same time."""
 
 
 class WebhooksPart(Part):
-    """Tells endpoints of tenants what has ended."""
+    """Notifies tenants' endpoints of what has ended."""
 
     name = "webhooks"
     tables = {"webhooks": "batchwright.webhooks.settings:Webhooks"}
     operations = ("batchwright.webhooks.delivery:deliver_webhook",)
+    pages = ("batchwright.webhooks.pages:pages",)
 
     @property
     def is_active(self) -> bool:
-        """Batches have something to tell, and they run where there is a gateway; tasks run everywhere."""
+        """Batches announce their end, and they run where there is a gateway; tasks run everywhere."""
         return self.core.settings.has_gateways or bool(self.settings)
 
     @property
     def announcer(self) -> Announcer:
-        """For parts that have something to tell."""
+        """For parts that have something to announce."""
         from batchwright.webhooks.announcer import Announcer
 
         return Announcer(self.core.queue, self.core.catalog, self.settings)
@@ -48,7 +49,7 @@ class WebhooksPart(Part):
 
 
 class Deliveries:
-    """Deliveries take no slot of the worker: twenty long jobs of a user must not hold them up."""
+    """Deliveries use no slot of the worker: twenty long jobs of a user must not delay them."""
 
     operations = (DELIVER,)
     broken = None
@@ -63,4 +64,4 @@ class Deliveries:
         return max(0, DELIVERIES_MAX - running)
 
     def listen(self, on_demand: Callable[[], None]) -> None:
-        """There is nothing to tell: a delivery that ends frees its place, and the worker sees that itself."""
+        """No callback is needed: a delivery that ends frees its place, and the worker notices that itself."""

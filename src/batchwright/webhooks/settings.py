@@ -1,4 +1,4 @@
-"""Who is told when a batch or a task ends; kept apart, so that reading settings loads no HTTP client."""
+"""Settings of webhooks; a separate module, so that reading settings loads no HTTP client."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _WAYS = ("secret_name", "secret_file", "secret_env")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSettings:
-    """One endpoint that is told when a batch or a task of its tenant ends."""
+    """One endpoint that receives an event when a batch or a task of its tenant ends."""
 
     url: str = ""
-    """Where the event is posted to: https://example.com/hooks."""
+    """URL to which events are posted: https://example.com/hooks."""
     secret_name: str | None = None
-    """The signing secret, whsec_ and base64, is the file of this name under /etc/.secrets/."""
+    """Name of the file under /etc/.secrets/ with the signing secret: whsec_ and base64."""
     secret_file: Path | None = None
-    """The signing secret is in this file."""
+    """File with the signing secret."""
     secret_env: str | None = None
-    """The signing secret is in this environment variable."""
+    """Environment variable with the signing secret."""
     events: tuple[EventType, ...] = EVENT_TYPES
-    """The endings that it is told of."""
+    """Events that the endpoint receives."""
     timeout_seconds: float = 10.0
-    """The longest that one delivery may take, from connecting to the answer; at most 60."""
+    """Time limit of one delivery, from connecting to the answer; at most 60."""
 
     def __post_init__(self) -> None:
         if not self.url:
@@ -64,9 +64,9 @@ class WebhookSettings:
 
     @property
     def name(self) -> str:
-        """By which a delivery finds its endpoint again, whatever else of the configuration has changed.
+        """Identifies the endpoint for a delivery, whatever else in the configuration has changed.
 
-        Made of the url, and without its path, which is a password with some receivers.
+        Built from the url's host and a hash, without the path, which is a password for some receivers.
         """
         return f"{urlsplit(self.url).netloc}-{hashlib.sha256(self.url.encode()).hexdigest()[:12]}"
 
@@ -77,7 +77,7 @@ class WebhookSettings:
 
     @property
     def path(self) -> str:
-        """What is asked of the origin."""
+        """The request path, as the origin sees it."""
         parts = urlsplit(self.url)
         return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
@@ -97,7 +97,7 @@ class WebhookSettings:
 
 
 def _refuse_unknown(webhooks: Any) -> Any:
-    """The names inside are tenants, and each has a list of endpoints."""
+    """The keys are tenants, and each has a list of endpoints."""
     for tenant, endpoints in webhooks.items() if isinstance(webhooks, Mapping) else (("default", None),):
         if not isinstance(endpoints, list | tuple):
             raise ConfigurationError(f"webhooks has a list of endpoints for each tenant; write [[webhooks.{tenant}]]")
@@ -107,7 +107,7 @@ def _refuse_unknown(webhooks: Any) -> Any:
 
 
 def refuse_doubles(webhooks: Mapping[str, Sequence[WebhookSettings]]) -> Mapping[str, Sequence[WebhookSettings]]:
-    """An endpoint is known by its url, so a tenant has each url once."""
+    """An endpoint is identified by its url, so a tenant may have each url once."""
     for tenant, endpoints in webhooks.items():
         names = [endpoint.name for endpoint in endpoints]
         if double := next((name for name in names if names.count(name) > 1), None):
@@ -119,7 +119,7 @@ Webhooks = Annotated[
     dict[str, tuple[WebhookSettings, ...]],
     pydantic.BeforeValidator(_refuse_unknown),
     pydantic.AfterValidator(refuse_doubles),
-    "Who is told when a batch or a task ends: a list of endpoints for each tenant.",
+    "Endpoints that receive an event when a batch or a task ends: a list for each tenant.",
 ]
 """The table `webhooks`."""
 

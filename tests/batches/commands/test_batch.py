@@ -18,16 +18,17 @@ from rich.console import Console
 
 from batchwright.batches.commands.show import Seen, exit_code
 from batchwright.batches.commands.watch import Lines, Meter, View
-from batchwright.batches.local import SenderLoad
+from batchwright.batches.local import SenderLoad, Silence
 from batchwright.batches.output.finalize import Finalizer
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.seal import KeySource, Seal
+from batchwright.batches.send.health import Complaint
 from batchwright.batches.store import Batch, Pace
 from batchwright.cli.show import print_facts
 from batchwright.errors import StorageUnavailable
 from batchwright.settings import load_settings
 from batchwright.simulator import Profile, SimulatorSettings
-from batchwright.states import BatchStatus
+from batchwright.states import BatchStatus, JobStatus
 from tests.batches.commands.cases import GOOD, MIXED, ended, ids, on_stage, read, waiting, write
 from tests.batches.stage import Stage, given_up, request, staged
 from tests.cli.conftest import Cli, Inside
@@ -80,7 +81,8 @@ def test_submit_list_show_and_cancel_tell_one_story(cli: Cli, tmp_path: Path) ->
     assert id in cli("batch", "list").stdout
     shown = cli("batch", "show", id).stdout
     assert "validating" in shown
-    assert "no live worker knows the operation 'batch.process' and serves the queue 'batches'" in shown
+    assert "no live worker runs batches; a worker runs batches if it has a model server" in " ".join(shown.split())
+    assert "batch.process" not in shown
     assert "is cancelling" in cli("batch", "cancel", id).stdout
     assert cli.rows("SELECT status::text, queue FROM batchwright.batch") == [("cancelling", "batches")]
 
@@ -136,7 +138,7 @@ def test_without_a_model_server_anywhere_submit_says_what_to_write(cli: Cli, ins
     assert (code, out) == (1, "")
     assert err.startswith("error: no worker runs batches: no model server is configured.")
     assert "batchwright batch run FILE --url" in err
-    assert '\n    [global_inference_gateway]\n    url = "http://gateway:8000"\n' in err
+    assert "batchwright up --url http://127.0.0.1:8000, or global_inference_gateway.url in batchwright.toml" in err
     assert files(cli) == 0
 
 
@@ -144,7 +146,7 @@ def test_without_a_model_server_anywhere_submit_says_what_to_write(cli: Cli, ins
 def test_submit_says_that_nobody_is_there_to_run_it(inside: Inside, tmp_path: Path) -> None:
     code, out, err = inside("batch", "submit", str(write(tmp_path / "in.jsonl")))
     assert (code, out.startswith("batch_")) == (0, True)
-    assert err == "no worker that runs batches is there now; start one: batchwright up, or batchwright worker\n"
+    assert err == "no live worker runs batches; start one: batchwright up, or batchwright worker\n"
 
 
 @pytest.mark.parametrize(
@@ -269,12 +271,14 @@ def test_show_tells_counts_errors_tokens_cost_and_files(
     batch = ended(database_url, folder, MIXED)
     found = inside.json("batch", "show", batch.id)
     assert (found["status"], found["done"], found["completed"], found["failed"]) == ("completed", 3, 2, 1)
-    assert found["error_summary"] == [{"code": "odd", "count": 1, "sample_custom_id": "bad"}]
+    words = "the simulator was told to answer 400"
+    assert found["error_summary"] == [{"code": "odd", "count": 1, "sample_custom_id": "bad", "message": words}]
     assert found["cost"] == batch.input_tokens + batch.output_tokens > 0
     shown = inside("batch", "show", batch.id)[1]
     for text in ("3/3", "2 completed · 1 failed", "large, small", str(batch.output_file_id), str(batch.error_file_id)):
         assert text in shown
-    assert shown.splitlines()[-1].split() == ["1", "odd", "bad"]
+    *_, table, said = shown.splitlines()
+    assert (table.split(), said) == (["1", "odd", "bad"], f"odd: {words}")
 
 
 def test_show_lists_what_is_wrong_with_the_input(inside: Inside, folder: Path, database_url: str) -> None:
@@ -303,7 +307,9 @@ def test_watch_prints_lines_without_a_terminal_and_ends_with_the_batch(
     batch = ended(database_url, folder, MIXED)
     code, out, _ = inside("batch", "watch", batch.id)
     assert code == 4
-    status, counts = (line.split(" ", 1)[1] for line in out.splitlines())
+    status, counts, advice = (line.split(" ", 1)[1] for line in out.splitlines())
+    show = f"1 of 3 failed; see: batchwright batch show {batch.id}"
+    assert advice == f"{show}; retry with: batchwright batch retry {batch.id}"
     assert status == "completed"
     assert counts.startswith("3/3 · 2 completed · 1 failed")
     code, out, _ = inside("batch", "watch", batch.id, "--json")
@@ -356,11 +362,21 @@ def test_the_exit_code_says_how_a_batch_ended(
 
 
 class Sending:
+    def __init__(self, load: SenderLoad | None = None, silence: Silence | None = None) -> None:
+        self._load = load or SenderLoad(17, 40)
+        self._silence = silence or Silence(0.0)
+
     def load(self) -> SenderLoad:
-        return SenderLoad(17, 40)
+        return self._load
+
+    def silence(self) -> Silence:
+        return self._silence
 
     def trouble(self) -> str | None:
         return "the server is away"
+
+    def advice(self) -> str | None:
+        return None
 
 
 def drawn(view: View, width: int = 120) -> list[str]:
@@ -401,6 +417,52 @@ def test_the_live_view_shows_all_that_matters(folder: Path, database_url: str) -
     view.seen = Seen(batch=replace(batch, paused_at=now), pace=Pace(50.0, now))
     assert drawn(view)[0].startswith("in.jsonl  in_progress, paused · ")
     assert drawn(view, 40)[1] == f"  {'━' * 9}{'─' * 10}  1,000/2,000 · 50%"
+
+
+def in_progress(database_url: str, folder: Path, **values: Any) -> Batch:
+    now = datetime.now(UTC)
+    known: dict[str, Any] = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": now, "total": 200, "completed": 197}
+    return replace(waiting(database_url, folder), **known | values)
+
+
+def test_retries_show_as_waiting_and_nobody_is_promised_an_end(folder: Path, database_url: str) -> None:
+    batch, now = in_progress(database_url, folder), datetime.now(UTC)
+    retrying = Sending(SenderLoad(0, 40, retrying=3, retry_seconds=12.3))
+    view = View(Seen(batch=batch, pace=Pace(90.0, now)), {}, title="in.jsonl", sending=retrying)
+    _, _, pace, *rest = drawn(view)
+    assert pace.endswith(" · 0 in flight · limit 40 · 3 waiting to retry (next in 12.3 s)")
+    assert rest == ["  the server is away"]
+    view.sending = Sending(SenderLoad(2, 40, retrying=1))
+    assert drawn(view)[2].endswith(" · 2 in flight · limit 40 · 1 waiting to retry")
+    assert drawn(view)[3] == "  done in 1.0 s"
+    others = View(Seen(batch=replace(batch, completed=200), pace=Pace(90.0, now)), {})
+    assert "done in" not in " ".join(drawn(others))
+
+
+def test_silence_is_shown_with_what_came_instead_of_an_answer(
+    folder: Path, database_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch, now = in_progress(database_url, folder), datetime.now(UTC)
+    late = Complaint("request_timeout", None, 3, "the server did not answer within 30 s, the request_timeout")
+    full = Complaint(None, 503, 12, "The model is loading.")
+    silent = Sending(silence=Silence(40.4, [full, late]))
+    view = View(Seen(batch=batch, pace=Pace(2.0, now)), {}, sending=silent)
+    text = (
+        "no answer for 40 s; 12 answered 503 (The model is loading.); 3 timed out (the server did not answer within "
+        "30 s, the request_timeout)"
+    )
+    assert drawn(view, 300)[3:] == [f"  {text}", "  the server is away"]
+    view.sending = Sending(silence=Silence(9.9, [full, late]))
+    assert drawn(view, 300)[3:] == ["  done in 1.5 s", "  the server is away"]
+    others = Seen(batch=batch, pace=Pace(2.0, now, silent_seconds=75.0), shards={JobStatus.RUNNING: 1})
+    assert drawn(View(others, {}))[3:] == ["  no answer for 1 min 15 s"]
+    lines, said = Lines(lambda: 0.0), []
+    for seconds in (0.0, 9.0, 10.0, 15.0, 19.9, 20.0, 39.0, 41.0, 1.0, 12.0):
+        view.sending = Sending(silence=Silence(seconds))
+        capsys.readouterr()
+        lines(view)
+        said += [seconds for line in capsys.readouterr().out.splitlines() if "no answer for" in line]
+    assert said == [10.0, 20.0, 41.0, 12.0]
 
 
 def test_lines_become_rarer_the_longer_a_batch_takes(

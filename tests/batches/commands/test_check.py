@@ -51,7 +51,7 @@ def test_a_maximum_of_tokens_bounds_the_estimate_and_what_is_assumed_is_marked(i
     assert (model["bounded"], model["output_tokens_max"], found["output_tokens_max"]) == (3, None, None)
     assert found["assumptions"] == {"prompt_bytes_per_token": 4, "output_tokens_per_answer": 100}
     _, out, _ = inside("batch", "check", file)
-    assert "assumed: 4 bytes of a prompt are a token; an answer has 250 tokens (--output-tokens), or its maximum" in out
+    assert "assumed: 4 bytes of a prompt per token; an answer has 250 tokens (--output-tokens), or its maximum" in out
     assert "if that is less: 3 of 8 requests have one\n" in out
     write(tmp_path / "in.jsonl", lines[:3])
     found = inside.json("batch", "check", file)
@@ -126,7 +126,7 @@ def test_prices_make_it_a_cost_with_a_cache_and_without(
     code, out, err = inside("batch", "check", file)
     assert (code, err) == (0, "")
     assert "can be run: 8 requests to /v1/chat/completions; about " in out
-    assert "if all of that is saved" in out
+    assert "if the cache saves all of that" in out
 
 
 def test_a_model_without_a_price_leaves_the_whole_without_a_cost(
@@ -148,7 +148,7 @@ def test_every_problem_is_named_with_its_line_and_the_exit_code_is_1(inside: Ins
     assert "✗ line 2: duplicate_custom_id: " in out
     assert "✗ line 3: streaming_unsupported: " in out
     assert "✗ line 5: invalid_json_line: " in out
-    assert "3 problems in 4 requests: it would be refused" in out
+    assert "3 problems in 4 requests: the batch would be refused" in out
     code, out, _ = inside("batch", "check", str(file), "--json")
     assert code == 1
     assert '"total": 3' in out
@@ -230,3 +230,18 @@ def test_an_empty_file_is_a_problem(inside: Inside, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("n", "text"), [(0, "0"), (7, "7"), (99, "99"), (1_432_972, "1,400,000"), (125, "120")])
 def test_an_estimate_has_two_digits(n: int, text: str) -> None:
     assert estimate_text(n) == f"about {text}"
+
+
+@pytest.mark.parametrize("command", ["check", "run", "submit"])
+def test_another_format_is_named_once_and_not_once_per_line(
+    inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
+    file = tmp_path / "in.csv"
+    file.write_text("id,prompt\n" + "".join(f"{n},Say {n}\n" for n in range(1000)))
+    code, out, err = inside("batch", command, str(file))
+    assert (code, out) == (1, "")
+    assert err == (
+        f"error: {file} looks like CSV, not like JSON Lines; write one JSON object per row. "
+        "`batchwright batch example` prints requests as they must be\n"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import stat
@@ -18,6 +19,7 @@ from typing import Any
 import orjson
 import pytest
 
+from batchwright.batches.commands import watch
 from batchwright.batches.local import LocalRun
 from batchwright.simulator import Remote, running_process
 from tests.batches.commands.cases import MIXED, ids, read, write
@@ -173,10 +175,11 @@ def test_failed_lines_have_a_file_of_their_own_and_an_exit_code(
     write(tmp_path / "in.jsonl", MIXED)
     code, out, _ = inside(*command(simulator, "--errors", "failures.jsonl"))
     assert code == 4
-    assert "✗ completed: 2 of 3 lines were answered, 1 failed" in out
+    assert f"! completed, 1 of 3 failed; see {tmp_path / 'failures.jsonl'}; retry with the same command and" in out
     assert ids(read(tmp_path / "in.out.jsonl")) == ["good", "also good"]
     assert ids(read(tmp_path / "failures.jsonl")) == ["bad"]
-    assert out.splitlines()[-1].split() == ["1", "odd", "bad"]
+    assert out.splitlines()[-2].split() == ["1", "odd", "bad"]
+    assert out.splitlines()[-1].startswith("odd: ")
 
 
 @pytest.mark.thorough
@@ -189,7 +192,7 @@ def test_answers_that_cannot_be_written_are_kept_and_it_says_so(
     arguments = command(simulator, "-o", "results/out.jsonl")
     with begun(cli, [*arguments, "--max-in-flight", "2"], 2) as run:
         target.rmdir()
-        run.until("out.jsonl cannot be written: No such file or directory; every answer is kept: mend that, and")
+        run.until("out.jsonl cannot be written: No such file or directory; every answer is kept: correct that, and")
         assert run.ended() == 1
     target.mkdir()
     cli(*arguments)
@@ -288,6 +291,83 @@ def test_the_key_of_the_server_is_read_from_the_environment(
         assert inside(*arguments)[0] == 0
 
 
+# A slow or sick server --------------------------------------------------------------------------------------------
+
+
+def test_a_timeout_can_be_given_and_is_named_with_its_setting(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment variable counts for --url, too, although no url is configured."""
+    monkeypatch.delenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL")
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_REQUEST_TIMEOUT", "400ms")
+    simulator.put_faults(["hang"])
+    write(tmp_path / "in.jsonl")
+    for more, limit in (([], "0.4"), (["--timeout", "500ms", "--again"], "0.5")):
+        code, out, err = inside(*command(simulator, *more))
+        words = f"the server did not answer within {limit} s, the request_timeout"
+        assert (code, err) == (4, "")
+        assert "! completed, 4 of 4 failed; see " in out
+        assert out.splitlines()[-1] == f"request_timeout: {words}"
+        assert {line["error"]["message"] for line in read(tmp_path / "in.errors.jsonl")} == {words}
+    code, _, err = inside(*command(simulator, "--timeout", "soon"))
+    assert (code, err) == (1, "error: --timeout 'soon' is no duration: write 90s, 5m, 1h or 2d\n")
+
+
+def test_a_run_without_answers_says_so_until_they_come(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MAX_RETRIES": "100", "INITIAL_BACKOFF": "100ms", "MAX_BACKOFF": "100ms"}.items():
+        monkeypatch.setenv(f"BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_{name}", value)
+    monkeypatch.setattr("batchwright.batches.commands.watch.STALLED_SECONDS", 0.1)
+    say, said = watch._say, []
+
+    def hear(view: watch.View, text: str) -> None:
+        said.append(text)
+        if "timed out" in text:
+            simulator.put_faults([])
+        say(view, text)
+
+    monkeypatch.setattr("batchwright.batches.commands.watch._say", hear)
+    simulator.put_faults(["hang"])
+    write(tmp_path / "in.jsonl")
+    code, out, _ = inside(*command(simulator, "--timeout", "300ms"))
+    assert (code, "4 of 4 lines were answered" in out) == (0, True)
+    (silence, *_) = [text for text in said if "timed out" in text]
+    pattern = r"no answer for \d s; \d+ timed out \(the server did not answer within 0.3 s, the request_timeout\)"
+    assert re.fullmatch(pattern, silence)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("401:message=bring a key", "it wants a key. Put the key into an environment variable"),
+        ("404:message=nothing here", "--url is the address of the server"),
+        ("not_json", "it is a web site or a proxy"),
+    ],
+)
+def test_a_common_mistake_is_named_with_the_words_of_the_server(
+    inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, fault: str, words: str
+) -> None:
+    simulator.put_faults([fault])
+    write(tmp_path / "in.jsonl")
+    code, out, _ = inside(*command(simulator))
+    assert code == 4
+    assert words in out
+
+
+@pytest.mark.thorough
+def test_a_server_that_speaks_no_tls_is_named_while_it_is_waited_for(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl")
+    url = simulator.url.replace("http:", "https:")
+    with cli.start("batch", "run", "in.jsonl", "--url", url, "-o", "-", "--errors", "e.jsonl") as run:
+        run.until(f"{url}: the server could not be reached: it does not speak TLS; if it is a plain http server, ")
+        run.signal(signal.SIGINT)
+        assert run.ended() == 130
+        run.until(r"resume:   batchwright batch run --resume batch_\w+\n            or the same command again")
+
+
 # Again ------------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +381,7 @@ def test_what_is_done_is_written_again_and_not_asked_again(
     code, out, _ = inside(*command(simulator, "--endpoint", "/v1/chat/completions"))
     assert code == 0
     assert "was done already, on " in out
-    assert "--again asks all of it again" in out
+    assert "--again sends all of it again" in out
     assert (tmp_path / "in.out.jsonl").read_bytes() == written
     assert simulator.stats()["received"] == 4
     assert inside(*command(simulator, "--again"))[0] == 0
@@ -371,7 +451,7 @@ def test_standard_output_gets_lines_and_nothing_else(
     write(tmp_path / "in.jsonl", MIXED)
     done = cli(*command(simulator, "-o", name), code=4)
     assert ids([orjson.loads(line) for line in done.stdout.splitlines()]) == ["good", "also good"]
-    assert "✗ completed: 2 of 3 lines were answered, 1 failed" in done.stderr
+    assert "! completed, 1 of 3 failed; see " in done.stderr
     assert ids(read(tmp_path / "in.errors.jsonl")) == ["bad"]
     again = cli(*command(simulator, "-o", "-", "--errors", "-", "--json"), code=4)
     assert {line["custom_id"] for line in map(orjson.loads, again.stdout.splitlines())} == {"good", "bad", "also good"}
@@ -425,6 +505,22 @@ def device(path: Path, minor: int) -> Path:
         return {3: Path("/dev/null"), 7: Path("/dev/full")}[minor]
 
 
+def test_a_reader_that_had_enough_ends_the_display_and_not_the_run(
+    cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", slow(4))
+    run = f"{sys.executable} -P -m batchwright {' '.join(command(simulator, '--max-in-flight', '1'))}"
+    script = f"set -o pipefail; {run} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, cwd=tmp_path, env=cli.environment, text=True, check=True
+    )
+    assert len(done.stdout.splitlines()) == 1
+    assert re.fullmatch(
+        r"nobody reads the output any more; the run continues: batchwright batch watch batch_\w+\n", done.stderr
+    )
+    assert len(read(tmp_path / "in.out.jsonl")) == 4
+
+
 # Broken off -------------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +544,37 @@ def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_fli
     assert len(cli.rows("SELECT FROM batchwright.batch")) == 1
 
 
+def test_an_abandoned_run_has_a_name_and_is_resumed_by_its_id_although_its_file_was_edited(
+    inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "in.jsonl", slow(80))
+    arguments = command(simulator, "--max-in-flight", str(IN_FLIGHT))
+    with begun(cli, arguments, 20) as first:
+        running = inside("batch", "list")[1]
+        first.signal(signal.SIGKILL)
+        first.ended()
+    id = read_id(cli)
+    assert ("in.jsonl" in running, "stopped" in running) == (True, False)
+    listed = inside("batch", "list")[1]
+    assert re.search(rf"{id} +stopped +\d\d/80", listed)
+    assert f"stopped; resume it: batchwright batch run --resume {id}" in listed
+    shown = inside("batch", "show", id)[1]
+    assert "in_progress, stopped" in shown
+    assert f"{tmp_path / 'in.jsonl'}, on {simulator.url}" in shown
+    assert f"nobody runs it: its command was stopped or killed; resume it: batchwright batch run --resume {id}" in shown
+    write(tmp_path / "in.jsonl", [request("new")])
+    code, _, err = inside(*arguments, "-o", "new.jsonl")
+    assert code == 0
+    assert f"note: an earlier run of this file is unfinished (in.jsonl has changed since): {id}, " in err
+    assert re.search(rf"to resume it:   batchwright batch run --resume {id}    \(saves \d\d answers, \d+ tokens\)", err)
+    assert f"to give it up:  batchwright batch cancel {id}" in err
+    found = inside.json("batch", "run", "--resume", id)
+    assert (found["id"], found["exit_code"], found["completed"]) == (id, 0, 80)
+    assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(80)]
+    assert simulator.asked(over=1)["repeated"] <= IN_FLIGHT
+    assert inside("batch", "list")[1].count("in.jsonl") == 2
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", sparsely([signal.SIGINT, signal.SIGTERM], 2))
 def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
@@ -458,11 +585,11 @@ def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
     with begun(cli, arguments, 20) as first:
         first.signal(number)
         assert first.ended() == 128 + number
-        first.until(r"stopped at \d+/240; what is answered is kept")
+        first.until(r"stopped at \d+/240; every answer is kept")
         first.until(r"give up:  batchwright batch cancel batch_")
     assert cli.rows("SELECT FROM batchwright.worker") == []
     shown = cli("batch", "show", read_id(cli)).stdout
-    assert "start that batchwright batch run again" in shown
+    assert f"resume it: batchwright batch run --resume {read_id(cli)}" in shown
     assert cli.json(*arguments)["completed"] == 240
     assert simulator.asked(over=1)["repeated"] == 0
 
@@ -489,7 +616,7 @@ def test_the_same_run_twice_at_a_time_is_refused(cli: Cli, simulator: Remote, fo
     with begun(cli, command(simulator), 3) as first:
         second = cli(*command(simulator), code=1)
         assert second.stderr == (
-            f"error: the process {first.pid} runs this batch already; see how far it is: batchwright batch list\n"
+            f"error: the process {first.pid} runs this batch already; see its progress: batchwright batch list\n"
         )
 
 
@@ -542,8 +669,12 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["in.jsonl", "--errors", "x" * 300], "--errors "),
         (["-"], "standard input cannot be read twice; write it to a file"),
         (["in.jsonl", "--window", "soon"], "Invalid value: 'soon'."),
-        (["in.jsonl", "--again", "--retry-failed"], "--again asks every line again"),
+        (["in.jsonl", "--again", "--retry-failed"], "--again sends every line again"),
         (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),
+        ([], "name a FILE of requests, or a batch to --resume; for a first file: batchwright batch example"),
+        (["in.jsonl", "--resume", "batch_1"], "--resume takes FILE from the batch; leave FILE out"),
+        (["--resume", "batch_1"], "there is no batch 'batch_1'"),
+        (["in.jsonl", "--url", "http://127.0.0.1:9/v1/v1"], "--url ends with /v1/v1, which each request adds itself"),
     ],
 )
 def test_what_is_off_is_said_before_anything_is_paid_for(
@@ -583,7 +714,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
     code, _, err = inside(*command(simulator))
     assert (code, err) == (
         1,
-        "error: in.jsonl was changed while it was read; wait until it is written, and start again\n",
+        "error: in.jsonl changed while it was read; wait until it is written, and start again\n",
     )
     assert cli.rows("SELECT FROM batchwright.batch") == []
     assert [path for path in (folder / "files").rglob("*") if path.is_file()] == []

@@ -12,6 +12,8 @@ from batchwright.batches.journal.envelopes import (
     is_success,
     request_id,
     unanswered,
+    words_in,
+    words_of,
 )
 from batchwright.inference.answers import Failure, Reply, classify
 
@@ -210,3 +212,34 @@ def test_any_bytes_of_a_server_make_one_line_of_json(custom_id, body, status):
     assert (found["error"] is None) == (answer.code is None)
     if answer.code is not None and body:
         assert found["error"]["body"] == body.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error": {"message": "no such model", "code": "x"}}', "no such model"),
+        (b'{"error": "no such\\n model"}', "no such model"),
+        (b'{"message": "Not Found"}', "Not Found"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"detail": [{"loc": ["body"], "msg": "field required"}]}', "field required"),
+        (b'"upstream connect error"', "upstream connect error"),
+        (b'{"choices": []}', ""),
+        (b'{"error": null, "message": 7}', ""),
+        (b"[" * 5000 + b"]" * 5000, ""),
+    ],
+)
+def test_the_words_of_a_server_are_found_in_the_shapes_of_common_servers(body, words):
+    assert words_in(body) == words
+    answer = classify(Reply(status=400, body=body), now=0.0)
+    code, said = words_of(answered("batch_req_1", "a", answer))
+    assert code == (answer.code or code)
+    assert words in said
+
+
+def test_where_no_answer_came_the_words_are_our_own():
+    late = classify(Reply(failure=Failure.TIMEOUT, detail="too late"), now=0.0)
+    assert words_of(answered("batch_req_1", "a", late)) == ("request_timeout", "too late")
+    code, words = words_of(unanswered("batch_req_1", "a", "batch_expired"))
+    assert (code, words) == ("batch_expired", MESSAGES["batch_expired"])
+    page = classify(Reply(status=200, body=b"<html>" + b"x" * 500), now=0.0)
+    assert words_of(answered("batch_req_1", "a", page))[1].endswith("as a web site or a proxy does")

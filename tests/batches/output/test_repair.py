@@ -150,7 +150,7 @@ async def test_only_one_of_two_repairs_counts(database_url, tmp_path, monkeypatc
 
         with monkeypatch.context() as patched:
             patched.setattr(Finalizer, "write", overtaken)
-            with pytest.raises(Conflict, match="somebody else has just done that"):
+            with pytest.raises(Conflict, match="another process has just repaired it"):
                 await mend(stage, batch)
         assert len(await stage.batchwright.part(BatchesPart).files.list("default", purpose="batch_output")) == 2
 
@@ -190,7 +190,7 @@ async def test_what_cannot_be_repaired_says_why(database_url, tmp_path, monkeypa
             "UPDATE batchwright.batch SET segments_gone_at = NULL WHERE id = %(id)s RETURNING id", {"id": batch.id}
         )
         await rows("DELETE FROM batchwright.file WHERE id = %(id)s RETURNING id", {"id": batch.input_file_id})
-        with pytest.raises(Conflict, match="what it needs was removed"):
+        with pytest.raises(Conflict, match="data that it needs was removed"):
             await mend(stage, batch)
         done = await stage.ended(await stage.submit(LINES))
         with pytest.raises(Conflict, match="Cannot repair a batch with status 'completed'"):

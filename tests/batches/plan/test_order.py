@@ -56,6 +56,28 @@ def test_those_who_share_any_leading_blocks_are_neighbours(texts):
 
 
 @given(st.lists(prompts, max_size=30))
+def test_what_branches_off_the_same_prefix_comes_in_the_order_of_the_input(texts):
+    positions = order([chain(text) for text in texts]).positions
+    for depth in range(9):
+        firsts: dict[bytes, dict[bytes, int]] = {}
+        for position in positions:
+            text = texts[position]
+            if len(text) < depth * BLOCK_BYTES:
+                continue
+            is_longer = len(text) >= (depth + 1) * BLOCK_BYTES
+            branch = text[: (depth + 1) * BLOCK_BYTES] if is_longer else b"%d alone" % position
+            branches = firsts.setdefault(text[: depth * BLOCK_BYTES], {})
+            branches[branch] = min(position, branches.get(branch, position))
+        for branches in firsts.values():
+            assert list(branches.values()) == sorted(branches.values())
+
+
+def test_requests_that_share_nothing_keep_the_order_of_the_input():
+    chains = [chain(b"%d " % number * BLOCK_BYTES) for number in range(100)]
+    assert order(chains).positions == list(range(100))
+
+
+@given(st.lists(prompts, max_size=30))
 def test_groups_are_the_runs_with_one_deepest_shared_prefix_of_a_kilobyte(texts):
     ordered = order([chain(text) for text in texts])
     sequence = [texts[position] for position in ordered.positions]

@@ -712,6 +712,7 @@ async def test_objects_that_are_not_named_like_ours_stay(stage):
 async def test_a_new_object_that_links_an_old_file_is_new(stage, tmp_path):
     old = tmp_path / "old.jsonl"
     old.write_bytes(b"12345")
+    old.chmod(0o600)  # a file that others can read is copied, not linked
     os.utime(old, (0, 0))
     key = object_key(new_file_id())
     await stage.store.put_file(key, old)
@@ -994,7 +995,7 @@ async def test_a_store_that_is_away_holds_up_only_what_needs_it(stage, monkeypat
         patch.setattr(stage.store, "delete", away)
         with caplog.at_level(logging.WARNING):
             await stage.rounds()
-    assert "garbage waits, because the store or the disk does: it is away" in caplog.messages
+    assert "garbage collection waits for the store or the disk: it is away" in caplog.messages
     assert await stage.has_row(doomed)
     assert (await stage.collect(dry_run=True)) == Collected(deleted_files=Amount(2, 6))
     await stage.rounds()
@@ -1015,7 +1016,7 @@ async def test_a_store_that_hangs_ends_the_round_and_not_the_transaction(stage, 
         patch.setattr(stage.store, "delete", hang)
         patch.setattr(stage.store, "sweep", hang)
         await stage.rounds(names=("garbage", "half-written objects"))
-    assert caplog.messages == ["garbage waits, because the store or the disk does: no answer in time"] * 2
+    assert caplog.messages == ["garbage collection waits for the store or the disk: no answer in time"] * 2
     assert await stage.has_row(doomed)
     assert await raw(stage.queue, "SELECT count(idempotency_key) FROM batchwright.file") == [(0,)]
 
@@ -1037,7 +1038,7 @@ async def test_an_object_that_cannot_be_deleted_does_not_keep_others_from_going(
     monkeypatch.setattr(stage.store, "delete", refuse)
     with caplog.at_level(logging.WARNING):
         await stage.rounds()
-    assert "some garbage stays: it is locked" in caplog.messages
+    assert "some garbage was not removed: it is locked" in caplog.messages
     assert (await stage.has_row(locked), await stage.has_row(free)) == (True, False)
 
 
@@ -1061,7 +1062,7 @@ async def test_a_store_that_refuses_everything_is_not_asked_for_ever(stage, monk
     monkeypatch.setattr(stage.store, call, refuse if call == "delete" else refuse_to_list)
     with caplog.at_level(logging.WARNING):
         await stage.rounds()
-    assert caplog.messages.count("some garbage stays: no permission") == {"delete": 20, "list": 13}[call]
+    assert caplog.messages.count("some garbage was not removed: no permission") == {"delete": 20, "list": 13}[call]
 
 
 async def test_a_chore_that_the_database_refuses_does_not_keep_the_others_from_their_turn(stage, monkeypatch):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import socket
+import subprocess
+import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 import psycopg
@@ -20,6 +24,7 @@ from batchwright.db.database import Pool
 from batchwright.engine.queue import Queue
 from batchwright.engine.workers import Workers
 from tests.cli.conftest import SAMPLE, Cli, Inside
+from tests.conftest import roomy_folder
 from tests.storage.conftest import S3, s3, s3_port
 from tests.support import DATABASE
 
@@ -42,8 +47,10 @@ def test_a_good_database_without_workers_has_warnings_only(inside: Inside, publi
     inside("job", "submit", "sample.greet")
     found = {one["name"]: one for one in inside.json("check")}
     assert {name for name, one in found.items() if one["level"] == "error"} == set()
-    assert found["workers"]["remedy"] == "start one: batchwright up, or batchwright worker"
+    remedy = "start one with these operations: batchwright up, or batchwright worker"
+    assert found["workers"]["remedy"] == remedy
     assert found["due jobs"]["text"] == "no live worker knows sample.greet (1)"
+    assert found["due jobs"]["remedy"] is None, "one remedy, once"
     assert found["operations"]["level"] == "warning"
     assert found["server"]["level"] == found["session"]["level"] == found["schema"]["level"] == "ok"
 
@@ -192,3 +199,30 @@ def test_an_old_server_is_an_error() -> None:
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert describe(url) == shown
+
+
+def test_folders_that_other_users_can_look_into_are_warnings(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
+    base = Path(tempfile.mkdtemp(dir=roomy_folder()))
+    folders = {"data": "DATABASE_FOLDER", "our files": "STORAGE_URL", "work": "BATCHES_WORK_DIR"}
+    try:
+        for name, setting in folders.items():
+            (base / name).mkdir()
+            (base / name).chmod(0o755)
+            url = f"file://{quote(str(base / name))}"
+            monkeypatch.setenv(f"BATCHWRIGHT_{setting}", url if name == "our files" else str(base / name))
+        assert [one for one in inside.json("check") if one["name"] == "folder"] == [], "nobody comes through its parent"
+        base.chmod(0o755)
+        found = [one for one in inside.json("check") if one["name"] == "folder"]
+        assert [one["level"] for one in found] == ["warning"] * 3
+        assert f"other users can look into {base}/data (database.folder, mode 0755)" in found[0]["text"]
+        assert found[1]["remedy"] == f"run: chmod 700 '{base}/our files'"
+        assert f"{base}/work (batches.work_dir" in found[2]["text"]
+        assert {path.stat().st_mode & 0o777 for path in base.iterdir()} == {0o755}, "a check changes nothing"
+        for one in found:
+            subprocess.run(["sh", "-c", one["remedy"].removeprefix("run: ")], check=True)
+        assert [one for one in inside.json("check") if one["name"] == "folder"] == []
+    finally:
+        shutil.rmtree(base)

@@ -63,7 +63,7 @@ def test_submit_reads_the_payload_from_standard_input(cli: Cli) -> None:
         (["submit", "sample.greet", "--run-after", "soon"], 1, "'soon' is no time; write 2026-"),
         (["submit", "sample.greet", "--deadline", "2099-01-01"], 1, "'2099-01-01' has no time zone; write 2026-"),
         (["submit", "sample.greet", "--priority", "12"], 2, "--priority"),
-        (["show", "here"], 1, "'here' is no job id"),
+        (["show", "here"], 1, "'here' is not a job id"),
         (["list", "--status", "LOST"], 2, "LOST"),
         (["submit"], 2, "Missing argument 'TYPE'. See: batchwright job submit --help"),
     ],
@@ -172,7 +172,10 @@ def test_every_filter_of_the_list_is_passed_on(inside: Inside, stage: Stage) -> 
     [
         ([], "which jobs? batchwright job {verb} ID, or a filter such as --type NAME or --status STATUS"),
         (["--yes"], "which jobs? "),
-        (["--type", "sample.greet"], "nobody is here to be asked; add --yes to {verb} them, or --dry-run to count"),
+        (
+            ["--type", "sample.greet"],
+            "there is no terminal to confirm on; add --yes to {verb} them, or --dry-run to count",
+        ),
         ([str(uuid.uuid4()), "--type", "x"], "{verb} jobs by their ids or by a filter"),
         ([str(uuid.uuid4()), "--dry-run"], "{verb} jobs by their ids or by a filter"),
     ],
@@ -238,7 +241,7 @@ def test_children_that_only_their_parents_can_bring_back_are_explained(inside: I
     (parent,) = stage.put(NewJob(family, {"children": 1}))
     stage.fail(*stage.hand_over(parent, 1))
     said = inside("job", "rerun", "--type", "sample.greet", "--yes")[1]
-    assert said.startswith("rerun 0 jobs; 1 left as they are: children go with their parents")
+    assert said.startswith("rerun 0 jobs; 1 left unchanged: children are rerun with their parents")
     assert inside.json("job", "rerun", "--status", "failed", "--yes")["changed"] == 1
     assert stage.status(parent) == "RUNNING"
     assert inside.json("job", "show", str(parent))["children"] == {"QUEUED": 1}

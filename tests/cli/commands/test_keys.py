@@ -28,23 +28,28 @@ def test_scopes_are_what_was_asked_for(inside: Inside) -> None:
 
 def test_a_revoked_key_stays_in_the_list_as_such(inside: Inside) -> None:
     id = inside.json("key", "create", "old")["id"]
-    assert inside("key", "revoke", id)[1] == f"key {id} (old) opens nothing any more\n"
+    assert inside("key", "revoke", id)[1] == f"key {id} (old) was revoked\n"
     assert inside.json("key", "list")[0]["revoked_at"] is not None
     assert "revoked" in inside("key", "list")[1]
     assert inside("key", "revoke", id)[0] == 0
 
 
 def test_without_keys_the_list_says_what_that_means(inside: Inside) -> None:
-    assert inside("key", "list") == (0, "", "no keys: the HTTP API is open to this machine, and only to it\n")
+    assert inside("key", "list") == (
+        0,
+        "",
+        "no keys: the HTTP API is open to every user of this machine, and only to it\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["create", "x", "--expires-in", "soon"], "is no length of time; write 30m, 12h or 90d"),
-        (["create", "x", "--expires-in", "0d"], "a key lives for some time"),
+        (["create", "x", "--expires-in", "soon"], "--expires-in 'soon' is no duration: write 90s, 5m, 1h or 2d"),
+        (["create", "x", "--expires-in", "0d"], "--expires-in 0d is out of range: use 1s to 3650d"),
         (["create", ""], "1 to 100 characters"),
-        (["create", "x", "--tenant", "*"], "'*' stands for all tenants"),
+        (["create", "x", "--tenant", "*"], "'*' means all tenants"),
+        (["revoke", "nope"], "'nope' is no id of a key; see: batchwright key list"),
         (["revoke", "01a1e1b4-7c09-7b40-820c-12011338a22d"], "batchwright key list shows them"),
         (["revoke", "laptop"], "'laptop' is no"),
     ],

@@ -21,11 +21,11 @@ def test_a_pipeline_is_shown_with_its_steps_and_its_jobs(inside: Inside, stage: 
     lines = said.splitlines()
     assert next(line for line in lines if line.startswith("status")).split() == ["status", "RUNNING"]
     assert "2 queued · 1 running · 1 succeeded" in next(line for line in lines if line.startswith("jobs"))
-    head = next(n for n, line in enumerate(lines) if line.startswith("type"))
-    assert lines[head].split() == ["type", "queued", "running", "succeeded"]
+    head = next(n for n, line in enumerate(lines) if line.split()[-1:] == ["type"])
+    assert lines[head].split() == ["queued", "running", "succeeded", "type"]
     assert [line.split() for line in lines[head + 1 : head + 3]] == [
-        ["sample.family", "1"],
-        ["sample.greet", "2", "1"],
+        ["1", "sample.family"],
+        ["2", "1", "sample.greet"],
     ]
     for id in (root, one, two, follower):
         assert str(id) in said

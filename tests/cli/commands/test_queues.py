@@ -11,7 +11,7 @@ from tests.cli.stage import Stage
 
 
 def test_queues_are_listed_with_what_waits_in_them(inside: Inside, stage: Stage) -> None:
-    assert inside("queue", "list") == (0, "", "no queues: each one exists from its first job on\n")
+    assert inside("queue", "list") == (0, "", "no queues: a queue exists once it has had a job\n")
     _, running = stage.put(NewJob(greet), NewJob(greet))
     stage.put(NewJob(greet, delay_seconds=60), NewJob(greet, queue="letters", tenant="b"))
     stage.claim(running)

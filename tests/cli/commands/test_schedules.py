@@ -18,18 +18,19 @@ def test_create_list_show_pause_resume_run_and_delete_tell_one_story(inside: Ins
     options = ["--timezone", "Europe/Berlin", "--payload", '{"name": "Ada"}', "--missed", "all"]
     code, out, err = inside(*DAILY, *options)
     assert (code, err) == (0, "")
-    assert out.startswith("schedule daily stands; next: ")
+    assert out.startswith("schedule daily was saved; next: ")
     assert "06:00 CE" in out
     listed = inside("schedule", "list")[1].splitlines()
-    assert listed[0].split() == ["name", "cron", "timezone", "type", "next", "fires"]
-    assert listed[1].split()[:7] == ["daily", "0", "6", "*", "*", "*", "Europe/Berlin"]
+    assert listed[0].split() == ["name", "next", "fires", "cron", "timezone", "type"]
+    assert listed[1].split()[0] == "daily"
+    assert listed[1].split()[-7:-1] == ["0", "6", "*", "*", "*", "Europe/Berlin"]
     shown = inside("schedule", "show", "daily")[1]
     assert "0 6 * * *, Europe/Berlin" in shown
     assert '{"name":"Ada"}' in shown
     assert shown.count("06:00 CE") == 5
     assert inside("schedule", "pause", "daily") == (0, "schedule daily is paused\n", "")
     assert "paused" in inside("schedule", "list")[1]
-    assert inside("schedule", "resume", "daily")[1].startswith("schedule daily goes on; next: ")
+    assert inside("schedule", "resume", "daily")[1].startswith("schedule daily was resumed; next: ")
     id = inside("schedule", "run", "daily")[1].strip()
     assert inside.json("job", "show", id)["payload"] == {"name": "Ada"}
     assert f"last job      {id}" in inside("schedule", "show", "daily")[1]
@@ -53,8 +54,8 @@ def test_create_passes_every_option_on_and_every_verb_speaks_json(inside: Inside
         "deadline_seconds": 60.0,
     }
     them = ["daily", "--tenant", "them"]
-    assert inside.json("schedule", "list") == []
-    assert inside.json("schedule", "list", "--tenant", "them") == [made]
+    assert inside.json("schedule", "list", "--tenant", "us") == []
+    assert inside.json("schedule", "list") == inside.json("schedule", "list", "--tenant", "them") == [made]
     shown = inside.json("schedule", "show", *them)
     assert shown.pop("upcoming")[0] == made["next_at"]
     assert shown == made
@@ -94,7 +95,14 @@ BAD_WORDS = [
     (["create", "x", "--cron", "* * * * *", "--type", "y", "--missed", "some"], 2, "--missed"),
     (["show", "nightly"], 1, "there is no schedule 'nightly'"),
     (["pause", "nightly"], 1, "there is no schedule 'nightly'"),
-    (["list", "--after", "a/b"], 1, "'a/b' is no name of a schedule"),
+    (["list", "--tenant", "us", "--after", "a/b"], 1, "'a/b' is not a schedule name"),
+    (["list", "--after", "a"], 1, "--after needs --tenant"),
+    (["preview", "* * * * *", "--timezone", "localtime"], 1, "'localtime' is another time zone on each machine; name"),
+    (
+        ["create", "x", "--cron", "* * * * *", "--type", "y", "--deadline", "soon"],
+        1,
+        "--deadline 'soon' is no duration",
+    ),
 ]
 
 

@@ -66,7 +66,7 @@ def test_files_of_its_own_are_overwritten_and_no_others(
     [
         (["--providers", "--model", "small"], "--model does not go with --providers"),
         (["--providers", "--no-prompt-faults"], "--prompt-faults does not go with --providers"),
-        (["--run-seconds", "3"], "--run-seconds needs --providers"),
+        (["--run-seconds", "3"], "--run-time needs --providers"),
         (["--write-config", "x.toml"], "--write-config needs --providers"),
         (["--providers", "--fault", "odd"], "there is no kind 'odd'"),
         (["--providers", "--time-scale", "-1"], "speed is -1.0, but must be 0 or more"),

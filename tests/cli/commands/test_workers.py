@@ -36,9 +36,9 @@ def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage
 def test_operations_are_listed_with_who_has_them(inside: Inside, stage: Stage) -> None:
     stage.worker(operations=["sample.greet"])
     lines = [line.split() for line in inside("operations")[1].splitlines()]
-    assert lines[0] == ["operation", "queue", "tries", "workers", "description"]
-    assert ["sample.greet", "default", "3", "1"] in lines
-    assert ["sample.linger", "default", "1", "0", "Never", "ends", "by", "itself."] in lines
+    assert lines[0] == ["operation", "tries", "workers", "queue", "description"]
+    assert ["sample.greet", "3", "1", "default"] in lines
+    assert ["sample.linger", "1", "0", "default", "Never", "ends", "by", "itself."] in lines
     assert {one["name"]: one["workers"] for one in inside.json("operations")}["sample.fail"] == 0
 
 

@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from batchwright.engine.worker import worker as worker_module
-from batchwright.engine.worker.worker import LISTENERS_MAX, listens
+from batchwright.engine.worker.worker import LISTENERS_MAX, POLL_SECONDS_LIMIT, POLLERS_MAX, fleet_pace, listens
 from batchwright.engine.workers import Workers
 from tests.support import noop, raw, working
 
@@ -56,3 +56,19 @@ async def test_a_heartbeat_tells_how_many_live_workers_do_the_same(queue, clock)
     assert await workers.heartbeat("one", running=0, stopping=False) == 2
     assert await workers.heartbeat("other queues", running=0, stopping=False) == 1
     assert await workers.heartbeat("unknown", running=0, stopping=False) is None
+
+
+def test_a_fleet_looks_as_often_as_its_first_workers_and_each_worker_within_ten_seconds():
+    assert [fleet_pace(peers, 2.0) for peers in (0, 1, POLLERS_MAX)] == [1.0, 1.0, 1.0]
+    assert fleet_pace(2 * POLLERS_MAX, 2.0) == 2.0
+    assert fleet_pace(1_000, 2.0) * 2.0 == POLL_SECONDS_LIMIT
+    assert fleet_pace(1_000, POLL_SECONDS_LIMIT) == 1.0
+
+
+async def test_a_worker_that_hears_of_many_peers_polls_less_often(pool):
+    async with working(pool) as worker:
+        assert worker._poll_seconds == worker.settings.poll_seconds_max
+        worker._note_peers(3 * POLLERS_MAX)
+        assert worker._poll_seconds == 3 * worker.settings.poll_seconds_max
+        worker._note_peers(1)
+        assert worker._poll_seconds == worker.settings.poll_seconds_max

@@ -42,7 +42,7 @@ from batchwright.engine.worker import runner as runner_module
 from batchwright.engine.worker import worker as worker_module
 from batchwright.engine.worker.lease import Lease
 from batchwright.engine.worker.worker import Worker
-from batchwright.errors import DatabaseUnavailable
+from batchwright.errors import DatabaseUnavailable, WorkerBroken
 from batchwright.operations.registry import Registry
 from tests.engine import deadly
 from tests.engine.faulty import Faulty
@@ -223,6 +223,88 @@ async def test_an_operation_that_takes_too_long_is_interrupted_and_tried_again(p
     assert job.error["message"] == "no answer within 0.05 seconds"
     (job,) = await run(pool, queue, slow, jobs=[NewJob("slow", max_attempts=1)])
     assert (job.status, job.error["code"]) == (FAILED, "timeout")
+
+
+async def test_a_thread_past_its_time_limit_is_a_failed_try_and_its_late_result_and_reports_are_refused(
+    pool, queue, monkeypatch, caplog
+):
+    monkeypatch.setattr(runner_module, "_THREAD_GRACE_SECONDS", 0.0)
+    go_on, ended = threading.Event(), threading.Event()
+
+    @operation("hangs", timeout_seconds=0.05, backoff_seconds=50.0)
+    def hangs(ctx: Context) -> str:
+        go_on.wait(60)
+        ctx.emit("too.late")
+        ctx.progress(1, 1)
+        ended.set()
+        return "late"
+
+    worker = make_worker(pool, hangs)
+    (id,) = await put(queue, NewJob(hangs))
+    with caplog.at_level(logging.INFO):
+        async with asyncio.timeout(20):
+            assert await worker.run_once() == 1
+        job = await queue.get(id)
+        assert (job.status, job.attempts, job.error["kind"], job.error["code"]) == (QUEUED, 1, "transient", "timeout")
+        assert (worker.jobs, worker._slots_used(), worker.has_abandoned_threads) == (0, 0, True)
+        assert "the operation hangs did not end within its time limit of 0.05 s" in caplog.text
+        go_on.set()
+        assert await asyncio.to_thread(ended.wait, 10)
+        async with asyncio.timeout(10):
+            while worker.has_abandoned_threads:
+                await asyncio.sleep(0.01)
+        assert "a thread of the operation hangs has ended after its time limit" in caplog.text
+    await worker.close()
+    job = await queue.get(id)
+    assert (job.status, job.result, job.progress_current) == (QUEUED, None, None)
+    assert "too.late" not in [event.event for event in await queue.events(id)]
+
+
+async def test_a_thread_that_obeys_within_the_grace_is_a_failed_try_too_and_leaves_no_thread_behind(pool, queue):
+    @operation("obeys", timeout_seconds=0.05, max_attempts=1)
+    def obeys(ctx: Context) -> str:
+        while not ctx.cancelled:
+            time.sleep(0.005)
+        return "too late"
+
+    worker = make_worker(pool, obeys)
+    (id,) = await put(queue, NewJob(obeys))
+    async with asyncio.timeout(20):
+        await worker.run_once()
+    job = await queue.get(id)
+    assert (job.status, job.result, job.error["code"]) == (FAILED, None, "timeout")
+    assert not worker.has_abandoned_threads
+    await worker.close()
+
+
+async def test_threads_that_hang_take_no_slot_and_too_many_of_them_break_the_worker(pool, queue, monkeypatch):
+    """Each of four slots has a job that hangs: others run all the same, until the worker must be started anew."""
+    monkeypatch.setattr(runner_module, "_THREAD_GRACE_SECONDS", 0.0)
+    go_on = threading.Event()
+
+    @operation("hangs", timeout_seconds=0.05, max_attempts=1)
+    def hangs() -> None:
+        go_on.wait(60)
+
+    @operation("works", timeout_seconds=10)
+    def works() -> str:
+        return "done"
+
+    worker = make_worker(pool, hangs, works, concurrency=4)
+    try:
+        async with asyncio.timeout(30):
+            await put(queue, *[NewJob(hangs) for _ in range(3)])
+            assert await worker.run_once() == 3
+            ids = await put(queue, *[NewJob(works) for _ in range(4)])
+            assert await worker.run_once() == 4
+        assert {(await queue.get(id)).status for id in ids} == {SUCCEEDED}
+        assert worker.broken is None
+        await put(queue, NewJob(hangs))
+        async with asyncio.timeout(30):
+            with pytest.raises(WorkerBroken, match=r"4 threads did not end within the time limits .*: hangs \(4\)"):
+                await worker.run()
+    finally:
+        go_on.set()
 
 
 async def test_cancel_interrupts_an_async_operation_and_its_late_result_is_refused(pool, queue):

@@ -74,7 +74,8 @@ def test_collections_are_listed_shown_and_deleted(filled: Shell) -> None:
     assert "add --yes to delete 'papers'" in filled.refused("delete", "papers")
     assert filled("delete", "papers", "--yes").startswith("deleted 'papers' with 2 documents")
     assert "no collection 'papers'" in filled.refused("collection", "papers")
-    assert "there is no collection of 'default'" in filled.errors("collections")
+    assert "no collections; create one: batchwright ingest run" in filled.errors("collections")
+    assert "no collections of the tenant 'us'; create one" in filled.errors("collections", "--tenant", "us")
 
 
 def test_a_collection_with_an_open_run_is_not_deleted(filled: Shell) -> None:

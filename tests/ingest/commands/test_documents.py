@@ -136,7 +136,7 @@ def test_the_check_names_what_is_wrong_and_the_remedy(shell: Shell) -> None:
 
     findings = {one["name"]: one for one in orjson.loads(out)}
     assert code == 1
-    assert "names 'NOWHERE', which is no step" in findings["document steps"]["text"]
+    assert "names 'NOWHERE', which is not a step" in findings["document steps"]["text"]
     assert findings["document models"]["text"].startswith("there is no model server for 'gpt-99'")
     assert findings["document roots"]["text"] == "/no/such/folder cannot be read here"
     assert findings["document roots"]["remedy"] == "create it, or correct `roots` in [ingest]"

@@ -426,7 +426,7 @@ async def test_a_fetch_that_is_given_up_leaves_nothing_though_its_thread_goes_on
 
     monkeypatch.setattr(module.os, "read", stuck)
     monkeypatch.setattr(module, "_copy", copy)
-    with pytest.raises(Transient, match=r"did not come within 0.2 s") as raised:
+    with pytest.raises(Transient, match=r"did not arrive within 0.2 s") as raised:
         await pull.fetch(f"file://{papers}/a.txt", seconds=0.2)
     assert raised.value.code == "source_slow"
     go_on.set()

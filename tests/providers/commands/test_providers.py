@@ -18,7 +18,7 @@ def test_every_provider_says_what_it_can_do(shell: Shell) -> None:
     assert {one["missing"] for name, one in found.items() if name != "aws"} == {None}
     printed = shell("providers")
     (line,) = [line for line in printed.splitlines() if line.startswith("openai ")]
-    assert line.split()[1:5] == ["ready", "completion", "cancel,", "find"]
+    assert line.split()[1:7] == ["ready", "26", "h", "completion", "cancel,", "find"]
 
 
 def test_a_provider_that_is_not_ready_says_what_it_lacks(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_what_is_watched_as_json_is_an_object_for_each_change(shell: Shell) -> N
 def test_a_task_that_no_worker_runs_says_so_and_has_no_result_yet(shell: Shell) -> None:
     code, out, err = shell.run("task", "submit", URL, "--provider", "azure", "--metadata", "project=x")
     assert code == 0
-    assert "no worker that runs tasks is there now" in err
+    assert "no live worker runs tasks" in err
     id = out.strip()
     assert "no result yet" in shell.refused("task", "result", id)
     assert "waiting on" in shell("task", "show", id)
@@ -173,7 +173,7 @@ def test_the_type_follows_from_the_name_of_the_first_input(shell: Shell) -> None
 
 def test_a_dry_run_stores_and_creates_nothing(shell: Shell) -> None:
     shell.write("call.wav")
-    flags = ["--option", "diarization=true", "--option", "speakers_max=2", "--timeout-hours", "1.5"]
+    flags = ["--option", "diarization=true", "--option", "speakers_max=2", "--timeout", "90m"]
     said = shell("task", "submit", "call.wav", URL, "nonsense://x", "--provider", "sarvam", *flags, "--dry-run")
     assert said.splitlines() == [
         "would create a transcription for sarvam/saaras:v3",
@@ -223,7 +223,7 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
     sparsely(
         [
             ([URL, "--provider", "azur"], "there is no provider 'azur'; did you mean 'azure'?"),
-            ([URL, "--provider", "openai"], "no tasks of the type transcription; there are aws, azure, google, sarvam"),
+            ([URL, "--provider", "openai"], "support tasks of the type transcription; use aws, azure, google, sarvam"),
             ([URL], "name a provider for this task; there are aws, azure, google, sarvam"),
             ([URL, "--provider", "azure", "--type", "song"], "there is no task type 'song'; there are transcription"),
             (["ftp://example.com/x.wav", "--provider", "azure"], "it must begin with https://"),
@@ -246,6 +246,7 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
             (["here.wav", "--provider", "sarvam", "--metadata", f"x={'y' * 600}"], "a value at most 512"),
             (["here.wav", "--provider", "sarvam", "--timeout-hours", "0"], "--timeout-hours 0 is out of range"),
             (["here.wav", "--provider", "sarvam", "--timeout-hours", "721"], "--timeout-hours 721 is out of range"),
+            (["here.wav", "--provider", "sarvam", "--timeout", "31d"], "--timeout 31d is out of range: use 1s to 30d"),
             (["here.jsonl", "--provider", "openai"], "name the models of a completion"),
             (["here.jsonl", "--model", "gpt"], "which provider has the model 'gpt'?"),
             (["here.jsonl", "here.jsonl", "--model", "openai/m"], "a completion has one input"),

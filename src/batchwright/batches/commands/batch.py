@@ -1,4 +1,4 @@
-"""`batchwright batch …`: many requests to a model server, as one thing that can be watched, steered and resumed."""
+"""`batchwright batch …`: many requests to a model server, as one unit that can be watched, controlled and resumed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from batchwright.app import AsyncBatchwright
 from batchwright.batches.commands import check as batch_check
+from batchwright.batches.commands import example as batch_example
 from batchwright.batches.commands import files as batch_files
 from batchwright.batches.commands import run as batch_run
 from batchwright.batches.commands import submit as batch_submit
@@ -20,6 +21,7 @@ from batchwright.batches.commands.show import (
     count_failed,
     exit_code,
     look_at,
+    look_at_many,
     print_batch,
     print_batches,
     progress,
@@ -43,6 +45,7 @@ Prices = Mapping[str, Price]
 
 app = typer.Typer(no_args_is_help=True)
 app.command("run")(batch_run.run_batch)
+app.command("example")(batch_example.example)
 app.command("check")(batch_check.check)
 app.command("submit")(batch_submit.submit)
 
@@ -65,9 +68,7 @@ def list_(
 
     async def go() -> tuple[list[Seen], Prices]:
         async with open_part(BatchesPart, database_url, config) as part:
-            batches = await _fetch_newest(part, tenant, status, limit)
-            paces = await part.batches.paces([one.id for one in batches if one.in_progress_at and not one.has_ended])
-            return [Seen(batch=one, pace=paces.get(one.id)) for one in batches], part.settings.prices
+            return await look_at_many(part, await _fetch_newest(part, tenant, status, limit)), part.settings.prices
 
     many, prices = run(go())
     if json:
@@ -110,7 +111,7 @@ def watch(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, con
 
 @app.command()
 def cancel(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Cancel a batch. What is answered is kept, and requests in flight may end within `cancel_grace_seconds`.
+    """Cancel a batch. Its answers are kept, and requests in flight may end within `cancel_grace_seconds`.
 
     A batch that batchwright batch run left unfinished is ended here.
     """
@@ -152,7 +153,7 @@ def resume(id: BatchId, json: Json = False, database_url: DatabaseUrl = None, co
 
     _act(
         act,
-        lambda batch: f"batch {batch.id} goes on: {progress(batch) or batch.status.value}",
+        lambda batch: f"batch {batch.id} resumes: {progress(batch) or batch.status.value}",
         json,
         database_url,
         config,
@@ -242,7 +243,7 @@ def _act(
     database_url: str | None,
     config: Path | None,
 ) -> None:
-    """Do something to a batch, and say what came of it."""
+    """Act on a batch, and print the result."""
 
     async def go() -> tuple[Batch, Prices]:
         async with open_part(BatchesPart, database_url, config) as part:

@@ -7,34 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.text import Text
 
 from batchwright.batches.commands.show import print_problems
 from batchwright.batches.plan.estimate import Estimate, estimate, output_tokens_max, total_cost
-from batchwright.batches.plan.lines import ENDPOINTS, MIXED, why_refused
+from batchwright.batches.plan.inspect import find_endpoint
+from batchwright.batches.plan.lines import MIXED
 from batchwright.batches.plan.plan import TOKEN_BYTES, Draft, Rules, read
 from batchwright.batches.settings import BatchSettings
 from batchwright.cli.flags import Config, Json, settings_from
 from batchwright.cli.show import as_dict, console, money, number, print_json, print_table, size
-from batchwright.errors import InvalidInput
 from batchwright.files.local import require_readable
 from batchwright.settings import Settings
-
-DEFAULT_ENDPOINT = "/v1/chat/completions"
-_BOM = b"\xef\xbb\xbf"
-_LINE_BYTES_MAX = 16 * 1024 * 1024
-_SHOWN_CHARACTERS_MAX = 100
-
-
-class _Url(msgspec.Struct):
-    """The one field of a line that says where it goes; the rest is skipped."""
-
-    url: str | None = None
-
-
-_line = msgspec.json.Decoder(_Url)
 
 InputFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="Requests, one JSON object per line.", show_default=False)
@@ -75,40 +60,10 @@ def check(
         raise typer.Exit(1)
 
 
-def find_endpoint(file: Path, named: str | None) -> str:
-    """The one that was named, or the one that all requests have, or `MIXED`; chat completions if none is known."""
-    if named is not None:
-        if named not in ENDPOINTS:
-            raise InvalidInput(f"--endpoint {why_refused(named)}")
-        return named
-    found: str | None = None
-    refused: str | None = None
-    with require_readable(file).open("rb") as lines:
-        while line := lines.readline(_LINE_BYTES_MAX):
-            url = _read_url(line.removeprefix(_BOM))
-            if url in ENDPOINTS and url != found:
-                if found is not None:
-                    return MIXED
-                found = url
-            elif url not in ENDPOINTS:
-                refused = refused or url
-    if found is None and refused is not None:  # said once, and not for every line
-        raise InvalidInput(f"{file}: {why_refused(refused[:_SHOWN_CHARACTERS_MAX])}")
-    return found or DEFAULT_ENDPOINT
-
-
 def read_draft(file: Path, endpoint: str, settings: Settings, problems_kept: int) -> Draft:
     models = frozenset(settings.model_gateways) or None
     limits = replace(settings.table("batches", BatchSettings).limits, problems_kept=problems_kept)
     return read(require_readable(file), Rules(endpoint=endpoint, limits=limits, models=models))
-
-
-def _read_url(line: bytes) -> str | None:
-    """None of a line that cannot be read: what is wrong with it is told when it is checked."""
-    try:
-        return _line.decode(line).url
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_tokens: int) -> dict[str, Any]:
@@ -146,8 +101,8 @@ def _print(
         text = f"! {number(len(draft.rejected))} requests are for models without a gateway: they will fail"
         out.print(Text(text, "yellow"), soft_wrap=True)
     if draft.problems.total:
-        text = f"✗ {number(draft.problems.total)} problems in {number(draft.line_count)} requests: it would be refused"
-        out.print(Text(text, "bold red"), soft_wrap=True)
+        found = f"{number(draft.problems.total)} problems in {number(draft.line_count)} requests"
+        out.print(Text(f"✗ {found}: the batch would be refused", "bold red"), soft_wrap=True)
         return
     out.print(Text.assemble(("✓ ", "bold green"), _conclusion(file, endpoint, draft, estimates)), soft_wrap=True)
 
@@ -168,8 +123,8 @@ def _print_models(estimates: Sequence[Estimate]) -> None:
 
 
 def _assumptions(estimates: Sequence[Estimate], output_tokens: int) -> str:
-    """What nobody knows before the answers are there."""
-    parts = [f"assumed: {TOKEN_BYTES} bytes of a prompt are a token"]
+    """What is known only after the answers have arrived."""
+    parts = [f"assumed: {TOKEN_BYTES} bytes of a prompt per token"]
     written, bounded = sum(one.written for one in estimates), sum(one.bounded for one in estimates)
     if written:
         parts.append(f"an answer has {number(output_tokens)} tokens (--output-tokens)")
@@ -187,9 +142,9 @@ def _conclusion(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Est
         f"{estimate_text(prompt)} prompt tokens",
     ]
     if shared:
-        parts.append(f"{_fraction(shared, prompt):.0%} of them in beginnings that a prefix cache can save")
+        parts.append(f"{_fraction(shared, prompt):.0%} of them in shared prefixes that a prefix cache can save")
     if (costs := total_cost(list(estimates))) is not None:
-        cached = f", {money(costs[0])} if all of that is saved" if costs[0] < costs[1] else ""
+        cached = f", {money(costs[0])} if the cache saves all of that" if costs[0] < costs[1] else ""
         parts.append(f"cost about {money(costs[1])}{cached}")
     return f"{file} can be run: {'; '.join(parts)}"
 

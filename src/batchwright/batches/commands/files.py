@@ -203,7 +203,7 @@ async def _copy_lines(
 
 
 async def _read_finished(part: BatchesPart, batch: Batch, *, follow: bool) -> AsyncIterator[list[bytes]]:
-    """What is registered, page by page; those who follow wait for more until the batch has ended."""
+    """Registered lines, page by page; with --follow, wait for more until the batch has ended."""
     found = Results(part.batches, part.workspace, part.core.store)
     cursor, pause = Cursor(), _PAUSE_SECONDS_MIN
     while True:

@@ -1,19 +1,22 @@
-"""How batches look on paper: a table of many, the facts of one, and JSON for programs."""
+"""How batches are printed: a table of many, the facts of one, and JSON for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.text import Text
 
+from batchwright.batches.local import find_abandoned
+from batchwright.batches.output.words import read_words
 from batchwright.batches.part import BatchesPart
 from batchwright.batches.progress import DeadlineRisk, forecast
 from batchwright.batches.store import Batch, Pace
 from batchwright.cli.exit_codes import CANCELLED, FAILED, SOME_FAILED
 from batchwright.cli.show import (
+    age,
     as_dict,
     console,
     counts_text,
@@ -42,16 +45,24 @@ COLOURS = {
 }
 _RISKS = {DeadlineRisk.NONE: "", DeadlineRisk.LOW: ", shortly before its window ends", DeadlineRisk.HIGH: ""}
 _PROBLEMS = 20
+_RESUMES = 3
+_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A batch, and what is known of it besides its row."""
+    """A batch, with what is known beyond its row."""
 
     batch: Batch
     pace: Pace | None = None
     shards: Mapping[JobStatus, int] | None = None
     waiting: Sequence[str] = ()
+    file: str | None = None
+    """What its user calls the input file."""
+    is_abandoned: bool = False
+    """Whether the process of a `batch run` is gone before the batch has ended."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What the server said, by the codes of errors."""
 
 
 def exit_code(batch: Batch) -> int:
@@ -66,15 +77,54 @@ def exit_code(batch: Batch) -> int:
 
 
 async def look_at(part: BatchesPart, batch: Batch) -> Seen:
-    """With its pace, its shards, and what it waits for if nobody is at it."""
+    """With its file, its pace, its shards, and what it waits for if it is not running."""
+    file = (await part.files.names([batch.input_file_id])).get(batch.input_file_id)
     if batch.has_ended:
-        return Seen(batch=batch)
-    paces = await part.batches.paces([batch.id])
+        codes = [one["code"] for one in group_errors(batch)[:_WORDS]]
+        words = await read_words(part.files, batch.error_file_id, codes)
+        return Seen(batch=batch, file=file, words=words)
     shards = await part.core.queue.count_children(JobId(batch.job_id))
-    waiting = [] if shards.get(JobStatus.RUNNING) else await _find_reasons(part.core, batch)
+    is_abandoned = bool(await find_abandoned(part, [batch]))
+    paces = {} if is_abandoned else await part.batches.paces([batch.id])
+    if is_abandoned:
+        waiting = [f"nobody runs it: its command was stopped or killed; resume it: {resume_command(batch)}"]
+    else:
+        waiting = [] if shards.get(JobStatus.RUNNING) else await _find_reasons(part.core, batch)
     if batch.waits_for is not None:
         waiting.insert(0, batch.waits_for)
-    return Seen(batch=batch, pace=paces.get(batch.id), shards=shards, waiting=waiting)
+    return Seen(
+        batch=batch,
+        pace=paces.get(batch.id),
+        shards=shards,
+        waiting=waiting,
+        file=file,
+        is_abandoned=is_abandoned,
+    )
+
+
+async def look_at_many(part: BatchesPart, batches: Sequence[Batch]) -> list[Seen]:
+    """With what a list shows: their files, their paces, and whether their processes are gone."""
+    abandoned = await find_abandoned(part, batches)
+    running = [one.id for one in batches if one.in_progress_at and not one.has_ended and one.id not in abandoned]
+    paces = await part.batches.paces(running)
+    names = await part.files.names([one.input_file_id for one in batches])
+    return [
+        Seen(
+            batch=one,
+            pace=paces.get(one.id),
+            file=names.get(one.input_file_id),
+            is_abandoned=one.id in abandoned,
+        )
+        for one in batches
+    ]
+
+
+def resume_command(batch: Batch) -> str:
+    """How to resume a batch of `batch run`; the values of headers are not stored, so they must be given again."""
+    if batch.origin is None:  # created by a version that did not store it
+        return "start the same batchwright batch run again"
+    headers = "".join(f" --header '{name}: …'" for name in batch.origin["headers"])
+    return f"batchwright batch run --resume {batch.id}{headers}"
 
 
 async def _find_reasons(core: Core, batch: Batch) -> list[str]:
@@ -85,10 +135,7 @@ async def _find_reasons(core: Core, batch: Batch) -> list[str]:
         queued = JobFilter(parent_job_id=job.id, statuses=(JobStatus.QUEUED,))
         jobs = (await core.views.page(queued, limit=1)).jobs
     reasons = await core.views.waiting_on(jobs)
-    found = [one.message for of_job in reasons.values() for one in of_job]
-    if found and batch.is_private:
-        found.append("only the command that made it works for it: start that batchwright batch run again")
-    return found
+    return [one.message for of_job in reasons.values() for one in of_job]
 
 
 def as_json(seen: Seen, prices: Mapping[str, Price]) -> dict[str, Any]:
@@ -99,17 +146,23 @@ def as_json(seen: Seen, prices: Mapping[str, Price]) -> dict[str, Any]:
         "cost": cost(batch.usage_by_model, prices),
         "deadline_risk": ahead.risk,
         "done": batch.done,
-        "error_summary": group_errors(batch),
+        "error_summary": group_errors(batch, seen.words),
         "eta": ahead.eta,
+        "file": seen.file,
+        "is_abandoned": seen.is_abandoned,
         "rate": None if seen.pace is None else seen.pace.rate,
         "waiting_on": seen.waiting,
     }
 
 
-def group_errors(batch: Batch) -> list[dict[str, Any]]:
-    """Why lines failed, the most frequent reason first."""
+def group_errors(batch: Batch, words: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Why lines failed, the most frequent reason first; with what the server said, where that is known."""
     ordered = sorted(batch.error_summary.items(), key=lambda item: (-item[1][0], item[0]))
-    return [{"code": code, "count": count, "sample_custom_id": sample} for code, (count, sample) in ordered]
+    return [
+        {"code": code, "count": count, "sample_custom_id": sample}
+        | ({"message": words[code]} if words and code in words else {})
+        for code, (count, sample) in ordered
+    ]
 
 
 def list_problems(batch: Batch) -> list[Mapping[str, Any]]:
@@ -125,22 +178,29 @@ def print_batches(many: Sequence[Seen]) -> None:
     print_table(
         {
             "id": [Text(one.batch.id) for one in many],
-            "status": [status_text(one.batch) for one in many],
+            "status": [Text("stopped", "yellow") if one.is_abandoned else status_text(one.batch) for one in many],
             "done": [Text(progress(one.batch)) for one in many],
             "failed": [Text(number(count_failed(one.batch)) if count_failed(one.batch) else "", "red") for one in many],
-            "tenant": [Text(one.batch.tenant if one.batch.tenant != DEFAULT_TENANT else "") for one in many],
-            "age": [Text(seconds((now - one.batch.created_at).total_seconds())) for one in many],
+            "age": [Text(age((now - one.batch.created_at).total_seconds())) for one in many],
             "left": [Text(left_text(one.batch, one.pace)) for one in many],
+            "tenant": [Text(one.batch.tenant if one.batch.tenant != DEFAULT_TENANT else "") for one in many],
+            "file": [Text(one.file or "") for one in many],
             "models": [Text(", ".join(one.batch.models or ())) for one in many],
         },
-        elastic=("models",),
+        elastic=("tenant", "file", "models"),
     )
+    stopped = [one.batch for one in many if one.is_abandoned]
+    for batch in stopped[:_RESUMES]:
+        console().print(Text(f"stopped; resume it: {resume_command(batch)}", "yellow"), soft_wrap=True)
+    if len(stopped) > _RESUMES:
+        console().print(f"… and {len(stopped) - _RESUMES} more that can be resumed", soft_wrap=True)
 
 
 def print_batch(seen: Seen, prices: Mapping[str, Price]) -> None:
     batch = seen.batch
     print_facts([*_what(seen), *_counts(seen, prices), *_times(batch), *_files(batch)])
     print_errors(batch)
+    print_words(batch, seen.words)
     print_problems(list_problems(batch), (batch.errors or {}).get("total", 0))
 
 
@@ -149,7 +209,8 @@ def _what(seen: Seen) -> list[tuple[str, Any]]:
     metadata = ", ".join(f"{name}={value}" for name, value in (batch.metadata or {}).items())
     return [
         ("batch", batch.id),
-        ("status", status_text(batch)),
+        ("file", _file_text(seen)),
+        ("status", status_text(batch, is_abandoned=seen.is_abandoned)),
         ("waiting on", "\n".join(seen.waiting)),
         ("tenant", batch.tenant if batch.tenant != DEFAULT_TENANT else None),
         ("endpoint", batch.endpoint),
@@ -160,6 +221,12 @@ def _what(seen: Seen) -> list[tuple[str, Any]]:
         ("retry of", batch.retry_of),
         ("only codes", ", ".join(batch.retry_codes or ())),
     ]
+
+
+def _file_text(seen: Seen) -> str | None:
+    """Of a `batch run` where the file is, and its server; of others what the file is called."""
+    origin = seen.batch.origin
+    return seen.file if origin is None else f"{origin['file']}, on {origin['server']}"
 
 
 def _counts(seen: Seen, prices: Mapping[str, Price]) -> list[tuple[str, Any]]:
@@ -212,6 +279,26 @@ def print_errors(batch: Batch) -> None:
         )
 
 
+async def print_missing_models(part: BatchesPart, batch: Batch) -> None:
+    """If lines failed because the server does not have their model: which models it has."""
+    from batchwright.batches.models import describe_missing  # here, because few batches need it
+
+    models = part.make_models()
+    try:
+        found = await describe_missing(models, batch.models or (), batch.error_summary)
+    finally:
+        await models.close()
+    if found is not None:
+        console().print(Text(found, "yellow"), soft_wrap=True)
+
+
+def print_words(batch: Batch, words: Mapping[str, str]) -> None:
+    """What the server said of the most frequent errors, whole."""
+    for one in group_errors(batch, words)[:_WORDS]:
+        if "message" in one:
+            console().print(Text.assemble((f"{one['code']}: ", "red"), one["message"]), soft_wrap=True)
+
+
 def print_problems(found: Sequence[Mapping[str, Any]], total: int, limit: int = _PROBLEMS) -> None:
     out = console()
     for problem in found[:limit]:
@@ -223,9 +310,10 @@ def print_problems(found: Sequence[Mapping[str, Any]], total: int, limit: int = 
 # Words and numbers ------------------------------------------------------------------------------------------------
 
 
-def status_text(batch: Batch) -> Text:
+def status_text(batch: Batch, *, is_abandoned: bool = False) -> Text:
     is_paused = batch.paused_at is not None and not batch.has_ended
-    return Text(f"{batch.status.value}{', paused' if is_paused else ''}", COLOURS[batch.status])
+    more = ", paused" if is_paused else ", stopped" if is_abandoned else ""
+    return Text(f"{batch.status.value}{more}", "yellow" if is_abandoned else COLOURS[batch.status])
 
 
 def problem_place(problem: Mapping[str, Any]) -> str:
@@ -256,7 +344,7 @@ def tokens_text(*batches: Batch) -> str:
     if not read + written:
         return ""
     share = f" ({cached / read:.0%} from a cache)" if cached and read else ""
-    thought = f" ({number(reasoning)} of them thought)" if reasoning else ""
+    thought = f" ({number(reasoning)} of them for reasoning)" if reasoning else ""
     return f"{number(read)} in{share} · {number(written)} out{thought}"
 
 
@@ -267,14 +355,16 @@ def cost_text(batch: Batch, prices: Mapping[str, Price]) -> str | None:
 
 
 def left_text(batch: Batch, pace: Pace | None) -> str:
-    """How long it will take from now on."""
+    """The remaining time; empty if it is unknown, or if only the files remain to be written."""
     eta = forecast(batch, pace).eta
-    return "" if eta is None or pace is None else seconds((eta - pace.now).total_seconds())
+    if eta is None or pace is None or eta <= pace.now:
+        return ""
+    return seconds(max(1.0, (eta - pace.now).total_seconds()))
 
 
 def eta_text(batch: Batch, pace: Pace | None) -> Text | None:
-    ahead = forecast(batch, pace)
-    if ahead.eta is None or ahead.risk is None:
+    ahead, left = forecast(batch, pace), left_text(batch, pace)
+    if not left or ahead.risk is None:
         return None
-    text = Text(f"in {left_text(batch, pace)}{_RISKS[ahead.risk]}")
+    text = Text(f"in {left}{_RISKS[ahead.risk]}")
     return text.append(", too late for its window", "red") if ahead.risk is DeadlineRisk.HIGH else text

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from batchwright.app import VERSION
-from batchwright.batches.commands.check import Endpoint, InputFile, find_endpoint
+from batchwright.batches.commands.check import Endpoint, InputFile
 from batchwright.batches.commands.show import exit_code
 from batchwright.batches.commands.watch import watch
 from batchwright.batches.part import BatchesPart
+from batchwright.batches.plan.inspect import find_endpoint
 from batchwright.batches.seal import CreatorHeaders
 from batchwright.batches.store import Batch, NewBatch, window_seconds
 from batchwright.batches.submission import (
@@ -47,14 +48,13 @@ from batchwright.engine.metadata import check_metadata
 from batchwright.errors import ConfigurationError, InvalidInput
 from batchwright.files.local import hash_file, require_readable
 from batchwright.inference.headers import headers_of_creator
-from batchwright.inference.settings import NO_GATEWAY
 from batchwright.settings import Settings
 from batchwright.telemetry import tracing
 
 _TENANT_CHARACTERS_MAX = 100
 _KEY_CHARACTERS_MAX = 255
 
-Window = Annotated[str, typer.Option(metavar="24h", help="Time in which the batch must be done, from 1m to 30d.")]
+Window = Annotated[str, typer.Option(metavar="DURATION", help="Time in which the batch must be done, from 1m to 30d.")]
 Priority = Annotated[int, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")]
 MaxInFlight = Annotated[
     int | None,
@@ -73,7 +73,7 @@ def submit(
     window: Window = "24h",
     metadata: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Metadata of your own; may be repeated.", show_default=False),
+        typer.Option(metavar="NAME=VALUE", help="Your own metadata; may be repeated.", show_default=False),
     ] = None,
     priority: Priority = 5,
     max_in_flight: MaxInFlight = None,
@@ -90,7 +90,7 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(help="A repeated submit with the same key returns the same batch.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Show it until it has ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the batch until it ends.")] = False,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
@@ -173,7 +173,7 @@ def _resolve(headers: Mapping[str, str]) -> dict[str, str]:
 async def _submit(
     part: BatchesPart, file: Path, values: dict[str, Any], key: str | None, passed_on: CreatorHeaders
 ) -> Batch:
-    """The batch of this key if there is one: then the file is not stored again."""
+    """If there is a batch of this key, return it, and do not store the file again."""
     sha256 = await asyncio.to_thread(hash_file, require_readable(file))
     named = idempotency("submit", key, {**values, "sha256": sha256, **passed_on.digest})
     if key is not None:
@@ -197,11 +197,12 @@ async def _create(part: BatchesPart, new: NewBatch) -> Batch:
 
 
 async def _require_workers(core: Core) -> None:
-    """Nobody would ever run it where no gateway is configured, neither here nor with any worker so far."""
+    """Refuse a batch that would wait forever: no gateway is configured here, and no worker has ever run batches."""
     if not core.settings.has_gateways and not await is_served(core.catalog):
         raise ConfigurationError(
-            f"no worker runs batches: {NO_GATEWAY}\nand start: batchwright up\n"
-            "or run it here: batchwright batch run FILE --url http://gateway:8000"
+            "no worker runs batches: no model server is configured. Name one: batchwright up --url "
+            "http://127.0.0.1:8000, or global_inference_gateway.url in batchwright.toml. To run the file without "
+            "workers: batchwright batch run FILE --url http://127.0.0.1:8000"
         )
 
 

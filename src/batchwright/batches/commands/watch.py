@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
+from rich.padding import Padding
 from rich.text import Text
 
 from batchwright.batches.commands.show import (
@@ -32,12 +33,15 @@ from batchwright.batches.commands.show import (
     progress,
     status_text,
 )
-from batchwright.batches.local import SenderLoad
+from batchwright.batches.local import SenderLoad, Silence
 from batchwright.batches.part import BatchesPart
-from batchwright.batches.store import Batch, Pace
+from batchwright.batches.send.health import Complaint
+from batchwright.batches.store import STALLED_SECONDS, Batch, Pace
 from batchwright.cli.show import BAR_COLUMNS, bar, console, number, print_json, seconds
+from batchwright.cli.tables import fact_lines, head_lines
 from batchwright.errors import DatabaseUnavailable
 from batchwright.inference.prices import Price
+from batchwright.states import JobStatus
 
 _LOOK_SECONDS = 0.25
 _WAITING_SECONDS = 2.0
@@ -47,13 +51,16 @@ _PLAIN_SHARE = 0.02
 _METER_SECONDS = 10.0
 _STALE_SECONDS = 3.0
 _ERRORS_SHOWN = 3
+_WORDS_SHOWN = 120
 
 
 class Sending(Protocol):
     """What the process that sends knows better than the database."""
 
     def load(self) -> SenderLoad: ...
+    def silence(self) -> Silence: ...
     def trouble(self) -> str | None: ...
+    def advice(self) -> str | None: ...
 
 
 class Rates(NamedTuple):
@@ -89,7 +96,7 @@ class Meter:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """What was seen of a batch last; rich draws it."""
+    """The latest state of a batch, drawn by rich."""
 
     seen: Seen
     prices: Mapping[str, Price]
@@ -99,6 +106,8 @@ class View:
     notice: str | None = None
     ahead: timedelta = timedelta(0)
     """How far this machine's clock is before the database's."""
+    began_at: datetime | None = None
+    """When this process began to run it, by the database's clock; None if others run it."""
     meter: Meter = dataclasses.field(default_factory=Meter)
 
     @property
@@ -106,43 +115,70 @@ class View:
         return self.seen.batch
 
     def elapsed_seconds(self) -> float:
+        """Time in which no worker ran it does not count, as far as that is known."""
         now = datetime.now(UTC) - self.ahead
-        return ((self.batch.ended_at or now) - self.batch.created_at).total_seconds()
+        return ((self.batch.ended_at or now) - (self.began_at or self.batch.created_at)).total_seconds()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        parts: list[RenderableType] = [self._head()]
+        width = options.max_width
+        parts: list[RenderableType] = [*self._head(width)]
         if self.batch.total:
             parts.append(self._bar(options.max_width))
-        parts += [Text(f"  {line}") for line in self.lines()]
-        parts += [Text(f"  {line}", "red") for line in (*self._errors(), *self.problems())]
-        parts += [Text(f"  {text}", "yellow") for text in self.troubles()]
+        for facts in (self._pace(), self._future()):
+            parts += fact_lines([Text(fact) for fact in facts], width)
+        parts += [Padding(Text(line, "red"), (0, 0, 0, 2)) for line in (*self._errors(), *self.problems())]
+        silence = self.silence()
+        silent = [] if silence is None else [silence_text(silence)]
+        parts += [Padding(Text(text, "yellow"), (0, 0, 0, 2)) for text in (*silent, *self.troubles())]
         if self.notice:
-            parts.append(Text(f"  {self.notice}", "bold"))
+            parts.append(Padding(Text(self.notice, "bold"), (0, 0, 0, 2)))
         yield from parts
 
+    def silence(self) -> Silence | None:
+        """A note that no answer has arrived for a while, if a worker waits for one."""
+        batch, pace = self.batch, self.seen.pace
+        if batch.has_ended or batch.paused_at is not None or not batch.total or batch.done == batch.total:
+            return None
+        found = Silence(0.0)
+        if self.sending is not None:
+            found = self.sending.silence()
+        elif pace is not None and (self.seen.shards or {}).get(JobStatus.RUNNING):
+            found = Silence(pace.silent_seconds)
+        return found if found.seconds >= STALLED_SECONDS else None
+
     def troubles(self) -> list[str]:
-        """Why it does not go on, as far as that is known."""
+        """Why it makes no progress, as far as that is known."""
         if self.batch.has_ended:
             return []
         if self.batch.paused_at is not None:
-            return [f"paused; go on: batchwright batch resume {self.batch.id}"]
-        found = (self.trouble, self.sending and self.sending.trouble(), self.batch.waits_for, *self.seen.waiting)
+            return [f"paused; resume it: batchwright batch resume {self.batch.id}"]
+        ours = (self.sending.trouble(), self.sending.advice()) if self.sending is not None else ()
+        found = (self.trouble, *ours, self.batch.waits_for, *self.seen.waiting)
         return list(dict.fromkeys(one for one in found if one))
 
     def problems(self) -> list[str]:
-        """Why it failed as a whole; `batch show` has them all, and `batch run` prints them itself."""
-        found = list_problems(self.batch) if self.batch.has_ended and self.sending is None else []
+        """Why it failed as a whole, or what to do about failed lines; `batch run` prints these itself."""
+        if not self.batch.has_ended or self.sending is not None:
+            return []
+        found = list_problems(self.batch)
         shown = [f"{problem_place(one)}{problem_words(one)}" for one in found[:_ERRORS_SHOWN]]
-        return shown if len(found) <= _ERRORS_SHOWN else [*shown, f"more: batchwright batch show {self.batch.id}"]
+        if len(found) > _ERRORS_SHOWN:
+            shown.append(f"more: batchwright batch show {self.batch.id}")
+        id, failed = self.batch.id, count_failed(self.batch)
+        if failed and self.batch.error_file_id is not None:
+            shown.append(
+                f"{number(failed)} of {number(self.batch.total)} failed; see: batchwright batch show {id}; "
+                f"retry with: batchwright batch retry {id}"
+            )
+        return shown
 
     def lines(self) -> list[str]:
         """Two lines: how it goes, and what will come of it."""
         return [" · ".join(parts) for parts in (self._pace(), self._future()) if parts]
 
-    def _head(self) -> Text:
-        head = Text(no_wrap=True, overflow="ellipsis")
-        head.append(self.title or self.batch.id, "bold").append("  ").append_text(status_text(self.batch))
-        return head.append(f" · {seconds(self.elapsed_seconds())}")
+    def _head(self, width: int) -> list[Text]:
+        facts = [status_text(self.batch), Text(seconds(self.elapsed_seconds()))]
+        return head_lines(Text(self.title or self.batch.id, "bold"), facts, width)
 
     def _bar(self, width: int) -> Text:
         """As long as there is room for it and its numbers in one line."""
@@ -160,10 +196,7 @@ class View:
         if (rates := self._rates()) is not None:
             found += [f"{rates.requests:,.1f} requests/s", f"{number(rates.tokens)} tokens/s"]
         if self.sending is not None:
-            load = self.sending.load()
-            found.append(f"{number(load.in_flight)} in flight")
-            if load.limit is not None:
-                found.append(f"limit {number(load.limit)}")
+            found += _load_parts(self.sending.load())
         return found if self.batch.total else []
 
     def _rates(self) -> Rates | None:
@@ -177,7 +210,7 @@ class View:
 
     def _future(self) -> list[str]:
         found = []
-        if (eta := eta_text(self.batch, self.seen.pace)) is not None:
+        if self._moves and (eta := eta_text(self.batch, self.seen.pace)) is not None:
             found.append(f"done {eta.plain}")
         if (spent := cost_text(self.batch, self.prices)) is not None:
             found.append(f"cost {spent}")
@@ -185,16 +218,47 @@ class View:
             found.append(f"{self.batch.cached_tokens / self.batch.input_tokens:.0%} of prompt tokens from a cache")
         return found
 
+    @property
+    def _moves(self) -> bool:
+        """Whether answers come in, so that the pace says something about the end."""
+        if self.silence() is not None:
+            return False
+        load = None if self.sending is None else self.sending.load()
+        return load is None or load.in_flight > 0 or not load.retrying
+
     def _errors(self) -> list[str]:
         shown = group_errors(self.batch)[:_ERRORS_SHOWN]
         return [f"{number(one['count'])} failed with {one['code']}, such as {one['sample_custom_id']}" for one in shown]
+
+
+def _load_parts(load: SenderLoad) -> list[str]:
+    found = [f"{number(load.in_flight)} in flight"]
+    if load.limit is not None:
+        found.append(f"limit {number(load.limit)}")
+    if load.retrying:
+        soon = f" (next in {seconds(load.retry_seconds)})" if load.retry_seconds and not load.in_flight else ""
+        found.append(f"{number(load.retrying)} waiting to retry{soon}")
+    return found
+
+
+def silence_text(silence: Silence) -> str:
+    """`no answer for 40 s; 3 timed out`, with the server's own words."""
+    waited = f"no answer for {silence.seconds:.0f} s" if silence.seconds < 60 else None
+    parts = [waited or f"no answer for {seconds(silence.seconds)}"]
+    parts += [_complaint_text(one) for one in silence.complaints[:_ERRORS_SHOWN]]
+    return "; ".join(parts)
+
+
+def _complaint_text(one: Complaint) -> str:
+    words = one.words if len(one.words) <= _WORDS_SHOWN else f"{one.words[:_WORDS_SHOWN]}…"
+    return f"{one.short} ({words})" if words else one.short
 
 
 OnLook = Callable[[View], object]
 
 
 async def watch(part: BatchesPart, id: str, *, json: bool = False) -> Batch:
-    """Show the batch until it has ended, in the way that suits the output; answers how it ended."""
+    """Show the batch until it ends, in the form that suits the output; returns how it ended."""
     view = await begin_view(part, id)
     if json:
         return await follow(part, view, JsonLines())
@@ -209,6 +273,7 @@ async def begin_view(part: BatchesPart, id: str, *, title: str = "", sending: Se
     ((now,),) = await part.core.pool.rows("SELECT clock_timestamp()")
     view = View(Seen(batch=batch), part.settings.prices, title=title, sending=sending)
     view.ahead = datetime.now(UTC) - now
+    view.began_at = None if sending is None else now
     return view
 
 
@@ -224,7 +289,7 @@ async def follow(part: BatchesPart, view: View, on_look: OnLook) -> Batch:
             view.trouble = None
             view.meter.note(view.batch)
         except DatabaseUnavailable as error:
-            view.trouble = f"the database is away: {str(error).splitlines()[0]}"
+            view.trouble = f"the database is unavailable: {str(error).splitlines()[0]}"
         on_look(view)
         if view.batch.has_ended and view.trouble is None:
             return view.batch
@@ -232,7 +297,7 @@ async def follow(part: BatchesPart, view: View, on_look: OnLook) -> Batch:
 
 
 async def _look(part: BatchesPart, before: Seen, is_full: bool) -> Seen:
-    """Why it waits is asked less often than how far it is."""
+    """Why it waits is looked up less often than its progress."""
     batch = await part.batches.get(before.batch.id, tenant=None)
     if is_full or batch.has_ended:
         return await look_at(part, batch)
@@ -242,7 +307,7 @@ async def _look(part: BatchesPart, before: Seen, is_full: bool) -> Seen:
 
 @contextlib.contextmanager
 def show_live(view: View, out: Console) -> Iterator[OnLook]:
-    """Keeps the view on a terminal; it is drawn anew by each call of what this gives."""
+    """Keep the view on a terminal. Each call of the returned function redraws it."""
     with Live(console=out, auto_refresh=False, get_renderable=lambda: view) as screen:
         yield lambda _: screen.refresh()
 
@@ -258,6 +323,7 @@ class Lines:
         self._began = clock()
         self._said = ""
         self._said_at = -math.inf
+        self._silent_seconds = 0.0
         self._status = ""
         self._troubles: list[str] = []
 
@@ -272,15 +338,25 @@ class Lines:
         if text and text != self._said and (view.batch.has_ended or now - self._said_at >= pause):
             self._said, self._said_at = text, now
             _say(view, text)
+        self._say_silence(view)
         troubles = [*view.problems(), *view.troubles()]
         for one in troubles:
             if one not in self._troubles:
                 _say(view, one)
         self._troubles = troubles
 
+    def _say_silence(self, view: View) -> None:
+        """When it begins, and whenever it has become twice as long."""
+        silence = view.silence()
+        if silence is None:
+            self._silent_seconds = 0.0
+        elif silence.seconds >= 2 * self._silent_seconds:
+            self._silent_seconds = silence.seconds
+            _say(view, silence_text(silence))
+
 
 class JsonLines:
-    """One object for each change."""
+    """Print one JSON object for each change."""
 
     def __init__(self) -> None:
         self._said: Batch | None = None

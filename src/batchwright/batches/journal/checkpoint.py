@@ -2,7 +2,7 @@
 
     take what was appended → bring it to the disk → upload it, where machines share a store → register it, fenced
 
-What is not registered does not exist for anybody else. A registration whose answer was lost is sent again as it was.
+Other processes see only what is registered. A registration whose answer was lost is resent unchanged.
 The ranges of a journal are registered without gaps. A database that has lost commits, in a failover or a crash, refuses
 the next one and says how far it knows the journal; the journal is registered again from there.
 """
@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,7 @@ class Account:
         return self.pending is None and self.journal.untaken == 0
 
     def gather(self) -> JournalRange | None:
-        """What is to be registered next; a range that was sent before is sent again as it was."""
+        """What to register next; a range that was sent before is resent unchanged."""
         if self.pending is None and self.journal.untaken:
             self.pending = self.journal.take()
         return self.pending
@@ -95,6 +95,7 @@ class Checkpoints:
         settings: BatchSettings,
         *,
         is_shared: bool,
+        load: Callable[[str], tuple[int, int] | None] = lambda model: None,
     ) -> None:
         self.syncer = Syncer()
         self._batches = batches
@@ -104,6 +105,7 @@ class Checkpoints:
         self._counts = counts
         self._is_behind = False
         self._is_shared = is_shared
+        self._load = load
         self._settings = settings
         self._watched: set[Account] = set()
         self._uploads = asyncio.Semaphore(UPLOADS_MAX)
@@ -151,7 +153,7 @@ class Checkpoints:
         self._is_behind = True
 
     async def flush(self, account: Account) -> None:
-        """Register everything, however long the database or the store is away; or find that the shard is lost."""
+        """Register everything, however long the database or the store is down; or find that the shard is lost."""
         while not account.is_settled and not account.is_lost:
             try:
                 await self.register([account])
@@ -196,7 +198,7 @@ class Checkpoints:
                 one.is_lost = True
 
     async def _go_back(self, account: Account, row: Registration, position: Position) -> None:
-        """The database knows less of the journal than it had told, or more: register what lies behind that."""
+        """The database has less of the journal than it had confirmed, or more: register what lies behind that."""
         account.seq, account.pending = position.seq, None
         if position.byte >= row.end:
             return
@@ -230,6 +232,7 @@ class Checkpoints:
             job_id=owner.job_id,
             job_claim=owner.job_claim,
             worker=owner.worker,
+            load=self._load(owner.model),
         )
 
     def _is_due(self, account: Account) -> bool:

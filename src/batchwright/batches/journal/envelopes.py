@@ -30,6 +30,7 @@ MESSAGES = {
 """Why there is no answer, by code."""
 
 _CODE_CHARACTERS_MAX = 64
+_WORDS_CHARACTERS_MAX = 300
 _ID_PREFIX = "batch_"
 _LINE_ID = re.compile(rb'\{"id":"batch_req_([0-9a-f]+)[0-9a-f]{10}"')
 _REQUEST_ID_PREFIX = "batch_req_"
@@ -37,11 +38,13 @@ _NOTHING = b'""'
 
 _BODY = b',"body":'
 _CUSTOM_ID = b'","custom_id":'
-_NO_RESPONSE = b'null,"error":{"code":'
+_NULL_AND_ERROR = b'null,"error":'
+_NO_RESPONSE = _NULL_AND_ERROR + b'{"code":'
 _RESPONSE = b',"response":'
 _STATUS = b'{"status_code":'
 _SUCCESS = _STATUS + b"2"
 _END_OF_ANSWER = b'},"error":null}\n'
+_END_OF_FAILURE = b"}\n"
 _MESSAGE = b',"message":'
 _TAILS = {
     code: b"".join((_RESPONSE, _NO_RESPONSE, dumps(code), _MESSAGE, dumps(message), b"}}\n"))
@@ -50,7 +53,7 @@ _TAILS = {
 
 
 class RequestIds:
-    """The ids of a batch's lines: each is made of the batch and the line's place in the input, and never changes.
+    """The ids of a batch's lines: each combines the batch and the line's place in the input, and never changes.
 
     >>> ids = RequestIds("batch_0123456789abcdef0123456789abcdef")
     >>> ids.in_files(4096)
@@ -71,7 +74,7 @@ class RequestIds:
         return f"{self._in_files}{offset:010x}"
 
     def on_the_wire(self, offset: int) -> str:
-        """The id as model servers get it: some refuse, without a word, what is no UUID.
+        """The id as model servers get it: some silently refuse ids that are not UUIDs.
 
         It is the batch's, with the line's place in the last ten digits: the first 22 find a batch in the server's log.
         """
@@ -94,7 +97,7 @@ def batch_id_of(line: bytes) -> str | None:
 
 
 def answered(id: str, custom_id: str, answer: Answer) -> bytes:
-    """The line of a request that was sent; the server's own words stand in `response`, whatever their status."""
+    """The line of a request that was sent; `response` holds the server's own answer, whatever its status."""
     if answer.code is not None:
         tail = _failure(answer.code, answer)
         return one_line(b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), tail)))
@@ -110,12 +113,12 @@ def answered(id: str, custom_id: str, answer: Answer) -> bytes:
 
 
 def unanswered(id: str, custom_id: str, code: str) -> bytes:
-    """The line of a request that was never sent, or whose answer nobody waited for."""
+    """The line of a request that was never sent, or whose answer was not waited for."""
     return one_line(b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), _TAILS[code])))
 
 
 def error_code_of(line: bytes) -> tuple[str, str]:
-    """The code and the custom_id of a line that is no success.
+    """The code and the custom_id of a failed line.
 
     The server's own code is taken if it looks like one, else its type, else the status. Only the parts that are wanted
     are decoded: a body may be nested so deeply that it passed alone, and would not inside its envelope.
@@ -130,13 +133,36 @@ def error_code_of(line: bytes) -> tuple[str, str]:
     return _code_in(body) or f"http_{status}", custom_id
 
 
+def words_of(line: bytes) -> tuple[str, str]:
+    """The code of a failed line, and the server's message; our own message if it sent none."""
+    code, _ = error_code_of(line)
+    _, _, rest = line.partition(_RESPONSE)
+    if not rest.startswith(_NO_RESPONSE):
+        return code, words_in(rest[rest.index(_BODY) + len(_BODY) : -len(_END_OF_ANSWER)])
+    try:
+        message, body = _decode_failure(rest[len(_NULL_AND_ERROR) : -len(_END_OF_FAILURE)]).parts()
+    except (msgspec.DecodeError, RecursionError):
+        return code, ""
+    said = words_in(body)
+    return code, f"{message}: {said}" if said and not said.startswith("<") else message
+
+
+def words_in(body: bytes) -> str:
+    """What a server says in the body of an error, in one line; nothing, if it says nothing for people."""
+    try:
+        found = _decode_any(body)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return " ".join(_find_words(found).split())[:_WORDS_CHARACTERS_MAX]
+
+
 def custom_id_of(line: bytes) -> str:
     """Whose line it is; nothing else of it is decoded."""
     return _decode_head(line.partition(_RESPONSE)[0] + b"}").custom_id
 
 
 def is_success(line: bytes) -> bool:
-    """Whether it stands in the output file, and not in the error file."""
+    """Whether the line belongs to the output file, and not to the error file."""
     return line.partition(_RESPONSE)[2].startswith(_SUCCESS)
 
 
@@ -159,6 +185,16 @@ class _Body(msgspec.Struct):
     error: Any = None
 
 
+class _Failure(msgspec.Struct):
+    message: str = ""
+    body: msgspec.Raw = msgspec.Raw(_NOTHING)
+
+    def parts(self) -> tuple[str, bytes]:
+        return self.message, bytes(self.body)
+
+
+_decode_any = msgspec.json.Decoder().decode
+_decode_failure = msgspec.json.Decoder(_Failure).decode
 _decode_head = msgspec.json.Decoder(_Head).decode
 _decode_body = msgspec.json.Decoder(_Body).decode
 
@@ -175,3 +211,15 @@ def _code_in(body: bytes) -> str | None:
 def _is_code(name: object) -> bool:
     """Short and printable: codes become keys in tables, and PostgreSQL refuses a NUL."""
     return isinstance(name, str) and 0 < len(name) <= _CODE_CHARACTERS_MAX and name.isprintable()
+
+
+def _find_words(found: Any) -> str:
+    """`{"error": {"message"}}` is OpenAI's, `{"message"}` and `{"detail"}` are those of servers in Python."""
+    if isinstance(found, str):
+        return found
+    if isinstance(found, list):
+        return _find_words(found[0]) if found else ""
+    if isinstance(found, dict):
+        names = ("error", "message", "detail", "msg", "error_message")
+        return next((words for name in names if (words := _find_words(found.get(name)))), "")
+    return ""

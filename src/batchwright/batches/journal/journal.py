@@ -97,7 +97,7 @@ class Journal:
     def __init__(self, path: Path, syncer: Syncer | None = None) -> None:
         self.path = path
         self.broken: StorageError | None = None
-        """Why nothing can be appended any more; after a failed fsync nobody knows what is on the disk."""
+        """Why nothing can be appended any more; after a failed fsync the content of the disk is unknown."""
         self.lines = 0
         self.size = 0
         self.synced = 0
@@ -118,11 +118,11 @@ class Journal:
         self._taken = self.size
 
     def append(self, offset: int, status: LineStatus, line: bytes, usage: Usage = UNKNOWN) -> None:
-        """Write a finished line. If this raises StorageFull or another StorageError, nothing of it is kept."""
+        """Write a finished line. If this raises StorageFull or another StorageError, nothing is written."""
         self.append_all([(offset, status, line, usage)])
 
     def append_all(self, lines: Sequence[Line]) -> None:
-        """Write finished lines by one call. If this raises, nothing of any of them is kept."""
+        """Write finished lines in one call. If this raises, none of them is written."""
         if self.broken is not None:
             self._refuse(self.broken)
         parts: list[bytes] = []
@@ -166,7 +166,7 @@ class Journal:
     def sync(self) -> int:
         """Bring everything appended so far to the disk and answer how many bytes that are. Blocks."""
         with self._lock:
-            self._is_dirty = False  # before the size is read: whoever finds it set has appended before that
+            self._is_dirty = False  # before the size is read: a caller that finds it set has appended before that
             self._lines_seen = self.lines
             size = self.size
             if size <= self.synced:
@@ -182,7 +182,7 @@ class Journal:
             return size
 
     def close(self) -> None:
-        """What was not synced may be lost with the machine, but not with the process."""
+        """Data that is not synced may be lost if the machine crashes, but not if the process does."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
@@ -201,7 +201,7 @@ class Journal:
     def _sync_file(self) -> None:
         _sync_data(self._descriptor)
         if os.fstat(self._descriptor).st_nlink == 0:  # what is in it now ends with this process
-            raise FileNotFoundError(errno.ENOENT, "it was deleted while it was written")
+            raise FileNotFoundError(errno.ENOENT, "it was deleted while in use")
         if not self._is_listed:
             sync_folder(self.path.parent)
             self._is_listed = True
@@ -227,7 +227,7 @@ class Journal:
 
 
 class Syncer:
-    """One thread that brings dirty journals to the disk: within a twentieth of a second, or after so many lines."""
+    """One thread that brings dirty journals to the disk: within a twentieth of a second, or after a number of lines."""
 
     def __init__(self, *, seconds: float = SYNC_SECONDS) -> None:
         self._seconds = seconds
@@ -247,7 +247,7 @@ class Syncer:
         return await done
 
     def notice(self, journal: Journal, *, hurry: bool = False, waiting: asyncio.Future[int] | None = None) -> bool:
-        """A journal has something to sync; False if there is nobody left to do it."""
+        """A journal has something to sync; False if the syncing thread has ended."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -274,11 +274,11 @@ class Syncer:
             for journal, waiters in sorted(dirty.items(), key=lambda item: not item[1]):
                 result = _sync_one(journal)
                 for waiter in waiters:
-                    with suppress(RuntimeError):  # its event loop is closed: nobody waits any more
+                    with suppress(RuntimeError):  # its event loop is closed, so no caller waits any more
                         waiter.get_loop().call_soon_threadsafe(_resolve, waiter, result)
 
     def _next_round(self) -> dict[Journal, list[asyncio.Future[int]]]:
-        """The journals to sync now; none means that it is over."""
+        """The journals to sync now; none means that the thread should end."""
         with self._changed:
             self._changed.wait_for(lambda: self._dirty or self._is_closed)
             self._changed.wait_for(lambda: self._hurry or self._is_closed, self._seconds)
@@ -287,7 +287,7 @@ class Syncer:
 
 
 def open_to_read(path: Path) -> int:
-    """A descriptor, for who reads much; close it with os.close()."""
+    """A file descriptor, for callers that read a lot; close it with os.close()."""
     with _explain_errors(path):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -319,9 +319,9 @@ def valid_end(path: Path, start: int = 0) -> int:
 
 
 def sound_ranges(path: Path, start: int, end: int) -> list[tuple[int, int]]:
-    """What is left of a range of which a disk has damaged some: the records that have their checksums.
+    """What is left of a range that a disk has damaged: the records whose checksums match.
 
-    Behind a damaged one it goes on where that says that it ends. If even this is wrong, the rest has no checksums.
+    Behind a damaged one it continues where that says that it ends. If even this is wrong, the rest has no checksums.
     """
     ranges = []
     with _open_file(path) as descriptor:
@@ -371,7 +371,7 @@ def _cap(count: int | None) -> int:
 
 
 def _walk(descriptor: int, path: Path, start: int, end: int, verify: bool) -> Generator[Record, None, int]:
-    """Records until `end`, or until the first that is not whole or, if that is asked, does not have its checksum.
+    """Records until `end`, or until the first that is not whole or, on request, does not have its checksum.
 
     Returns where the last good one ends.
     """

@@ -13,6 +13,7 @@ from batchwright.batches.journal.journal import valid_end
 from batchwright.batches.journal.workspace import JOURNAL, Workspace, fetch_object, journal_of_key, segments_folder
 from batchwright.batches.store import Segment
 from batchwright.errors import NotFound, StorageError
+from batchwright.private import make_folders
 from batchwright.storage import Store
 
 _FETCHED = "fetched"
@@ -108,6 +109,6 @@ class Segments:
         """A copy of the object in the work folder."""
         path = self._workspace.folder(batch_id) / _FETCHED / key.removeprefix(f"{segments_folder(batch_id)}/")
         if not path.is_file():
-            await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(make_folders, path.parent)
             await fetch_object(self._store, key, path)
         return path

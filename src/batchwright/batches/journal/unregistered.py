@@ -44,7 +44,7 @@ class UnregisteredAnswers:
         return answered | copied, len(copied)
 
     async def recover_for_batch(self, heir: Owner, models: Mapping[int, str], missing: set[int]) -> int:
-        """Keep what can be found of these lines in the name of the batch's own job; answers how many were found.
+        """Store what can be found of these lines in the name of the batch's own job; returns how many were found.
 
         All shards have ended. `models` are theirs, by number.
         """
@@ -67,7 +67,7 @@ def _read_offsets(pieces: Iterable[Piece]) -> set[int]:
 
 
 def _copy(pieces: Iterable[Piece], journal: Journal, wanted: set[int]) -> set[int]:
-    """Append the first record of each wanted line to the journal; answers which were found. Blocks."""
+    """Append the first record of each wanted line to the journal; returns which were found. Blocks."""
     copied: set[int] = set()
     for piece in pieces:
         descriptor = open_to_read(piece.path)

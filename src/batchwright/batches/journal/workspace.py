@@ -4,9 +4,9 @@
     work/<batch>/input.jsonl        linked or downloaded once, read by every worker of this machine
     work/<batch>/model_map.json     with plans/ and rejected.plan: the plan, as the planner wrote or the store kept it
     work/<batch>/<shard>.<claim>.seg
-    work/<batch>/in_use             flocked (shared) by every worker that is at it; the collector wants it for itself
+    work/<batch>/in_use             flocked (shared) by every worker that uses it; the collector locks it exclusively
 
-All of it can be had again, but for journals that were not registered yet: those are answers that somebody paid for.
+All of it can be restored, except journals that are not registered yet: those hold answers that were paid for.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import orjson
 
 from batchwright.batches.plan.planfile import MODEL_MAP, PLANS, REJECTED, plan_path, plan_paths, sync_folder
 from batchwright.errors import ConfigurationError, NotFound, StorageError
+from batchwright.private import make_folders, open_private, write_private
 from batchwright.storage import Store
 
 INPUT = "input.jsonl"
@@ -84,10 +85,10 @@ class Workspace:
     def id(self) -> str:
         """The name of this folder, which outlives processes and is shared by all that use it."""
         if self._id is None:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_folders(self.root)
             path = self.root / "id"
             draft = path.with_name(f"id.{uuid.uuid4().hex}.tmp")
-            draft.write_text(uuid.uuid4().hex)
+            write_private(draft, uuid.uuid4().hex)
             with suppress(FileExistsError):
                 os.link(draft, path)
             draft.unlink()
@@ -97,7 +98,7 @@ class Workspace:
     def require(self) -> None:
         """Refuse a folder that cannot be used: a worker with it would fail shard after shard, quicker than others."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_folders(self.root)
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
@@ -144,7 +145,7 @@ class Workspace:
     def _lock(folder: Path) -> int:
         """A lock on the file that is there now: one that we waited for may have gone with its folder."""
         while True:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folders(folder)
             with suppress(FileNotFoundError):
                 descriptor = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -154,7 +155,7 @@ class Workspace:
                 os.close(descriptor)
 
     def remove(self, batch_id: str) -> bool:
-        """Remove a batch's folder unless somebody uses it. It gets another name first, so that nobody comes into it."""
+        """Remove a batch's folder unless it is in use. It is renamed first, so that no other process can enter it."""
         folder = self.folder(batch_id)
         doomed = self.root / f"{batch_id}.{uuid.uuid4().hex}{GONE}"
         try:
@@ -194,7 +195,7 @@ class Workspace:
         return _bytes_below(folder) if folder.is_dir() else None
 
     def sweep(self) -> None:
-        """Remove the rest of folders whose removal was broken off."""
+        """Remove what is left of folders whose removal was interrupted."""
         for doomed in self.root.glob(f"*{GONE}"):
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -209,12 +210,12 @@ class Workspace:
         return path
 
     async def fetch_plan(self, batch_id: str, store: Store) -> Path:
-        """The plan's folder, complete; NotFound if nobody has planned the batch yet."""
+        """The plan's folder, complete; NotFound if the batch is not planned yet."""
         folder = self.folder(batch_id)
         async with self._preparing(batch_id):
             if not (folder / MODEL_MAP).is_file():
                 document = b"".join([part async for part in store.get(plan_key(batch_id, MODEL_MAP))])
-                (folder / PLANS).mkdir(exist_ok=True)
+                make_folders(folder / PLANS)
                 for safe in orjson.loads(document)["safe_to_model"]:
                     path = plan_path(folder, safe)
                     await fetch_object(store, plan_key(batch_id, f"{PLANS}/{path.name}"), path)
@@ -233,7 +234,7 @@ class Workspace:
     async def _preparing(self, batch_id: str) -> AsyncIterator[None]:
         """One at a time on this machine.
 
-        Nobody waits for it in a thread: many shards begin together, and whoever is at it may need the last thread.
+        No thread waits for it: many shards begin together, and the one that holds it may need the last thread.
         """
         descriptor = os.open(self.folder(batch_id) / _PREPARING, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -265,7 +266,7 @@ async def fetch_object(store: Store, key: str, path: Path) -> None:
             except FileNotFoundError:
                 raise NotFound(f"there is no object {key}") from None
             except OSError:  # another file system
-                await asyncio.to_thread(shutil.copyfile, local, draft)
+                await asyncio.to_thread(_copy, local, draft)
         else:
             await _download(store, key, draft)
         draft.replace(path)
@@ -275,10 +276,15 @@ async def fetch_object(store: Store, key: str, path: Path) -> None:
 
 
 async def _download(store: Store, key: str, path: Path) -> None:
-    with path.open("wb") as file:
+    with open_private(path, "wb") as file:
         async for part in store.get(key):
             await asyncio.to_thread(file.write, part)
         await asyncio.to_thread(_sync, file.fileno())
+
+
+def _copy(local: Path, draft: Path) -> None:
+    with local.open("rb") as file, open_private(draft, "xb") as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def _sync(descriptor: int) -> None:

@@ -4,7 +4,7 @@
 
 The index has 21 bytes per line: its offset, its length, where its record is, and how it ended. Lines are then copied
 one by one out of the journals, each checked as it passes, so that memory does not grow with the answers. The first
-record of a line wins; a record of a line that nobody asked for is refused.
+record of a line wins; a record of a line that is not in the plan is refused.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class _Index:
             raise StorageError("the plans hold a line twice")
 
     def put(self, found: Record, number: int) -> int | None:
-        """Note where the record of a line is, unless it has one; answers what was known, None if nobody expects it."""
+        """Note where the record of a line is, unless it has one; returns what was known, None if it is unexpected."""
         at = bisect_left(self.offsets, found.offset)
         if at == len(self.offsets) or self.offsets[at] != found.offset or self.kinds[at] == _REJECTED:
             return None
@@ -238,7 +238,7 @@ class _Index:
 
 
 class _Copy:
-    """One pass over one of the files; each chunk is made in some thread, one after the other."""
+    """One pass over one of the files; threads build the chunks, one after the other."""
 
     def __init__(self, assembly: Assembly, is_output: bool) -> None:
         self._assembly = assembly

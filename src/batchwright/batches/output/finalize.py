@@ -62,7 +62,7 @@ class Finalizer:
         self._segments = Segments(workspace, files.store)
 
     async def gather(self, batch: Batch, heir: Owner) -> Assembly:
-        """Find the record of every line. Where some have none, look for answers that nobody has registered."""
+        """Find the record of every line. If some have none, look for unregistered answers."""
         assembly = await self._assemble(batch, await self._batches.segments(batch.id))
         if assembly.missing and self._unregistered is not None:
             models = {one.number: one.model for one in await self.shards(batch)}
@@ -71,15 +71,15 @@ class Finalizer:
         return assembly
 
     async def salvage(self, batch: Batch) -> Assembly:
-        """The same for a batch that has ended, without registering anything. This is the last who looks: what is lost
-        for certain is left out, for the sake of the rest."""
+        """The same for a batch that has ended, without registering anything. Nobody looks at it later: what is lost
+        for certain is left out, to keep the rest."""
         segments = [one for one in await self._batches.segments(batch.id) if not self._segments.is_lost(one)]
         unregistered = await self._segments.find_unregistered(batch.id, segments)
         strays = [piece for pieces in unregistered.values() for piece in pieces]
         return await self._assemble(batch, segments, strays, is_damaged=True)
 
     async def shards(self, batch: Batch, *, workers: int = 1) -> list[Shard]:
-        """The shards into which its plan is cut, divided for so many workers."""
+        """The shards of its plan, divided for this number of workers."""
         folder = await self._workspace.fetch_plan(batch.id, self._files.store)
         return await asyncio.to_thread(lambda: list(shards_of(batch.id, folder, workers=workers)))
 

@@ -17,7 +17,7 @@ UNANSWERED = {
     BatchStatus.EXPIRED: "batch_expired",
     BatchStatus.CANCELLED: "batch_cancelled",
 }
-"""What is said of the lines that have no answer."""
+"""The error of lines that have no answer."""
 
 
 async def repair(batches: Batches, files: Files, workspace: Workspace, id: str, *, tenant: str | None = None) -> Batch:
@@ -31,7 +31,7 @@ async def repair(batches: Batches, files: Files, workspace: Workspace, id: str, 
     async with batches.queue.database.transaction() as session:
         if not await batches.repair(batch, result.ending(), session=session):
             _refuse_unless_answers_are_there(await batches.get(batch.id, tenant=tenant))
-            raise Conflict(f"Cannot repair {batch.id}: somebody else has just done that.")
+            raise Conflict(f"Cannot repair {batch.id}: another process has just repaired it.")
         await finalizer.add_files(result, session)
     return await batches.get(batch.id, tenant=tenant)
 
@@ -40,7 +40,7 @@ async def _gather(finalizer: Finalizer, batch: Batch) -> Assembly:
     try:
         assembly = await finalizer.salvage(batch)
     except NotFound as error:
-        raise Conflict(f"Cannot repair {batch.id}: {error}; what it needs was removed.") from error
+        raise Conflict(f"Cannot repair {batch.id}: {error}; data that it needs was removed.") from error
     known, _ = batch.error_summary.get(UNANSWERED[batch.status], (0, ""))
     if batch.manifest is not None and assembly.missing >= known:
         raise Conflict(f"Cannot repair {batch.id}: its files are written, and no further answer was found.")

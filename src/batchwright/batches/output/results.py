@@ -26,7 +26,7 @@ _CURSOR = re.compile(r"(\d{1,18}):(\d{1,18})", re.ASCII)
 
 
 class Cursor(NamedTuple):
-    """Where to go on."""
+    """Where to continue."""
 
     segment: int = 0
     byte: int = 0
@@ -43,7 +43,7 @@ class Cursor(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Some finished lines, each with its newline; where to go on, and whether more is registered by now."""
+    """Some finished lines, each with its newline; where to continue, and whether more are registered already."""
 
     data: bytes
     next: Cursor
@@ -69,7 +69,7 @@ class Results:
     ) -> Lines:
         """Lines from the cursor on, as many as fit, but at least one if there is one.
 
-        With cursors, each line has a field more, which says where to go on behind it.
+        With cursors, each line has one more field, which says where to continue behind it.
         """
         found: list[bytes] = []
         room = bytes_max
@@ -142,7 +142,7 @@ def _take_lines(descriptor: int, path: Path, segment: Segment, start: int, room:
     except StorageError:
         if lines or start == segment.start:
             raise
-        raise _refuse_cursor(f"{segment.id}:{start}") from None  # no record begins where somebody says that one does
+        raise _refuse_cursor(f"{segment.id}:{start}") from None  # no record begins at the place that the cursor names
     return _Read(lines, ends)
 
 
@@ -153,6 +153,6 @@ def _add_cursors(segment: Segment, read: _Read) -> list[bytes]:
 
 def _refuse_cursor(text: str) -> InvalidInput:
     return InvalidInput(
-        f"{text[:40]!r} is no cursor of this batch; take one from the header x-next-cursor, or leave it out",
+        f"{text[:40]!r} is not a cursor of this batch; take one from the header x-next-cursor, or leave it out",
         param="after",
     )

@@ -1,6 +1,6 @@
 """A batch and those that repeated its failed lines, as if they were one.
 
-Every line of a result file bears its place in the input at the end of its id, and all files are in that order: they are
+Every line of a result file has its place in the input at the end of its id, and all files are in that order: they are
 merged line by line, and memory does not grow with them.
 """
 

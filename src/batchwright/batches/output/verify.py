@@ -25,11 +25,11 @@ class _Seen:
     sha256: str = ""
     lines: int = 0
     digests: set[bytes] = field(default_factory=set)
-    """Of the custom_ids: their own bytes would be the largest thing in memory."""
+    """Of the custom_ids: their own bytes would take the most memory of all."""
 
 
 async def verify(files: Files, batch: Batch) -> list[Finding]:
-    """Read every file again; a file that is gone cannot be checked, and that is said."""
+    """Read every file again; report a file that is gone, because it cannot be checked."""
     if batch.manifest is None:
         raise Conflict(f"the batch {batch.id} has no manifest: it is {batch.status.value}")
     manifest = batch.manifest

@@ -1,4 +1,4 @@
-"""What a batch will need, told from its input alone; every figure of tokens is a rule of thumb."""
+"""What a batch will need, estimated from its input alone; every number of tokens is a rule of thumb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Estimate:
     bytes: int
     prompt_tokens: int
     shared_tokens: int
-    """Of those, tokens of beginnings that another prompt has, too: a prefix cache may save so many."""
+    """The part of these tokens in prefixes that another prompt shares: a prefix cache may save them."""
     groups: int
     """Runs of requests that share the same long beginning, and are sent one after the other."""
     output_tokens: int
@@ -42,7 +42,7 @@ def estimate(draft: Draft, prices: Mapping[str, Price], *, output_tokens: int) -
 
 
 def total_cost(estimates: list[Estimate]) -> tuple[float, float] | None:
-    """With a full cache and without any; None if a model has no price, because a part is no cost."""
+    """With a full cache and without any; None if a model has no price, because a partial sum would mislead."""
     low, high = [one.cost_cached for one in estimates], [one.cost for one in estimates]
     if not estimates or None in low or None in high:
         return None

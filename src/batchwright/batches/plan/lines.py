@@ -151,8 +151,9 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/rerank": _RERANK,
     "/v2/rerank": _RERANK,
 }
+DEFAULT_ENDPOINT = "/v1/chat/completions"
 MIXED = "mixed"
-"""The endpoint of a batch whose lines each name their own; only the command line makes such batches."""
+"""The endpoint of a batch whose lines each name their own; only the command line and Python make such batches."""
 NO_JSON = {"/v1/audio/speech": "it answers with audio, and a line of an output file holds JSON"}
 """Endpoints that are refused for a reason of their own."""
 
@@ -254,7 +255,7 @@ class LineCheck:
         self._readers = {one: _Reader(ENDPOINTS[one]) for one in (ENDPOINTS if url == MIXED else [url])}
 
     def check(self, line: bytes, number: int) -> GoodLine | BadLine:
-        """Never raises for what a line holds; trailing white space, a newline included, is no part of it."""
+        """Never raises because of a line's content; trailing white space, including the newline, is not part of it."""
         if not line.isascii() and not _is_utf8(line):  # msgspec does not look at the bytes of strings that it skips
             return BadLine(None, [_json_problem(number)])
         try:

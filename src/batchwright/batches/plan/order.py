@@ -2,6 +2,7 @@
 
 A prompt becomes a chain: one hash per full block of 256 bytes, each seeded with the one before, so that two chains
 agree exactly as far as their prompts do. Sorted by chain, requests that share any leading blocks are neighbours.
+Requests and families that share nothing more keep the order of the input, so that a file is read from front to back.
 
 Prompts are compared as the bytes of their JSON fields. What a model would see as equal, and this does not: other white
 space or key order inside `messages`, other escapes of the same character, content as a string against content parts.
@@ -48,11 +49,35 @@ def chain(prompt: bytes) -> bytes:
 
 
 def order(chains: Sequence[bytes]) -> Order:
-    """Sorted by chain, equal ones in the order of the input."""
-    positions = sorted(range(len(chains)), key=chains.__getitem__)
-    shared = array("B", [0] if positions else [])
-    shared.extend(shared_blocks(chains[left], chains[right]) for left, right in pairwise(positions))
+    """Side by side what shares most; otherwise in the order of the input."""
+    if not chains:
+        return Order([], array("I"), array("B"))
+    in_chain_order = sorted(range(len(chains)), key=chains.__getitem__)
+    depths = array("B", [0])
+    depths.extend(shared_blocks(chains[left], chains[right]) for left, right in pairwise(in_chain_order))
+    positions, between = _by_first_occurrence(in_chain_order, depths, 0, len(chains))
+    shared = array("B", [0, *between])
     return Order(positions, group(shared), shared)
+
+
+def _by_first_occurrence(positions: list[int], shared: array[int], start: int, end: int) -> tuple[list[int], list[int]]:
+    """A range of the chain order, its branches sorted by their first request; and what neighbours share.
+
+    The range shares a prefix and branches where it ends. Each call goes deeper, so there are at most 64 within another.
+    """
+    if end - start == 1:
+        return [positions[start]], []
+    depth = min(shared[start + 1 : end])
+    cuts = [start, *(at for at in range(start + 1, end) if shared[at] == depth), end]
+    if len(cuts) == end - start + 1:
+        return sorted(positions[start:end]), [depth] * (end - start - 1)
+    branches = [_by_first_occurrence(positions, shared, left, right) for left, right in pairwise(cuts)]
+    branches.sort(key=lambda branch: branch[0][0])
+    ordered, between = branches[0]
+    for more, within in branches[1:]:
+        ordered += more
+        between += (depth, *within)
+    return ordered, between
 
 
 def group(shared: Sequence[int]) -> array[int]:

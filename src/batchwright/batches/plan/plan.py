@@ -34,6 +34,7 @@ from batchwright.batches.plan.planfile import (
 )
 from batchwright.batches.plan.shards import ProviderPlan
 from batchwright.errors import ConfigurationError
+from batchwright.private import make_folders
 
 TOKEN_BYTES = 4  # a rule of thumb for English; estimates only
 
@@ -189,7 +190,7 @@ def read(file: Path, rules: Rules) -> Draft:
 def write(draft: Draft, folder: Path, providers: Mapping[str, ProviderPlan] | None = None) -> dict[str, ModelPlan]:
     """Order each model's requests and write the plan; returns it by model. The model map comes last."""
     assert draft.problems.total == 0, "a file with problems has no plan"
-    (folder / PLANS).mkdir(parents=True, exist_ok=True)
+    make_folders(folder / PLANS)
     plans = {}
     for model in draft.models:
         plans[model] = draft.plan(model)
@@ -279,7 +280,7 @@ class _Pass:
         return self.rules.only is None or digest_of(custom_id) in self.rules.only
 
     def _remember(self, custom_id: str, number: int) -> bool:
-        """Digests, because 50,000 ids of 512 bytes would be the largest thing in memory."""
+        """Digests, because 50,000 ids of 512 bytes would take the most memory of all."""
         digest = digest_of(custom_id)
         if digest in self.seen:
             self.problems.add(_duplicate_problem(custom_id, number))
@@ -308,7 +309,7 @@ class _Pass:
 
 
 def _lines(file: BinaryIO, bytes_max: int) -> Iterator[_Line]:
-    """Every line of the file, blank ones too. A byte order mark is no part of the first."""
+    """Every line of the file, including blank ones. A byte order mark is not part of the first."""
     offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
     file.seek(offset)
     number = 0

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import orjson
 from xxhash import xxh3_64_hexdigest
 
+from batchwright.private import open_private
+
 MODEL_MAP = "model_map.json"
 PLANS = "plans"
 REJECTED = "rejected.plan"
@@ -76,7 +78,7 @@ def read_entries(file: Path, start: int = 0, count: int | None = None) -> list[E
 def write_file(file: Path, data: bytes) -> None:
     """All or nothing, and on the disk when this returns, once the folder is synced too."""
     unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("wb") as target:
+    with open_private(unfinished, "wb") as target:
         target.write(data)
         target.flush()
         os.fsync(target.fileno())

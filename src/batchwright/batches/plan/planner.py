@@ -14,14 +14,16 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import PIPE
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from batchwright.batches.plan import plan
 from batchwright.batches.plan.plan import Rules
 from batchwright.engine.worker.processes import end_with_parent, see_the_end
 
+T = TypeVar("T")
 APART_BYTES = 32 * 1024 * 1024
 """A file of this size is worth the quarter of a second that a process takes to start."""
 
@@ -32,13 +34,23 @@ class Planned:
 
     problems: dict[str, Any] | None = None
     total: int = 0
-    models: tuple[str, ...] = ()
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """Of each model; those of models without a gateway are only in the total."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(sorted(self.requests))
 
 
 async def make(input: Path, rules: Rules, folder: Path, *, size: int) -> Planned:
+    return await run_apart(_make, input, rules, folder, size=size)
+
+
+async def run_apart(function: Callable[..., T], *args: Any, size: int) -> T:
+    """Work on a file of this size: in a thread, or, if it is large, in a process; then all must be picklable."""
     if size < APART_BYTES:
-        return await asyncio.to_thread(_make, input, rules, folder)
-    return await _make_apart(input, rules, folder)
+        return await asyncio.to_thread(function, *args)
+    return await _run_in_process(function, *args)
 
 
 def _make(input: Path, rules: Rules, folder: Path) -> Planned:
@@ -46,18 +58,18 @@ def _make(input: Path, rules: Rules, folder: Path) -> Planned:
     if draft.problems.total:
         return Planned(problems=draft.problems.as_json())
     plans = plan.write(draft, folder, rules.providers)
-    return Planned(total=draft.total, models=tuple(sorted(plans)))
+    return Planned(total=draft.total, requests={model: len(one.entries) for model, one in plans.items()})
 
 
-async def _make_apart(input: Path, rules: Rules, folder: Path) -> Planned:
-    """OSError if the process dies, as it does when memory runs out; nobody but this batch is harmed."""
+async def _run_in_process(function: Callable[..., T], *args: Any) -> T:
+    """Raises OSError if the process dies, for example when memory runs out; only this batch is affected."""
     command = (sys.executable, "-P", "-m", __name__)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
     assert child.stdin is not None
     assert child.stdout is not None
     try:
         with contextlib.suppress(ConnectionError, RuntimeError):  # the latter is uvloop's; the exit code tells
-            child.stdin.write(pickle.dumps((input, rules, folder)))
+            child.stdin.write(pickle.dumps((function, args)))
             await child.stdin.drain()
         said = await child.stdout.read()
         await child.wait()
@@ -66,17 +78,17 @@ async def _make_apart(input: Path, rules: Rules, folder: Path) -> Planned:
             child.kill()
             await see_the_end(child)
     if child.returncode != 0:
-        raise ChildProcessError(f"the process that planned {input.name} ended with exit code {child.returncode}")
-    planned: Planned = pickle.loads(said)  # noqa: S301 (our own child)
-    return planned
+        raise ChildProcessError(f"the process that read {args[0].name} ended with exit code {child.returncode}")
+    result: T = pickle.loads(said)  # noqa: S301 (our own child)
+    return result
 
 
 def _run_child() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever stops all processes of a service means the worker
-    asked = pickle.load(sys.stdin.buffer)  # noqa: S301 (our own parent)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to all processes of a service is meant for the worker
+    function, args = pickle.load(sys.stdin.buffer)  # noqa: S301 (our own parent)
     end_with_parent(signal.SIGKILL)
     threading.Thread(target=_wait_for_the_end, daemon=True).start()
-    sys.stdout.buffer.write(pickle.dumps(_make(*asked)))
+    sys.stdout.buffer.write(pickle.dumps(function(*args)))
 
 
 def _wait_for_the_end() -> None:

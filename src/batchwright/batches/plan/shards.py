@@ -3,7 +3,7 @@
     plan ──▶ shards of 1,000, which have numbers ──▶ branches: smaller and smaller, for several workers
 
 A shard may be divided: before it is handed out, so that several workers end at the same time; and while it runs, when
-others have nothing to do. Its branches have its number, so whoever looks for the answers of a shard finds all of them.
+others have nothing to do. Its branches have its number, so that a search for the answers of a shard finds all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLAIMS_OF_SHARDS = 1_000_000_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProviderPlan:
-    """Where the requests of a model go that an outside provider answers, and how many a job there may hold."""
+    """The outside provider that answers a model's requests, and how many requests a job there may hold."""
 
     provider: str
     model: str
@@ -125,7 +125,7 @@ def shards_of(batch_id: str, folder: Path, *, workers: int = 1) -> Iterator[Shar
 
 
 def divide(shard: Shard, entries: Sequence[Entry], workers: int) -> Iterator[Shard]:
-    """Branches for so many workers; `entries` is the whole plan of the model. One worker has it whole."""
+    """Branches for this many workers; `entries` is the whole plan of the model. One worker has it whole."""
     place, end = shard.start, shard.start + shard.count
     while workers > 1 and end - place > BRANCH_REQUESTS_MIN:
         size = max(BRANCH_REQUESTS_MIN, (len(entries) - place) // (_BRANCHES_PER_WORKER * workers))
@@ -140,7 +140,7 @@ def divide(shard: Shard, entries: Sequence[Entry], workers: int) -> Iterator[Sha
 def cut(
     entries: Sequence[Entry], *, requests_max: int = SHARD_REQUESTS_MAX, bytes_max: int = SHARD_BYTES_MAX
 ) -> Iterator[PlanRange]:
-    """Shards of at most so many requests and bytes, in plan order; a line longer than `bytes_max` has its own.
+    """Shards of at most this many requests and bytes, in plan order; a line longer than `bytes_max` has its own.
 
     A full shard ends where a group ends, if one does after the shard is three quarters full.
     """
@@ -165,5 +165,5 @@ def _end(entries: Sequence[Entry], start: int, requests_max: int, bytes_max: int
 
 
 def is_boundary(entries: Sequence[Entry], end: int) -> bool:
-    """Whether no group goes on over the beginning of this entry."""
+    """Whether no group continues across the beginning of this entry."""
     return entries[end].group == 0 or entries[end].group != entries[end - 1].group

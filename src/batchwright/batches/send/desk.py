@@ -2,7 +2,7 @@
 
     model_gateways ─▶ plans ─▶ shards, each as large as a job there may be ─▶ prepare ─▶ files of requests, inspected
 
-The requests of a shard stand in a file of their own in the store. It is written once, before anybody can send it, and
+The requests of a shard have their own file in the store. It is written once, before any worker can send it, and
 each of its lines has the id of the line in our result files as its custom_id: no provider refuses that, and it says
 which line an answer is for.
 """
@@ -115,7 +115,7 @@ class Desk:
         return problems
 
     async def write_requests(self, shard: Shard, name: str, descriptor: int, entries: Sequence[Entry]) -> Stored:
-        """The lines as one file in the store, under a name that nobody has used before for others."""
+        """The lines as one file in the store, under a name that was never used for other lines."""
         ids = RequestIds(shard.batch_id)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -194,7 +194,7 @@ def _write_lines(descriptor: int, entries: Sequence[Entry], ids: RequestIds) -> 
 def _translate(
     found: Sequence[contract.Problem], provider: str, descriptor: int, entries: Sequence[Entry]
 ) -> list[Problem]:
-    """What is wrong with lines of the file of requests, said of the lines of the input. Blocks."""
+    """Problems with lines of the file of requests, mapped to the lines of the input. Blocks."""
     problems = []
     for one in found:
         line = None if one.line is None else _line_number(descriptor, entries[one.line - 1].offset)

@@ -55,7 +55,7 @@ class Disk:
         return self._shortage
 
     def has_room(self, in_flight: int) -> bool:
-        """Whether the answers to so many bytes in flight can be kept, and those to one request more."""
+        """Whether the answers to this many bytes in flight fit, and those to one more request."""
         if (now := self._clock()) - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._free = self._measure(self.folder)

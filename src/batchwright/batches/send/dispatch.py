@@ -12,6 +12,7 @@ from typing import Any
 from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.plan.planfile import Entry
 from batchwright.batches.send.disk import Disk
+from batchwright.batches.send.health import Health
 from batchwright.batches.send.sender import Sender, Shared
 from batchwright.batches.send.work import Work
 from batchwright.inference.budgets import Budget
@@ -21,7 +22,7 @@ from batchwright.inference.limits import Limits
 FIRST_SHARDS_MAX = 16
 """Shards that may be the first of their batch, in one claim."""
 _PRIORITY_LAST = 9
-"""Here the first shards of a batch cannot be told from the others."""
+"""At this priority the first shards of a batch are not distinguishable from the others."""
 
 
 class Dispatcher:
@@ -47,14 +48,21 @@ class Dispatcher:
         self._preparing: Counter[str] = Counter()
         self._budgets = budgets or {}
         self._weights = tenant_weights or {}
+        self.clock = time.monotonic
+        self.health = Health(self.clock())
         self._shared = Shared(
-            limits=limits, counts=counts, disk=disk, on_demand=lambda: self.on_demand(), clock=time.monotonic
+            limits=limits,
+            counts=counts,
+            disk=disk,
+            health=self.health,
+            on_demand=lambda: self.on_demand(),
+            clock=self.clock,
         )
         self.divide_totals(None)
 
     @property
     def broken(self) -> str | None:
-        """What must not be: a slot was given back twice. Such a process takes no more work."""
+        """A broken invariant: a slot was given back twice. Such a process takes no more work."""
         return self.limits.broken
 
     @property
@@ -63,7 +71,7 @@ class Dispatcher:
         return any(gateway.settings.concurrency_total for gateway in self.gateways.all())
 
     def divide_totals(self, workers: int | None) -> None:
-        """Divide what gateways take from all workers together; before anybody counted them one request is right."""
+        """Divide the gateways' limits among all workers; until the workers are counted, one request is right."""
         totals: dict[str, int] = {}
         for gateway in self.gateways.all():
             if total := gateway.settings.concurrency_total:
@@ -133,6 +141,11 @@ class Dispatcher:
 
     def in_flight(self) -> Mapping[str, int]:
         return {model: sender.schedule.in_flight for model, sender in self.senders.items()}
+
+    def load(self, model: str) -> tuple[int, int] | None:
+        """How many requests to this model may be in flight, and how many are; None if it sends none."""
+        sender = self.senders.get(model)
+        return None if sender is None else (sender.limit.adaptive.limit, sender.schedule.in_flight)
 
     async def close(self) -> None:
         tasks: list[asyncio.Task[Any]] = []

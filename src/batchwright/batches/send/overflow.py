@@ -29,7 +29,7 @@ from batchwright.providers.contract import Usage
 from batchwright.providers.prices import cost, find_price
 
 OUTPUT_TOKENS = 1000
-"""Assumed of an answer whose request sets no maximum: rather too many, for money is at stake."""
+"""Assumed length of an answer whose request sets no maximum; deliberately high, because it costs money."""
 _TOLD_MAX = 1000
 _MAXIMA = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -43,7 +43,7 @@ class Overflow:
         self._told: set[tuple[str, str]] = set()
 
     async def relieve(self, control: Control, rate: float, ctx: Context) -> None:
-        """Send as many shards over as the batch is too slow for, at so many answers in a second."""
+        """Send as many shards to the provider as the batch is too slow for, at this rate of answers per second."""
         batch = await self._tools.batches.get(control.id, tenant=None)
         if not self._desk.overflows.keys() & set(batch.models or ()):
             return
@@ -61,7 +61,7 @@ class Overflow:
                 spent += cost
 
     async def _send(self, batch: Batch, one: OpenShard, spent: float, ctx: Context) -> float | None:
-        """Give a shard to its provider, if all is well; what it may cost."""
+        """Give a shard to its provider, if nothing prevents it; returns what it may cost."""
         plan, most = self._desk.overflows[one.shard.model], self._desk.cost_max(one.shard.model)
         shard = replace(one.shard, provider=plan.provider, provider_model=plan.model)
         found = await self._weigh(batch, shard, most - spent)
@@ -69,7 +69,7 @@ class Overflow:
             self._stay(ctx, shard, found)
             return None
         if not await self._tools.batches.redirect(batch, one, shard, found, cost_max=most):
-            return None  # somebody has begun it, or sent others over meanwhile
+            return None  # another worker has begun it, or sent others over meanwhile
         text = f"{shard.count} requests go to {plan.provider}, because the batch would be late"
         ctx.emit("batch.overflowed", text, model=shard.model, cost=found, provider=plan.provider, shard=shard.number)
         return found
@@ -104,7 +104,7 @@ class Overflow:
         return None if None in costs else sum(one or 0.0 for one in costs)
 
     def _stay(self, ctx: Context, shard: Shard, why: str) -> None:
-        """Say once for each reason why a shard does not go."""
+        """Report each reason why a shard stays only once."""
         if (shard.batch_id, why) not in self._told:
             if len(self._told) >= _TOLD_MAX:
                 self._told.clear()

@@ -1,11 +1,11 @@
-"""The life of a shard whose requests an outside provider answers: one job there, asked for until it has ended.
+"""The life of a shard whose requests an outside provider answers: one job there, polled until it has ended.
 
     plan a job ─▶ stage ─▶ submit once ─▶ poll, Snooze … ─▶ results into the journal ─▶ Done
         ▲                                                         │
         └──────── lines that failed for a reason which may pass, once ──┘
 
-Each run does what can be done now and gives the shard back, so that a worker may have many, and any worker goes on.
-When the batch is told to stop, the job is cancelled there, and what it has done by then is fetched.
+Each run does what can be done now and gives the shard back, so that a worker may have many, and any can continue.
+When the batch must stop, the job is cancelled there, and its results so far are fetched.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SENT_MAX = 2
-"""So often is a line sent that fails for a reason which may pass; and once more each time the batch is sent again."""
+"""How often a line with a temporary failure is sent; each resend of the batch adds one more time."""
 REFUSED_SECONDS = 600.0
-"""After a provider took no more, because too much of ours waits there already."""
+"""Pause after a provider refused more work, because too much of ours already waits there."""
 _HELD_SECONDS_MAX = 30.0
 _SNOOZE_SECONDS_MIN = 0.05
 _OPEN = (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
@@ -91,7 +91,7 @@ class ProviderShardRun(ShardClaim):
             now = (await self._tools.batches.controls([control.id])).get(control.id)
             if not isinstance(outcome, Snooze) or now is None or _must_stop(now) == must_stop:
                 return outcome
-            control = now  # it was told to stop while we were at it, and nobody would wake it
+            control = now  # it was ordered to stop meanwhile, and nothing would wake it
 
     async def _do_next(self, control: Control, must_stop: bool) -> Outcome:
         if control.status not in _OPEN:
@@ -145,7 +145,7 @@ class ProviderShardRun(ShardClaim):
                 progress = await self._bring_home(errand, progress.status, rows, must_stop)
         except CredentialRefused as refused:
             await self._desk.hold(refused)
-            text = f"{refused.provider} refuses its credential: {refused.error}; work for it waits"
+            text = f"{refused.provider} refuses its credential: {refused.error}; its work waits"
             self._ctx.emit("provider.held", text, level="error", error_kind="fatal", provider=refused.provider)
             return await self._do_next(control, must_stop)
         return await self._settle(errand, progress, control)
@@ -156,7 +156,7 @@ class ProviderShardRun(ShardClaim):
                 if control.seconds_left > 0:
                     seconds = min(seconds, control.seconds_left + 0.1)
                 done = (errand.row.succeeded or 0) + (errand.row.failed or 0)
-                text = reason or f"{errand.row.provider} is at work"
+                text = reason or f"{errand.row.provider} is working on it"
                 return Snooze(max(_SNOOZE_SECONDS_MIN, seconds), text, progress=(done, self.shard.count))
             case Refused(error):
                 await self._give_up(errand, error)
@@ -165,7 +165,7 @@ class ProviderShardRun(ShardClaim):
         return self._finish() if self._is_complete else Snooze(0, "the job at the provider has ended")
 
     async def _wait_for_credential(self, hold: Hold) -> Outcome:
-        """As long as its window is open; what it waits for is said anew each time, or nobody would see it."""
+        """Wait while its window is open. The reason is reported each time, so that users see it."""
         message = f"{hold.provider}: {hold.message}"
         await self._tools.waits.note(self.shard.batch_id, CREDENTIAL, message)
         return Snooze(min(_HELD_SECONDS_MAX, max(1.0, hold.try_seconds)), message)
@@ -218,7 +218,7 @@ class ProviderShardRun(ShardClaim):
         return find_price(directory.settings(row.provider).prices, directory.kind(row.provider).name, row.model)
 
     async def _give_up(self, errand: Errand, error: Mapping[str, Any]) -> None:
-        """There is no job, and will be none. If the batch stops, whoever writes its files knows what to say."""
+        """There is no job, and will be none. If the batch stops, the code that writes its files fills them in."""
         if error.get("code") != "cancelled":
             async with self._open_ledger() as ledger:
                 for entry in ledger.pending:
@@ -284,7 +284,7 @@ class Ledger:
         return [entry for entry in self._entries.values() if entry.offset not in self._answered]
 
     def offset_of(self, id: str) -> int | None:
-        """The line that a provider knows by this id; None if it is none of ours."""
+        """The line with this id at the provider; None if the id is not ours."""
         try:
             offset = int(id[-10:], 16)
         except ValueError:

@@ -1,4 +1,4 @@
-"""The shards that a worker process has in hand: how they are run, steered and stopped."""
+"""The shards that a worker process holds: how they are run, controlled and stopped."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ShardRunner:
     # What runs ask for ------------------------------------------------------------------------------------------
 
     def add(self, run: ShardRun) -> None:
-        """From now on the run is told what becomes of its batch."""
+        """From now on the run hears of changes to its batch."""
         if not self._helpers:
             self._helpers = [
                 asyncio.create_task(self._control(), name="batch control"),
@@ -110,7 +110,7 @@ class ShardRunner:
         self._sending.discard(run)
 
     def needs_express(self, control: Control, ctx: Context) -> bool:
-        """Whether a batch would be late at its pace; some of it may go to a provider then, which nobody waits for."""
+        """Whether a batch would be late at its pace. Then some of it may go to a provider, in the background."""
         pace = self._paces.setdefault(control.id, RecentPace())
         is_late = pace.needs_express(control)
         if is_late and self.desk.overflows and time.monotonic() >= self._relieve_at.get(control.id, 0.0):
@@ -127,7 +127,7 @@ class ShardRunner:
             self._relieve_at[control.id] = time.monotonic() + RELIEVE_SECONDS
 
     def end_window(self, batch_id: str) -> None:
-        """Tell a batch that its window is over; nobody waits for this."""
+        """Tell a batch that its window has ended, in the background."""
         self._do_aside(self.tools.batches.stop(batch_id, "deadline"))
 
     def _do_aside(self, doing: Coroutine[Any, Any, object]) -> None:
@@ -137,22 +137,22 @@ class ShardRunner:
 
     def _finish_errand(self, errand: asyncio.Task[object]) -> None:
         self._errands.discard(errand)
-        self.dispatcher.on_demand()  # shards that nobody had are cancelled: the batch may be due
+        self.dispatcher.on_demand()  # shards that no worker had are cancelled: the batch may be due
         if not errand.cancelled() and (error := errand.exception()) is not None:
-            log.warning("what was to be done for a batch failed; upkeep will see to it: %s", error)
+            log.warning("a step of a batch failed, and upkeep retries it: %s", error)
 
     # While shards are sent --------------------------------------------------------------------------------------
 
     async def _control(self) -> None:
-        """Look twice a second what became of the batches in hand."""
+        """Check the state of the current batches twice a second."""
         while True:
             await asyncio.sleep(CONTROL_SECONDS)
             try:
                 await self._steer()
             except DatabaseError as error:
                 log.debug("the controls of batches cannot be read: %s", error)
-            except Exception:  # shards that nobody controls would never end
-                log.exception("the control of batches stumbled")
+            except Exception:  # shards without a controller would never end
+                log.exception("reading the controls of batches failed")
 
     async def _steer(self) -> None:
         """Only what is held now: a shard that comes in while the controls are read has none among them."""
@@ -181,9 +181,9 @@ class ShardRunner:
             self._ring([gift.run.queue])
 
     async def _note_full_disk(self, batch_ids: set[str]) -> None:
-        """The dispatcher sends nothing while too little is free; whoever asks should be told why."""
+        """The dispatcher sends nothing while too little is free; users see why."""
         disk, in_flight = self.dispatcher.disk, self.dispatcher.limits.bytes.in_use
-        disk.has_room(in_flight)  # nobody else may look, if every slot is taken or none needed
+        disk.has_room(in_flight)  # no other code looks if every slot is taken or none is needed
         if (trouble := disk.trouble) is not None and time.monotonic() - self._noted_at >= NOTE_SECONDS:
             self._noted_at = time.monotonic()
             for id in batch_ids:

@@ -36,7 +36,7 @@ BULK_EVERY = 20
 LEADER_SECONDS = 30.0
 
 IDLE_BATCHES_MAX = 1024
-"""A batch is remembered after its last backlog, for the next one must not make it express again; so many are."""
+"""How many batches are remembered after their last backlog: the next one must not make them express again."""
 
 PRIORITY = 5
 
@@ -59,7 +59,7 @@ class Item:
     """Both are for the dispatcher to count; never read or written here."""
     is_in_flight: bool = False
     followers: Followers | None = None
-    """Those who wait for it, if it leads."""
+    """The entries that wait for it, if it leads a group."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,17 +99,17 @@ class Backlog:
 
     @property
     def is_empty(self) -> bool:
-        """Every request has its final answer, or was taken back or given away."""
+        """Every request has its final answer, or was withdrawn or given to another worker."""
         return not (self.in_flight or self.unsent or self.retrying or self.offered)
 
     @property
     def has_ready(self) -> bool:
-        """There is an entry that waits for nobody."""
+        """Whether there is an entry that waits for no other."""
         return self._position < len(self._entries) or bool(self._released)
 
     @property
     def untouched(self) -> int:
-        """Entries at the end that wait for nobody; but for the first of all, which stays."""
+        """Entries at the end that wait for no other, except the very first entry, which stays."""
         return len(self._entries) - max(1, self._position)
 
     @property
@@ -119,7 +119,7 @@ class Backlog:
         return not self._released and here + 1 < len(entries) and 0 != entries[here].group == entries[here + 1].group
 
     def take(self) -> Item:
-        """The first entry that waits for nobody; if it leads a group, the rest of that is passed over."""
+        """The first entry that waits for no other; if it leads a group, the rest of the group is skipped."""
         self.unsent -= 1
         if self._released:
             return Item(self._entries[self._take_released()], self)
@@ -138,7 +138,7 @@ class Backlog:
         heappush(self._released, [followers.start, followers.end])
 
     def set_aside(self, count: int) -> None:
-        """Offer the last so many entries, or a few less so that no group is divided."""
+        """Offer this many of the last entries, or a few less so that no group is divided."""
         entries = self._entries
         place = len(entries) - count
         latest = place + count // 4
@@ -199,14 +199,14 @@ class Schedule:
         self.unsent = 0
         """Never handed out, of all batches."""
         self.followers_max: int | None = None
-        """While so many entries wait for their leaders no other group begins: a cache that holds fewer prefixes than
+        """While this many entries wait for their leaders, no other group begins: a cache that holds fewer prefixes than
         there are leaders under way would have lost each by the time when its followers come."""
         self._express_requests = express_requests
         self._passed_over_max = bulk_every - 1
         self._leader_seconds = leader_seconds
         self._active: dict[str, _Batch] = {}
         self._capped: set[_Batch] = set()
-        """Of those that have a backlog, the ones that may have only so many in flight."""
+        """Of those that have a backlog, the ones with a limit of requests in flight."""
         self._idle: OrderedDict[str, _Batch] = OrderedDict()
         self._tenants: WeakValueDictionary[str, _Tenant] = WeakValueDictionary()
         self._express = _Turns()
@@ -227,7 +227,7 @@ class Schedule:
 
     @property
     def held_back(self) -> int:
-        """Unsent entries beyond the next two rounds of batches that may have only so many in flight."""
+        """Unsent entries beyond the next two rounds, of batches with a limit of requests in flight."""
         if not self._capped:  # asked before every request
             return 0
         return sum(max(0, batch.unsent - 2 * (batch.in_flight_max or 0)) for batch in self._capped)
@@ -317,7 +317,7 @@ class Schedule:
         return taken
 
     def offer(self, backlog: Backlog, count: int) -> Sequence[Entry]:
-        """Sets up to so many of the last entries aside, whose groups have not begun; `conclude` must follow."""
+        """Sets up to this many of the last entries aside, whose groups have not begun; `conclude` must follow."""
         assert not backlog.offered, f"shard {backlog.shard} of batch {backlog.batch} has an offer out already"
         if backlog.is_withdrawn or not (count := min(count, backlog.untouched)) > 0:
             return ()
@@ -331,7 +331,7 @@ class Schedule:
         return backlog.offered
 
     def conclude(self, backlog: Backlog, *, is_given: bool) -> None:
-        """What was offered has another worker now; or it is to be sent here after all."""
+        """Another worker has taken the offer, or the lines are sent here after all."""
         batch, count = self._active[backlog.batch], len(backlog.offered)
         if is_given or backlog.is_withdrawn:
             backlog.offered = ()
@@ -354,7 +354,7 @@ class Schedule:
     ) -> None:
         """Changes what is given. `in_flight_max` is the most that the batch may have in flight here, None any.
 
-        A batch that has no backlog here is remembered with it, so it may be told before the first one comes.
+        A batch without a backlog here is remembered with it, so this may be called before the first one comes.
         """
         found = self._find_or_make(batch)
         if priority is not None and priority != found.priority:
@@ -372,6 +372,11 @@ class Schedule:
         self._wake(now)
         due = min((batch.next_due() for batch in self._active.values() if batch.may_send), default=inf)
         return None if due == inf else due
+
+    @property
+    def next_retry(self) -> float | None:
+        """When the first of the requests that wait for a retry may be sent; for people, it changes nothing."""
+        return min((batch.retries[0][0] for batch in self._active.values() if batch.retries), default=None)
 
     def _find_or_make(self, name: str) -> _Batch:
         if (found := self._active.get(name)) is not None:
@@ -475,7 +480,7 @@ class Schedule:
     def _wake(self, now: float) -> None:
         while self._alarms and self._alarms[0][0] <= now:
             due, _, batch = heappop(self._alarms)
-            # An alarm that was set before an earlier one rings for nobody: the earlier one has set the next.
+            # A timer that was replaced by an earlier one does nothing: the earlier one has set the next.
             if due == batch.alarm:
                 self._waiting -= batch.waiting
                 batch.wake(now)
@@ -499,7 +504,7 @@ class _Batch:
     """Requests, their retries not counted."""
     backlogs: set[Backlog] = field(default_factory=set)
     ready: list[tuple[int, Backlog]] = field(default_factory=list)
-    """A heap of the backlogs that have an entry which waits for nobody."""
+    """A heap of the backlogs that have an entry that waits for no other."""
     due: deque[Item] = field(default_factory=deque)
     """Retries whose time has come."""
     retries: list[tuple[float, int, Item]] = field(default_factory=list)
@@ -601,7 +606,7 @@ class _Turns:
 
 
 class _Level:
-    """The batches of one class and priority. The first is next; who comes, and who had a turn, goes to the end."""
+    """The batches of one class and priority. The first is next; new batches, and those after their turn, go last."""
 
     def __init__(self) -> None:
         self.tenants: OrderedDict[_Tenant, OrderedDict[_Batch, None]] = OrderedDict()

@@ -5,7 +5,7 @@
     conclude  judge → journal, or back into the schedule → give the slots back; for all answers of a turn together
 
 A request that must wait before it is sent again waits in the schedule, without a slot. What a shard has not sent when
-it is told to stop is not written anywhere: whoever writes the result files knows why it is missing.
+it must stop is not written anywhere: the code that writes the result files knows why it is missing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from batchwright.batches.metrics import BatchCounts
 from batchwright.batches.plan.plan import TOKEN_BYTES
 from batchwright.batches.plan.planfile import Entry
 from batchwright.batches.send.disk import Disk
+from batchwright.batches.send.health import Health
 from batchwright.batches.send.schedule import Backlog, Item, Schedule
 from batchwright.batches.send.work import End, Work
 from batchwright.batches.tally import LineStatus
@@ -38,15 +39,15 @@ log = logging.getLogger(__name__)
 ABORT_SECONDS = 0.5
 """A request that has not ended this long after the deadline, by its own timeout, is aborted."""
 FOLLOWERS_PER_SLOT = 2
-"""While so many requests for each slot wait for the leaders of their groups, no other group begins."""
+"""While this many requests per slot wait for the leaders of their groups, no other group begins."""
 FULL_SECONDS = 0.5
-"""How long a sender rests, or an answer waits in memory, before it is looked again whether the disk has room."""
+"""How long a sender pauses, or an answer waits in memory, before the disk is checked for room again."""
 
 Answered = tuple[Work, Item, Permit, Sent, str, Answer]
 """A request with its answer; the text is its custom_id."""
 
 _ANSWER, _FAILED, _OK = Verdict.ANSWER, LineStatus.FAILED, LineStatus.OK
-"""Looked up with every request, which takes five times as long through the enum."""
+"""Used for every request; access through the enum takes five times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class Shared:
     limits: Limits
     counts: BatchCounts
     disk: Disk
+    health: Health
     on_demand: Callable[[], None]
     """Called when a sender is running dry, so that the next shard may be claimed."""
     clock: Callable[[], float]
@@ -94,7 +96,7 @@ class Sender:
 
     @property
     def seconds_left(self) -> float:
-        """How long what waits here will take; nobody knows before the first answer."""
+        """How long the waiting requests will take; unknown before the first answer."""
         rounds = (self.schedule.unsent + self.schedule.retrying) / self.limit.adaptive.limit
         return rounds * (self.limit.adaptive.round_seconds or inf) if rounds else 0.0
 
@@ -115,8 +117,8 @@ class Sender:
     async def _pump(self) -> None:
         try:
             await self._pump_on()
-        except Exception:  # nobody waits for this task: what it leaves behind must be tried again
-            log.exception("the sender of %s broke down", self.model)
+        except Exception:  # no caller awaits this task: what it leaves behind must be retried
+            log.exception("the sender of %s failed", self.model)
             for work in list(self.work.values()):
                 work.stop(End.BROKEN)
 
@@ -144,7 +146,7 @@ class Sender:
         await self._rest(None if due is None else max(0.0, due - now))
 
     async def _rest(self, seconds: float | None) -> None:
-        """Until something happens, or for so long."""
+        """Wait until something happens, or for this long."""
         self.wake.clear()
         timer = None
         if seconds is not None:
@@ -156,10 +158,10 @@ class Sender:
                 timer.cancel()
 
     async def _launch(self, item: Item, permit: Permit) -> None:
-        """With the model's slot in hand, wait for the rest of what a request needs, and start it."""
+        """With the model's slot taken, wait for everything else that a request needs, and start it."""
         backlog, length = item.backlog, item.entry.length
         work = self.work[backlog]
-        if self.budget is not None:  # first, for this may take long: whoever waits here keeps nobody else waiting
+        if self.budget is not None:  # first, because this may take long, and holds nothing that others wait for
             await self.budget.take(_guess_tokens(item.entry), lambda: not backlog.is_withdrawn)
         while (pause := self.limit.wait_seconds(self.clock())) and not backlog.is_withdrawn:
             await self._rest(min(pause, ABORT_SECONDS))
@@ -183,6 +185,7 @@ class Sender:
             began = self.clock()
             custom_id, request = work.request(item.entry, began)
             sent = self.limit.sent(began)
+            self._shared.health.sent(began)
             answer = await self.gateway.send(request)
         except asyncio.CancelledError:
             _note_abortion(work, item)
@@ -204,8 +207,9 @@ class Sender:
         groups: dict[Work, list[Answered]] = {}
         for one in self._answered:
             groups.setdefault(one[0], []).append(one)
-        self._answered.clear()
         now = self.clock()
+        self._note_health([one[-1] for one in self._answered], now)
+        self._answered.clear()
         for work, group in groups.items():
             ended: Sequence[tuple[Item, Permit]] = [(item, permit) for _, item, permit, *_ in group]
             try:
@@ -217,6 +221,17 @@ class Sender:
             except Exception as error:
                 _note_trouble(work, error)
             self._end(work, ended)
+
+    def _note_health(self, answers: Sequence[Answer], now: float) -> None:
+        """Record whether each answer is usable, for people who watch."""
+        health, is_answered = self._shared.health, False
+        for answer in answers:
+            if answer.succeeded:
+                is_answered = True
+            else:
+                health.failed(answer, now)
+        if is_answered:
+            health.succeeded(now)
 
     def _end(self, work: Work, requests: Sequence[tuple[Item, Permit]]) -> None:
         """Give back what requests held that were answered, or are to be sent again."""
@@ -274,7 +289,7 @@ class Sender:
     def _keep_later(
         self, work: Work, judged: Sequence[tuple[Answered, Line]], requests: Sequence[tuple[Item, Permit]]
     ) -> Sequence[tuple[Item, Permit]]:
-        """Hold lines in memory until the disk has room, each with the slots of its request; answers the others."""
+        """Hold lines in memory until the disk has room, each with the slots of its request; returns the others."""
         for (_, item, permit, *_, answer), line in judged:
             work.tasks[item] = self._loop.create_task(self._hold(work, item, permit, line, answer))
         return [(item, permit) for item, permit in requests if item not in work.tasks]
@@ -297,7 +312,7 @@ class Sender:
 
 
 def _note_abortion(work: Work, item: Item) -> None:
-    """At the deadline the server may have worked on it; otherwise whoever writes the files knows what to say."""
+    """At the deadline the server may have worked on it; otherwise the code that writes the files says why."""
     if work.end is End.DEADLINE:
         offset = item.entry.offset
         custom_id, _ = work.request(item.entry, work.deadline)
@@ -312,5 +327,5 @@ def _note_trouble(work: Work, error: Exception) -> None:
 
 
 def _guess_tokens(entry: Entry) -> int:
-    """The tokens of a request, before anybody has counted them."""
+    """Estimated tokens of a request, before the server has counted them."""
     return entry.length // TOKEN_BYTES

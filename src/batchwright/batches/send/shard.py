@@ -1,8 +1,8 @@
-"""The life of a shard on a worker: pick up what is there, send the rest, register it, and say how it ended.
+"""The life of a shard on a worker: recover earlier answers, send the rest, register them, and settle.
 
     look at the batch → input and plan → what was answered before → send → checkpoint → Done | Snooze
 
-It ends early when its batch is told to stop or to pause, at the deadline, when the worker stops, or when another worker
+It ends early when its batch must stop or pause, at the deadline, when the worker stops, or when another worker
 has it. Whatever was answered is registered before it ends. While the disk is full, it waits.
 """
 
@@ -61,7 +61,7 @@ _LAST_WORDS_SECONDS = 1.5
 
 
 class ShardClaim(ABC):
-    """What every claim of a shard has, whoever answers its requests: its journal, its lines, and what errors mean."""
+    """What every claim of a shard has, for any kind of server: its journal, its lines, and what errors mean."""
 
     def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
         self.shard = shard
@@ -149,14 +149,14 @@ class ShardClaim(ABC):
         if self._ctx.after_death:
             self._tools.counts.recovered(BatchStatus.IN_PROGRESS, "resumed" if answered else "re_enqueued")
         if copied:
-            text = f"{copied} answers were kept that nobody had registered"
+            text = f"{copied} answers were recovered that were not registered yet"
             self._ctx.emit("batch.answers_adopted", text, answers=copied)
         return answered
 
     # What goes wrong --------------------------------------------------------------------------------------------
 
     async def _wait(self, reason: str, message: str) -> Outcome:
-        """Nothing that was answered is lost, so it costs time and no attempt, until the window is over."""
+        """No answer is lost, so this costs time but no attempt, until the window ends."""
         await self._tools.waits.note(self.shard.batch_id, reason, message)
         self._give_back("db_transient" if reason == STORE else "system_error")
         return Snooze(AWAY_SECONDS if reason == STORE else NO_ROOM_SECONDS, message)
@@ -167,7 +167,7 @@ class ShardClaim(ABC):
         return None if trouble is None else await self._wait(DISK, trouble)
 
     def _give_back(self, reason: str) -> None:
-        """Count and trace that a shard is put back, once it is: it may have been taken away or ended meanwhile."""
+        """Count and trace that a shard is given back, once it is: it may have been lost or have ended meanwhile."""
 
         def tell(verb: Verb | None) -> None:
             if verb in ("snooze", "retry", "release"):
@@ -178,7 +178,7 @@ class ShardClaim(ABC):
         self._ctx.when_settled(tell)
 
     async def _judge(self, error: Exception) -> Exception:
-        """An error that ends this shard for good ends its batch, and what is in flight elsewhere may still end."""
+        """An error that fails this shard permanently ends its batch; requests in flight elsewhere may still finish."""
         if isinstance(error, RetryLater):
             return error
         if isinstance(error, (Conflict, DatabaseError)):  # an earlier claim of ours has not ended yet, or an outage
@@ -297,7 +297,7 @@ class ShardRun(ShardClaim):
             self._dispatcher.forget(work)
 
     async def _say_last_words(self) -> None:
-        """The worker must stop now, or the shard was taken away: register what is answered, if that is quick."""
+        """The worker must stop now, or the shard was lost: register the answers, if that is quick."""
         self._work.stop(End.LEAVE)
         self._work.abort()
         with contextlib.suppress(TimeoutError):  # a request may wait for the slot of another model, which takes long
@@ -319,7 +319,7 @@ class ShardRun(ShardClaim):
             self._ctx.progress(work.total - work.backlog.left, work.total)
 
     def follow(self, control: Control | None) -> None:
-        """Do what the batch is told."""
+        """Follow the orders of the batch: stop, pause, limits."""
         work = self._work
         if control is None:
             work.stop(End.LOST)
@@ -346,14 +346,14 @@ class ShardRun(ShardClaim):
     def spare(self) -> int:
         """Requests that it could give to other workers.
 
-        None before the answers that it took over are registered: whoever gets their lines would take them over too.
+        None before the answers that it recovered are registered: a worker that gets their lines would recover them too.
         """
         if self._is_sharing or self._work.end is not None or self._account.is_lost:
             return 0
         return self._work.backlog.untouched if self._account.registered_bytes >= self._recovered_bytes else 0
 
     async def share(self, count: int, parts: int) -> bool:
-        """Give about so many of the last requests to other workers, in parts that become shards; False if it stays.
+        """Give about this many of the last requests to other workers, in parts that become shards; False if none go.
 
         They are set aside meanwhile. Whatever happens to this process, they are either in its shard or in another.
         """
@@ -367,7 +367,7 @@ class ShardRun(ShardClaim):
             is_given = await self._give({new_id(): one for one in given}, kept)
             if is_given:
                 self.shard, work.total = kept, work.total - (self.shard.count - kept.count)
-                text = f"{len(offered)} requests go to other workers, which had nothing to do"
+                text = f"{len(offered)} requests go to idle workers"
                 self._ctx.emit("batch.shard_split", text, requests=len(offered), shards=len(given))
         except asyncio.CancelledError:
             work.stop(End.LEAVE)
@@ -424,7 +424,7 @@ class ShardRun(ShardClaim):
         match work.end:
             case None:
                 return Done(progress=(work.total, work.total))
-            case End.DEADLINE:  # before anybody can join its shards and find lines without an answer and a reason
+            case End.DEADLINE:  # before another worker can join its shards and find lines without an answer or a reason
                 await batches.stop(work.batch_id, "deadline")
                 return Done()
             case End.STOP:

@@ -1,8 +1,8 @@
-"""Decides when a worker gives a part of its requests away, because others have nothing to do.
+"""Decides when a worker gives a part of its requests to others, because those are idle.
 
 A worker that has more than a second of work left looks whether others that serve the same model have none, while no
 shard waits for them. Each of those should have as much as it keeps for itself. Nobody is sent anything: a part becomes
-a shard of its own, and who has nothing to do claims it. The giver claims it too, once it has little left itself.
+a shard of its own, and an idle worker claims it. The giver may claim it too, once it has little left itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WORTH_SECONDS = 1.0
 PART_MIN = 16
 """Requests in a part: each costs some statements."""
 _PAUSE_SECONDS = (0.4, 8.0)
-"""How long to ask nothing after nobody was idle; each time twice as long."""
+"""How long not to ask again after no worker was idle; doubles each time."""
 
 
 class Gift(NamedTuple):
-    """What a shard should give away."""
+    """What a shard should give to others."""
 
     run: ShardRun
     requests: int
@@ -38,7 +38,7 @@ class Sharing:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._pauses: dict[str, tuple[float, float]] = {}
-        """By queue: until when nothing is asked, and for how long."""
+        """By queue: until when it is not checked, and for how long."""
 
     async def choose(self, sending: set[ShardRun]) -> list[Gift]:
         """At most one gift of each queue; `sending` may change meanwhile."""
@@ -51,7 +51,7 @@ class Sharing:
         return gifts
 
     def _find_busy(self, sending: Iterable[ShardRun]) -> list[str]:
-        """The queues whose shards here have much left, and that were not asked for just now."""
+        """The queues whose shards here have much left, and that were not checked just now."""
         now, spare = time.monotonic(), defaultdict[str, int](int)
         for run in sending:
             if run.sender.seconds_left >= WORTH_SECONDS:

@@ -13,8 +13,8 @@
     object or work folder without a row, a day or an hour old ─▶ gone, if it is ours
 
 Nothing that a user can see is ever without its bytes: first it becomes invisible, then the bytes go, then the row that
-knows of them, each committed before the next. So whatever dies when, the next sweep finds the rest, and two sweeps at
-one time do no harm. What has no row can only be told by its absence, and a store or work folder may be shared with
+knows of them, each committed before the next. So whatever fails when, the next sweep finds the rest, and two sweeps at
+the same time do no harm. What has no row is only known by that absence, and a store or work folder may be shared with
 another database by mistake: such things go only where this database was the first to leave its name.
 """
 
@@ -48,6 +48,7 @@ from batchwright.files.store import FOLDER as FILES
 from batchwright.files.store import Files, object_key
 from batchwright.files.uploads import FOLDER as UPLOADS
 from batchwright.files.uploads import Uploads
+from batchwright.private import write_private
 from batchwright.providers.jobs import RemoteJobs
 from batchwright.storage import Found, Store
 
@@ -118,7 +119,7 @@ class Collected:
     """Parts of uploads that have ended; a completed one has its file."""
     idempotency_keys: Amount = _NONE
     old_batches: Amount = _NONE
-    """Batches that nobody can ask for any more."""
+    """Batches that users can no longer retrieve."""
     old_uploads: Amount = _NONE
     unknown_objects: Amount = _NONE
     """Objects that no row names."""
@@ -138,7 +139,7 @@ class Collected:
 
 
 class Collector:
-    """The rounds of one worker, or one sweep by hand. Where a round stands is kept in memory."""
+    """The rounds of one worker, or one manual sweep. The position of a round is kept in memory."""
 
     def __init__(
         self, queue: Queue, store: Store, workspace: Workspace, settings: BatchSettings, retention: RetentionSettings
@@ -203,10 +204,10 @@ class Collector:
                 sweep.until = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
                 has_more = await sweep.chore(sweep, session)
         except (StorageUnavailable, TimeoutError) as error:
-            log.warning("garbage waits, because the store or the disk does: %s", str(error) or "no answer in time")
+            log.warning("garbage collection waits for the store or the disk: %s", str(error) or "no answer in time")
             has_more = False
         except StorageError as error:
-            log.warning("some garbage stays: %s", error)
+            log.warning("some garbage was not removed: %s", error)
             sweep.refusals += 1
             has_more = sweep.place != place and sweep.refusals < _REFUSALS_MAX
         except Exception:
@@ -269,7 +270,7 @@ class Collector:
     # What batches leave behind ----------------------------------------------------------------------------------
 
     async def _let_segments_go(self, sweep: _Sweep, session: Session) -> bool:
-        """From now on nobody reads them; they are removed in a later transaction."""
+        """From now on no process reads them; they are removed in a later transaction."""
         if sweep.is_dry:
             return False
         return len(await self._ask(session, "let_segments_go", **self._kept, limit=_ROWS)) == _ROWS
@@ -342,7 +343,7 @@ class Collector:
         return len(rows) == _ROWS
 
     async def _remove_batches(self, sweep: _Sweep, session: Session) -> bool:
-        """With its jobs let go in the same transaction or before: nobody would find them later."""
+        """Release its jobs in the same transaction or before: they could not be found later."""
         keep_seconds = self._batches_days * _DAY_SECONDS
         rows = await self._page(sweep, session, "old_batches", limit=1, keep_seconds=keep_seconds, **self._kept)
         for _, id, job_id, is_free in rows:
@@ -412,7 +413,7 @@ class Collector:
     async def _page(
         self, sweep: _Sweep, session: Session, name: str, *, limit: int = _ROWS, **params: Any
     ) -> list[Row]:
-        """The next rows of a walk; whatever becomes of them, the walk goes on behind them."""
+        """The next rows of a walk; whatever happens to them, the walk continues behind them."""
         after, after_id = sweep.place or _BEGINNING
         place = {"after": after, "after_id": after_id}
         rows = await self._ask(session, name, **place, **params, is_dry=sweep.is_dry, limit=limit)
@@ -472,7 +473,7 @@ class _Sweep:
         return self._chores[self._turn]
 
     def next_chore(self) -> bool:
-        """Whether there is one before the sweep begins anew."""
+        """Whether there is one before the sweep starts again."""
         self._begin((self._turn + 1) % len(self._chores))
         return self._turn > 0
 
@@ -491,7 +492,7 @@ class _Sweep:
 
 
 _Chore = Callable[[_Sweep, Session], Awaitable[bool]]
-"""Does one bounded step from the sweep's place, moves the place on, and answers whether more may be left."""
+"""Does one bounded step from the sweep's position, advances it, and returns whether more may be left."""
 
 
 def _list_folders(root: Path, after: str) -> list[tuple[str, datetime]]:
@@ -522,9 +523,9 @@ def _owner_of(one: Found) -> str:
 
 
 def _create_once(path: Path, text: str) -> None:
-    """Whole or not at all; who comes second changes nothing."""
+    """All or nothing; a second writer changes nothing."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    draft.write_text(text)
+    write_private(draft, text)
     with suppress(FileExistsError):
         os.link(draft, path)
     draft.unlink()

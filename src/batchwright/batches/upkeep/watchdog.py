@@ -1,4 +1,4 @@
-"""Looks after batches that nobody else moves on: late ones, those that do not stop, and those whose job is gone."""
+"""Handles batches that are stuck: late ones, those that do not stop, and those whose job is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGE = 200
 _TURN_SECONDS = 1.0
 """The upkeep session stays open while a turn lasts, and other rounds wait."""
 _WAKE_SECONDS = 5.0
-"""So long after a batch was told to stop, shards are woken that were just being put off in that moment."""
+"""This long after a batch was ordered to stop, shards are woken that were being snoozed at that moment."""
 _START = (datetime(1, 1, 1, tzinfo=UTC), "")
 _ENDED = {None, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 
@@ -43,7 +43,7 @@ class Watchdog:
         return [Round("batches", _EVERY_SECONDS, self.look)]
 
     async def look(self, session: Session) -> bool:
-        """Help one page of batches; True when the next turn must go on behind it."""
+        """Check one page of batches; True when the next turn must continue behind it."""
         began = time.monotonic()
         page = await self._batches.stalled(self._after, limit=_PAGE, session=session)
         for batch in page:
@@ -52,8 +52,8 @@ class Watchdog:
                 await self._help(batch)
             except DatabaseUnavailable:
                 raise
-            except Exception:  # the others need help all the same
-                log.exception("batch %s could not be looked after", batch.id)
+            except Exception:  # one failure must not stop the others
+                log.exception("batch %s could not be checked", batch.id)
             if time.monotonic() - began > _TURN_SECONDS:
                 return True
         if len(page) == _PAGE:
@@ -81,7 +81,7 @@ class Watchdog:
         return max(batch.stopped_seconds or 0.0, batch.late_seconds) >= self._provider_grace
 
     def _must_be_over(self, batch: Stalled) -> bool:
-        """Whatever it stops for, nothing of it outlives its window; save what is fetched from a provider."""
+        """Whatever the reason for stopping, nothing outlives the window, except what is fetched from a provider."""
         grace = self._grace.get(batch.stop_reason or "", float("inf"))
         return (batch.stopped_seconds or 0.0) >= grace or batch.late_seconds >= SHARDS_GRACE_SECONDS
 
@@ -98,7 +98,7 @@ class Watchdog:
         await self._endings.write_now(batch.id, batch.tenant, move, "expired_dequeue")
 
     async def _fail(self, batch: Stalled) -> None:
-        """Its job ended without ending it, such as by killing every process that ran it. What is registered stays."""
+        """Its job ended without ending it, e.g. by killing every process that ran it. Registered answers stay."""
         log.error("batch %s is %s, and its job is %s: it fails", batch.id, batch.status, batch.job_status or "gone")
         message = "The job of this batch could not be run; nothing was sent."
         if batch.status != BatchStatus.VALIDATING:

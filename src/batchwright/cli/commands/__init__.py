@@ -1,1 +1,1 @@
-"""The commands of the engine: jobs and what stands around them."""
+"""The commands of the engine: jobs, queues, schedules, workers and keys."""

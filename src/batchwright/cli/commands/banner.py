@@ -1,17 +1,20 @@
-"""What `batchwright up` and `batchwright api` say when they run: where, what, and what to type next."""
+"""What `batchwright up` and `batchwright api` print when they run: addresses, workers, and what to type next."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from batchwright.access.settings import ApiSettings
 from batchwright.app import VERSION, AsyncBatchwright
 from batchwright.cli.commands.workers import example_command
 from batchwright.cli.show import console
 from batchwright.db.check import describe
 from batchwright.engine.views import OperationView
+from batchwright.engine.work import is_own, name_of_work
 
 
 def banner_lines(
@@ -24,15 +27,21 @@ def banner_lines(
 ) -> Iterator[tuple[str, str]]:
     yield "database", _database_text(batchwright)
     if url is not None:
-        yield "http", f"{url} · {_access_text(has_key)}"
+        settings = batchwright.settings.api
+        if settings.socket is None:
+            yield "dashboard", f"{url}/ui"
+        yield "http", f"{url} · {_access_text(has_key, settings)}"
+        if settings.socket is not None:
+            yield "try", f"curl --unix-socket {shlex.quote(str(settings.socket))} http://localhost/v1/jobs"
     if processes:
-        names = ", ".join(operation.name for operation in operations)
-        yield "operations", names or "none: name a module, a file or a folder, as in batchwright up hello.py"
+        own = [operation.name for operation in operations if is_own(operation.name)]
+        yield "operations", ", ".join(own) or "none: name a module, a file or a folder, as in batchwright up hello.py"
+        yield "runs", _work_text(operations)
         yield "workers", _workers_text(batchwright, processes)
         yield "submit", _submit_hint(batchwright, operations)
     else:
         yield "workers", "none here: --no-worker, or worker.run_background_poller, or batchwright api"
-    yield "stop", "Ctrl-C lets running jobs end, a second one leaves at once"
+    yield "stop", "Ctrl-C lets running jobs end; press it again to quit now"
 
 
 def print_banner(lines: Iterator[tuple[str, str]]) -> None:
@@ -50,15 +59,27 @@ def _database_text(batchwright: AsyncBatchwright) -> str:
     return describe(batchwright.pool.url)
 
 
-def _access_text(has_key: bool) -> str:
+def _access_text(has_key: bool, settings: ApiSettings) -> str:
     if has_key:
         return "with an API key: batchwright key list"
-    return "open to this machine until the first key is made: batchwright key create NAME"
+    if settings.socket is not None:
+        return "only your user can connect"
+    return (
+        "without a key: open to every user of this machine; make a key (batchwright key create NAME), or use --socket "
+        "FILE instead of a port"
+    )
+
+
+def _work_text(operations: Sequence[OperationView]) -> str:
+    """What the workers run besides operations, and what is missing for batches."""
+    work = list(dict.fromkeys(work for one in operations if (work := name_of_work(one.name)) is not None))
+    needs = "" if "batches" in work else " · no batches: they need a model server, --url http://127.0.0.1:8000"
+    return f"{', '.join(sorted(work))}{needs}"
 
 
 def _submit_hint(batchwright: AsyncBatchwright, operations: Sequence[OperationView]) -> str:
-    """Nobody enqueues the jobs of a batch or a task by hand."""
-    own = [operation for operation in operations if not operation.name.startswith(("batch.", "provider."))]
+    """An operation of the user first: nobody enqueues the jobs of a batch or a task by hand."""
+    own = [operation for operation in operations if is_own(operation.name)]
     if own:
         return example_command(own[0])
     if batchwright.settings.has_gateways:

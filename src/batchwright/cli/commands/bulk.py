@@ -1,4 +1,4 @@
-"""Verbs on many jobs from the command line: count, ask, and go on call by call until none is left."""
+"""Change many jobs from the command line: count them, ask for confirmation, and continue until none is left."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def act_on_many(
     config: Path | None,
     reason: str = "cancelled by request",
 ) -> None:
-    """Do this to every job that matches, once the user has agreed to how many these are."""
+    """Do this to every job that matches, after the user has confirmed their number."""
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise InvalidInput(f"nobody is here to be asked; add --yes to {verb} them, or --dry-run to count them")
+        raise InvalidInput(f"there is no terminal to confirm on; add --yes to {verb} them, or --dry-run to count them")
 
     async def act(batchwright: AsyncBatchwright, after: Cursor | None) -> Changed:
         match verb:
@@ -80,7 +80,7 @@ def _count_text(n: int) -> str:
 
 
 def _print_progress(text: str) -> None:
-    """One line that is written over on a terminal; many lines anywhere else."""
+    """One line that is updated on a terminal; many lines anywhere else."""
     typer.echo(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, err=True, nl=not sys.stderr.isatty())
 
 
@@ -108,5 +108,5 @@ def _print_done(verb: Verb, done: Changed, json: bool) -> None:
 
 def _explain_left(verb: Verb, n: int) -> str:
     if verb == "rerun":
-        return f"; {n} left as they are: children go with their parents, and some may still be being interrupted"
-    return f"; {n} had changed by themselves"
+        return f"; {n} left unchanged: children are rerun with their parents, and some jobs are still being interrupted"
+    return f"; {n} had ended or changed meanwhile"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from batchwright.access.check import check_access
 from batchwright.app import AsyncBatchwright
 from batchwright.cli.commands.serve import load_operations
 from batchwright.cli.flags import Config, DatabaseUrl, Json, run, settings_from
 from batchwright.cli.show import print_findings, print_json
 from batchwright.cli.stop import end
-from batchwright.db.check import Finding, Level, check_database, describe, explained
+from batchwright.db.check import Finding, Level, check_database, check_folder, describe, explained
 from batchwright.db.sessions import describe_routes
+from batchwright.engine.work import name_of_work
 from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseError, DatabaseUnavailable
 from batchwright.part import Part
 from batchwright.settings import Settings
@@ -57,6 +60,7 @@ async def _check(settings: Settings, sources: list[str], processes: int) -> list
     batchwright = AsyncBatchwright(settings=settings)
     try:
         findings += await _check_database(batchwright, processes)
+        findings += _check_folders(batchwright)
         return [*findings, *[finding for part in batchwright.parts for finding in await _check_part(part)]]
     finally:
         await batchwright.close()
@@ -69,12 +73,22 @@ def _check_operations(settings: Settings, sources: list[str]) -> Finding:
         return Finding("operations", Level.ERROR, str(error), "correct the source and check again")
     if names:
         return Finding("operations", Level.OK, ", ".join(names))
-    remedy = "name modules, files or folders in `operations` of batchwright.toml, or to `batchwright up`"
+    remedy = "name modules, files or folders: operations in batchwright.toml, or batchwright up hello.py"
     return Finding("operations", Level.WARNING, "none here", remedy)
 
 
+def _check_folders(batchwright: AsyncBatchwright) -> list[Finding]:
+    """Those of this machine, once each; `batches.work_dir` is looked at by its part."""
+    found = check_folder("database.folder", batchwright.folder)
+    try:
+        store = batchwright.store.folder
+    except BatchwrightError:  # the store's own check says what is wrong
+        store = None
+    return found if store is None else [*found, *check_folder("storage.url", store)]
+
+
 async def _check_part(part: Part) -> Sequence[Finding]:
-    """A part that stumbles over its own check must not hide what the others found."""
+    """A check that fails must not hide the findings of the others."""
     try:
         return await part.check()
     except Exception as error:
@@ -83,9 +97,9 @@ async def _check_part(part: Part) -> Sequence[Finding]:
 
 
 async def _check_database(batchwright: AsyncBatchwright, processes: int) -> list[Finding]:
-    """In the order in which one thing needs the other: reachable, sessions, the server, then the workers.
+    """Each check needs the one before it: the connection, sessions, the server, then the workers.
 
-    The client stays open where the database can be used, so that parts can look into it.
+    The client stays open if the database can be used, so that parts can read from it.
     """
     settings = batchwright.settings.database
     where = "embedded PostgreSQL" if settings.url is None else describe(settings.url)
@@ -103,26 +117,30 @@ async def _check_database(batchwright: AsyncBatchwright, processes: int) -> list
     if any(finding.name == "schema" and finding.level is not Level.OK for finding in found):
         await batchwright.close()
         return [reached, *found]
-    return [reached, *found, *await _check_workers(batchwright)]
+    access = check_access(batchwright.settings.api, has_key=await batchwright.keys.any())
+    return [reached, *found, access, *await _check_workers(batchwright)]
 
 
 async def _check_workers(batchwright: AsyncBatchwright) -> list[Finding]:
     alive = [worker for worker in await batchwright.views.workers() if worker.is_alive]
     known = sorted({name for worker in alive for name in worker.operations})
-    unknown = await batchwright.queue.unknown_types(known)
-    return [_judge_workers(len(alive)), _judge_due_types(unknown)]
-
-
-def _judge_workers(n: int) -> Finding:
-    if n:
-        return Finding("workers", Level.OK, f"{n} alive")
-    return Finding(
-        "workers", Level.WARNING, "none alive: jobs wait", "start one: batchwright up, or batchwright worker"
-    )
+    due = _judge_due_types(await batchwright.queue.unknown_types(known))
+    if alive:
+        return [Finding("workers", Level.OK, f"{len(alive)} alive"), due]
+    # One remedy for both: a worker that knows the jobs that are due is a live worker, too.
+    remedy = due.remedy or "start one: batchwright up, or batchwright worker"
+    return [Finding("workers", Level.WARNING, "none alive: jobs wait", remedy), replace(due, remedy=None)]
 
 
 def _judge_due_types(unknown: dict[str, int]) -> Finding:
     if not unknown:
         return Finding("due jobs", Level.OK, "every type is known to a live worker")
-    listed = ", ".join(f"{name} ({n})" for name, n in unknown.items())
-    return Finding("due jobs", Level.WARNING, f"no live worker knows {listed}", "start a worker with these operations")
+    work = sorted({name for one in unknown if (name := name_of_work(one)) is not None})
+    own = {name: n for name, n in unknown.items() if name_of_work(name) is None}
+    parts = [f"no live worker runs {' and '.join(work)}"] if work else []
+    if own:
+        parts.append("no live worker knows " + ", ".join(f"{name} ({n})" for name, n in own.items()))
+    remedy = f"start one{' with these operations' if own else ''}: batchwright up, or batchwright worker"
+    if "batches" in work:
+        remedy += "; for batches it needs a model server: --url, or the setting global_inference_gateway.url"
+    return Finding("due jobs", Level.WARNING, "; ".join(parts), remedy)

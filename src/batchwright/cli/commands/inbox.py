@@ -12,7 +12,7 @@ from rich.text import Text
 
 from batchwright.cli.commands.bulk import act_on_many
 from batchwright.cli.flags import Config, DatabaseUrl, DryRun, Json, OfCode, OfTenant, OfType, Yes, client, run
-from batchwright.cli.show import as_dict, print_json, print_table, seconds
+from batchwright.cli.show import ago, as_dict, print_json, print_table
 from batchwright.engine.views import InboxGroup, JobFilter
 from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
@@ -119,7 +119,7 @@ def _list(
     elif groups:
         _print(groups)
     else:
-        typer.echo("the inbox is empty: nothing has failed that nobody has seen", err=True)
+        typer.echo("the inbox is empty: no failed jobs", err=True)
 
 
 def _as_dict(group: InboxGroup) -> dict[str, Any]:
@@ -131,14 +131,14 @@ def _print(groups: Sequence[InboxGroup]) -> None:
     print_table(
         {
             "failed": [Text(f"{group.count}{'+' if group.has_more else ''}") for group in groups],
-            "type": [Text(group.job_type) for group in groups],
+            "last": [Text(ago(now, group.last_at)) for group in groups],
+            "retry": [Text("may succeed" if group.is_retryable else "", "green") for group in groups],
             "code": [Text(group.code or "", "red") for group in groups],
-            "last": [Text(f"{seconds((now - group.last_at).total_seconds())} ago") for group in groups],
-            "again?": [Text("may succeed" if group.is_retryable else "", "green") for group in groups],
+            "type": [Text(group.job_type) for group in groups],
             "message": [Text(group.message or "") for group in groups],
         }
     )
     if any(group.has_more for group in groups):
-        typer.echo("+  there are more, which were not counted", err=True)
+        typer.echo("+  more jobs failed than were counted", err=True)
     typer.echo("see them:  batchwright job list --status failed --type NAME --code CODE", err=True)
     typer.echo("act:       batchwright inbox rerun | dismiss --type NAME [--code CODE]", err=True)

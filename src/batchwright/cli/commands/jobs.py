@@ -35,9 +35,11 @@ from batchwright.cli.flags import (
     Yes,
     client,
     moment,
+    parse_time_span,
     run,
 )
 from batchwright.cli.show import as_dict, compact, jobs_text, print_json
+from batchwright.durations import parse_duration
 from batchwright.engine.jobs import Job, JobId, OnHeld, job_id
 from batchwright.engine.views import JobFilter, WaitingOn
 from batchwright.errors import InvalidInput
@@ -54,7 +56,10 @@ Key = Annotated[
     typer.Option("--key", metavar="PART", help="A part of the exclusive key; may be repeated.", show_default=False),
 ]
 Moment = Annotated[str | None, typer.Option(metavar="TIME", help="Earliest start, such as 2026-12-24T18:00:00+00:00.")]
-Deadline = Annotated[str | None, typer.Option(metavar="TIME|SECONDS", help="Fail the job if it has not ended by then.")]
+Deadline = Annotated[
+    str | None,
+    typer.Option(metavar="TIME|DURATION", help="Fail the job if it has not ended by then, or within 1h, 2d, …"),
+]
 
 
 @app.command()
@@ -65,7 +70,9 @@ def submit(
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Queue to use instead of the operation's own.")] = None,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = None,
-    delay: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="Run the job this much later.")] = None,
+    delay: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Time to wait before the job may start, such as 90s.")
+    ] = None,
     run_after: Moment = None,
     deadline: Deadline = None,
     max_attempts: Annotated[int | None, typer.Option(min=1, help="Maximum number of attempts.")] = None,
@@ -87,7 +94,7 @@ def submit(
     options = {
         "queue": queue,
         "priority": priority,
-        "delay_seconds": delay,
+        "delay_seconds": parse_time_span("--delay", delay),
         "run_after": None if run_after is None else moment(run_after),
         "deadline": _parse_deadline(deadline),
         "max_attempts": max_attempts,
@@ -121,7 +128,7 @@ def list_(
     created_after: CreatedAfter = None,
     created_before: CreatedBefore = None,
     tenant: OfTenant = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number to show.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of jobs to show.")] = 50,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
@@ -144,7 +151,7 @@ def list_(
 
 
 async def fetch_newest(batchwright: AsyncBatchwright, wanted: JobFilter, limit: int) -> list[Job]:
-    """So many jobs, over as many pages as that takes; if they are too far apart, it says how far it has looked."""
+    """Up to `limit` jobs, page by page. If matching jobs are rare, stop and say how far the search went."""
     jobs: list[Job] = []
     after = None
     looks_left = _LOOKS_MAX
@@ -162,7 +169,9 @@ async def fetch_newest(batchwright: AsyncBatchwright, wanted: JobFilter, limit: 
 
 
 def _say_how_far(looked_at: datetime) -> None:
-    when = (looked_at + timedelta(microseconds=1)).isoformat()  # others may have come in the same moment
+    when = (
+        looked_at + timedelta(microseconds=1)
+    ).isoformat()  # other jobs may have been created in the same microsecond
     typer.echo(f"only jobs created since {when} were searched; search older ones: --created-before {when}", err=True)
 
 
@@ -322,7 +331,7 @@ def rerun(
 
 
 def _is_by_filter(verb: str, has_ids: bool, wanted: JobFilter, dry_run: bool) -> bool:
-    """Whether a filter was given, and not an id; neither would mean every job there is, which nobody may say so."""
+    """Whether a filter was given, and not an id. Without either, the command would change every job."""
     has_filter = wanted != JobFilter()
     if has_ids and (has_filter or dry_run):
         raise InvalidInput(f"{verb} jobs by their ids or by a filter (which --dry-run is for), not both at once")
@@ -348,7 +357,7 @@ async def _wait(batchwright: AsyncBatchwright, id: JobId, json: bool) -> int:
 
 
 def read_payload(text: str | None) -> Any:
-    """JSON as it stands, from a file, or from standard input; without any, the operation's defaults."""
+    """JSON from the command line, a file, or standard input; without any, the operation's defaults."""
     if text is None:
         return {}
     if text == "-":
@@ -367,10 +376,11 @@ def read_payload(text: str | None) -> Any:
 
 
 def _parse_deadline(text: str | None) -> datetime | timedelta | None:
-    try:
-        return None if text is None else timedelta(seconds=float(text))
-    except (ValueError, OverflowError):
-        return moment(str(text))
+    if text is None:
+        return None
+    if parse_duration(text) is None:
+        return moment(text)
+    return timedelta(seconds=parse_time_span("--deadline", text) or 0.0)
 
 
 def _print_id(id: JobId, json: bool) -> None:

@@ -1,24 +1,21 @@
-"""`batchwright key …`: who may use the HTTP API."""
+"""`batchwright key …`: keys of the HTTP API."""
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
+from uuid import UUID
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from batchwright.access.keys import DEFAULT_SCOPES, ApiKey, Created, Scope
-from batchwright.cli.flags import Config, DatabaseUrl, Json, client, run
-from batchwright.cli.show import console, print_json
-from batchwright.engine.jobs import DEFAULT_TENANT, job_id
+from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, client, parse_time_span, run
+from batchwright.cli.show import print_json, print_table
+from batchwright.engine.jobs import DEFAULT_TENANT
 from batchwright.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True)
-
-_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 
 @app.command()
@@ -35,7 +32,7 @@ def create(
         bool, typer.Option("--admin", help="Also allow workers, metrics, pausing queues and other tenants.")
     ] = False,
     expires_in: Annotated[
-        str | None, typer.Option(metavar="90d", help="Lifetime in minutes, hours or days, such as 30m, 12h or 90d.")
+        str | None, typer.Option(metavar="DURATION", help="Lifetime of the key, such as 12h or 90d.")
     ] = None,
     json: Json = False,
     database_url: DatabaseUrl = None,
@@ -46,7 +43,8 @@ def create(
     As soon as there is a key, the HTTP API requires one. Only the key itself goes to standard output.
     """
     scopes = [*(scope or DEFAULT_SCOPES), *([Scope.ADMIN] if admin else [])]
-    lifetime = None if expires_in is None else _parse_lifetime(expires_in)
+    seconds = parse_time_span("--expires-in", expires_in, least="1s")
+    lifetime = None if seconds is None else timedelta(seconds=seconds)
 
     async def go() -> Created:
         async with client(database_url, config) as batchwright:
@@ -57,12 +55,13 @@ def create(
         print_json({**_as_dict(made.key), "secret": made.secret})
     else:
         typer.echo(made.secret)
-        typer.echo(f"key {made.key.id} · {_grants_text(made.key)} · keep it: it is not shown again", err=True)
+        typer.echo(f"key {made.key.id} · {_grants_text(made.key)}", err=True)
+        typer.echo("keep it: it is not shown again", err=True)
 
 
 @app.command("list")
 def list_(
-    tenant: Annotated[str | None, typer.Option(help="Only keys of this tenant.")] = None,
+    tenant: OfTenant = None,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
@@ -79,7 +78,7 @@ def list_(
     elif keys:
         _print(keys)
     else:
-        typer.echo("no keys: the HTTP API is open to this machine, and only to it", err=True)
+        typer.echo("no keys: the HTTP API is open to every user of this machine, and only to it", err=True)
 
 
 @app.command()
@@ -89,28 +88,43 @@ def revoke(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Revoke a key, from the next request on."""
+    """Revoke a key; the next request with it is refused."""
 
     async def go() -> ApiKey:
         async with client(database_url, config) as batchwright:
-            return await batchwright.keys.revoke(job_id(id))
+            return await batchwright.keys.revoke(_parse_key_id(id))
 
     key = run(go())
     if json:
         print_json(_as_dict(key))
     else:
-        typer.echo(f"key {key.id} ({key.name}) opens nothing any more")
+        typer.echo(f"key {key.id} ({key.name}) was revoked")
+
+
+def _parse_key_id(text: str) -> UUID:
+    try:
+        return UUID(text)
+    except ValueError as error:
+        raise InvalidInput(f"{text[:100]!r} is no id of a key; see: batchwright key list", param="id") from error
 
 
 def _print(keys: list[ApiKey]) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("id", "key", "name", "tenant", "scopes", "last used", "state"):
-        table.add_column(column, no_wrap=True)
-    for key in keys:
-        used = "never" if key.last_used_at is None else f"{key.last_used_at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-        row = (str(key.id), f"{key.hint}…", key.name, key.tenant, " ".join(key.scopes), used, _state_text(key))
-        table.add_row(*map(Text, row))
-    console().print(table)
+    print_table(
+        {
+            "id": [Text(str(key.id)) for key in keys],
+            "key": [Text(f"{key.hint}…") for key in keys],
+            "state": [Text(_state_text(key)) for key in keys],
+            "last used": [Text(_used_text(key)) for key in keys],
+            "scopes": [Text(" ".join(key.scopes)) for key in keys],
+            "tenant": [Text(key.tenant) for key in keys],
+            "name": [Text(key.name) for key in keys],
+        },
+        elastic=("tenant", "name"),
+    )
+
+
+def _used_text(key: ApiKey) -> str:
+    return "never" if key.last_used_at is None else f"{key.last_used_at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _state_text(key: ApiKey) -> str:
@@ -127,10 +141,3 @@ def _grants_text(key: ApiKey) -> str:
 
 def _as_dict(key: ApiKey) -> dict[str, object]:
     return {name: getattr(key, name) for name in key.__slots__}
-
-
-def _parse_lifetime(text: str) -> timedelta:
-    found = re.fullmatch(r"(\d{1,6})([mhd])", text)
-    if found is None:
-        raise InvalidInput(f"--expires-in {text!r} is no length of time; write 30m, 12h or 90d", param="expires_in")
-    return timedelta(**{_UNITS[found[2]]: int(found[1])})

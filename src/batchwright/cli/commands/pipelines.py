@@ -1,4 +1,4 @@
-"""`batchwright pipeline …`: a root job with all that came of it."""
+"""`batchwright pipeline …`: a root job with all jobs that came of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from batchwright.app import AsyncBatchwright
@@ -25,14 +23,17 @@ from batchwright.cli.show import (
     COLOURS,
     as_dict,
     console,
+    counts_parts,
     counts_text,
     jobs_text,
     print_facts,
     print_json,
+    print_table,
     seconds,
     status_bar,
     time_text,
 )
+from batchwright.cli.tables import fact_lines, head_lines, table_lines
 from batchwright.engine.jobs import Job, JobId, job_id
 from batchwright.engine.views import JobFilter, Pipeline, WaitingOn
 from batchwright.errors import DatabaseUnavailable
@@ -110,7 +111,7 @@ def _print(pipeline: Pipeline, jobs: list[Job], reasons: dict[Any, list[WaitingO
     out = console()
     print_facts(_facts(pipeline))
     out.print()
-    out.print(_step_table(pipeline))
+    print_table(step_columns(pipeline), elastic=("type",))
     if jobs:
         out.print()
         print_jobs(jobs, reasons)
@@ -137,16 +138,14 @@ def _duration_text(pipeline: Pipeline, now: datetime | None = None) -> str:
     return seconds(((pipeline.finished_at or now or datetime.now(UTC)) - pipeline.created_at).total_seconds())
 
 
-def _step_table(pipeline: Pipeline) -> Table:
-    """A row for each type, a column for each status that there is."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("type", no_wrap=True)
-    shown = [status for status in JobStatus if pipeline.counts.get(status)]
-    for status in shown:
-        table.add_column(status.lower(), justify="right", style=COLOURS[status])
-    for step in pipeline.steps:
-        table.add_row(step.job_type, *(str(step.counts.get(status, "")) for status in shown))
-    return table
+def step_columns(pipeline: Pipeline) -> dict[str, list[Text]]:
+    """A row for each type, a column for each status that a job has."""
+    columns = {
+        status.lower(): [Text(str(step.counts.get(status, "")), COLOURS[status]) for step in pipeline.steps]
+        for status in JobStatus
+        if pipeline.counts.get(status)
+    }
+    return {**columns, "type": [Text(step.job_type) for step in pipeline.steps]}
 
 
 def _as_dict(pipeline: Pipeline) -> dict[str, Any]:
@@ -162,9 +161,11 @@ async def _watch(batchwright: AsyncBatchwright, id: JobId, tenant: str | None, j
     if not sys.stdout.isatty():
         return await _follow(batchwright, id, tenant, _say)
     with Live(console=console(), auto_refresh=False) as screen:
-        return await _follow(
-            batchwright, id, tenant, lambda seen: screen.update(_draw(seen), refresh=True), unchanged=True
-        )
+
+        def draw(seen: Pipeline) -> None:
+            screen.update(_draw(seen, screen.console.width), refresh=True)
+
+        return await _follow(batchwright, id, tenant, draw, unchanged=True)
 
 
 async def _follow(
@@ -175,7 +176,7 @@ async def _follow(
     *,
     unchanged: bool = False,
 ) -> Pipeline:
-    """Look several times a second, more rarely if that is costly; a database that is away is waited for."""
+    """Look several times a second, and less often if that is slow. Wait while the database is unavailable."""
     seen = await batchwright.views.pipeline(id, tenant=tenant)
     on_look(seen)
     while seen.status not in JOB.terminal:
@@ -196,10 +197,10 @@ def _say(pipeline: Pipeline) -> None:
     typer.echo(f"{datetime.now(UTC):%H:%M:%S} {pipeline.status:9} {counts_text(pipeline.counts).plain}")
 
 
-def _draw(pipeline: Pipeline) -> RenderableType:
-    head = Text("pipeline", "bold").append(f"  {pipeline.id}  ", "bright_black")
-    head.append(pipeline.status, COLOURS[pipeline.status]).append(f" · {_duration_text(pipeline)}")
-    progress = Text("  ").append_text(status_bar(pipeline.counts, "jobs"))
-    return Group(
-        head, progress, Text("  ").append_text(counts_text(pipeline.counts)), Padding(_step_table(pipeline), (1, 2))
-    )
+def _draw(pipeline: Pipeline, width: int) -> RenderableType:
+    named = Text(f"{pipeline.id}  ", "bright_black").append(pipeline.status, COLOURS[pipeline.status])
+    head = head_lines(Text("pipeline", "bold"), [named, Text(_duration_text(pipeline))], width)
+    progress = Text("  ").append_text(status_bar(pipeline.counts, "jobs", width - 2))
+    counts = fact_lines(counts_parts(pipeline.counts), width)
+    steps = table_lines(step_columns(pipeline), width, elastic=("type",), indent=2)
+    return Group(*head, progress, *counts, Text(), *steps)

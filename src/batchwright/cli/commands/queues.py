@@ -1,4 +1,4 @@
-"""`batchwright queue …`: how much waits in each queue, and whether anything is taken from it."""
+"""`batchwright queue …`: how many jobs wait in each queue, and whether it is paused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, client, run
-from batchwright.cli.show import print_json, print_table, seconds, time_text
+from batchwright.cli.show import age, print_json, print_table, time_text
 from batchwright.engine.views import QueuesOfTenant, QueueView
 
 app = typer.Typer(no_args_is_help=True)
@@ -33,10 +33,10 @@ def list_(tenant: OfTenant = None, json: Json = False, database_url: DatabaseUrl
     elif queues:
         _print(queues)
     elif is_complete:
-        typer.echo("no queues: each one exists from its first job on", err=True)
+        typer.echo("no queues: a queue exists once it has had a job", err=True)
     if not is_complete:
         typer.echo(
-            "not all jobs were looked at: the tenant may have more, also in other queues; see: ", err=True, nl=False
+            "only some jobs were counted: the tenant may have more, also in other queues; see: ", err=True, nl=False
         )
         typer.echo(f"batchwright job list --status queued --tenant {tenant}", err=True)
 
@@ -82,12 +82,12 @@ def _print(queues: Sequence[QueueView]) -> None:
             "due": [Text(_at_least(one.due, one)) for one in queues],
             "scheduled": [Text(_at_least(one.scheduled, one)) for one in queues],
             "running": [Text(str(one.running)) for one in queues],
-            "oldest due": [Text("" if age is None else seconds(age)) for age in oldest],
+            "oldest due": [Text("" if waited is None else age(waited)) for waited in oldest],
             "paused since": [Text(time_text(one.paused_at) or "", "yellow") for one in queues],
         }
     )
 
 
 def _at_least(n: int, queue: QueueView) -> str:
-    """Of a long queue only the first jobs are looked at."""
+    """In a long queue only the first jobs are counted."""
     return f"{n}+" if queue.has_more else str(n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -12,12 +12,15 @@ import typer
 from rich.text import Text
 
 from batchwright.cli.commands.jobs import Key, read_payload
-from batchwright.cli.flags import Config, DatabaseUrl, Json, client, run
+from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, client, parse_time_span, run
+from batchwright.cli.paging import read_pages
 from batchwright.cli.show import compact, print_facts, print_json, print_table
 from batchwright.engine.cron import preview as preview_ticks
 from batchwright.engine.jobs import DEFAULT_TENANT, JobId, NewJob, OnHeld
 from batchwright.engine.schedules import Missed, Schedule
+from batchwright.errors import InvalidInput
 
+_PAGE = 1000
 _TICKS = 5
 
 app = typer.Typer(no_args_is_help=True)
@@ -48,7 +51,7 @@ def create(
     queue: Annotated[str | None, typer.Option(help="Queue to use instead of the operation's own.")] = None,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = None,
     deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="Fail each job that has not ended by then.")
+        str | None, typer.Option(metavar="DURATION", help="Fail each job that has not ended within 1h, 2d, …")
     ] = None,
     max_attempts: Annotated[int | None, typer.Option(min=1, help="Maximum number of attempts of each job.")] = None,
     key: Key = None,
@@ -62,12 +65,13 @@ def create(
     config: Config = None,
 ) -> None:
     """Create a schedule, or with --replace change one."""
+    seconds = parse_time_span("--deadline", deadline)
     job = NewJob(
         type,
         read_payload(payload),
         queue=queue,
         priority=priority,
-        deadline=None if deadline is None else timedelta(seconds=deadline),
+        deadline=None if seconds is None else timedelta(seconds=seconds),
         max_attempts=max_attempts,
         exclusive_key=key or None,
         on_held=on_held,
@@ -78,23 +82,34 @@ def create(
         async with client(database_url, config) as batchwright:
             return await batchwright.schedules.create(name, cron, job, tenant=tenant, replace=replace, **shape)
 
-    _print_changed(run(go()), "stands", json)
+    _print_changed(run(go()), "was saved", json)
 
 
 @app.command("list")
 def list_(
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number to show.")] = 100,
-    after: Annotated[str | None, typer.Option(metavar="NAME", help="Only schedules after this name.")] = None,
-    tenant: Tenant = DEFAULT_TENANT,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of schedules to show.")] = 100,
+    after: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only schedules after this name; needs --tenant.")
+    ] = None,
+    tenant: OfTenant = None,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
     """List schedules by name."""
+    if after is not None and tenant is None:
+        raise InvalidInput("--after needs --tenant: names are unique within a tenant", param="after")
 
     async def go() -> Sequence[Schedule]:
         async with client(database_url, config) as batchwright:
-            return await batchwright.schedules.list(tenant=tenant, limit=limit, after=after)
+            schedules = batchwright.schedules
+
+            def fetch(last: Schedule | None, n: int) -> Awaitable[Sequence[Schedule]]:
+                if tenant is None:
+                    return schedules.list_everywhere(after=last, limit=n)
+                return schedules.list(tenant=tenant, after=last.name if last else after, limit=n)
+
+            return await read_pages(fetch, limit, page=_PAGE)
 
     found = run(go())
     if json:
@@ -157,7 +172,7 @@ def resume(
         async with client(database_url, config) as batchwright:
             return await batchwright.schedules.resume(name, tenant=tenant)
 
-    _print_changed(run(go()), "goes on", json)
+    _print_changed(run(go()), "was resumed", json)
 
 
 @app.command()
@@ -224,21 +239,22 @@ def _print_changed(schedule: Schedule, how: str, json: bool) -> None:
     elif (ticks := schedule.upcoming(1)) and schedule.paused_at is None:
         typer.echo(f"schedule {schedule.name} {how}; next: {_tick_text(ticks[0], schedule.timezone)}")
     else:
-        typer.echo(f"schedule {schedule.name} {how}" + ("; it is paused" if how == "stands" else ""))
+        typer.echo(f"schedule {schedule.name} {how}" + ("; it is paused" if how == "was saved" else ""))
 
 
 def _print_schedules(schedules: Sequence[Schedule]) -> None:
     columns = {
         "name": [Text(one.name) for one in schedules],
+        "next": [_next_text(one) for one in schedules],
+        "last": [Text(_utc_text(one.last_tick_at) or "") for one in schedules],
+        "fires": [Text(str(one.fires)) for one in schedules],
         "cron": [Text(one.cron) for one in schedules],
         "timezone": [Text(one.timezone) for one in schedules],
         "type": [Text(one.job["operation"]) for one in schedules],
-        "next": [_next_text(one) for one in schedules],
-        "last": [Text(_utc_text(one.last_tick_at) or "") for one in schedules],
-        "fires": [Text(str(one.fires), justify="right") for one in schedules],
+        "tenant": [Text(one.tenant if one.tenant != DEFAULT_TENANT else "") for one in schedules],
         "error": [Text(one.last_error or "", "red") for one in schedules],
     }
-    print_table(columns, elastic=("error",))
+    print_table(columns, elastic=("type", "tenant", "error"))
 
 
 def _print_schedule(schedule: Schedule) -> None:

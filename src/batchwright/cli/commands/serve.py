@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 import os
@@ -17,7 +18,9 @@ import typer
 
 from batchwright.app import VERSION, AsyncBatchwright
 from batchwright.cli.commands.banner import banner_lines, print_banner
+from batchwright.cli.descriptors import raise_descriptor_limit
 from batchwright.cli.flags import Config, DatabaseUrl, TetherDescriptor, settings_from
+from batchwright.cli.listeners import Listener, find_listener
 from batchwright.cli.loop import loop_factory, spare_the_collector
 from batchwright.cli.stop import Stop, Tether, leave
 from batchwright.cli.supervisor import Supervisor
@@ -25,7 +28,7 @@ from batchwright.db.migrate import require_current
 from batchwright.engine.worker.worker import Worker
 from batchwright.errors import BatchwrightError, ConfigurationError, WorkerBroken
 from batchwright.operations.registry import Registry
-from batchwright.settings import PREFIX, Settings
+from batchwright.settings import PREFIX, Settings, use_model_server
 from batchwright.telemetry import tracing
 from batchwright.telemetry.logs import configure_logs
 
@@ -64,12 +67,30 @@ Host = Annotated[
     typer.Option(metavar="ADDRESS", help="Address of the HTTP server; any but a loopback address needs an API key."),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")]
+SocketFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--socket",
+        metavar="FILE",
+        help="Unix socket to listen on instead of a port; only your user can connect.",
+        show_default=False,
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Model server for batches, such as http://127.0.0.1:8000; by default the settings'.",
+        show_default=False,
+    ),
+]
 OrNone = Annotated[bool, typer.Option("--or-none", hidden=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to run, as the command line said it; a child gets the same words again."""
+    """The command line, which child processes get as well."""
 
     sources: Sequence[str]
     processes: int
@@ -78,14 +99,16 @@ class Launch:
     queue_limits: Sequence[str]
     database_url: str | None
     config: Path | None
+    url: str | None = None
     host: str | None = None
     port: int | None = None
+    socket: Path | None = None
     tether: int | None = None
     or_none: bool = False
-    """Whether a worker without any operation may run; under `up` it may, and waits for better times."""
+    """Whether a worker without any operation may run, as under `up`."""
 
     def settings(self) -> Settings:
-        return settings_from(
+        settings = settings_from(
             self.database_url,
             self.config,
             worker={
@@ -93,8 +116,14 @@ class Launch:
                 "queues": tuple(self.queues) or None,
                 "queue_limits": dict(map(_parse_limit, self.queue_limits)) or None,
             },
-            api={"host": self.host, "port": self.port},
+            api={"host": self.host, "port": self.port, "socket": self.socket},
         )
+        if settings.api.socket is not None and (self.host is not None or self.port is not None):
+            raise ConfigurationError(
+                f"the server listens on the unix socket {settings.api.socket} (api.socket) instead of a port; "
+                "leave --host and --port out, or remove that setting"
+            )
+        return settings if self.url is None else use_model_server(settings, self.url)
 
     def child_arguments(self) -> list[str]:
         arguments: list[str] = []
@@ -104,6 +133,8 @@ class Launch:
             arguments += ["--queue", queue]
         for limit in self.queue_limits:
             arguments += ["--queue-limit", limit]
+        if self.url is not None:
+            arguments += ["--url", self.url]
         if self.config is not None:
             arguments += ["--config", str(self.config)]
         if self.or_none:
@@ -111,8 +142,8 @@ class Launch:
         return [*arguments, "--", *self.sources]
 
     def child_environment(self, settings: Settings, number: int) -> dict[str, str]:
-        """The URL travels here, since a command line is public and a URL may hold a password. Each child has a health
-        port of its own."""
+        """The URL of the database goes here: a command line is public, and the URL may hold a password. Each child has
+        a health port of its own."""
         more = {} if self.database_url is None else {f"{PREFIX}DATABASE_URL": self.database_url}
         if port := settings.worker.health_port:
             more[f"{PREFIX}WORKER_HEALTH_PORT"] = str(port + number)
@@ -125,8 +156,10 @@ def up(
     concurrency: Concurrency = None,
     queue: Queues = None,
     queue_limit: QueueLimits = None,
+    url: Url = None,
     host: Host = None,
     port: Port = None,
+    socket: SocketFile = None,
     no_worker: Annotated[bool, typer.Option("--no-worker", help="Run no workers here.")] = False,
     no_api: Annotated[bool, typer.Option("--no-api", help="Run no HTTP server here.")] = False,
     database_url: DatabaseUrl = None,
@@ -145,8 +178,10 @@ def up(
         queue_limits=queue_limit or (),
         database_url=database_url,
         config=config,
+        url=url,
         host=host,
         port=port,
+        socket=socket,
         or_none=True,
     )
     settings = launch.settings()
@@ -161,6 +196,7 @@ def worker(
     concurrency: Concurrency = None,
     queue: Queues = None,
     queue_limit: QueueLimits = None,
+    url: Url = None,
     database_url: DatabaseUrl = None,
     config: Config = None,
     tether: TetherDescriptor = None,
@@ -178,6 +214,7 @@ def worker(
         queue_limits=queue_limit or (),
         database_url=database_url,
         config=config,
+        url=url,
         tether=tether,
         or_none=or_none,
     )
@@ -189,10 +226,16 @@ def worker(
         _run(_work(launch, settings), settings)
 
 
-def api(host: Host = None, port: Port = None, database_url: DatabaseUrl = None, config: Config = None) -> None:
+def api(
+    host: Host = None,
+    port: Port = None,
+    socket: SocketFile = None,
+    database_url: DatabaseUrl = None,
+    config: Config = None,
+) -> None:
     """Run the HTTP server on a database that is up and migrated.
 
-    Without a key it answers on a loopback address only; `batchwright key create` makes one.
+    Without a key it answers on a loopback address or a unix socket only; `batchwright key create` makes one.
     Runs until SIGTERM or Ctrl-C.
     """
     launch = Launch(
@@ -205,6 +248,7 @@ def api(host: Host = None, port: Port = None, database_url: DatabaseUrl = None, 
         config=config,
         host=host,
         port=port,
+        socket=socket,
     )
     settings = launch.settings()
     configure_logs(settings.log.level, settings.log.form)
@@ -212,7 +256,7 @@ def api(host: Host = None, port: Port = None, database_url: DatabaseUrl = None, 
 
 
 def load_operations(settings: Settings, sources: Sequence[str]) -> Registry:
-    """What the settings, the command line and installed packages offer; the current folder can be imported from."""
+    """The operations of the settings, the command line and installed packages. The current folder is importable."""
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -225,10 +269,11 @@ def load_operations(settings: Settings, sources: Sequence[str]) -> Registry:
 
 
 def _run(main: Coroutine[Any, Any, int], settings: Settings) -> None:
-    """On uvloop if it is there; threads of operations that would not end do not keep the process.
+    """Run on uvloop if it is installed. Threads of operations that do not end do not keep the process alive.
 
-    Those of a remote store might abort an interpreter that leaves in the ordinary way.
+    Threads of a remote store may abort an interpreter that exits in the usual way.
     """
+    raise_descriptor_limit()
     tracing.start(version=VERSION)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         code = runner.run(main)
@@ -252,9 +297,9 @@ async def _work(launch: Launch, settings: Settings) -> int:
     has_more = settings.has_gateways or bool(settings.table("providers", dict))
     if not operations.names() and not launch.or_none and not has_more:
         log.warning(
-            "this worker runs documents only: name the source of your operations (batchwright worker hello.py), or "
-            "configure a model server for batches ([global_inference_gateway] in batchwright.toml), or providers for "
-            "tasks ([providers.openai])"
+            "this worker runs documents only: name the source of your operations (batchwright worker hello.py), a "
+            "model server for batches (--url, or global_inference_gateway.url), or providers for tasks "
+            "([providers.openai])"
         )
     batchwright = await _open(settings, operations, is_up=False)
     try:
@@ -294,7 +339,7 @@ async def _work_until(stop: Stop, batchwright: AsyncBatchwright, tether: Tether 
 def _stop(worker: Worker, settings: Settings) -> None:
     grace = settings.worker.stop_grace_seconds
     log.info(
-        "stopping: running jobs may end within %g s, then they are given back; a second signal leaves at once", grace
+        "stopping: running jobs may end within %g s, then they go back to the queue; a second signal quits now", grace
     )
     worker.stop()
 
@@ -302,7 +347,7 @@ def _stop(worker: Worker, settings: Settings) -> None:
 async def _serve(launch: Launch, settings: Settings, *, is_up: bool, has_worker: bool, has_api: bool) -> int:
     """The HTTP server here, workers in processes of their own.
 
-    This process loads no operations: its children do, and what is wrong with them they say.
+    This process loads no operations: its children do, and report what is wrong with them.
     """
     stop = Stop()
     stop.listen()
@@ -312,7 +357,7 @@ async def _serve(launch: Launch, settings: Settings, *, is_up: bool, has_worker:
     try:
         if has_worker:
             await batchwright.pool.explore_leases()
-        server = await batchwright.server() if has_api else None
+        server = await _open_server(batchwright) if has_api else None
         watch = [asyncio.create_task(_guard_until(stop, batchwright))]
         if server is not None:
             server.start().add_done_callback(lambda _: stop.ask())
@@ -330,6 +375,24 @@ async def _serve(launch: Launch, settings: Settings, *, is_up: bool, has_worker:
             await asyncio.gather(*watch, return_exceptions=True)
     finally:
         await batchwright.close()
+
+
+async def _open_server(batchwright: AsyncBatchwright) -> ApiServer:
+    try:
+        return await batchwright.server()
+    except ConfigurationError as error:
+        api = batchwright.settings.api
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE and (found := find_listener(api.port)):
+            raise ConfigurationError(_describe_listener(found, api.host, api.port)) from error
+        raise
+
+
+def _describe_listener(found: Listener, host: str, port: int) -> str:
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if found.is_batchwright:
+        return f"yours runs already, pid {found.pid}, at {where}; use that one, or start another with --port 0"
+    return f"port {port} is in use by {found.name}, pid {found.pid}; choose another one with --port"
 
 
 def _make_supervisor(launch: Launch, settings: Settings, stop: Stop) -> Supervisor:
@@ -365,7 +428,7 @@ async def _announce(
 
 
 async def _guard_until(stop: Stop, batchwright: AsyncBatchwright) -> None:
-    """The embedded database is looked after until somebody says stop."""
+    """Restart the embedded database if it dies, until it is time to stop."""
     while not stop.asked.is_set():
         try:
             await asyncio.wait_for(stop.asked.wait(), _GUARD_SECONDS)
@@ -382,7 +445,7 @@ async def _guard(batchwright: AsyncBatchwright) -> None:
 
 
 async def _open(settings: Settings, operations: Registry, *, is_up: bool) -> AsyncBatchwright:
-    """Refuse what cannot work before anything runs; `up` brings the schema along, a worker only looks at it."""
+    """Refuse what cannot work before anything runs. `up` migrates the schema; a worker only checks it."""
     batchwright = await AsyncBatchwright(settings=settings, operations=operations).open(migrated=False)
     try:
         if is_up or batchwright.embedded is not None:

@@ -1,4 +1,4 @@
-"""How jobs and events look on paper."""
+"""How jobs and events are printed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from batchwright.cli.show import (
     COLOURS,
+    age,
     as_dict,
     compact,
     console,
@@ -21,6 +22,7 @@ from batchwright.cli.show import (
     seconds,
     time_text,
 )
+from batchwright.cli.tables import table_lines
 from batchwright.engine.jobs import DEFAULT_QUEUE, DEFAULT_TENANT, Job, JobEvent
 from batchwright.engine.queue import CHILDREN_COUNTED_MAX
 from batchwright.engine.views import Reason, WaitingOn
@@ -44,16 +46,16 @@ def print_jobs(jobs: Sequence[Job], reasons: Mapping[UUID, Sequence[WaitingOn]])
         {
             "id": [Text(str(job.id)) for job in jobs],
             "status": [Text(job.status, COLOURS[job.status]) for job in jobs],
+            "tries": [Text(f"{job.attempts}/{job.max_attempts}") for job in jobs],
+            "age": [Text(age((now - job.created_at).total_seconds())) for job in jobs],
+            "progress": [Text(progress(job)) for job in jobs],
             "type": [Text(job.job_type) for job in jobs],
+            "waiting on": [Text(", ".join(SHORT[one.reason] for one in reasons[job.id])) for job in jobs],
             "tenant": [Text(job.tenant if job.tenant != DEFAULT_TENANT else "") for job in jobs],
             "queue": [Text(job.queue if job.queue != DEFAULT_QUEUE else "") for job in jobs],
-            "progress": [Text(progress(job)) for job in jobs],
-            "tries": [Text(f"{job.attempts}/{job.max_attempts}") for job in jobs],
-            "age": [Text(seconds((now - job.created_at).total_seconds())) for job in jobs],
-            "waiting on": [Text(", ".join(SHORT[one.reason] for one in reasons[job.id])) for job in jobs],
             "message": [Text(last_message(job)) for job in jobs],
         },
-        elastic=("waiting on", "message"),
+        elastic=("type", "waiting on", "tenant", "queue", "message"),
     )
 
 
@@ -102,8 +104,22 @@ def job_as_json(job: Job, reasons: Sequence[WaitingOn]) -> dict[str, Any]:
     return {**as_dict(job), "waiting_on": reasons}
 
 
+def event_lines(events: Sequence[JobEvent], width: int) -> list[Text]:
+    """One line for each event, for live views; what it says is cut."""
+    columns = {
+        "time": [Text(f"{event.ts.astimezone(UTC):%H:%M:%S}", "bright_black") for event in events],
+        "event": [Text(event.event, LEVELS[event.level]) for event in events],
+        "message": [Text(describe_event(event), LEVELS[event.level]) for event in events],
+    }
+    return table_lines(columns, width, has_header=False, indent=2)
+
+
 def event_table(events: Sequence[JobEvent]) -> Table:
+    """Times and names stay whole; what an event says is wrapped."""
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for event in events:
         style = LEVELS[event.level]
         table.add_row(

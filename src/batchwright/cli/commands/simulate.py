@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from batchwright.cli.flags import Json, TetherDescriptor
+from batchwright.cli.flags import Json, TetherDescriptor, parse_time_span
 from batchwright.cli.loop import loop_factory, spare_the_collector
 from batchwright.cli.show import console, print_facts, print_json, print_table
 from batchwright.cli.stop import Stop, Tether
@@ -20,6 +19,10 @@ from batchwright.errors import InvalidInput
 from batchwright.simulator import PROFILES, Profile, Simulator, SimulatorSettings, named_model, profile
 
 _EXAMPLE = '{"model": "%s", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}'
+
+_PORT = 9000
+_PROVIDERS_PORT = 9100
+"""Another one, so that both simulators can run at the same time."""
 
 Models = Annotated[
     list[str] | None,
@@ -32,7 +35,15 @@ ProfileName = Annotated[
     str, typer.Option("--profile", help=f"Capacity of models without one of their own: {', '.join(PROFILES)}.")
 ]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help=f"Port; 0 picks a free one. By default {_PORT}, and {_PROVIDERS_PORT} with --providers.",
+        show_default=False,
+    ),
+]
 Prefill = Annotated[
     float | None,
     typer.Option(min=0, metavar="TOKENS/S", help="Prompt tokens read per second; 0 takes no time.", show_default=False),
@@ -79,13 +90,24 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(metavar="KIND[:SHARE][:NAME=VALUE]", help="Make requests fail; may be repeated.", show_default=False),
 ]
-PromptFaults = Annotated[bool, typer.Option(help=escape("Whether [[fault:500]] in a prompt makes its request fail."))]
+PromptFaults = Annotated[bool, typer.Option(help="Whether [[fault:500]] in a prompt makes its request fail.")]
 ApiKey = Annotated[str | None, typer.Option(help="Bearer key that requests must send.", show_default=False)]
 Providers = Annotated[
     bool, typer.Option("--providers", help="Simulate the batch APIs of outside providers instead of a model server.")
 ]
-QueueSeconds = Annotated[float, typer.Option(min=0, help="With --providers: how long a job waits before it runs.")]
-RunSeconds = Annotated[float, typer.Option(min=0, help="With --providers: how long a job runs.")]
+QueueTime = Annotated[
+    str,
+    typer.Option(
+        "--queue-time",
+        "--queue-seconds",
+        metavar="DURATION",
+        help="With --providers: time that a job waits before it runs.",
+    ),
+]
+RunTime = Annotated[
+    str,
+    typer.Option("--run-time", "--run-seconds", metavar="DURATION", help="With --providers: time that a job runs."),
+]
 WriteConfig = Annotated[
     Path | None,
     typer.Option(
@@ -94,7 +116,7 @@ WriteConfig = Annotated[
         show_default=False,
     ),
 ]
-_OF_PROVIDERS = {"queue_seconds", "run_seconds", "write_config"}
+_OF_PROVIDERS = {"queue_time", "run_time", "write_config"}
 _OF_BOTH = {"providers", "host", "port", "time_scale", "seed", "fault", "api_key", "json", "tether"}
 
 
@@ -104,7 +126,7 @@ def simulate(
     any_model: AnyModel = False,
     profile_name: ProfileName = "fast",
     host: Host = "127.0.0.1",
-    port: Port = 9000,
+    port: Port = None,
     prefill: Prefill = None,
     decode: Decode = None,
     decode_total: DecodeTotal = None,
@@ -120,8 +142,8 @@ def simulate(
     prompt_faults: PromptFaults = True,
     api_key: ApiKey = None,
     providers: Providers = False,
-    queue_seconds: QueueSeconds = 2.0,
-    run_seconds: RunSeconds = 8.0,
+    queue_time: QueueTime = "2s",
+    run_time: RunTime = "8s",
     write_config: WriteConfig = None,
     json: Json = False,
     tether: TetherDescriptor = None,
@@ -142,12 +164,19 @@ def simulate(
         jobs = ProviderSettings(
             api_key=api_key,
             faults=fault or (),
-            queue_seconds=queue_seconds,
-            run_seconds=run_seconds,
+            queue_seconds=parse_time_span("--queue-time", queue_time) or 0.0,
+            run_seconds=parse_time_span("--run-time", run_time) or 0.0,
             seed=seed,
             speed=time_scale,
         )
-        simulate_providers(jobs, host, port, write_config=write_config, is_json=json, tether=tether)
+        simulate_providers(
+            jobs,
+            host,
+            _PROVIDERS_PORT if port is None else port,
+            write_config=write_config,
+            is_json=json,
+            tether=tether,
+        )
         return
     given = {
         "prefill_rate": prefill,
@@ -172,7 +201,7 @@ def simulate(
         time_scale=time_scale,
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        stats = runner.run(_simulate(settings, host, port, json, tether))
+        stats = runner.run(_simulate(settings, host, _PORT if port is None else port, json, tether))
     if json:
         print_json(stats, indent=False)
     else:
@@ -224,7 +253,7 @@ def _print_banner(simulator: Simulator) -> None:
     key = " -H 'authorization: Bearer …'" if settings.api_key else ""
     grid.add_row(Text("  try", "cyan"), Text(f"curl {simulator.url}/v1/chat/completions{key} -d '{_EXAMPLE % first}'"))
     grid.add_row(Text("  counts", "cyan"), Text(f"curl {simulator.url}/simulator/stats"))
-    grid.add_row(Text("  stop", "cyan"), Text("Ctrl-C says what was asked"))
+    grid.add_row(Text("  stop", "cyan"), Text("Ctrl-C, which prints what it received"))
     out = console()
     out.print(Text(f"Simulated model server on {simulator.url}", "bold"))
     out.print(grid)

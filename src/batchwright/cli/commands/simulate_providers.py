@@ -26,7 +26,7 @@ _CONFIG = "BATCHWRIGHT_CONFIG"
 def simulate_providers(
     settings: ProviderSettings, host: str, port: int, *, write_config: Path | None, is_json: bool, tether: int | None
 ) -> None:
-    """Run until a signal, and then say what was asked."""
+    """Run until a signal, and then print what was received."""
     targets = _open_targets(write_config)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         stats = runner.run(_serve(settings, host, port, targets, is_json, tether))
@@ -120,7 +120,7 @@ def _lines(server: Server, targets: tuple[Target, Target] | None) -> list[tuple[
     lines += [
         ("try", "batchwright task submit FILE --provider sarvam --wait"),
         ("counts", f"curl {server.url}/simulator/stats"),
-        ("stop", "Ctrl-C says what was asked"),
+        ("stop", "Ctrl-C, which prints what it received"),
     ]
     return lines
 

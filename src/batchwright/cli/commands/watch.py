@@ -1,4 +1,4 @@
-"""The live view of a job: where it stands, how far it and its children are, and what happened last."""
+"""The live view of a job: its status, its progress and that of its children, and its last events."""
 
 from __future__ import annotations
 
@@ -10,15 +10,26 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
 from batchwright.app import AsyncBatchwright
-from batchwright.cli.commands.show import event_line, event_table, last_message, state_text
+from batchwright.cli.commands.show import event_line, event_lines, last_message, state_text
 from batchwright.cli.commands.show import progress as progress_text
-from batchwright.cli.show import COLOURS, bar, compact, console, counts_text, print_json, seconds, status_bar
+from batchwright.cli.show import (
+    COLOURS,
+    bar_with,
+    compact,
+    console,
+    counts_parts,
+    counts_text,
+    print_json,
+    seconds,
+    status_bar,
+)
+from batchwright.cli.tables import fact_lines, head_lines
 from batchwright.engine.jobs import Job, JobEvent, JobId
 from batchwright.errors import DatabaseUnavailable
 from batchwright.states import JOB, JobStatus
@@ -31,62 +42,58 @@ _PLAIN_PROGRESS_SECONDS = 2.0
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """What was seen of a job last; rich draws it."""
+    """The last state of a job, as rich draws it."""
 
     job: Job
     children: Mapping[JobStatus, int] = dataclasses.field(default_factory=dict)
     events: deque[JobEvent] = dataclasses.field(default_factory=lambda: deque(maxlen=_EVENTS_SHOWN))
     trouble: str | None = None
     ahead: timedelta = timedelta(0)
-    """How far this machine's clock is before the database's."""
+    """How far the clock of this machine is ahead of the database's."""
 
     @property
     def is_over(self) -> bool:
         return self.job.status in JOB.terminal
 
     def elapsed_seconds(self) -> float:
-        """By the database's clock, which wrote the other end."""
+        """By the clock of the database, which wrote the job's times."""
         now = datetime.now(UTC) - self.ahead
         return ((self.job.finished_at or now) - self.job.created_at).total_seconds()
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self._head()]
-        if bar := self._bar():
-            parts.append(bar)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield from self._head(width)
+        if bar := self._bar(width - 2):
+            yield Text("  ").append_text(bar)
         if self.children:
-            parts.append(Text("  ").append_text(counts_text(self.children)))
+            yield from fact_lines(counts_parts(self.children), width)
         if self.job.status is JobStatus.SUCCEEDED and self.job.result is not None:
-            parts.append(Text(f"  result  {compact(self.job.result)}", "green", no_wrap=True, overflow="ellipsis"))
+            yield Text(f"  result  {compact(self.job.result)}", "green", no_wrap=True, overflow="ellipsis")
         elif self.job.error is not None:
-            parts.append(Text(f"  {last_message(self.job)}", "red"))
+            yield Padding(Text(last_message(self.job), "red"), (0, 0, 0, 2))
         if self.events:
-            shown = event_table(list(self.events))
-            parts += [Text(), Padding(shown, (0, 0, 0, 2))]
+            yield Text()
+            yield from event_lines(self.events, width)
         if self.trouble:
-            parts.append(Text(f"  {self.trouble}", "yellow"))
-        return Group(*parts)
+            yield Padding(Text(self.trouble, "yellow"), (0, 0, 0, 2))
 
-    def _head(self) -> Text:
-        head = Text(no_wrap=True, overflow="ellipsis")
-        head.append(self.job.job_type, "bold").append(f"  {self.job.id}  ", "bright_black")
-        head.append(self.job.status, COLOURS[self.job.status])
-        for part in (seconds(self.elapsed_seconds()), state_text(self.job)):
-            if part:
-                head.append(f" · {part}")
-        return head
+    def _head(self, width: int) -> list[Text]:
+        named = Text(f"{self.job.id}  ", "bright_black").append(self.job.status, COLOURS[self.job.status])
+        facts = [named, Text(seconds(self.elapsed_seconds())), Text(state_text(self.job))]
+        return head_lines(Text(self.job.job_type, "bold"), [fact for fact in facts if fact], width)
 
-    def _bar(self) -> Text | None:
-        """The job's own progress, or its children's, one colour for each way to end."""
+    def _bar(self, width: int) -> Text | None:
+        """The progress of the job or of its children, with a colour for each way to end."""
         if self.children:
-            return Text("  ").append_text(status_bar(self.children, "children"))
+            return status_bar(self.children, "children", width)
         if self.job.progress_total:
             shown = {"green" if self.is_over else "cyan": self.job.progress_current or 0}
-            return Text("  ").append_text(bar(shown, self.job.progress_total)).append(f"  {progress_text(self.job)}")
+            return bar_with(shown, self.job.progress_total, f"  {progress_text(self.job)}", width)
         return None
 
 
 async def watch(batchwright: AsyncBatchwright, id: JobId, *, json: bool = False) -> Job:
-    """Show the job until it has ended, in the way that suits the output; answers how it ended."""
+    """Show the job until it has ended, in the form that suits the output. Returns the ended job."""
     if json:
         return await follow(batchwright, id, _json_lines)
     if not sys.stdout.isatty():
@@ -117,7 +124,7 @@ async def follow(
     *,
     until: Callable[[View], bool] = lambda view: view.is_over,
 ) -> Job:
-    """Look at the job several times a second, more rarely if that is costly.
+    """Look at the job several times a second, and less often if that is slow.
 
     `on_look` gets what was seen and the events that are new.
     """
@@ -130,7 +137,7 @@ async def follow(
         try:
             events = await _look(batchwright, view, last)
         except DatabaseUnavailable as error:
-            view.trouble, events = f"the database is away: {str(error).splitlines()[0]}", []
+            view.trouble, events = f"the database is unavailable: {str(error).splitlines()[0]}", []
         last = events[-1].id if events else last
         on_look(view, events)
         if until(view) and len(events) < _EVENTS_PER_LOOK and view.trouble is None:
@@ -139,7 +146,7 @@ async def follow(
 
 
 async def _look(batchwright: AsyncBatchwright, view: View, last: int) -> list[JobEvent]:
-    """The job before its events: whoever sees it ended has also seen its last event."""
+    """The job first, then its events: when the job has ended, its last event is already there to read."""
     view.job = await batchwright.queue.get(view.job.id)
     if view.job.waits:
         view.children = await batchwright.queue.count_children(view.job.id)
@@ -150,7 +157,7 @@ async def _look(batchwright: AsyncBatchwright, view: View, last: int) -> list[Jo
 
 
 class Lines:
-    """Without a terminal: a line for each event, and now and then one for progress."""
+    """Without a terminal: a line for each event, and some for progress."""
 
     def __init__(self) -> None:
         self._said = ""

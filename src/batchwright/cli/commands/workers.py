@@ -1,4 +1,4 @@
-"""`batchwright workers` and `batchwright operations`: who works, and what can be asked of them."""
+"""`batchwright workers` and `batchwright operations`: worker processes, and what they can run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from batchwright.cli.flags import Config, DatabaseUrl, Json, client, run
-from batchwright.cli.show import compact, console, print_facts, print_json, print_table, seconds, time_text
+from batchwright.cli.show import age, ago, compact, console, print_facts, print_json, print_table, time_text
 from batchwright.engine.jobs import DEFAULT_QUEUE, MAX_ATTEMPTS
 from batchwright.engine.views import OperationView, WorkerView
 from batchwright.errors import NotFound
@@ -25,7 +25,7 @@ OperationName = Annotated[
 
 
 def workers(json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """List worker processes with their last sign of life."""
+    """List worker processes with their last heartbeat."""
 
     async def go() -> list[WorkerView]:
         async with client(database_url, config) as batchwright:
@@ -68,8 +68,8 @@ def _print_workers(found: Sequence[WorkerView]) -> None:
             "pid": [Text(str(one.pid)) for one in found],
             "state": [_state(one) for one in found],
             "running": [Text(f"{one.running}/{one.concurrency}") for one in found],
-            "heartbeat": [Text(f"{seconds((now - one.heartbeat_at).total_seconds())} ago") for one in found],
-            "up": [Text(seconds((now - one.started_at).total_seconds())) for one in found],
+            "heartbeat": [Text(ago(now, one.heartbeat_at)) for one in found],
+            "up": [Text(age((now - one.started_at).total_seconds())) for one in found],
             "version": [Text(one.version) for one in found],
             "operations": [Text(str(len(one.operations))) for one in found],
             "queues": [Text("all" if one.queues is None else ", ".join(one.queues)) for one in found],
@@ -88,12 +88,12 @@ def _print_operations(found: Sequence[OperationView]) -> None:
     print_table(
         {
             "operation": [Text(one.name) for one in found],
-            "queue": [Text(str(one.defaults.get("queue", DEFAULT_QUEUE))) for one in found],
             "tries": [Text(str(one.defaults.get("max_attempts", MAX_ATTEMPTS))) for one in found],
             "workers": [Text(str(one.workers), "" if one.workers else "yellow") for one in found],
+            "queue": [Text(str(one.defaults.get("queue", DEFAULT_QUEUE))) for one in found],
             "description": [Text((one.description or "").partition("\n")[0]) for one in found],
         },
-        elastic=("description",),
+        elastic=("queue", "description"),
     )
 
 
@@ -137,7 +137,7 @@ def _print_payload(properties: Mapping[str, Mapping[str, Any]], required: Sequen
             "default": [Text("required" if name in required else _default_text(properties[name])) for name in names],
             "description": [Text(str(properties[name].get("description", ""))) for name in names],
         },
-        elastic=("description",),
+        elastic=("type", "default", "description"),
     )
 
 

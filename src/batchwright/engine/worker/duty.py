@@ -1,4 +1,4 @@
-"""What parts of Batchwright do in a worker process, and how the worker sees all of them as one."""
+"""What parts of Batchwright do in a worker process, combined into one object for the worker."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class Duty:
     """What one part does in one worker process."""
 
     services: Sequence[object] | Callable[[], Sequence[object]] = ()
-    """What its operations ask for by class: `ctx.service(Kind)`; a function makes them when one is first asked for."""
+    """Services that its operations get by class, `ctx.service(Kind)`; a function creates them at the first request."""
     demand: Demand | None = None
-    """Jobs that it takes by what it can do with them, beside the worker's slots."""
+    """Jobs that the part takes by its own capacity, outside the worker's slots."""
     rounds: Sequence[Round] = ()
-    """What upkeep does for it."""
+    """Its upkeep rounds."""
     close: Callable[[], Awaitable[None]] | None = None
     """Called when the worker ends, after its last job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where a part does its duty: what a worker offers to it."""
+    """What a worker offers to a part."""
 
     counts: WorkerCounts
     queue: Queue
     queues: Sequence[str] | None
     """The queues that the worker serves; None for all of them."""
     ring: Callable[[Iterable[str]], None] = lambda queues: None
-    """Tells the other workers that these queues have got jobs."""
+    """Tells the other workers that these queues have jobs."""
     worker: str = ""
     """The id of the worker."""
 
@@ -52,7 +52,7 @@ class Site:
 
 
 class WorkerPart(Protocol):
-    """A part, as a worker sees it."""
+    """The part of `Part` that a worker uses."""
 
     @property
     def metrics(self) -> Any: ...
@@ -82,7 +82,7 @@ class Duties:
         return [round for duty in self._duties for round in duty.rounds]
 
     def service(self, kind: type[T]) -> T:
-        """What an operation asks for."""
+        """The service that an operation requests."""
         late = (service for make in self._late for service in make())
         for service in itertools.chain(self._services, late):
             if isinstance(service, kind):
@@ -90,7 +90,7 @@ class Duties:
         raise InvalidInput(f"this worker has no service {kind.__name__}", param="service")
 
     async def close(self) -> None:
-        """The last one first; one that fails keeps nobody else from closing."""
+        """Close in reverse order; one that fails does not stop the others."""
         async with contextlib.AsyncExitStack() as stack:
             for duty in self._duties:
                 if duty.close is not None:
@@ -98,7 +98,7 @@ class Duties:
 
 
 class _Demands:
-    """The demands of several parts as one; each queue belongs to the first part that serves it."""
+    """The demands of several parts combined; each queue belongs to the first part that serves it."""
 
     def __init__(self, demands: Sequence[Demand]) -> None:
         self._demands = demands
@@ -131,7 +131,7 @@ class _Demands:
 
 
 def metrics_of(parts: Sequence[WorkerPart]) -> list[Metric]:
-    """What all of them count."""
+    """The metrics of all parts."""
     return [metric for part in parts for metric in load(part.metrics)]
 
 

@@ -29,13 +29,13 @@ _READY_SECONDS_MAX = 5.0
 _WRITE_SECONDS_MAX = 10.0
 
 OWN_METRICS = (
-    Metric("this_worker_jobs", "Jobs that this worker process has in hand now.", kind="gauge"),
-    Metric("this_worker_broken", "1 when this worker process has found itself broken and is leaving.", kind="gauge"),
+    Metric("this_worker_jobs", "Jobs that this worker process holds now.", kind="gauge"),
+    Metric("this_worker_broken", "1 when this worker process has found itself broken and is stopping.", kind="gauge"),
 )
 
 
 def own_counts(worker: Worker) -> Counts:
-    """What a worker's page says about its own process."""
+    """The state of this process, for the worker's health page."""
     counts = Counts(OWN_METRICS)
 
     def look() -> None:
@@ -89,12 +89,12 @@ class HealthServer:
     # Pages ------------------------------------------------------------------------------------------------------
 
     async def _healthz(self) -> Page:
-        """Whether this process is worth keeping: the loop answers, and nothing is broken. A database that is away
-        is no reason to start it again."""
+        """Whether this process is alive: the loop answers, and nothing is broken. An unavailable database is no reason
+        to restart it."""
         return self._answer_unavailable(self._broken) if self._broken else self._answer_well()
 
     async def _readyz(self) -> Page:
-        """Whether it takes jobs."""
+        """Whether the worker takes jobs."""
         if reason := self._broken or self._worker.idle_because:
             return self._answer_unavailable(reason)
         try:
@@ -103,7 +103,7 @@ class HealthServer:
         except ConfigurationError as error:
             return self._answer_unavailable(str(error))
         except (DatabaseError, TimeoutError):
-            return self._answer_unavailable("the database is away")
+            return self._answer_unavailable("the database is unavailable")
         return self._answer_well()
 
     async def _metrics(self) -> Page:
@@ -112,7 +112,7 @@ class HealthServer:
     @property
     def _broken(self) -> str | None:
         reason = self._worker.broken
-        return None if reason is None else f"this worker is broken and must be started anew: {reason}"
+        return None if reason is None else f"this worker is broken and must be restarted: {reason}"
 
     def _answer_well(self) -> Page:
         return Page(HTTPStatus.OK, orjson.dumps({"status": "ok", "version": self._version}))
@@ -124,7 +124,7 @@ class HealthServer:
     # HTTP -------------------------------------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever is slow to ask, or to read, is let go."""
+        """Close connections that are slow to send or to read."""
         with (
             contextlib.closing(writer),
             contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError),
@@ -175,5 +175,5 @@ def _head(page: Page) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    """asyncio wraps the system's words into a sentence of its own."""
+    """asyncio wraps the system's message in a sentence of its own."""
     return os.strerror(error.errno) if error.errno else str(error)

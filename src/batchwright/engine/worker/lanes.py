@@ -1,8 +1,8 @@
-"""Where a worker looks for jobs: its queues at every priority, each with a watermark behind which it looks on.
+"""Where a worker looks for jobs: its queues at every priority, each with a watermark after which the search continues.
 
-A watermark says: everything before it has been looked at. It keeps a claim fast when many dead rows lie at the head
-of the index. What may still hide before it (a key that came free, a commit that was late, a lock that was given up)
-is found by the full scan, which runs every second, or less often when it is slow.
+Everything before a watermark has been examined. This keeps a claim fast when many dead rows are at the head of the
+index. Jobs that become claimable before it (after a freed key, a late commit or a released lock) are found by the full
+scan, which runs every second, or less often when it is slow.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ PRIVATE = "~"
 
 
 class Demand(Protocol):
-    """A part that takes jobs by what it can do with them, instead of by the worker's slots."""
+    """A part that takes jobs by its own capacity instead of the worker's slots."""
 
     @property
     def operations(self) -> Sequence[str]:
         """The operations of such jobs."""
 
     def queues(self) -> list[str]:
-        """Whence it takes them, to be shown; a name that ends in a slash stands for all below it."""
+        """The queues that it takes them from, for display; a name that ends in a slash means all queues below it."""
 
     def serves(self, queue: str) -> bool:
-        """Whether the jobs of this queue are such jobs."""
+        """Whether the part takes the jobs of this queue."""
 
     def wanted(self, queue: str, priority: int, running: int) -> int:
-        """How many more of them to claim now; so many of the queue are in this worker's hands."""
+        """How many more jobs to claim now, given how many of the queue this worker holds."""
 
     @property
     def broken(self) -> str | None:
-        """What must not be, and is; the worker takes nothing more then."""
+        """A fault of the part, if any; the worker then claims no more jobs."""
 
     def listen(self, on_demand: Callable[[], None]) -> None:
-        """Whom to tell when more are wanted."""
+        """Set the callback for when more jobs are wanted."""
 
 
 class Lanes:
-    """The lanes of one worker; knows which queues there are and how far each lane was looked through."""
+    """The lanes of one worker: which queues exist, and how far each lane was searched."""
 
     def __init__(self, queues: Sequence[str] | None, limits: Mapping[str, int], besides: Demand | None = None) -> None:
         self._wanted = queues
@@ -63,7 +63,7 @@ class Lanes:
         self._scan_at = 0.0
         self._is_scan_asked = False
         self._is_scanning = False
-        """A scan was begun and has not come to its end."""
+        """A scan has begun and not ended."""
         self._turn = 0
 
     @property
@@ -71,11 +71,11 @@ class Lanes:
         return self._is_scan_asked or self._is_scanning or time.monotonic() >= self._scan_at
 
     def scan_soon(self) -> None:
-        """Let the next claim be a full scan, also if one is under way: it may have looked already."""
+        """Make the next claim a full scan, even if one is in progress: that one may have passed the place already."""
         self._is_scan_asked = True
 
     def begin_scan(self) -> None:
-        """Forget the watermarks, so that the claim which follows is a full scan."""
+        """Forget the watermarks, so that the following claim is a full scan."""
         self._marks.clear()
         self._is_scan_asked = False
         self._is_scanning = True
@@ -93,7 +93,7 @@ class Lanes:
         return queue in self._wanted if self._wanted is not None else not queue.startswith(PRIVATE)
 
     def serves(self, queue: str) -> bool:
-        """Whether a ring for this queue is for us; one that we have never seen makes us look around."""
+        """Whether a ring for this queue is for us; an unknown queue makes us read the list of queues again."""
         if not self._is_ours(queue):
             return False
         if queue not in self._queues:
@@ -101,7 +101,7 @@ class Lanes:
         return True
 
     def open(self, slots: int, running: Mapping[str, int]) -> list[Lane]:
-        """All priorities of all queues with room, the queues taking turns at being first."""
+        """All priorities of all queues with free capacity; the queues take turns at being first."""
         self._turn += 1
         start = self._turn % len(self._queues) if self._queues else 0
         order = self._queues[start:] + self._queues[:start]
@@ -120,7 +120,7 @@ class Lanes:
         return room
 
     def move_on(self, lanes: Sequence[Lane], claimed: Claimed, slots: int, took_seconds: float) -> None:
-        """Remember how far each lane was looked through; a margin covers commits that were still under way.
+        """Remember how far each lane was searched; a margin covers commits that were still in progress.
 
         Keyed jobs do not move a watermark: they may have been found by their key, far ahead of their lane.
         """
@@ -146,7 +146,7 @@ class Lanes:
 
 
 class LanesOnDemand(Lanes):
-    """The queues of a part that says itself how many of their jobs it wants."""
+    """The queues of a part that decides itself how many of their jobs it wants."""
 
     def __init__(self, demand: Demand) -> None:
         super().__init__(None, {})

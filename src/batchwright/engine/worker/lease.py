@@ -1,11 +1,11 @@
 """The threads that keep a worker's claims alive, whatever the event loop is doing.
 
-The first has a connection of its own. Every second it reads what the database says that this worker holds, so that a
-cancel needs no doorbell; every third of a lease it renews. It may hang for as long as the connection does. A worker
-that holds nothing, and cannot hold anything without knowing it, asks nothing.
+The first has its own connection. Every second it reads from the database which claims this worker holds, so that a
+cancel needs no doorbell; every third of a lease it renews them. It may hang for as long as the connection does. A
+worker that certainly holds nothing sends no query.
 
-The second is the timer. It makes no calls. It stops jobs a little before their lease is over, because another worker
-may have them after that.
+The second is the timer. It makes no calls. It stops jobs a little before their lease expires, because another worker
+may claim them after that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _DOUBT_SECONDS = 60.0
-"""So long after its answer was lost a claim may still be committed: longer than any statement lasts."""
+"""How long after its answer was lost a claim may still be committed: longer than any statement lasts."""
 _MARGIN_SECONDS_MAX = 2.0
 _LOST_ANSWER = "the answer to the claim was lost"
 _CUT_OFF = "the worker was cut off from the database"
@@ -47,18 +47,18 @@ def margin(lease_seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The worker, as the threads see it: they call all of this."""
+    """The worker, as the threads see it: they call these methods."""
 
     held: Callable[[], Mapping[ClaimKey, Leased]]
-    """The claims that the worker believes to hold."""
+    """The claims that the worker believes it holds."""
     claims_under_way: Callable[[], tuple[int, int]]
     """How many claims have begun but not ended, and how many have ended."""
     claims_in_doubt: Callable[[], int] | None = None
-    """How many claims have ended without an answer; without it the database is asked even while nothing is held."""
+    """How many claims have ended without an answer; without this, the database is queried even if nothing is held."""
     on_news: Callable[[dict[ClaimKey, JobStatus | None]], object]
-    """Told which claims were cancelled or expired, and (None) which are lost."""
+    """Receives the claims that were cancelled or expired, and (None) those that are lost."""
     beat: Callable[[Queue], None] = lambda queue: None
-    """Says in the database that the worker lives."""
+    """Writes the worker's heartbeat to the database."""
 
 
 class Lease(threading.Thread):
@@ -82,16 +82,16 @@ class Lease(threading.Thread):
         self._closing = threading.Event()
         self._timer = threading.Thread(target=self._watch, name="batchwright-lease-timer", daemon=True)
         self._asked: float | None = None
-        """When the call began that is not answered yet."""
+        """When the unanswered call began."""
         self._over: set[ClaimKey] = set()
-        """What the timer has reported and is still held."""
+        """Claims that the timer has reported and that are still held."""
         self._newly_cut_off: deque[ClaimKey] = deque()
         """Claims that were stopped because the database did not answer; from the timer to the other thread."""
         self._cut_off: set[ClaimKey] = set()
         self._doubts = 0
         self._doubted_until = -math.inf
         self._clear_since: tuple[int, int] | None = None
-        """The claims that had been when the database said that we hold nothing."""
+        """The number of claims made when the database said that we hold nothing."""
         self.failures = 0
 
     def start(self) -> None:
@@ -119,13 +119,13 @@ class Lease(threading.Thread):
                 self._note_failure(error)
                 renew_at = now
             except DatabaseError:
-                log.exception("the lease thread stumbled")
+                log.exception("the lease thread failed and continues")
             finally:
                 self._asked = None
         self._close_database()
 
     def look(self) -> None:
-        """Compare what we believe to hold with what the database says."""
+        """Compare the claims that we believe we hold with the database."""
         before, busy_before = list(self._holder.held()), self._holder.claims_under_way()
         may_hold = bool(before or busy_before[0] or self._newly_cut_off or self._cut_off) or self._has_doubts()
         if not may_hold and busy_before == self._clear_since:
@@ -152,7 +152,7 @@ class Lease(threading.Thread):
         return time.monotonic() < self._doubted_until
 
     def renew(self) -> bool:
-        """Whether every lease was renewed; a row that somebody is just changing is left out."""
+        """Whether every lease was renewed; a row that is being changed is skipped."""
         began = time.monotonic()  # the new lease counts from before the statement, however long that took
         held = self._holder.held()
         renewed = complete(self._queue.renew(list(held)))
@@ -163,7 +163,7 @@ class Lease(threading.Thread):
         return len(renewed) == len(held)
 
     def judge(self) -> None:
-        """Stop jobs whose lease is almost over; called by the timer, so it must not wait for anything."""
+        """Stop jobs whose lease is about to expire; called by the timer, so it must not wait for anything."""
         now, held = time.monotonic(), self._holder.held()
         latest = now + margin(self._queue.settings.lease_seconds)
         over = {key for key, leased in held.items() if leased.leased_until <= latest}
@@ -181,14 +181,14 @@ class Lease(threading.Thread):
             self.judge()
 
     def _is_cut_off(self, now: float) -> bool:
-        """Whether the database is to blame for a lease that was not renewed, and not a process that stood still."""
+        """Whether the database caused a lease not to be renewed, rather than a process that was suspended."""
         asked = self._asked
         return self.failures > 0 or (asked is not None and now - asked > self._queue.settings.lease_seconds / 6)
 
     def _forgive(self, found: Collection[ClaimKey]) -> None:
-        """Take back the deaths that were counted for claims which others rescued while we were cut off.
+        """Undo the deaths that were counted for claims which others rescued while we were cut off.
 
-        What the database says that we still hold has not been rescued yet, and may be: the next look decides.
+        Claims that we still hold, according to the database, may yet be rescued: the next check decides.
         """
         while self._newly_cut_off:
             self._cut_off.add(self._newly_cut_off.popleft())
@@ -197,14 +197,14 @@ class Lease(threading.Thread):
             self._cut_off.difference_update(taken)
 
     def _release(self, unknown: Iterable[ClaimKey], found: Mapping[ClaimKey, JobStatus]) -> None:
-        """Give back what a claim took whose answer never arrived, and what we stopped while we were cut off."""
+        """Release jobs of a claim whose answer never arrived, and jobs that we stopped while we were cut off."""
         orphans = [key for key in unknown if found[key] is JobStatus.RUNNING]
         for reason, keys in (
             (_LOST_ANSWER, [key for key in orphans if key not in self._cut_off]),
             (_CUT_OFF, [key for key in orphans if key in self._cut_off]),
         ):
             if keys:
-                log.warning("giving back %d jobs: %s", len(keys), reason)
+                log.warning("releasing %d jobs: %s", len(keys), reason)
                 complete(self._queue.release(keys, self._worker, reason))
         ended = [key for key in unknown if found[key] is not JobStatus.RUNNING]
         if ended:
@@ -222,4 +222,4 @@ class Lease(threading.Thread):
         try:
             revive()
         except BatchwrightError as error:
-            log.warning("the embedded PostgreSQL did not come back yet: %s", error)
+            log.warning("the embedded PostgreSQL has not restarted yet: %s", error)

@@ -26,7 +26,7 @@ _RETRY_SECONDS = 0.5
 
 
 class Outbox:
-    """Takes reports from the loop and from threads; writes emits within 200 ms and progress within a second."""
+    """Accepts reports from the loop and from threads; writes events within 200 ms and progress within a second."""
 
     def __init__(self, queue: Queue, worker: str) -> None:
         self._queue = queue
@@ -39,7 +39,7 @@ class Outbox:
         self._place = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = contextvars.copy_context()
-        """Not that of the job which reports first: its name must not stand on the others' lines."""
+        """Not the context of the job that reports first: its name must not appear on log lines of others."""
         self._due: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,7 +77,7 @@ class Outbox:
 
     def has(self, claim: Claim) -> bool:
         """Whether reports of this job must be written before it is settled."""
-        if not self._dirty and not self._in_flight:  # usually nobody reports, and hashing an id is not free
+        if not self._dirty and not self._in_flight:  # usually there are no reports, and hashing an id is not free
             return False
         key = (claim.id, claim.claim)
         return key in self._dirty or key in self._in_flight
@@ -85,7 +85,7 @@ class Outbox:
     async def flush(self) -> None:
         """Write everything that is buffered; raises DatabaseUnavailable and keeps it when it cannot.
 
-        Until it is written a job's report stays noted as such, so that no settle overtakes it.
+        A job's report stays marked as pending until it is written, so that no settle overtakes it.
         """
         async with self._writing:
             with self._lock:
@@ -109,7 +109,7 @@ class Outbox:
                 self._in_flight = set()
 
     async def _write(self, write: Callable[[Sequence[Any]], Awaitable[object]], reports: Sequence[Any]) -> None:
-        """One report that the database refuses costs only itself."""
+        """Drop only the report that the database refuses."""
         try:
             await write(reports)
         except DatabaseUnavailable:

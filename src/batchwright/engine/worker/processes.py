@@ -1,8 +1,8 @@
-"""Processes for operations that need a core of their own, and for jobs that must run alone.
+"""Processes for CPU-bound operations, and for jobs that must run alone.
 
-A child is an ordinary Python process that speaks length-prefixed pickles over its standard input and output. It can
-be killed at any moment, which is how a plain function is cancelled for certain. It ends with its parent, whatever way
-that dies: the kernel sends it a signal, where it can, and closes the pipe that the parent held.
+A child is an ordinary Python process that exchanges length-prefixed pickles over its standard input and output. It can
+be killed at any moment: the only sure way to cancel a plain function. It ends with its parent, however that dies: the
+kernel sends it a signal, where supported, and closes the parent's end of the pipe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHILD_BRIEF = "BATCHWRIGHT_CHILD"
 _LENGTH = struct.Struct(">I")
 _FRAME_BYTES_MAX = 64 * 1024 * 1024
 _IDLE_CHILDREN_MAX = 4
-_GIVING_BACK_SECONDS = 10.0  # of a job that ran alone, by its process, when the worker stops
+_GIVING_BACK_SECONDS = 10.0  # time for the process of an isolated job to release it, when the worker stops
 _PR_SET_PDEATHSIG = 1
 
 
@@ -43,14 +43,14 @@ class Died(Exception):
 def end_with_parent(number: signal.Signals) -> None:
     """In a child: have the kernel send this signal when the parent dies.
 
-    A parent that died before is told by the end of its pipe, for which every child listens.
+    If the parent died before this call, the end of its pipe shows it; every child listens for that.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 async def see_the_end(process: asyncio.subprocess.Process) -> None:
-    """Of a process that was killed: it takes a moment, in which nobody who cancels the caller leaves it behind."""
+    """Wait for a killed process to end. Even a cancelled caller waits, so that no process is left behind."""
     is_cancelled = False
     while process.returncode is None:
         try:
@@ -67,14 +67,14 @@ class Killable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChildProgram:
-    """How to start a child: its command line, and what it finds in its environment."""
+    """How to start a child: its command line, and its additional environment variables."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
 
 
 class Processes:
-    """A pool of children, one job at a time each; a child that died is replaced by the next job."""
+    """A pool of children, each with one job at a time; the next job replaces a child that died."""
 
     def __init__(self, program: ChildProgram | None, limit: int) -> None:
         self._program = program
@@ -123,7 +123,7 @@ class Processes:
                 await see_the_end(child.process)
 
     def _take_idle(self) -> _Child | None:
-        """A child that lives: even an idle one may have been killed, by whoever was short of memory."""
+        """A live child: even an idle one may have been killed, for example for lack of memory."""
         while self._idle:
             child = self._idle.pop()
             if child.is_fit and child.process.returncode is None:
@@ -131,9 +131,9 @@ class Processes:
         return None
 
     async def isolate(self, id: JobId) -> int | None:
-        """Let a process of its own claim and run this job; answers its claim if that process died of it.
+        """Let a separate process claim and run this job; returns its claim if the process died.
 
-        If this worker is killed, the process gives the job back and ends: a job is not to blame for that.
+        If this worker is killed, the process releases the job and ends: the job is not at fault.
         """
         child = await self._spawn("isolate", str(id))
         self._alone.add(child)
@@ -175,7 +175,7 @@ class Processes:
 
 
 class _Child:
-    """One process and the conversation with it."""
+    """One process and the communication with it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -194,7 +194,7 @@ class _Child:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             code = await self.process.wait()
             raise Died(f"exit code {code}") from error
-        self.is_fit = not self._is_killed  # the answer may have been on its way when the job was interrupted
+        self.is_fit = not self._is_killed  # the answer may have been in transit when the job was interrupted
         match answer:
             case ("raised", error):
                 raise error  # outside of the try above: an operation's own ConnectionError is not a death
@@ -202,7 +202,7 @@ class _Child:
                 return outcome
 
     async def _converse(self, claim: Claim, context: Context) -> tuple[str, Any]:
-        """Pass on what the child says until it says how the operation ended."""
+        """Pass on the child's messages until it reports how the operation ended."""
         joined = context.joined
         while True:
             match await self.receive():
@@ -222,7 +222,7 @@ class _Child:
         document = pickle.dumps(value)
         try:
             self.process.stdin.write(_LENGTH.pack(len(document)) + document)
-        except RuntimeError as error:  # what uvloop says of a pipe that is closed
+        except RuntimeError as error:  # what uvloop raises for a closed pipe
             raise ConnectionResetError(str(error)) from error
         await self.process.stdin.drain()
 
@@ -235,7 +235,7 @@ class _Child:
         return pickle.loads(await self.process.stdout.readexactly(length))  # noqa: S301 (our own child)
 
     def hang_up(self) -> None:
-        """As the death of this process would: the child gives back what it has, and ends."""
+        """Has the same effect as the death of this process: the child releases its job and ends."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 

@@ -1,4 +1,4 @@
-"""Runs claimed jobs: performs the operation, turns what it did into a settle, and interrupts it when it must.
+"""Runs claimed jobs: performs the operation, turns its outcome into a settle, and interrupts it when necessary.
 
 start ──▶ perform ──▶ conclude ──▶ settle ──▶ forget
             ▲
@@ -23,7 +23,7 @@ from batchwright.db.doorbell import Doorbell
 from batchwright.db.retry import retry_unavailable
 from batchwright.engine import policy
 from batchwright.engine.catalog import Catalog
-from batchwright.engine.context import Child, Context, Joined
+from batchwright.engine.context import Child, Context, Joined, Silence
 from batchwright.engine.jobs import Claim, ClaimKey
 from batchwright.engine.operation import Operations
 from batchwright.engine.outcomes import Done, Outcome, Settle, Snooze, Wait, check_outcome
@@ -41,11 +41,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _WRITE_SECONDS_MAX = 5.0
+_THREAD_GRACE_SECONDS = 1.0
+"""How long a thread may continue after its time limit, when `ctx.cancelled` tells it to end."""
 _REPEATABLE = frozenset({"40001", "40P01"})
 
 
 class Runner:
-    """The jobs in this worker's hands, from `start` until they are settled and forgotten."""
+    """The jobs that this worker holds, from `start` until they are settled and forgotten."""
 
     def __init__(
         self,
@@ -61,13 +63,13 @@ class Runner:
         self.held: dict[ClaimKey, Running] = {}
         self.per_queue: Counter[str] = Counter()
         self.over_per_queue: Counter[str] = Counter()
-        """Those of them that only wait for their settle."""
+        """The jobs that only wait for their settle."""
         self.per_parent: Counter[UUID] = Counter()
-        """Children in our hands, by their parent."""
+        """Children that we hold, by their parent."""
         self.parents_left: bool = False
-        """We hold no child of some parent any more: it may have been joined, and wait to be resumed."""
+        """We no longer hold a child of some parent: it may have been joined, and may wait to be resumed."""
         self.freed_keys: set[tuple[str, str]] = set()
-        """Exclusive keys whose job we have just settled: the next claim looks for their next jobs."""
+        """Exclusive keys whose job we just settled: the next claim looks for their next jobs."""
         self.counts = site.counts
         self._queue = site.queue
         self._worker = site.worker
@@ -123,15 +125,15 @@ class Runner:
             self.per_parent[claim.parent_job_id] += 1
         running.task = self._loop.create_task(self._run(running))
         if operation.timeout_seconds is not None:
-            running.timer = self._loop.call_later(operation.timeout_seconds, self.interrupt, running, "timeout")
+            running.timer = self._loop.call_later(operation.timeout_seconds, self._time_out, running)
 
     def _drop(self, older: Running) -> None:
-        """A failover has lost this claim, and the database gave us the same number once more: end the first run."""
+        """A failover lost this claim, and the database gave us the same number again: end the first run."""
         self.interrupt(older, "lost")
         self._forget(older)
 
     async def _run(self, running: Running) -> None:
-        """One job from start to settle. If we fail ourselves, the job is let fall, and a rescue will find it."""
+        """One job from start to settle. After an internal error the job is dropped here, and a rescue will find it."""
         job_in_hand.set(running.claim)
         began = time.perf_counter()
         try:
@@ -154,7 +156,7 @@ class Runner:
         try:
             returned = await self._perform(running)
             running.ended = time.perf_counter()
-            if running.reason is not None and running.reason != "timeout":
+            if running.reason is not None and (running.reason != "timeout" or running.operation.kind == "thread"):
                 return await self._give_up(running)
             running.settling = True
             if isinstance(returned, (Done, Snooze, Wait)):
@@ -166,7 +168,7 @@ class Runner:
             return await self._rescue_dead(running, death)
         except _WriteFailed as failed:
             return self._react(running, failed.error)
-        except BaseException as error:  # an operation may even raise SystemExit; the worker goes on
+        except BaseException as error:  # an operation may even raise SystemExit; the worker continues
             if running.reason is not None:  # it turned our interruption into an error of its own
                 return await self._give_up(running)
             return self._react(running, error)
@@ -215,7 +217,7 @@ class Runner:
     async def _settle_alone(
         self, settle: Settle, commit: Callable[[], Coroutine[Any, Any, None]], rows: Sequence[Mapping[str, Any]]
     ) -> None:
-        """One settle with what belongs to it, in a commit of its own."""
+        """One settle with its rows and jobs, in a separate commit."""
 
         async def attempt() -> set[UUID]:
             try:
@@ -232,14 +234,14 @@ class Runner:
     def _react(self, running: Running, error: BaseException) -> Settle:
         try:
             settle = policy.react(running.claim, running.operation, error)
-        except Exception as problem:  # its text or its delay cannot be read; the job must end all the same
+        except Exception as problem:  # its text or its delay cannot be read; the job must end anyway
             untold = Fatal(
-                f"an error of type {type(error).__name__} that cannot be told: {problem!r}", code="unexpected"
+                f"an error of type {type(error).__name__} that cannot be described: {problem!r}", code="unexpected"
             )
             settle = policy.react(running.claim, running.operation, untold)
         if settle.verb == "fail":
             log.warning(
-                "job %s (%s) failed: %r, %s",  # what it says may quote its input, which belongs into no log
+                "job %s (%s) failed: %r, %s",  # its message may quote the input, which must not be logged
                 running.claim.id,
                 running.claim.job_type,
                 settle.values["error"]["code"],
@@ -287,8 +289,32 @@ class Runner:
         elif running.operation.kind == "async" and running.task is not None:
             running.task.cancel()
 
+    def _time_out(self, running: Running) -> None:
+        self.interrupt(running, "timeout")
+        if running.operation.kind == "thread":
+            running.timer = self._loop.call_later(_THREAD_GRACE_SECONDS, self._abandon, running)
+
+    def _abandon(self, running: Running) -> None:
+        """Settle the job of a thread that does not end."""
+        if running.settling or running.is_forgotten or running.task is None:
+            return
+        if self._executor.abandon(running):
+            name = running.operation.name
+            self.counts.add("threads_abandoned_total", 1, (name,))
+            log.warning(
+                "the operation %s did not end within its time limit of %g s: job %s is settled without its thread, "
+                "which still runs; let it check ctx.cancelled, or mark it cpu=True",
+                name,
+                running.operation.timeout_seconds,
+                running.claim.id,
+                extra=about(running.claim),
+            )
+        if running.context is not None:
+            running.context._reporter = Silence()  # noqa: SLF001 (nobody wants to hear it any more)
+        running.task.cancel()
+
     def hear(self, news: Mapping[ClaimKey, JobStatus | None]) -> None:
-        """The lease thread says: these were cancelled or expired, those (None) are not ours any more."""
+        """Called by the lease thread: these claims were cancelled or expired, those (None) are no longer ours."""
         for key, status in news.items():
             running = self.held.get(key)
             if running is not None and not running.settling and running.reason is None:
@@ -299,7 +325,7 @@ class Runner:
                 self.interrupt(running, "lost" if status is None else "cancelled")
 
     def _leave_slot(self, running: Running) -> None:
-        """The operation is over: while its settle is on the way, another job may run."""
+        """The operation has ended: while its settle is in progress, another job may run."""
         if not running.is_forgotten:
             running.is_over = True
             self.over_per_queue[running.claim.queue] += 1
@@ -308,7 +334,7 @@ class Runner:
     # Afterwards -------------------------------------------------------------------------------------------------
 
     def _end_settled(self, settles: Sequence[Settle], moved: set[UUID], is_fenced: bool) -> None:
-        """What a commit gave back. All have moved but in rare cases, and then nobody needs to look for each id."""
+        """Handle the result of a commit. Nearly always all have moved, and then there is no need to look up each id."""
         all_moved = len(moved) == len(settles)
         for settle in settles:
             running = self._find_running(settle.claim)
@@ -339,7 +365,7 @@ class Runner:
             self.freed_keys.add((claim.tenant, claim.exclusive_key))
 
     def _find_running(self, claim: Claim) -> Running | None:
-        """What runs for this very claim; another one may have the same number."""
+        """The run of exactly this claim; another one may have the same number."""
         running = self.held.get((claim.id, claim.claim))
         return running if running is not None and running.claim is claim else None
 
@@ -363,7 +389,7 @@ class Runner:
             running.context.settled(running.settled_by)
 
     def _note_forgotten(self) -> None:
-        """Once for all that were forgotten together."""
+        """Called once for all jobs that were forgotten together."""
         self._on_slot_free()
         if not self.held:
             self._emptied.set()
@@ -394,20 +420,20 @@ class Runner:
 
 
 class _WriteFailed(Exception):
-    """What `write` raised is the operation's own error, whatever its class says to our database layer."""
+    """An exception from `write` is the operation's own error, whatever its class means to our database layer."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def _call_write(write: Callable[[Any], Awaitable[None]], connection: Any) -> None:
-    """Only a connection of ours that broke, or a deadlock, makes the commit worth repeating."""
+    """Repeat the commit only if our own connection broke, or after a deadlock."""
     try:
         async with asyncio.timeout(_WRITE_SECONDS_MAX):
             await write(connection)
     except Exception as error:
         if getattr(connection, "closed", False) or getattr(error, "sqlstate", None) in _REPEATABLE:
             raise
-        if isinstance(error, Deadlock):  # the same, from a verb of ours that `write` has called
+        if isinstance(error, Deadlock):  # the same, from one of our verbs that `write` called
             raise
         raise _WriteFailed(error) from error

@@ -1,4 +1,4 @@
-"""Group commit: a settle is sent at once when none is under way; those that come meanwhile go together next."""
+"""Group commit: a settle is sent at once if none is in progress; those that arrive meanwhile are sent together next."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Settler:
         self._on_commit = on_commit
         """Called with the seconds that a commit took."""
         self._context = contextvars.copy_context()
-        """Not the context of the job that happens to submit first: its name must not stand on the others' lines."""
+        """Not the context of the job that happens to submit first: its name must not appear on log lines of others."""
         self._pending: list[Settle] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -62,9 +62,9 @@ class Settler:
             self._task = None
 
     async def send(self, commit: Callable[[], Awaitable[set[UUID]]], *, jobs: int = 1) -> tuple[set[UUID], bool]:
-        """Commit until the database has answered: the ids that moved, and whether an earlier try is in doubt.
+        """Commit until the database answers; returns the ids that moved, and whether an earlier try is in doubt.
 
-        After one whose answer was lost, no row means that it had happened.
+        After a try whose answer was lost, no row means that the try had succeeded.
         """
         is_doubtful = False
 
@@ -84,19 +84,19 @@ class Settler:
     async def _commit(self, batch: Sequence[Settle]) -> None:
         try:
             moved, is_doubtful = await self.send(lambda: self._queue.settle(batch, self._worker), jobs=len(batch))
-        except Exception as error:  # PostgreSQL refused a value, or it does not even become JSON
+        except Exception as error:  # PostgreSQL refused a value, or it cannot be written as JSON
             return await self._split(batch, error)
         return self._on_settled(batch, moved, not is_doubtful)
 
     async def _split(self, batch: Sequence[Settle], error: Exception) -> None:
-        """The batch was refused for its data: find the guilty one, let the others pass."""
+        """The batch was refused because of its data: find the invalid settle and commit the others."""
         if len(batch) > 1:
             half = len(batch) // 2
             await self._commit(batch[:half])
             return await self._commit(batch[half:])
         (settle,) = batch
         if settle.verb == "fail" and settle.values["error"]["code"] in _NOT_STORABLE.values():
-            text = "job %s cannot even fail: %s; its lease will run out"
+            text = "job %s cannot even be failed: %s; its lease will expire"
             log.error(text, settle.claim.id, error, extra=about(settle.claim))
             return self._on_settled(batch, set(), False)
         what = "error" if settle.verb == "fail" else "result"

@@ -1,4 +1,4 @@
-"""The worker: claims what it has room for, runs it, settles it, and gives everything back when it must stop.
+"""The worker: claims the jobs that it has capacity for, runs and settles them, and releases the rest when it must stop.
 
 claim ──▶ start ──▶ perform ──▶ conclude ──▶ settle ──▶ forget
                       ▲
@@ -52,46 +52,50 @@ log = logging.getLogger(__name__)
 _GIVE_BACK_SECONDS_MAX = 600.0
 _ON_DEMAND_MAX = 64
 LISTENERS_MAX = 64
-"""Of the workers that do the same, about so many listen to the doorbell."""
+"""Among equal workers, about this many listen to the doorbell."""
+POLL_SECONDS_LIMIT = 10.0
+POLLERS_MAX = 32
+"""Up to this many equal workers poll at the full rate; in a larger fleet each polls less often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """How much a worker process does at once, and how patient it is."""
+    """How much a worker process does at once, and how it polls and stops."""
 
     concurrency: int = 20
-    """Jobs that one process runs at the same time."""
+    """Maximum number of jobs that one process runs at the same time."""
     queues: tuple[str, ...] | None = None
-    """Queues to serve; unset, all of them."""
+    """Queues to serve; unset, all queues."""
     queue_limits: Mapping[str, int] = field(default_factory=dict)
-    """Jobs of one queue that one process runs at the same time."""
+    """Maximum number of jobs of one queue that one process runs at the same time."""
     processes_max: int = 0
     """Processes for `cpu=True` operations; 0 means one per core."""
     poll_seconds_min: float = 0.05
-    """The safety poller's pace while work is flowing."""
+    """Interval of polling while there is work."""
     poll_seconds_max: float = 2.0
-    """The safety poller's pace when idle; jobs are found after this time even if no doorbell rang."""
+    """Interval of polling when idle; jobs are found after this time even if no doorbell rang. In a fleet of more than
+    32 equal workers, each polls less often, down to every 10 seconds; together they poll more often."""
     run_background_poller: bool = True
-    """Whether `batchwright up` runs a worker at all."""
+    """Whether `batchwright up` runs workers."""
     stop_grace_seconds: float = 25.0
-    """After SIGTERM, running jobs may go on so long; then they are given back."""
+    """After SIGTERM, running jobs may continue for this time; then they are returned to the queue."""
     health_port: int | None = None
-    """The port of a worker process's /healthz, /readyz and /metrics; each further process has the next one, and 0 takes
-    a free one. Unset, a worker listens nowhere."""
+    """Port of a worker process for /healthz, /readyz and /metrics; each further process uses the next port, and 0 picks
+    a free one. Unset, a worker listens on no port."""
     health_host: str = "127.0.0.1"
-    """The address of that port. Its pages need no key: in a pod, where the kubelet must reach them, write 0.0.0.0."""
+    """Address for that port. Its pages need no key. In a pod, where the kubelet must reach them, use 0.0.0.0."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ConfigurationError(f"concurrency is {self.concurrency}; it must be at least 1")
-        if not 0 < self.poll_seconds_min <= self.poll_seconds_max <= 10:
+        if not 0 < self.poll_seconds_min <= self.poll_seconds_max <= POLL_SECONDS_LIMIT:
             raise ConfigurationError("poll_seconds_min and poll_seconds_max must rise from above 0 to at most 10")
         if self.health_port is not None and not 0 <= self.health_port <= 65535:
             raise ConfigurationError(f"health_port is {self.health_port}; it goes from 0 to 65535, or is left out")
 
 
 def host_name() -> str:
-    """The pod's name in Kubernetes, else the machine's."""
+    """The pod's name in Kubernetes, otherwise the host's."""
     return os.environ.get("HOSTNAME") or socket.gethostname()
 
 
@@ -101,22 +105,31 @@ def worker_id() -> str:
 
 
 def listens(worker: str, peers: int) -> bool:
-    """Whether this worker listens to the doorbell, of so many that do the same.
+    """Whether this worker listens to the doorbell, given the number of equal workers.
 
-    A ring wakes all who listen, and each of them claims: with a thousand, one job would cost a thousand claims. Among
-    many that poll, one looks every few milliseconds, and nobody needs a bell.
+    A ring wakes all listeners, and each of them claims: with a thousand listeners, one job would cost a thousand
+    claims. In a large fleet some worker polls every few milliseconds anyway, so no doorbell is needed.
     """
     return crc32(worker.encode()) * peers < LISTENERS_MAX << 32
 
 
+def fleet_pace(peers: int, poll_seconds_max: float) -> float:
+    """How many times longer an idle worker waits between two polls, given the number of equal workers.
+
+    Together they poll as often as POLLERS_MAX workers do, but each at least every ten seconds: jobs that become due
+    without a ring wait no longer in a large fleet, and the fleet costs the database less.
+    """
+    return max(1.0, min(peers / POLLERS_MAX, POLL_SECONDS_LIMIT / poll_seconds_max))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The program that a worker is a part of."""
+    """The program that a worker belongs to."""
 
     child: ChildProgram | None = None
     """How to start child processes; without it there are no `cpu=True` operations and no isolation."""
     revive: Callable[[], object] | None = None
-    """Starts the database again, if that is ours."""
+    """Restarts the database, if it is our embedded one."""
     version: str = "0"
 
 
@@ -167,10 +180,11 @@ class Worker:
         self._stopping = asyncio.Event()
         self._out_of_time = asyncio.Event()
         self._processes = Processes(program.child, self.settings.processes_max or os.cpu_count() or 1)
+        self._executor = Executor(self._processes, self.settings.concurrency)
         self._runner = Runner(
             site,
             operations,
-            Executor(self._processes, self.settings.concurrency),
+            self._executor,
             doorbell=self._doorbell,
             services=self._duties.service,
             on_slot_free=self._note_free_slot,
@@ -184,6 +198,7 @@ class Worker:
             self._duties.rounds,
             name=self.id,
             queues=self.settings.queues,
+            metrics=self.counts.metrics,
             on_rescued=self._note_rescued,
         )
         if demand is not None:
@@ -192,9 +207,9 @@ class Worker:
     # Life -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> bool:
-        """Work until `stop()`; answers False when threads of operations would not end.
+        """Work until `stop()`; returns False if threads of operations did not end.
 
-        A worker that finds itself broken stops by itself, and when it has given its jobs back raises WorkerBroken.
+        A worker that finds itself broken stops by itself, releases its jobs, and then raises WorkerBroken.
         """
         route = await self._pool.explore_leases()
         await self.register()
@@ -215,11 +230,11 @@ class Worker:
             await _cancel(*helpers, claiming)
             clean = await self._wind_down(lease)
         if self.broken is not None:
-            raise WorkerBroken(f"this worker is broken and must be started anew: {self.broken}")
+            raise WorkerBroken(f"this worker is broken and must be restarted: {self.broken}")
         return clean
 
     async def register(self) -> None:
-        """Make this worker and its operations known; an enqueue elsewhere is checked against them."""
+        """Register this worker and publish its operations; other processes check their enqueues against them."""
         await Catalog(self.queue.database, self._operations).publish(self.id)
         await self._workers.register(**self._columns())
 
@@ -239,18 +254,20 @@ class Worker:
         }
 
     def stop(self) -> None:
-        """Claim nothing more; running jobs get the grace, then they are given back."""
+        """Claim nothing more; running jobs get the grace period, then they are released."""
         self._stopping.set()
         self._wake.set()
         self._runner.say_stopping()
 
     def hurry(self, grace_seconds: float) -> None:
-        """Stop, and give back after this grace what is running then, also if a longer one has begun."""
+        """Stop, and release running jobs after this grace period, even if a longer one has begun."""
         self.stop()
         asyncio.get_running_loop().call_later(grace_seconds, self._out_of_time.set)
 
     async def run_once(self, *, limit: int | None = None) -> int:
-        """Claim one round, run it to its end and settle it; answers how many jobs that were."""
+        """Claim one round of jobs, run them to their end and settle them; returns how many there were."""
+        if self._executor.broken is not None:
+            raise WorkerBroken(self._executor.broken)
         self._runner.open()
         self._scan_soon()
         claimed = await self._claim(min(limit or self.settings.concurrency, self._slots_free()))
@@ -259,7 +276,7 @@ class Worker:
         return claimed
 
     async def run_alone(self, id: JobId, on_claim: Callable[[Claim], None]) -> None:
-        """Claim one suspect job and run it, with a lease of its own, until it ends or `stop()` is called."""
+        """Claim one suspect job and run it, with its own lease, until it ends or `stop()` is called."""
         self._runner.open()
         lease = self._start_lease(await self._pool.explore_leases())
         try:
@@ -272,23 +289,23 @@ class Worker:
             await self._give_back()
 
     async def _give_back(self) -> None:
-        """Release what the database says that we hold, although we stopped it or never heard of it.
+        """Release jobs that we hold according to the database, although we stopped them or never received them.
 
-        Left to the rescue it would count as a death, and a job that runs alone is parked for that.
+        A rescue would count as a death, and a job that runs alone is parked for that.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GIVE_BACK_SECONDS_MAX):
                 held = await retry_unavailable(lambda: self.queue.holdings(self.id))
                 left = [key for key, status in held.items() if status is JobStatus.RUNNING]
-                await retry_unavailable(lambda: self.queue.release(left, self.id, "the database was away"))
+                await retry_unavailable(lambda: self.queue.release(left, self.id, "the database was unavailable"))
 
     async def close(self) -> None:
-        """End the helpers of a worker that was used by `run_once`."""
+        """End the helpers of a worker that was used with `run_once`."""
         await self._runner.wait_until_empty()
         await self._end_helpers()
 
     async def _wind_down(self, lease: Lease) -> bool:
-        """Let jobs end within the grace, interrupt the rest, and release what is left as the last act."""
+        """Let jobs end within the grace period, interrupt the rest, and finally release what is left."""
         waits = [asyncio.create_task(wait()) for wait in (self._runner.wait_until_empty, self._out_of_time.wait)]
         await asyncio.wait(waits, timeout=self.settings.stop_grace_seconds, return_when=asyncio.FIRST_COMPLETED)
         await _cancel(*waits)
@@ -301,7 +318,7 @@ class Worker:
             await self.queue.release(left, self.id, "the worker stopped")
             await self._workers.leave(self.id)
         await self._end_helpers()
-        return not left
+        return not left and not self.has_abandoned_threads
 
     async def _end_helpers(self) -> None:
         await self._counts_writer.write_last()
@@ -340,7 +357,7 @@ class Worker:
         pause, is_called = self.settings.poll_seconds_min, True
         while not self._stopping.is_set():
             if self.broken is not None:
-                log.error("this worker is broken: it gives its jobs back and leaves: %s", self.broken)
+                log.error("this worker is broken; it releases its jobs and stops: %s", self.broken)
                 self.stop()
                 return
             self._wake.clear()
@@ -350,26 +367,30 @@ class Worker:
                     if wanted:
                         claimed = await self._claim(wanted)
                     if await self._claim_on_demand():
-                        self._has_backlog = True  # there may be more, for which there was no room yet
+                        self._has_backlog = True  # there may be more, for which there was no capacity yet
             except DatabaseUnavailable as error:
                 self._report_outage(error)
             except DatabaseError:
                 log.exception("claiming failed")
             if claimed == 0 or claimed < wanted:
-                pause = self.settings.poll_seconds_min if claimed else min(self.settings.poll_seconds_max, pause * 2)
+                pause = self.settings.poll_seconds_min if claimed else min(self._poll_seconds, pause * 2)
                 is_called = await self._rest(pause)
             elif not self._slots_free():
-                is_called = await self._rest(self.settings.poll_seconds_max)
+                is_called = await self._rest(self._poll_seconds)
+
+    @property
+    def _poll_seconds(self) -> float:
+        return self.settings.poll_seconds_max * self._upkeep.pace
 
     async def _rest(self, seconds: float) -> bool:
-        """Until something happens that makes a claim worth while (True), but never longer than the poller allows."""
+        """Wait until something makes a claim worthwhile (True), but never longer than the poller allows."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
                 return await self._wake.wait()
         return False
 
     async def _has_due(self) -> bool:
-        """Whether a claim is worth while although nobody has called for it. An idle worker asks nothing else."""
+        """Whether a claim is worthwhile without a ring. This is the only query of an idle worker."""
         seen = await self._upkeep.look()
         return bool(self._runner.freed_keys) or any(map(self._serves, seen.due_queues))
 
@@ -377,7 +398,7 @@ class Worker:
         if isinstance(error, DatabaseBusy):
             log.warning("the database is slow: %s", error)
         else:
-            log.warning("the database is away: %s", error)
+            log.warning("the database is unavailable: %s", error)
             self._upkeep.note_outage()
         self._scan_soon()
 
@@ -388,49 +409,54 @@ class Worker:
 
     @property
     def jobs(self) -> int:
-        """Jobs in hand."""
+        """Number of jobs that it holds."""
         return len(self._runner.held)
 
     @property
     def idle_because(self) -> str | None:
-        """Why it claims nothing just now."""
+        """Why it claims nothing now."""
         if self._stopping.is_set():
             return "this worker is stopping"
         return None if self.started.is_set() else "this worker is starting"
 
     @property
     def broken(self) -> str | None:
-        """Why this worker takes no more jobs: it gives back those that it has, and leaves."""
-        return None if self._demand is None else self._demand.broken
+        """Why this worker takes no more jobs: it releases those that it has, and stops."""
+        return self._executor.broken or (None if self._demand is None else self._demand.broken)
+
+    @property
+    def has_abandoned_threads(self) -> bool:
+        """Whether threads of operations still run past their time limits; end the process without waiting for them."""
+        return self._executor.has_abandoned
 
     def _slots_free(self) -> int:
-        """A job leaves its slot when its operation is over, but no more settles than slots may be on the way."""
+        """A job leaves its slot when its operation ends, but no more settles than slots may be in progress."""
         if self.broken is not None:
             return 0
         over = self._count_own(self._runner.over_per_queue)
         return self.settings.concurrency - self._slots_used() - max(0, over - self.settings.concurrency)
 
     def _slots_used(self) -> int:
-        """Jobs that run. The lease thread asks too, while jobs start and end."""
+        """Running jobs. The lease thread calls this too, while jobs start and end."""
         return self._count_own(self._runner.per_queue) - self._count_own(self._runner.over_per_queue)
 
     def _count_own(self, per_queue: Mapping[str, int]) -> int:
-        """Jobs that were claimed on demand take no slot."""
+        """Jobs that were claimed on demand use no slot."""
         return sum(n for queue, n in list(per_queue.items()) if self._demand is None or not self._demand.serves(queue))
 
     async def _claim(self, slots: int) -> int:
-        """One round of the worker's own slots."""
+        """One round of claims for the worker's own slots."""
         claimed = await self._claim_from(self._lanes, slots)
         self._has_backlog = claimed == slots
         return claimed
 
     async def _claim_on_demand(self) -> int:
-        """One round for the part that takes jobs by what it can do with them."""
+        """One round of claims for the part that takes jobs by its own capacity."""
         lanes = self._lanes_on_demand
         return 0 if lanes is None else await self._claim_from(lanes, _ON_DEMAND_MAX)
 
     async def _claim_from(self, known: Lanes, slots: int) -> int:
-        """With the full scan also look which queues exist and which are paused."""
+        """With the full scan, also read which queues exist and which are paused."""
         began = time.monotonic()
         if known.scan_is_due:
             known.begin_scan()
@@ -455,7 +481,7 @@ class Worker:
         return len(claimed.jobs)
 
     def _start(self, claims: Sequence[Claim], asked: float) -> bool:
-        """Start jobs whose lease counts from `asked`. Where that is all but over, the lease thread gives them back."""
+        """Start jobs whose lease counts from `asked`. If it is about to expire, the lease thread releases them."""
         lease_seconds = self.queue.settings.lease_seconds
         if claims and time.monotonic() - asked >= lease_seconds - margin(lease_seconds):
             log.warning("the claim of %d jobs was answered when their leases were over", len(claims))
@@ -467,7 +493,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _claim_under_way(self) -> Iterator[None]:
-        """Until what was claimed is also started, the lease thread must not take it for forgotten."""
+        """The lease thread must not take claimed jobs for forgotten before they are started."""
         self._claims_under_way += 1
         try:
             yield
@@ -488,14 +514,14 @@ class Worker:
             return self._start([claim], asked)
 
     def _startable_types(self) -> list[str]:
-        """Operations that could start now: those for processes only while one is free."""
+        """Operations that could start now: `cpu=True` operations only while a process is free."""
         names = self._operations.names()
         if self._processes.free > 0:
             return names
         return [name for name in names if (known := self._operations.get(name)) and known.kind != "process"]
 
     def _note_free_slot(self) -> None:
-        """A claim is worth while now if the last one left jobs behind, a key came free, or a parent may be due."""
+        """A claim is worthwhile now if the last one left jobs behind, a key became free, or a parent may be due."""
         if self._has_backlog or self._runner.freed_keys or self._runner.parents_left:
             self._runner.parents_left = False
             self._wake.set()
@@ -505,9 +531,9 @@ class Worker:
         wake_when_due(rescued, self._claim_returned)
 
     def _claim_returned(self, queues: set[str]) -> None:
-        """Rescued jobs of these queues are due. We may have no room for them, so the others hear it too.
+        """Rescued jobs of these queues are due. We may have no capacity for them, so tell the other workers too.
 
-        The rescue may have taken so long to commit that the jobs lie before our watermarks by now.
+        The rescue may have taken so long to commit that the jobs are before our watermarks by now.
         """
         self._scan_soon()
         self._wake.set()
@@ -515,7 +541,7 @@ class Worker:
             self._doorbell.ring(queues)
 
     async def _listen_in_turn(self, route: Route) -> None:
-        """Listen while we are among those who do. In a large fleet that changes with its size."""
+        """Listen while we are among the listeners. In a large fleet that changes with its size."""
         while True:
             is_listener = listens(self.id, self._peers)
             async with asyncio.TaskGroup() as group:
@@ -530,6 +556,7 @@ class Worker:
 
     def _note_peers(self, peers: int) -> None:
         self._peers = peers
+        self._upkeep.pace = fleet_pace(peers, self.settings.poll_seconds_max)
         self._peers_changed.set()
 
     def _hear_ring(self, queue: str) -> None:
@@ -542,7 +569,7 @@ class Worker:
 
 
 async def _wait_for_first(*tasks: asyncio.Task[Any]) -> None:
-    """Until one of them ends; an error in any of them is ours."""
+    """Wait until one of them ends; an error in any of them is raised here."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -1,1 +1,1 @@
-"""The command line of documents."""
+"""Command-line commands for documents."""

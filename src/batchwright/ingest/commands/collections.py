@@ -1,9 +1,9 @@
-"""`batchwright ingest collections` and what one can do with one: show, list documents, export, delete."""
+"""`batchwright ingest collections`: list collections, and show, export or delete one of them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from batchwright.cli.flags import Config, DatabaseUrl, Force, Json, OutputFile, Yes, on_part, open_part, run
+from batchwright.cli.flags import Config, DatabaseUrl, Force, Json, OfTenant, OutputFile, Yes, on_part, open_part, run
 from batchwright.cli.paging import read_pages
 from batchwright.cli.show import (
+    ago,
     as_dict,
     compact,
     number,
     print_facts,
     print_json,
     print_table,
-    seconds,
     size,
     time_text,
 )
@@ -37,17 +37,17 @@ _PAGE = 1000
 
 
 class Format(StrEnum):
-    """How a collection is written."""
+    """Output format of an export."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
 
 
-Limit = Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number to show.")]
+Limit = Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of rows to show.")]
 
 
 def collections(
-    tenant: OwnTenant = DEFAULT_TENANT,
+    tenant: OfTenant = None,
     limit: Limit = 50,
     json: Json = False,
     database_url: DatabaseUrl = None,
@@ -57,11 +57,13 @@ def collections(
 
     async def go() -> list[Collection]:
         async with open_part(IngestPart, database_url, config) as part:
-            return await read_pages(
-                lambda last, n: part.collections.page(tenant, after=last.name if last else "", limit=n),
-                limit,
-                page=_PAGE,
-            )
+
+            def fetch(last: Collection | None, n: int) -> Awaitable[list[Collection]]:
+                if tenant is None:
+                    return part.collections.page_everywhere(after=last, limit=n)
+                return part.collections.page(tenant, after=last.name if last else "", limit=n)
+
+            return await read_pages(fetch, limit, page=_PAGE)
 
     found = run(go())
     if json:
@@ -69,9 +71,8 @@ def collections(
     elif found:
         _print_collections(found)
     else:
-        typer.echo(
-            f"there is no collection of {tenant!r}; make one: batchwright ingest run ./papers -c papers", err=True
-        )
+        whose = "" if tenant is None else f" of the tenant {tenant!r}"
+        typer.echo(f"no collections{whose}; create one: batchwright ingest run ./papers -c papers", err=True)
 
 
 def collection(
@@ -134,14 +135,14 @@ def export(
 ) -> None:
     """Write a collection, one row for each chunk with its document, page, section, text and entities.
 
-    A file that exists already is only overwritten with --force. With --json what was written is counted, on standard
-    error unless --output names a file.
+    A file that exists already is only overwritten with --force. With --json the command also prints the number of
+    chunks: on standard output if --output names a file, otherwise on standard error.
     """
     target = open_target("--output", output)
     if not force:
         target.refuse_to_overwrite("--output")
     if format is Format.PARQUET and target.stream is not None and sys.stdout.isatty():
-        raise InvalidInput("Parquet is no text for a terminal: name a file with --output papers.parquet")
+        raise InvalidInput("Parquet is binary, so a terminal cannot show it: name a file with --output papers.parquet")
 
     async def go(part: IngestPart) -> int:
         from batchwright.ingest.export import write_jsonl, write_parquet
@@ -175,7 +176,7 @@ def delete(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Delete a collection with all that is in it. The sources themselves are not touched."""
+    """Delete a collection and everything in it. The source files are not touched."""
     if not (yes or sys.stdin.isatty()):
         raise InvalidInput(f"there is no terminal to confirm on; add --yes to delete {name!r}")
 
@@ -194,7 +195,7 @@ def delete(
         typer.echo(f"deleted {name!r} with {_count(found)} documents; a worker removes what it held")
 
 
-# On paper ------------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
 def _as_json(found: Collection) -> dict[str, Any]:
@@ -214,15 +215,12 @@ def _print_collections(found: Sequence[Collection]) -> None:
             "documents": [Text(_count(one)) for one in found],
             "chunks": [Text(number(one.chunks)) for one in found],
             "text": [Text(size(one.text_bytes)) for one in found],
-            "changed": [Text(_ago(now, one.updated_at)) for one in found],
+            "changed": [Text(ago(now, one.updated_at)) for one in found],
+            "tenant": [Text(one.tenant if one.tenant != DEFAULT_TENANT else "") for one in found],
             "embedded by": [Text(", ".join(map(_model, one.spaces))) for one in found],
         },
-        elastic=("name", "embedded by"),
+        elastic=("tenant", "embedded by"),
     )
-
-
-def _ago(now: datetime, moment: datetime | None) -> str:
-    return "" if moment is None else f"{seconds((now - moment).total_seconds())} ago"
 
 
 def _model(space: Space) -> str:
@@ -254,5 +252,5 @@ def _print_documents(found: Sequence[StoredDocument]) -> None:
             "name": [Text(one.name) for one in found],
             "source": [Text(one.source) for one in found],
         },
-        elastic=("source", "name"),
+        elastic=("name", "source"),
     )

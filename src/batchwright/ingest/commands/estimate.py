@@ -47,10 +47,10 @@ def estimate(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Estimate what a run would need: pages, tokens, cost and time. Nothing is stored, and no model is asked.
+    """Estimate what a run would need: pages, tokens, cost and time. Nothing is stored, and no model is called.
 
-    The sources are listed, and some documents of each format are read. A figure such as 120 (90 to 150) is between its
-    bounds in about 19 of 20 cases.
+    The command lists the sources and reads some documents of each format. For a figure such as 120 (90 to 150), the
+    real value lies between the bounds in about 19 of 20 cases.
     """
     names = name_sources(sources or (), urls)
     wanted = WantedRun(
@@ -109,7 +109,7 @@ def _sampled(found: Forecast) -> str:
 
 
 def _requests(found: Forecast, said: Mapping[str, Any]) -> str | None:
-    """By what they are for: those that are answered in this process are none."""
+    """Requests by purpose. Models that run in this process need no requests."""
     needed = {"embedding": said["embedding_requests"], "entities": said["entity_windows"]}
     parts = [f"{_figure(needed[kind])} for {kind}" for kind in found.models if needed.get(kind)]
     return ", ".join(parts) or None

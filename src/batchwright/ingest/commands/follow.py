@@ -1,4 +1,4 @@
-"""A run is shown until its end, and worked on by this very process while nobody else does."""
+"""Show a run until it ends. While no worker works on it, this process does."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Begin = Callable[[AsyncBatchwright], Awaitable[int]]
 
 
 def run_command(begin: Begin, database_url: str | None, config: Path | None) -> NoReturn:
-    """Open a client, and let `begin` do the rest: it answers the exit code."""
+    """Open a client and call `begin`, which returns the exit code."""
     settings = settings_from(database_url, config)
     configure_logs("ERROR", settings.log.form)
-    logging.getLogger("psycopg").setLevel(logging.ERROR)  # it has a level of its own, and would write over the view
+    logging.getLogger("psycopg").setLevel(logging.ERROR)  # it logs at its own level, and would write over the view
     tracing.start(version=VERSION)
     try:
         with end_if_nobody_reads(), asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -84,7 +84,7 @@ class Follower:
         return self._conclude(view.run)
 
     async def _work_if_alone(self, view: View, on_look: OnLook) -> bool:
-        """Run a worker here, unless there is one; answers whether it did."""
+        """Run a worker here, unless there is one. Returns whether it ran."""
         with try_lock(self._part) as lock:
             if lock is None:
                 return False
@@ -114,7 +114,7 @@ class Follower:
         view.notice, view.is_worker = None, False
 
     async def _watch(self, view: View, on_look: OnLook) -> None:
-        """Until the run is over, nobody works on it any more, or we are asked to stop."""
+        """Watch until the run is over, no worker is left, or we are asked to stop."""
         self._has_worked = False
         await first_of(follow(self._part, view, on_look, _is_over), self._wait_until_alone(), self._stop.asked.wait())
 
@@ -128,7 +128,7 @@ class Follower:
                 continue
 
     async def _look_again(self, view: View, on_look: OnLook) -> None:
-        """How it stands now that we leave; that nobody works on it then is said in other words."""
+        """Show the last state before we stop. The reasons for waiting are left out: we say them ourselves."""
         seen = await look_at(self._part, await self._part.runs.get(view.run.id, tenant=None))
         view.seen = replace(seen, waits=())
         on_look(view)
@@ -168,7 +168,7 @@ class Follower:
 
 
 async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
-    """Until one of them ends; the others are cancelled, and its error is raised."""
+    """Wait until one of them ends; then cancel the others and raise its error, if any."""
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from batchwright.cli.flags import Config, DatabaseUrl, Json, OfTenant, open_part, run
-from batchwright.cli.show import console, number, print_json
+from batchwright.cli.show import console, number, print_indented, print_json
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.ingest.commands.options import Anew
 from batchwright.ingest.commands.show import cause_json, count_text
@@ -26,7 +26,7 @@ ItemIds = Annotated[
 OfCause = Annotated[
     str | None,
     typer.Option(
-        "--cause", metavar="CAUSE", help="Documents that failed of this; see: ingest inbox.", show_default=False
+        "--cause", metavar="CAUSE", help="Documents that failed for this cause; see: ingest inbox.", show_default=False
     ),
 ]
 Everything = Annotated[bool, typer.Option("--all", help="All failed documents of all runs.")]
@@ -54,7 +54,7 @@ def inbox(
     elif causes:
         _print(causes, run_id)
     else:
-        typer.echo("the inbox is empty: no document has failed that nobody has seen", err=True)
+        typer.echo("the inbox is empty: no failed documents", err=True)
 
 
 def retry(
@@ -140,7 +140,7 @@ def _tell(count: int, verb: str, none: str) -> None:
 
 
 def _print(causes: Sequence[Cause], run_id: str | None) -> None:
-    """Lines rather than a table: causes and commands are to be copied whole."""
+    """Print lines, not a table, so that users can copy whole causes and commands."""
     out = console()
     suffix = f" --run {run_id}" if run_id is not None else ""
     for cause in causes:
@@ -148,10 +148,10 @@ def _print(causes: Sequence[Cause], run_id: str | None) -> None:
         more = f" and {number(cause.count - len(cause.names))} more" if cause.count > len(cause.names) else ""
         kind = "" if cause.kind != "Transient" else " · may succeed if it is retried"
         head = Text.assemble((count_text(cause), "bold red"), "  ", (cause.cause, "bold"), (kind, "green"))
-        out.print(head, soft_wrap=True)
-        out.print(Text(f"  {cause.message}"), soft_wrap=True)
-        out.print(Text(f"  {names}{more}", "bright_black"), soft_wrap=True)
+        print_indented(head, 0)
+        print_indented(Text(cause.message or ""))
+        print_indented(Text(f"{names}{more}", "bright_black"))
         out.print(Text(f"  see:  batchwright ingest item {cause.item_ids[0]}"), soft_wrap=True)
         out.print(Text(f"  act:  batchwright ingest retry | dismiss --cause {cause.cause}{suffix}"), soft_wrap=True)
     if any(cause.has_more for cause in causes):
-        typer.echo("+  there are more, which were not counted", err=True)
+        typer.echo("+  more documents failed than were counted", err=True)

@@ -1,4 +1,4 @@
-"""`batchwright ingest …`: documents into collections, and answers out of them."""
+"""`batchwright ingest …`: read documents into collections, and search them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def list_(
         str | None, typer.Option("--collection", "-c", metavar="NAME", help="Only runs into this collection.")
     ] = None,
     tenant: OfTenant = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number to show.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of runs to show.")] = 50,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,

@@ -1,4 +1,4 @@
-"""`batchwright ingest items` and `item`: the documents of a run, and all that happened to one."""
+"""`batchwright ingest items` and `item`: the documents of a run, and the history of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchwright.cli.paging import read_pages
 from batchwright.cli.show import as_dict, console, money, number, print_facts, print_json, print_table, seconds, size
 from batchwright.engine.jobs import JobEvent, JobId
 from batchwright.ingest.commands.options import RunId
-from batchwright.ingest.commands.show import print_fitting, waits_text
+from batchwright.ingest.commands.show import waits_text
 from batchwright.ingest.explain import Waits, explain_item
 from batchwright.ingest.items import Item, StepState
 from batchwright.ingest.part import IngestPart
@@ -31,7 +31,7 @@ COLOURS = {
     ItemStatus.CANCELLED: "yellow",
 }
 _QUIET = frozenset({"step_started"})
-"""Events that the one after them tells as well."""
+"""Events that are not shown, because the next event says the same."""
 
 
 def items(
@@ -41,12 +41,12 @@ def items(
         typer.Option(case_sensitive=False, help="Only documents with this status; may be repeated."),
     ] = None,
     step: Annotated[
-        str | None, typer.Option(metavar="STEP", help="Only documents whose last step is this, such as FETCHED.")
+        str | None, typer.Option(metavar="STEP", help="Only documents whose last step is this one, such as FETCHED.")
     ] = None,
     cause: Annotated[
-        str | None, typer.Option(metavar="CAUSE", help="Only documents that failed of this; see: ingest inbox.")
+        str | None, typer.Option(metavar="CAUSE", help="Only documents that failed for this cause; see: ingest inbox.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number to show.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of documents to show.")] = 50,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
@@ -127,7 +127,7 @@ def _event_json(event: JobEvent) -> dict[str, Any]:
     return {**as_dict(event), "cost": None if event.cost is None else float(event.cost)}
 
 
-# On paper ------------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
 def print_items(found: Sequence[Item]) -> None:
@@ -139,7 +139,7 @@ def print_items(found: Sequence[Item]) -> None:
         "name": [Text(item.name) for item in found],
         "error": [Text(_error_text(item), "red") for item in found],
     }
-    print_fitting(columns, elastic=("name", "error"), less_needed=("cost", "retries", "error"))
+    print_table(columns, elastic=("name", "error"))
 
 
 def _state(item: Item) -> str:
@@ -219,14 +219,14 @@ def _print_events(events: Sequence[JobEvent]) -> None:
     columns = {
         "time": [Text(f"{event.ts:%H:%M:%S}") for event in shown],
         "event": [Text(event.event, "red" if event.error_kind else "") for event in shown],
-        "step": [Text(str((event.fields or {}).get("step", ""))) for event in shown],
         "took": [Text(_event_took(event)) for event in shown],
-        "model": [Text(event.model or "") for event in shown],
         "tokens": [Text(_event_tokens(event)) for event in shown],
         "cost": [Text("" if event.cost is None else money(float(event.cost))) for event in shown],
+        "step": [Text(str((event.fields or {}).get("step", ""))) for event in shown],
+        "model": [Text(event.model or "") for event in shown],
         "message": [Text(_event_message(event)) for event in shown],
     }
-    print_fitting(columns, elastic=("message", "model", "step"), less_needed=("model", "took", "tokens", "cost"))
+    print_table(columns, elastic=("step", "model", "message"))
 
 
 def _event_took(event: JobEvent) -> str:

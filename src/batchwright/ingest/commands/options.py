@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from batchwright.cli.flags import parse_time_span
 from batchwright.errors import InvalidInput
 from batchwright.ingest.config import Overrides
 from batchwright.ingest.sources import FileSource, UrlList, local_roots, parse_source
@@ -20,14 +20,14 @@ CollectionName = Annotated[str, typer.Argument(metavar="NAME", help="The collect
 OwnTenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the collection.")]
 Budget = Annotated[
     str | None,
-    typer.Option(metavar="5.00", help="Most dollars that the run may spend on models; then it is parked."),
+    typer.Option(metavar="5.00", help="Maximum cost of models in dollars; then the run is parked."),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Print the run's id, and do not wait for its end.")]
-Anew = Annotated[bool, typer.Option("--anew", help="Repeat all steps, also those that are done.")]
+Anew = Annotated[bool, typer.Option("--anew", help="Repeat all steps, including completed ones.")]
 
 
 class LaneChoice(StrEnum):
-    """How models are asked."""
+    """How models are called."""
 
     REALTIME = "realtime"
     BATCH = "batch"
@@ -71,18 +71,19 @@ EntityModel = Annotated[
 ]
 ChunkCharacters = Annotated[
     int | None,
-    typer.Option(min=16, max=20_000, help="Most characters of a chunk; by default the settings'.", show_default=False),
+    typer.Option(
+        min=16,
+        max=20_000,
+        help="Maximum number of characters in a chunk; by default the settings'.",
+        show_default=False,
+    ),
 ]
 OfLane = Annotated[
     LaneChoice | None,
-    typer.Option("--lane", help="How to ask models; batch is cheaper and slower.", show_default=False),
+    typer.Option("--lane", help="How to call models; batch is cheaper and slower.", show_default=False),
 ]
 ForceAll = Annotated[bool, typer.Option("--force", help="Read every document again, changed or not.")]
 RunTenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the run and its collection.")]
-
-_TIME = re.compile(r"([0-9]{1,6})([mhd])")
-_UNIT_SECONDS = {"m": 60, "h": 3600, "d": 86_400}
-_SECONDS_MAX = 30 * 86_400
 
 
 def parse_budget(text: str | None) -> Decimal | None:
@@ -93,23 +94,17 @@ def parse_budget(text: str | None) -> Decimal | None:
     except InvalidOperation:
         amount = Decimal("NaN")
     if not amount.is_finite() or amount <= 0:
-        raise InvalidInput(f"--budget {text!r} is no amount: write dollars above 0, such as 5.00", param="budget")
+        raise InvalidInput(f"--budget {text!r} is not an amount: write dollars above 0, such as 5.00", param="budget")
     return amount
 
 
 def parse_time(flag: str, text: str | None) -> float | None:
     """`24h`, `90m`, `7d`: from one minute to thirty days."""
-    if text is None:
-        return None
-    found = _TIME.fullmatch(text)
-    seconds = int(found[1]) * _UNIT_SECONDS[found[2]] if found else 0
-    if not 0 < seconds <= _SECONDS_MAX:
-        raise InvalidInput(f"{flag} {text!r} is out of range: write 1m to 30d, such as 24h", param=flag.lstrip("-"))
-    return float(seconds)
+    return parse_time_span(flag, text, least="1m", most="30d")
 
 
 def name_sources(given: Sequence[str], urls: Path | None) -> list[str]:
-    """Whole paths: a worker may stand in another folder. What is not there is an error before anything is created."""
+    """Absolute paths, because a worker may run in another folder. A missing source is an error."""
     texts = [*given, *([f"@{urls}"] if urls is not None else [])]
     if not texts:
         raise InvalidInput("there is no source: name folders, files or URLs, or a file of URLs with --urls")

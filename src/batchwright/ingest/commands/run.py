@@ -61,7 +61,7 @@ def run_(
     chunk_characters: ChunkCharacters = None,
     budget: Budget = None,
     deadline: Annotated[
-        str | None, typer.Option(metavar="24h", help="Time in which the run should be done, from 1m to 30d.")
+        str | None, typer.Option(metavar="DURATION", help="Time in which the run should be done, from 1m to 30d.")
     ] = None,
     force: ForceAll = False,
     metadata: Annotated[
@@ -70,7 +70,9 @@ def run_(
     ] = None,
     priority: Annotated[int, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = 5,
     tenant: RunTenant = DEFAULT_TENANT,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Show what it will cost first, and ask.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Show an estimate of the cost first, and ask for confirmation.")
+    ] = False,
     yes: Yes = False,
     detach: Detach = False,
     json: Json = False,
@@ -181,7 +183,7 @@ def _refuse_other_settings(part: IngestPart, known: Run, wanted: WantedRun) -> N
 
 
 async def _continue(part: IngestPart, run: Run, budget: Decimal | None) -> Run:
-    """Let an open run continue; a new budget is a reason to park it for a moment."""
+    """Let an open run continue; to change its budget, park it for a moment."""
     if run.status is not RunStatus.PARKED:
         if budget is None or budget == run.budget:
             return run
@@ -192,7 +194,7 @@ async def _continue(part: IngestPart, run: Run, budget: Decimal | None) -> Run:
 
 
 async def _go_on(batchwright: AsyncBatchwright, run: Run, *, detach: bool, json: bool) -> int:
-    """Print the id at once, so that an interrupted wait is not a lost run."""
+    """Print the id at once, so that users still know it if they interrupt the wait."""
     if not detach:
         if not json:
             name = "" if sys.stdout.isatty() else f"{run.id} into {run.collection!r}; "

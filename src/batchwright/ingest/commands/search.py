@@ -48,7 +48,7 @@ def search(
             show_default=False,
         ),
     ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Show passages whole.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Show passages in full.")] = False,
     tenant: OwnTenant = DEFAULT_TENANT,
     json: Json = False,
     database_url: DatabaseUrl = None,
@@ -56,8 +56,8 @@ def search(
 ) -> None:
     """Search a collection: passages with their document, page and section, and the matching words marked.
 
-    On a terminal the words are highlighted, and long passages cut to where the words are. In a pipe the words stand
-    between **, and passages are whole, one after the other.
+    On a terminal the words are highlighted, and long passages are cut to the part with the words. In a pipe the words
+    are enclosed in **, and passages are printed in full, one after the other.
     """
     filters = parse_pairs("--filter", filter or (), "name=report.pdf")
 
@@ -103,7 +103,7 @@ def _head(number: int, hit: Hit) -> Text:
 
 
 def _passage(hit: Hit, most: int | None) -> Text:
-    """The text with its marks; long ones are cut to where the first marks are. Lines of it become one."""
+    """The text on one line, with its marks. A long text is cut to the part with the first marks."""
     text = Text(hit.text)
     for start, end in hit.marks:
         text.stylize(_MARK, start, end)
@@ -123,7 +123,7 @@ def _window(hit: Hit, most: int | None) -> tuple[int, int]:
 
 
 def _densest(marks: Sequence[tuple[int, int]], span: int) -> int:
-    """Where a stretch of this length begins that holds the most marks."""
+    """Start of the stretch of this length that has the most marks."""
     return max((start for start, _ in marks), key=lambda at: sum(at <= start < at + span for start, _ in marks))
 
 

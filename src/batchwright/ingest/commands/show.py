@@ -1,4 +1,4 @@
-"""How runs look on paper: a table of many, the facts of one with its funnel, and JSON for programs."""
+"""How runs are printed: a table of many, the facts of one with its funnel, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.text import Text
 
 from batchwright.cli.exit_codes import CANCELLED, FAILED, SOME_FAILED
 from batchwright.cli.show import (
+    age,
     as_dict,
     bar,
     console,
-    make_table,
     money,
     number,
     print_facts,
@@ -46,7 +46,7 @@ _CAUSES_SHOWN = 10
 _BAR_COLUMNS = 24
 _NO_DOUBT = Doubt(0, Decimal(0), 0)
 _EXPECTED_REASONS = frozenset({"excluded", "hidden", "unsupported"})
-"""What users leave out on purpose: it is counted, but not named one by one."""
+"""Reasons that need no attention: files left out for these are counted, but not listed one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ async def look_at(part: IngestPart, run: Run, *, causes: int = _CAUSES_SHOWN) ->
 
 
 def make_funnel(stages: Sequence[Sequence[str]], counts: Mapping[tuple[ItemStatus, str], int]) -> list[Stage]:
-    """Documents that need work, by how far they are. Unchanged ones need none; failed ones have got no further."""
+    """Documents that need work, by the step they reached. Failed ones count in the first stage only."""
     names = [ENQUEUED, *(level[-1] for level in stages)]
     shown = [ENQUEUED, *(_name_stage(level) for level in stages)]
     here = [counts.get((ItemStatus.OPEN, name), 0) for name in names]
@@ -123,7 +123,7 @@ def _name_stage(level: Sequence[str]) -> str:
 
 
 def as_json(seen: Seen) -> dict[str, Any]:
-    """As a program reads it: money as numbers, and what the run waits for."""
+    """The JSON for programs: money as numbers, and what the run waits for."""
     fields = {name: float(value) if isinstance(value, Decimal) else value for name, value in as_dict(seen.run).items()}
     for name in ("collection_id", "traceparent", "recipe"):
         del fields[name]
@@ -148,31 +148,15 @@ def print_runs(runs: Sequence[Run]) -> None:
     now = datetime.now(UTC)
     columns = {
         "id": [Text(run.id) for run in runs],
-        "status": [Text(_STATUS_WORDS.get(run.status, run.status.value), COLOURS[run.status]) for run in runs],
+        "status": [Text(run.status.value, COLOURS[run.status]) for run in runs],
         "done": [Text(f"{number(_count_good(run))}/{number(run.item_count_total)}") for run in runs],
         "failed": [Text(number(run.item_count_failed) if run.item_count_failed else "", "red") for run in runs],
         "spent": [Text(money(float(run.spent)) if run.spent else "") for run in runs],
-        "age": [Text(_age(now, run)) for run in runs],
+        "age": [Text(age((now - run.created_at).total_seconds())) for run in runs],
         "tenant": [Text(run.tenant if run.tenant != DEFAULT_TENANT else "") for run in runs],
         "collection": [Text(run.collection) for run in runs],
     }
-    print_fitting(columns, elastic=("collection",), less_needed=("age", "spent", "tenant", "failed", "done"))
-
-
-def print_fitting(columns: dict[str, list[Text]], *, elastic: Sequence[str], less_needed: Sequence[str]) -> None:
-    """A table that leaves columns out, in this order, while it is too wide for the terminal."""
-    width = console().width
-    for name in less_needed:
-        if make_table(columns, width, elastic=elastic)[1] > width:
-            del columns[name]
-    print_table(columns, elastic=elastic)
-
-
-_STATUS_WORDS = {RunStatus.COMPLETED_WITH_ERRORS: "WITH ERRORS"}
-
-
-def _age(now: datetime, run: Run) -> str:
-    return seconds((now - run.created_at).total_seconds()).replace(" ", "")
+    print_table(columns, elastic=("tenant", "collection"))
 
 
 def print_run(seen: Seen) -> None:
@@ -183,7 +167,7 @@ def print_run(seen: Seen) -> None:
         for line in funnel_lines(seen.funnel, _BAR_COLUMNS):
             out.print(line)
         if seen.run.item_count_open > OPEN_COUNT_MAX:
-            out.print(Text(f"the first {number(OPEN_COUNT_MAX)} open documents were looked at", "bright_black"))
+            out.print(Text(f"only the first {number(OPEN_COUNT_MAX)} open documents were counted", "bright_black"))
     if seen.causes:
         out.print()
         print_causes(seen.causes)
@@ -204,7 +188,7 @@ def cause_text(cause: Cause) -> str:
 
 
 def count_text(cause: Cause) -> str:
-    """With a plus if there are more, which were not counted."""
+    """The count, with a plus if there are more that were not counted."""
     return f"{number(cause.count)}{'+' if cause.has_more else ''}"
 
 
@@ -244,7 +228,7 @@ def _counts(run: Run) -> list[tuple[str, Any]]:
 
 
 def listing_rows(run: Run) -> list[tuple[str, str | None]]:
-    """What the listing has found that is no document of the run."""
+    """What the listing found that is not a document of the run."""
     return [
         ("removed", f"{number(run.retired_count)}, because their sources are gone" if run.retired_count else None),
         ("left out", _skipped_text(run.skipped)),
@@ -302,7 +286,7 @@ def tokens_text(run: Run) -> str | None:
 
 
 def money_text(run: Run, doubt: Doubt = _NO_DOUBT) -> str | None:
-    """What was spent, against the budget and the estimate; what is unknown is said and not left out."""
+    """What was spent, against the budget and the estimate; unknown costs are named, not left out."""
     known = estimated_cost(run)
     may_cost = known is not None and known["high"] > 0
     if not (run.calls or run.budget is not None or may_cost or doubt.calls):

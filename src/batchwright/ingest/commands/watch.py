@@ -15,9 +15,11 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.padding import Padding
 from rich.text import Text
 
-from batchwright.cli.show import bar, console, number, print_json, seconds
+from batchwright.cli.show import bar_with, console, number, print_json, seconds
+from batchwright.cli.tables import fact_lines, split_facts
 from batchwright.errors import DatabaseUnavailable
 from batchwright.ingest.commands.show import (
     Seen,
@@ -49,7 +51,7 @@ _PLAIN_SHARE = 0.01
 
 
 class Meter:
-    """How many documents end in a minute, told from the last minute."""
+    """How many documents end in a minute, measured over the last minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -63,7 +65,7 @@ class Meter:
 
     @property
     def per_minute(self) -> float | None:
-        """None until something has ended under our eyes."""
+        """None until a document has ended while this command was watching."""
         if len(self._marks) < 2:
             return None
         (first_at, first), (last_at, last) = self._marks[0], self._marks[-1]
@@ -74,16 +76,16 @@ class Meter:
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """What was seen of a run last; rich draws it."""
+    """The last state of a run, as rich draws it."""
 
     seen: Seen
     trouble: str | None = None
     notice: str | None = None
     """What this process is about to do."""
     is_worker: bool = False
-    """This process works on the run; for a moment, the database does not know it yet."""
+    """Whether this process works on the run. The database shows it only a moment later."""
     ahead: timedelta = timedelta(0)
-    """How far this machine's clock is before the database's."""
+    """How far the clock of this machine is ahead of the database's."""
     meter: Meter = dataclasses.field(default_factory=Meter)
 
     @property
@@ -97,36 +99,36 @@ class View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         columns = max(_BAR_COLUMNS_MIN, min(_BAR_COLUMNS_MAX, width - _LABEL_COLUMNS))
-        yield self._head()
+        yield from self._head(width)
         if self.run.item_count_total:
-            yield self._bar(columns)
+            yield self._bar(width - 2)
         if self.run.item_count_total > self.run.item_count_unchanged:
             yield from funnel_lines(self._rows(), columns)
         for line in self.lines():
-            yield _cut(f"  {line}")
+            yield from fact_lines(split_facts(line), width)
         for line in self.errors():
             yield _cut(f"  ✗ {line}", "red")
         for line in self.troubles():
-            # What to do stands at the end of these lines, so they are never cut.
-            yield Text(f"  {line}", "yellow")
+            # These lines end with what to do, so they are never cut.
+            yield Padding(Text(line, "yellow"), (0, 0, 0, 2))
         for line in self.ending():
-            yield Text(f"  {line}")
+            yield Padding(Text(line), (0, 0, 0, 2))
 
-    def _head(self) -> Text:
-        head = Text(no_wrap=True, overflow="ellipsis")
-        head.append(self.run.id, "bold").append("  ").append_text(status_text(self.run))
-        return head.append(f" · {seconds(self.elapsed_seconds())} · {self.run.collection}")
+    def _head(self, width: int) -> list[Text]:
+        named = Text(self.run.id, "bold").append("  ").append_text(status_text(self.run))
+        facts = [named, Text(seconds(self.elapsed_seconds())), Text(self.run.collection)]
+        return fact_lines(facts, width, indent=0)
 
-    def _bar(self, columns: int) -> Text:
+    def _bar(self, width: int) -> Text:
         run = self.run
         good = run.item_count_done + run.item_count_unchanged
         parts = {"green": good, "red": run.item_count_failed, "yellow": run.item_count_cancelled}
         ended = run.item_count_total - run.item_count_open
-        text = Text("  ", no_wrap=True, overflow="ellipsis").append_text(bar(parts, run.item_count_total, columns))
-        return text.append(f"  {number(ended)}/{number(run.item_count_total)} documents")
+        numbers = f"  {number(ended)}/{number(run.item_count_total)} documents"
+        return Text("  ").append_text(bar_with(parts, run.item_count_total, numbers, width))
 
     def _rows(self) -> list[Any]:
-        """With many steps of users, the first and the last tell most."""
+        """With many steps, show the first ones and the last ones."""
         rows = list(self.seen.funnel)
         if len(rows) <= _FUNNEL_ROWS_MAX:
             return rows
@@ -150,7 +152,7 @@ class View:
         return [*found, *map(cause_text, self.seen.causes[:_CAUSES_SHOWN])]
 
     def troubles(self) -> list[str]:
-        """Why it does not go on, as far as that is known."""
+        """Why it does not continue, if that is known."""
         if self.run.has_ended:
             return []
         waits = [one for one in self.seen.waits if not (self.is_worker and one.reason == "no_worker")]
@@ -158,7 +160,7 @@ class View:
         return list(dict.fromkeys(one for one in found if one))
 
     def ending(self) -> list[str]:
-        """What else the listing has found, without the names, and what can be done now."""
+        """Counts of what else the listing has found, and the next commands."""
         if not self.run.has_ended:
             return []
         lines = [f"{word} {text.splitlines()[0]}" for word, text in listing_rows(self.run) if text is not None]
@@ -183,14 +185,14 @@ async def begin_view(part: IngestPart, id: str) -> View:
 
 
 async def watch(part: IngestPart, id: str, *, json: bool = False) -> Run:
-    """Show the run until it has ended, in the way that suits the output; answers how it ended."""
+    """Show the run until it has ended, in the form that suits the output. Returns the ended run."""
     view = await begin_view(part, id)
     with show(view, json=json) as on_look:
         return await follow(part, view, on_look)
 
 
 async def follow(part: IngestPart, view: View, on_look: OnLook, is_over: IsOver = lambda run: run.has_ended) -> Run:
-    """Look at the run's rows twice a second, more rarely if that is costly."""
+    """Read the run from the database twice a second, and less often if that is slow."""
     while True:
         began = time.monotonic()
         try:
@@ -207,7 +209,7 @@ async def follow(part: IngestPart, view: View, on_look: OnLook, is_over: IsOver 
 
 @contextlib.contextmanager
 def show(view: View, *, json: bool = False) -> Iterator[OnLook]:
-    """Draws by each call of what this gives: live on a terminal, as lines elsewhere, or as JSON."""
+    """Each call of the result draws the view: live on a terminal, as lines elsewhere, or as JSON."""
     if json:
         yield JsonLines()
     elif not sys.stdout.isatty():
@@ -218,9 +220,9 @@ def show(view: View, *, json: bool = False) -> Iterator[OnLook]:
 
 
 class Lines:
-    """Without a terminal: now and then a line, and one for each change of status and each trouble.
+    """Without a terminal: a line every few seconds, and one for each change of status and each problem.
 
-    The longer it takes, the rarer they are.
+    The longer the run takes, the fewer lines there are.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""One batch: read its rows, ask for the vectors that nobody has made yet, and store a part of the result."""
+"""One batch: read its rows, request the missing vectors, and store a part of the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchRunner:
         embedder = self._tools.embedder(batch.request)
         if embedder.fingerprint != batch.fingerprint:
             raise RetryLater(
-                f"this worker has {embedder.fingerprint}, and the job was begun with {batch.fingerprint}; install the "
+                f"this worker has {embedder.fingerprint}, and the job started with {batch.fingerprint}; install the "
                 "same version everywhere",
                 _OTHER_WORKER_SECONDS,
             )
@@ -73,7 +73,7 @@ class BatchRunner:
                 refused = error.codes
             known |= ledger.values
             if embedder.model is not None:
-                # Another batch may have been first with the same text: all use the vector that is kept.
+                # Another batch may have been first with the same text: all use the stored vector.
                 known |= await self._known(embedder, ledger, missing)
         ledger.values.clear()
         for row in judged:
@@ -116,7 +116,7 @@ class BatchRunner:
 
 @dataclass(slots=True)
 class _Made:
-    """What has come of the rows so far, in their order."""
+    """The results of the rows so far, in their order."""
 
     ids: list[Any] = field(default_factory=list)
     vectors: list[bytes] = field(default_factory=list)
@@ -129,13 +129,13 @@ class _Made:
             return
         vector = known.get(_hash(row.text))
         if vector is None:
-            raise Transient("a vector that was made is gone again", code="vector_gone")
+            raise Transient("a stored vector is gone", code="vector_gone")
         self.ids.append(row.id)
         self.vectors.append(vector)
 
 
 async def _gathered(rows: AsyncIterator[Row]) -> AsyncIterator[list[Row]]:
-    """Many rows at a time, as long as their texts take little memory."""
+    """Groups of rows whose texts take little memory."""
     found: list[Row] = []
     characters = 0
     async for row in rows:

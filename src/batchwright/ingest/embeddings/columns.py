@@ -1,4 +1,4 @@
-"""A Parquet file as a source, by its row groups; read from the store in the ranges that are needed, with pyarrow."""
+"""A Parquet file as a source, by its row groups. pyarrow reads only the needed ranges from the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchwright.storage import Store
 T = TypeVar("T")
 MAGIC = b"PAR1"
 GROUP_BYTES_MAX = 1024 * 1024 * 1024
-"""Of the two columns of one row group, unpacked."""
+"""Maximum size of the two columns of one row group, unpacked."""
 _READ_SECONDS_MAX = 120.0
 _ROWS_AT_ONCE = 256
 
@@ -36,7 +36,7 @@ def require_arrow(module: str = "pyarrow") -> Any:
 
 
 class ColumnReader:
-    """The rows of one stored file, by two of its columns; one without ids numbers its rows."""
+    """The rows of one stored file, from two of its columns. Without an id column, rows are numbered."""
 
     def __init__(self, store: Store, file: File, *, id_field: str, text_field: str) -> None:
         self._store = store
@@ -54,9 +54,9 @@ class ColumnReader:
             yield row
 
     async def _in_thread(self, work: Callable[[Any], T]) -> T:
-        """pyarrow asks for bytes in plain code; they come from the event loop, where the store is.
+        """pyarrow reads synchronously; the bytes come from the event loop, where the store is.
 
-        In a thread of its own: those of the event loop are what the store reads with, and all of them could wait here.
+        It runs in a separate thread: the store uses the threads of the event loop, and all of those could block here.
         """
         stored = StoredBytes(self._store, self._file, asyncio.get_running_loop())
         arrow_errors = require_arrow().ArrowException
@@ -124,7 +124,7 @@ class ColumnReader:
 
 
 class StoredBytes(io.RawIOBase):
-    """A stored file as plain code sees one that it can seek in."""
+    """A stored file as a synchronous, seekable file object."""
 
     def __init__(self, store: Store, file: File, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `compute_embeddings` brings into a worker process, for the part that owns it."""
+"""What `compute_embeddings` adds to a worker process, for the part that owns it."""
 
 from __future__ import annotations
 

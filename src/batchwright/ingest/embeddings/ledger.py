@@ -1,10 +1,10 @@
-"""What a batch has paid for: each request is written down before it is sent, and its answers are kept by content.
+"""What a batch has paid for: each request is recorded before it is sent, and its answers are stored by content.
 
     begin ── the intent is committed, by the claim that holds the job ──▶ sent
     settle ─ answers, and the event with tokens and cost, in one commit
-    fail ─── nothing to keep; the event says what it cost all the same
+    fail ─── no answer to store; the event says what it cost
 
-A batch that runs again finds the answers, and pays only for those that never came.
+A batch that runs again finds the stored answers, and pays only for the missing ones.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _EVENTS_PAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What was paid: known only if the cost of every call is."""
+    """What was paid; only known if the cost of every call is known."""
 
     calls: int = 0
     prompt_tokens: int = 0
     cost: Decimal | None = Decimal(0)
     in_doubt: int = 0
-    """Calls of which nobody knows whether they were answered, and what they cost."""
+    """Calls that may or may not have been answered, so that their cost is unknown."""
 
     def __add__(self, other: Bill) -> Bill:
         cost = None if self.cost is None or other.cost is None else self.cost + other.cost
@@ -56,7 +56,7 @@ class Bill:
 
     @classmethod
     def of(cls, events: Sequence[JobEvent]) -> Bill:
-        """From the history of a job: what all its claims have paid."""
+        """What all claims of a job have paid, from its history."""
         total = cls()
         for event in events:
             if event.event in (CALLED, FAILED):
@@ -77,7 +77,7 @@ class BatchLedger:
     price: ListedPrice | None
     rates: Rates
     values: dict[bytes, bytes] = field(default_factory=dict)
-    """What came of this process. Of a local model nothing else is kept: to make it again costs nothing."""
+    """Vectors from this process. Those of a local model are stored nowhere else: computing them again is free."""
 
     async def begin(self, call: Call) -> None:
         if call.model is None:
@@ -112,7 +112,7 @@ class BatchLedger:
         await self._end(call, event, {}, {})
 
     async def end_older(self) -> None:
-        """Requests of a worker that died with this job: they may have been paid for, and the history says so."""
+        """Record requests of a worker that died with this job: they may have been paid for."""
         params = {"job_id": self.held.id, "claim": self.held.claim}
         async with fenced(self.queue, self.held) as session:
             for id, model, tokens, cost in await self.queue.database.ask(SQL["end_older"], params, session):
@@ -122,7 +122,7 @@ class BatchLedger:
                 await note(self.queue, self.held, event, session=session)
 
     async def bill(self) -> Bill:
-        """What this job has paid, by all of its claims."""
+        """What all claims of this job have paid."""
         events: list[JobEvent] = []
         after = 0
         while page := await self.queue.events(JobId(self.held.id), after=after, limit=_EVENTS_PAGE):
@@ -152,7 +152,7 @@ class BatchLedger:
         values: Mapping[bytes, bytes],
         tokens: Mapping[bytes, int | None],
     ) -> None:
-        """Once, whatever becomes of the first commit's answer: the row of the call is there only once."""
+        """Count a call once, even if the answer to the first commit is lost: the row of the call exists only once."""
 
         async def commit() -> None:
             async with self.queue.database.transaction() as session:
@@ -172,7 +172,7 @@ class BatchLedger:
             await Spending(self.queue.database).add(spent, session=session)
 
     async def _settle_rate(self, call: Call, usage: Usage, answer: Answer) -> None:
-        """A budget that cannot be corrected now corrects itself with time; what was paid for must be kept."""
+        """Ignore errors here: the budget corrects itself with time, but answers that were paid for must be stored."""
         try:
             await self.rates.settle(call.id, usage.total, answer)
         except Exception:

@@ -1,4 +1,4 @@
-"""A JSONL file as a source: cut at line ends into ranges of bytes, which any worker can read alone."""
+"""A JSONL file as a source: cut at line ends into byte ranges, which any worker can read separately."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LineReader:
 
 
 class Splitter:
-    """Cuts a stream of bytes after every so many lines, and earlier where they are long."""
+    """Cuts a stream of bytes after a number of lines, and earlier if they are long."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
@@ -69,7 +69,7 @@ class Splitter:
         return list(self._cut(chunk))
 
     def finish(self) -> list[Lines]:
-        """The last line may have no end."""
+        """Finish the stream: the last line may have no line end."""
         found = list(self._end_line(self._offset)) if self._offset > self._line_start else []
         if self._line_start > self._start:
             found.append(self._close(self._line_start))
@@ -91,7 +91,7 @@ class Splitter:
             yield self._close(end, is_too_long=is_too_long)
 
     def _close(self, end: int, *, is_too_long: bool = False) -> Lines:
-        """What lies between the last cut and this one."""
+        """The piece between the last cut and this one."""
         made = Lines(start=self._start, end=end, first=self._first, is_too_long=is_too_long)
         self._start = end
         self._first = self._number

@@ -1,4 +1,4 @@
-"""The operations of `compute_embeddings`, light enough for processes that only submit: the work is loaded when it runs.
+"""The operations of `compute_embeddings`. Cheap to import for processes that only submit: the rest is loaded later.
 
 compute_embeddings ── Wait ──▶ compute_embeddings.batch, many ── the last one resumes it ──▶ one file
 """
@@ -15,7 +15,7 @@ from batchwright.operations.decorator import operation
 
 @operation(COMPUTE, queue=QUEUE, max_attempts=5, retry_on=(StorageUnavailable,))
 async def compute_embeddings(ctx: Context, request: ComputeEmbeddings) -> Any:
-    """Make a vector for every row of a file or a table, in batches, and one file of all of them."""
+    """Compute a vector for every row of a file or a table, in batches, and write one file with all of them."""
     from batchwright.ingest.embeddings.process import EmbeddingCoordinator
 
     return await ctx.service(EmbeddingCoordinator).run(ctx, request)
@@ -23,7 +23,7 @@ async def compute_embeddings(ctx: Context, request: ComputeEmbeddings) -> Any:
 
 @operation(BATCH, queue=QUEUE, max_attempts=10, backoff_seconds_max=120.0, retry_on=(StorageUnavailable,))
 async def embed_batch(ctx: Context, batch: EmbedBatch) -> Any:
-    """Make the vectors of one batch."""
+    """Compute the vectors of one batch."""
     from batchwright.ingest.embeddings.batch import BatchRunner
 
     return await ctx.service(BatchRunner).run(ctx, batch)

@@ -1,4 +1,4 @@
-"""The result as a Parquet file: a row group for each batch, so that it takes the memory of one."""
+"""The result as a Parquet file: a row group for each batch, so that only one batch is in memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 from batchwright.ingest.embeddings.columns import require_arrow, require_parquet
 from batchwright.ingest.embeddings.parts import decode_rows
+from batchwright.private import open_private
 from batchwright.storage import Store, Stored
 
 
 async def write_parquet(store: Store, key: str, parts: Sequence[str], *, has_text_ids: bool) -> Stored:
-    """Columns `id` and `embedding`; ids are text as soon as one of them is."""
+    """Columns `id` and `embedding`; all ids are text if one of them is."""
     with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
         path = Path(folder) / "embeddings.parquet"
+        open_private(path, "xb").close()  # the writer keeps the mode, and the store links the file
         writer: Any = None
         try:
             for part in parts:

@@ -1,6 +1,6 @@
-"""What batches leave in the store for their coordinator: a part of the result each, and of the list of bad rows.
+"""What batches leave in the store for their coordinator: a part of the result, and a part of the list of bad rows.
 
-The key holds the claim. A worker that has lost its batch may still write a part, but nobody is told of that one.
+The key contains the claim. A worker that has lost its batch may still write a part, but nothing refers to that part.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a batch tells its coordinator, as its result."""
+    """What a batch reports to its coordinator, as its result."""
 
     rows: int
-    """Rows with a vector."""
+    """Number of rows with a vector."""
     failed: int
     key: str | None
     """None if no row got a vector."""
@@ -34,12 +34,12 @@ class Part:
     dimensions: int | None
     has_text_ids: bool
     asked: int
-    """Different texts that a model was asked for; the others were known."""
+    """Number of different texts that were sent to a model; the vectors of others were known."""
     calls: int
     tokens: int
     in_doubt: int
     cost: str | None
-    """Written out, so that sums stay exact; None is unknown."""
+    """A decimal as text, so that sums stay exact; None if unknown."""
     codes: dict[str, int]
     first_error: dict[str, Any] | None
 
@@ -56,7 +56,7 @@ def encode_errors(rows: Sequence[BadRow]) -> bytes:
 
 
 def encode_rows(output: Output, ids: Sequence[Any], vectors: Sequence[bytes]) -> bytes:
-    """As they stand in the result, if that is text; else ids and numbers, to be put into columns."""
+    """Lines of the result, if that is text; otherwise ids and numbers for columns."""
     if output == "jsonl":
         return b"".join(_line(id, vector) for id, vector in zip(ids, vectors, strict=True))
     head = orjson.dumps(ids)

@@ -1,4 +1,4 @@
-"""What `compute_embeddings` and its children are asked to do; light, for processes that only submit."""
+"""The payloads of `compute_embeddings` and its children. Cheap to import for processes that only submit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Table:
     table: Name
     """With its schema: public.articles."""
     id: Name
-    """The column that tells rows apart: a primary key, or unique and never null."""
+    """The column that identifies rows: a primary key, or unique and never null."""
     text: Name
     where: Mapping[Name, Scalar] = dataclasses.field(default_factory=dict)
     """Only rows that have these values in these columns; null means is null."""
@@ -48,7 +48,7 @@ class Lines:
     first: int
     """The number of the first line, from 1."""
     is_too_long: bool = False
-    """One line that is longer than any may be, and that nobody reads."""
+    """Whether this is one line that exceeds the size limit, so that it is not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Rows:
     kind: Literal["rows"] = "rows"
     group: int
     start: int
-    """Rows of the group before these."""
+    """Number of rows in the group before these."""
     count: int
     first: int
     """The number of the first row in the file, from 1."""
@@ -66,7 +66,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Keys:
-    """Rows of a table between two ids, of which the second belongs to it; None at either end of the table."""
+    """Rows of a table after the first id, up to and including the second; None at either end of the table."""
 
     kind: Literal["keys"] = "keys"
     after: str | None
@@ -78,20 +78,20 @@ Piece = Annotated[Lines | Rows | Keys, Field(discriminator="kind")]
 
 @dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class ComputeEmbeddings:
-    """Make a vector for every row of the source, and one file of all of them."""
+    """Compute a vector for every row of the source, and write one file with all of them."""
 
     source: Source
     """The id of a stored file, JSONL or Parquet; or a table."""
     model: Name | None = None
     """A model that a gateway serves; None embeds in the worker without a network."""
     dimensions: Annotated[int, Field(ge=1, le=16_000)] | None = None
-    """Numbers of a vector, where the model lets one choose."""
+    """Length of a vector, if the model lets you choose."""
     text_field: Name = "text"
     """The field or column of a file that holds the text."""
     id_field: Name = "id"
     """The field or column of a file that the result repeats; rows without one get their number."""
     batch_size: Annotated[int, Field(ge=1, le=BATCH_ROWS_MAX)] = BATCH_ROWS
-    """Rows of one batch at most."""
+    """Maximum number of rows of one batch."""
     output: Output = "jsonl"
 
 
@@ -103,6 +103,6 @@ class EmbedBatch:
     """The coordinator's job."""
     number: int
     fingerprint: str
-    """Of the embedder that the coordinator found: all batches must be made by the same."""
+    """Fingerprint of the coordinator's embedder: all batches must use the same one."""
     piece: Piece
     request: ComputeEmbeddings

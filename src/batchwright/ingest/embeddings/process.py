@@ -1,9 +1,9 @@
-"""The coordinator: cuts the source into batches, waits for all of them, and puts their parts together.
+"""The coordinator: cuts the source into batches, waits for all of them, and assembles their parts.
 
     run ──▶ split ──▶ Wait(batches) ── the last one ended ──▶ run again ──▶ assemble ──▶ Done, with the file's row
 
-The files' ids come from the job's, so a repetition after a crash writes the same files. Their rows are written by the
-commit that ends the job: there is a result if and only if the job succeeded, and only one.
+The files' ids follow from the job's id, so a repetition after a crash writes the same files. The commit that ends the
+job writes their rows: there is exactly one result if the job succeeded, and otherwise none.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EmbeddingCoordinator:
         self._errands: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """What is not removed yet is found by upkeep."""
+        """Upkeep removes what could not be removed here."""
         for errand in self._errands:
             errand.cancel()
         await asyncio.gather(*self._errands, return_exceptions=True)
@@ -100,7 +100,7 @@ class EmbeddingCoordinator:
         return Done(self._result(request, total, rows, errors), write=write)
 
     def _remove_parts(self, job_id: UUID) -> None:
-        """Nobody needs them any more."""
+        """Remove the parts, which are no longer needed."""
         errand = asyncio.get_running_loop().create_task(remove_folder(self._tools.store, parts_folder(job_id)))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
@@ -130,14 +130,14 @@ class EmbeddingCoordinator:
         return _new_file(ctx, id, ERRORS_PURPOSE, f"embeddings-{ctx.job_id}-errors.jsonl", stored)
 
     async def _refuse(self, total: _Total, errors: NewFile | None) -> None:
-        """No row has a vector: the job fails, and the list of bad rows is there all the same."""
+        """No row has a vector: the job fails, but the list of bad rows is still written."""
         if errors is None:
             raise SchemaInvalid("the source has no rows", code="empty_source")
         await persist(lambda: self._tools.files.add(errors))
         counted = ", ".join(f"{count:,} {code}" for code, count in sorted(total.codes.items()))
         raise SchemaInvalid(
             f"none of the {total.failed:,} rows could be embedded: {counted}. The first: {total.first_error}; all of "
-            f"them are in {errors.id}. Are text_field and id_field right?",
+            f"them are in {errors.id}. Check text_field and id_field",
             code="no_usable_rows",
         )
 
@@ -172,7 +172,7 @@ class _Total:
     tokens: int
     in_doubt: int
     cost: Decimal | None
-    """None if that of any batch is unknown: a part is no cost."""
+    """None if the cost of any batch is unknown: a partial sum would mislead."""
     dimensions: int | None
     codes: dict[str, int]
     first_error: str | None
@@ -200,7 +200,7 @@ class _Total:
 
 
 def derived_file_id(job_id: UUID, what: str) -> str:
-    """The id of a file of this job: the same every time, and in the order of time as other ids."""
+    """The id of a file of this job: always the same, and ordered by time like other ids."""
     digest = sha256(f"{job_id} {what}".encode()).hexdigest()
     return f"file-{job_id.hex[:12]}7{digest[:19]}"
 

@@ -1,4 +1,4 @@
-"""Rows on their way to a vector: what was read of them, and what is wrong with those that get none."""
+"""Rows of a source, and the errors of rows that get no vector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchwright.ingest.embeddings.payloads import Piece
 
 TEXT_CHARACTERS_MAX = 1_000_000
 CHARACTERS_PER_TOKEN_MAX = 8
-"""No text in a human language has fewer tokens than that; what is nearer to a model's limit the server decides."""
+"""No text in a human language has fewer tokens than this. For texts nearer to a model's limit, the server decides."""
 _ID_CHARACTERS_MAX = 1_000
 NO_TEXT = "no_text"
 TOO_LONG = "too_long"
@@ -42,17 +42,17 @@ Row = GoodRow | BadRow
 
 
 class Reader(Protocol):
-    """A source of rows: cut into pieces once, and read piece by piece afterwards, by whichever worker."""
+    """A source of rows: cut into pieces once, and then read piece by piece by any worker."""
 
     def split(self, batch_size: int) -> AsyncIterator[Piece]:
-        """Pieces in the order of the input, of so many rows at most."""
+        """Pieces in the order of the input, with a maximum number of rows."""
 
     def read(self, piece: Any) -> AsyncIterator[Row]:
         """The rows of one piece, the same every time as long as the source is the same."""
 
 
 def make_row(id: Any, text: Any, number: int | None) -> Row:
-    """Judge what was found in the two fields."""
+    """Check the values of the two fields."""
     if not isinstance(id, (str, int)) or isinstance(id, bool):
         id = number if id is None else str(id)
     if isinstance(id, str):
@@ -65,12 +65,12 @@ def make_row(id: Any, text: Any, number: int | None) -> Row:
         message = f"the text has {len(text):,} characters; at most {TEXT_CHARACTERS_MAX:,} are read"
         return BadRow(TOO_LONG, message, id, number)
     if any("\ud800" <= character <= "\udfff" for character in _suspicious(text)):
-        return BadRow("invalid_text", "the text holds half a character and cannot be sent as UTF-8", id, number)
+        return BadRow("invalid_text", "the text contains half a character and cannot be sent as UTF-8", id, number)
     return GoodRow(id, text, number)
 
 
 def _suspicious(text: str) -> Iterator[str]:
-    """Nothing for a text that can be encoded, which is nearly every one."""
+    """Empty for a text that can be encoded, as nearly all can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

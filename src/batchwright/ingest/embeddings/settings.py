@@ -1,4 +1,4 @@
-"""What `compute_embeddings` may read."""
+"""Which tables `compute_embeddings` may read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class EmbeddingSettings:
     """The operation `compute_embeddings`."""
 
     tables: tuple[str, ...] = ()
-    """Tables of the database that users may have embedded, such as "public.articles" or "shop.*". They are read by the
-    role of Batchwright itself, so everybody who may submit jobs can read these, of whatever tenant."""
+    """Tables of the database that jobs may embed, such as "public.articles" or "shop.*". Batchwright's own role reads
+    them, so everybody who may submit jobs, in any tenant, can read these tables."""
 
     def __post_init__(self) -> None:
         for name in self.tables:
@@ -29,5 +29,5 @@ class EmbeddingSettings:
 
 
 def is_internal(schema: str) -> bool:
-    """Of Batchwright, or of the server."""
+    """Whether a schema belongs to Batchwright or to the server."""
     return schema in ("batchwright", "information_schema") or schema.startswith("pg_")

@@ -1,7 +1,7 @@
 """A table of Batchwright's own database as a source: cut into ranges of its ids, and read page by page.
 
-Names are looked up in the server's catalog, and only what it answers stands in a statement, quoted by the server.
-Values are parameters. Rows are those that are there when their batch runs.
+Names are looked up in the server's catalog, and statements only contain names from there, quoted by the server. Values
+are parameters. A batch reads the rows that exist when it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Described:
     filters: tuple[str, ...]
 
     def statement(self, name: str, *conditions: str) -> str:
-        # The only text that a statement is made of came from the catalog, quoted.
+        # All text in the statement comes from the catalog, quoted.
         names = {
             "table": self.table,
             "id": self.id,
@@ -91,7 +91,7 @@ class TableReader:
             after = rows[-1][0]
 
     async def _ask(self, statement: str, **params: Any) -> list[Record]:
-        """In a transaction that cannot write, whatever a view or a column does."""
+        """Use a transaction that cannot write, whatever a view or a column does."""
         filters = {f"value_{place}": value for place, value in enumerate(self._source.where.values())}
         try:
             async with self._database.transaction() as session:
@@ -129,7 +129,7 @@ class TableReader:
                 raise Fatal(f"{schema}.{table} has no column {name!r}; it has {known}", code="no_column")
         if source.id not in unique or not columns[source.id]["not_null"]:
             raise Fatal(
-                f"{schema}.{table}.{source.id} does not tell rows apart: it needs a primary key, or a unique index and "
+                f"{schema}.{table}.{source.id} does not identify rows: it needs a primary key, or a unique index and "
                 "NOT NULL",
                 code="id_not_unique",
             )
@@ -137,7 +137,7 @@ class TableReader:
 
 
 def _described(source: Table, table: str, columns: Mapping[str, Mapping[str, str]]) -> _Described:
-    # A percent sign in a name would be taken for a parameter.
+    # A percent sign in a name would look like a parameter.
     def name(column: str) -> str:
         return "source." + columns[column]["name"].replace("%", "%%")
 

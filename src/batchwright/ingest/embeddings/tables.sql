@@ -1,6 +1,6 @@
--- A table of the user's. Its name and columns are put in place of :table, :id, :text and :type as the server itself has
--- written and quoted them in `describe`; values are parameters. Columns come with `source.` before them: an order by a
--- bare name would be by the column of the answer, which is text.
+-- A table of the user. Its name and columns replace :table, :id, :text and :type, as the server itself has written and
+-- quoted them in `describe`; values are parameters. Columns have the prefix `source.`: ORDER BY with a bare name would
+-- use the column of the result, which is text.
 
 -- name: describe
 SELECT schema.nspname, class.relname,
@@ -18,14 +18,14 @@ FROM pg_class AS class
 JOIN pg_namespace AS schema ON schema.oid = class.relnamespace
 WHERE class.oid = to_regclass(%(table)s) AND class.relkind IN ('r', 'p', 'm', 'f', 'v')
 
--- The last id of the next so many rows.
+-- The last id of the next page of rows.
 -- name: boundary
 SELECT :id::text FROM :table AS source WHERE :conditions ORDER BY :id OFFSET %(rows)s - 1 LIMIT 1
 
 -- name: exists
 SELECT true FROM :table AS source WHERE :conditions LIMIT 1
 
--- A character more than may be read shows that there are too many.
+-- Reads one character more than the limit, to detect a text that is too long.
 -- name: page
 SELECT :id::text, left(:text::text, %(characters)s + 1)
 FROM :table AS source

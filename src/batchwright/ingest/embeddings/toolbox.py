@@ -1,4 +1,4 @@
-"""What coordinators and batches work with in a worker process."""
+"""What coordinators and batches use in a worker process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from batchwright.storage import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """Of one worker process."""
+    """The tools of one worker process."""
 
     queue: Queue
     files: Files
     settings: EmbeddingSettings
     find_embedder: Callable[[str, int | None], Embedder]
-    """By the name of a model, or `local` or `hash`, and the dimensions that are wanted."""
+    """The embedder by the name of its model, or `local` or `hash`, and by the requested dimensions."""
     answers: Answers
     prices: Prices
     rates: Rates
@@ -50,7 +50,7 @@ class Toolbox:
             raise Fatal(str(error), code="model_not_configured") from None
 
     async def reader(self, request: ComputeEmbeddings, tenant: str, *, also_gone: bool = False) -> Reader:
-        """By what the source is; a file by what it begins with. `also_gone`: one that was deleted meanwhile, too."""
+        """The reader for a source; for a file, by its first bytes. `also_gone` includes files deleted meanwhile."""
         if isinstance(request.source, Table):
             return TableReader(self.queue.database, request.source, self.settings)
         try:

@@ -16,15 +16,15 @@ from batchwright.storage.backend import Found
 
 log = logging.getLogger(__name__)
 _KEEP = timedelta(days=7)
-"""A failed or cancelled job can be rerun that long, and needs what its batches have made."""
+"""How long a failed or cancelled job can be rerun, for which it needs the parts of its batches."""
 _KEEP_UNKNOWN = timedelta(days=30)
-"""Of a job that this database does not have: it is another one's, or long gone."""
+"""For parts of a job that is not in this database: it belongs to another database, or is long gone."""
 _PAGE = 1000
 _PATIENCE_SECONDS = 5.0
 
 
 class EmbeddingUpkeep:
-    """Upkeep rounds of every worker; where a round stands is kept in memory."""
+    """Upkeep rounds of every worker. The position of a round is kept in memory."""
 
     def __init__(self, database: Database, store: Store) -> None:
         self._database = database
@@ -32,7 +32,7 @@ class EmbeddingUpkeep:
         self._after: str | None = None
 
     async def clean(self, session: Session) -> bool:
-        """One page of old parts; whether there are more."""
+        """Remove one page of old parts. Returns whether there are more."""
         await self._database.ask(SQL["end_forgotten"], {"age_seconds": _KEEP.total_seconds()}, session)
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
@@ -53,7 +53,7 @@ class EmbeddingUpkeep:
         return found
 
     async def _remove(self, page: list[Found], session: Session) -> None:
-        """What is old, and of a job that has ended."""
+        """Parts that are old, and whose job has ended."""
         ((now,),) = await self._database.ask(SQL["clock"], {}, session)
         old = [(one, id) for one in page if now - one.modified_at > _KEEP and (id := _owner(one.key)) is not None]
         ids = list({id for _, id in old})

@@ -1,7 +1,7 @@
-"""Bodies and answers of a model that names entities, apart from sending them.
+"""Request bodies and answers of a model that finds entities. Other modules send them.
 
-The model says what it read, and we find where: models cannot count characters. What it says is data under a schema;
-nothing of it is run, followed or given to a tool.
+The model names what it read, and we find the position: models cannot count characters. Its answer is data under a
+schema; nothing in it is run, followed or passed to a tool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INSTRUCTIONS = (
 
 
 def entity_body(model: str, types: Sequence[str], window: str, *, answer_tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-    """A request for the entities of a window; all windows share its beginning, for the server's prefix cache."""
+    """A request for the entities of a window. All windows share the same beginning, for the server's prefix cache."""
     schema = {"name": "entities", "strict": True, "schema": _schema(types)}
     return {
         "model": model,
@@ -41,7 +41,7 @@ def entity_body(model: str, types: Sequence[str], window: str, *, answer_tokens:
 
 
 def parse_entities(body: bytes, window: str, *, types: Sequence[str] | None = None) -> list[Mention]:
-    """Every place of what the model named; raises SchemaInvalid for an answer of the wrong shape."""
+    """Every occurrence of the entities that the model named. Raises SchemaInvalid for a malformed answer."""
     return find_entities(body, window, types=types).mentions
 
 
@@ -53,7 +53,7 @@ class Found:
 
 
 def find_entities(body: bytes, window: str, *, types: Sequence[str] | None = None) -> Found:
-    """As parse_entities, with the number of texts that were dropped."""
+    """Like parse_entities, but with the number of texts that were dropped."""
     names = _read_names(body)
     if types is not None and (others := {name.type for name in names} - set(types)):
         raise SchemaInvalid(f"the model made up {len(others)} types of entities", code="invalid_output")
@@ -117,7 +117,7 @@ def _read_names(body: bytes) -> list[_Name]:
     except (msgspec.DecodeError, IndexError):
         raise SchemaInvalid("the answer is not that of /v1/chat/completions", code="invalid_output") from None
     if choice.finish_reason == "length":
-        raise SchemaInvalid("the model's answer was cut off at its most tokens", code="truncated_output")
+        raise SchemaInvalid("the model's answer was cut off at its maximum number of tokens", code="truncated_output")
     if choice.finish_reason == "content_filter" or choice.message.refusal:
         raise SchemaInvalid("the model or its filter refused to answer", code="refused_output")
     try:
@@ -130,7 +130,7 @@ def _read_names(body: bytes) -> list[_Name]:
 
 
 def _places(text: str, window: str) -> Iterator[tuple[int, int]]:
-    """Where the text stands as words of its own, or else anywhere; a space stands for any white space."""
+    """Where the text occurs as whole words, or else anywhere; a space matches any white space."""
     if text in window:
         pattern = re.escape(text)
     elif len(words := text.split()) > 1:

@@ -1,4 +1,4 @@
-"""A mention of an entity, and what finds them."""
+"""Mentions of entities, and the interface of extractors that find them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class EntityExtractor(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal fingerprints are the same question; equal windows then need no second answer."""
+        """Equal fingerprints mean the same request, so that equal windows need only one answer."""
 
     @property
     def model(self) -> str | None:
-        """None for one that works here and costs nothing."""
+        """None for an extractor that runs in this process and costs nothing."""
 
     async def extract(self, windows: Mapping[bytes, str], ledger: Ledger) -> None:
-        """Settle the mentions of each window under its key, or raise after all that could be was settled."""
+        """Settle the mentions of each window under its key. On an error, settle the other windows first, then raise."""
 
 
 def dump_mentions(mentions: Iterable[Mention]) -> bytes:

@@ -24,7 +24,7 @@ _OPTIONAL = frozenset({"temperature", "max_completion_tokens"})
 
 
 class ModelExtractor:
-    """Asks a model for the entities of each window."""
+    """Requests the entities of each window from a model."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class ModelExtractor:
         concurrency: int = CONCURRENCY,
     ) -> None:
         if not types or len(set(types)) < len(types) or not all(types):
-            raise ConfigurationError(f"types is {list(types)}; name at least one type of entity, and each once")
+            raise ConfigurationError(f"types is {list(types)}; name at least one type of entity, without duplicates")
         self.dropped = 0
-        """Texts that the model named and that were not in the window, since the start."""
+        """Number of texts since the start that the model named, but that were not in the window."""
         self.model = model
         self.answer_tokens = answer_tokens
         self._left_out: frozenset[str] = frozenset()

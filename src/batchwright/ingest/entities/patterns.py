@@ -1,7 +1,7 @@
-"""Entities by patterns and lists of words: no model, no cost, and time in proportion to the text.
+"""Entities by patterns and lists of words: no model, no cost, and linear time.
 
-Each pattern begins where no earlier start could have reached, and repeats only what cannot be read in two ways, so many
-times at most.
+To keep the time linear, each pattern starts only where no earlier match could have reached. It repeats only unambiguous
+parts, and only a bounded number of times.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PatternExtractor:
         await settle_here(ENTITIES, windows, self._find_all, ledger, self._turns)
 
     def find(self, window: str) -> list[Mention]:
-        """All mentions, in the order of the text. Those by patterns do not overlap; words of lists may lie in them."""
+        """All mentions, in the order of the text. Those by patterns do not overlap, but may contain words of lists."""
         found = [*_find_patterns(window), *self._find_phrases(window)]
         return sorted(found, key=lambda one: (one.start, one.end, one.type))
 
@@ -98,7 +98,7 @@ class PatternExtractor:
             lengths.sort(reverse=True)
 
     def _find_phrases(self, window: str) -> Iterator[Mention]:
-        """The longest phrase at each word; the next one begins behind it."""
+        """The longest phrase at each word; the next one begins after it."""
         if not self._phrases:
             return
         spans = [found.span() for found in _TOKEN.finditer(window)]
@@ -116,7 +116,7 @@ class PatternExtractor:
 
 
 def _find_patterns(window: str) -> Iterator[Mention]:
-    """A pattern leaves alone what one before it has taken: the digits of a date are no phone number."""
+    """A pattern skips what an earlier one has matched: the digits of a date are not a phone number."""
     taken = bytearray(len(window))
     for type, pattern, trim in _PATTERNS:
         for found in pattern.finditer(window):
@@ -132,7 +132,7 @@ def _whole(found: re.Match[str]) -> str:
 
 
 def _trim_url(found: re.Match[str]) -> str:
-    """Without the signs that end the sentence around it; brackets that it has opened stay."""
+    """Strip the punctuation that ends the sentence around it, but keep brackets that it has opened."""
     text = found.group().rstrip(_SENTENCE)
     behind = len(text) - len(text.rstrip(")]"))
     unopened = sum(map(text.count, ")]")) - sum(map(text.count, "(["))

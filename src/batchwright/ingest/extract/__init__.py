@@ -1,1 +1,1 @@
-"""Text of documents: one module for each format, chosen by what a document holds and not by what it is called."""
+"""Text of documents: one module for each format, chosen by the content of a document, not by its name."""

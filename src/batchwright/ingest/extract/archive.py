@@ -1,4 +1,4 @@
-"""Zip archives, as office documents are, checked for their size before anything is unpacked."""
+"""Zip archives, such as office documents. Their size is checked before anything is unpacked."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DAMAGE = (
     struct.error,
     zipfile.BadZipFile,
     zlib.error,
-)  # what zipfile and expat raise for bytes that are not as they should be
+)  # what zipfile and expat raise for damaged data
 _ENTRIES_MAX = 20_000
 _IS_ENCRYPTED = 0x1
 
 
 @contextmanager
 def open_archive(document: Document) -> Iterator[zipfile.ZipFile]:
-    """The sizes that a directory declares bound what is read: zipfile stops at them."""
+    """Check the declared sizes. They are a hard limit: zipfile stops reading at them."""
     try:
         with zipfile.ZipFile(io.BytesIO(document.data)) as archive:
             _check(archive, document.limits.unpacked_bytes)

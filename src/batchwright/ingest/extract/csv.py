@@ -1,4 +1,4 @@
-"""CSV: each row on a line of its own, its values under the names of their columns."""
+"""CSV: each row on its own line, its values with the names of their columns."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def extract(document: Document, builder: TextBuilder) -> None:
 
 
 def render_row(columns: Sequence[str], row: Sequence[str]) -> str:
-    """A passage from the middle of a table must make sense alone, so every value carries its column's name."""
+    """A passage from the middle of a table must make sense alone, so every value has its column's name."""
     named = [*columns, *[""] * (len(row) - len(columns))]
     values = ((name.strip(), " ".join(value.split())) for name, value in zip(named, row, strict=False))
     return " | ".join(f"{name}: {value}" if name else value for name, value in values if value)
 
 
 def _find_delimiter(text: str) -> str:
-    """The one that parts the first lines into the most columns, the same number on each."""
+    """The delimiter that splits the first lines into the most columns, with the same number on each line."""
     lines = [line for line in text[:65_536].splitlines()[:_SAMPLE_LINES] if line.strip()]
 
     def columns(delimiter: str) -> int:

@@ -1,4 +1,4 @@
-"""The format of a document, by its content; the extension only tells text formats apart that look alike."""
+"""The format of a document, by its content. The extension only decides between text formats that look alike."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _HEAD_BYTES = 65_536
 
 
 def detect(document: Document) -> str:
-    """One of the formats that have an extractor; anything else is refused with what it seems to be."""
+    """One of the formats that have an extractor. Anything else is refused; the error says what it seems to be."""
     expected = expected_format(document.name)
     head = document.data[:_HEAD_BYTES]
     if not head.strip(b"\x00 \t\r\n\f\xef\xbb\xbf\xff\xfe"):
@@ -81,12 +81,12 @@ def detect(document: Document) -> str:
 
 
 def is_expected(name: str, format: str) -> bool:
-    """Whether a name promises this format, or promises nothing."""
+    """Whether the extension of a name fits this format, or is unknown."""
     return (expected_format(name) or format) == format
 
 
 def expected_format(name: str) -> str | None:
-    """The format that a name promises; None if it promises nothing."""
+    """The format that the extension of a name stands for; None if it is unknown."""
     return _BY_EXTENSION.get(PurePath(name).suffix.lower().removeprefix("."))
 
 
@@ -132,7 +132,7 @@ def _detect_text(data: bytes, head: bytes, expected: str | None) -> str:
 
 
 def _is_json(data: bytes) -> bool:
-    """All of it, or else its first line."""
+    """Whether all of it is JSON, or else its first line."""
     for candidate in (data, data.lstrip().partition(b"\n")[0]):
         try:
             json.loads(candidate)

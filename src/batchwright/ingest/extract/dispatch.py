@@ -1,4 +1,4 @@
-"""From a document to the extractor of its format; mails call it again for their attachments."""
+"""Calls the extractor for the format of a document. Mails use it for their attachments, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTRACTORS = {format: f"batchwright.ingest.extract.{format}:extract" for format 
 
 
 def extract_document(document: Document) -> CanonicalText:
-    """The text of a document, which has some: a document without text is an error and never a success."""
+    """The text of a document. It is never empty: a document without text is an error."""
     builder = TextBuilder(output_bytes=document.limits.output_bytes, pages=document.limits.pages)
     format = extract_into(document, builder)
     if builder.is_empty:

@@ -1,4 +1,4 @@
-"""What an extractor is given, and the errors that all of them share."""
+"""The input of an extractor, and the errors that all of them share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Document:
     extractors: Mapping[str, str]
     """Function of each format, as module:function; it takes a document and a text builder."""
     depth: int = 0
-    """Number of documents around this one."""
+    """Number of documents that this one is nested in."""
     seen: set[str] = field(default_factory=set)
     """Identities of the mails and attachments read so far; shared with the documents inside."""
 
@@ -50,7 +50,7 @@ def unpacked_too_large(found: int, limit: int) -> Fatal:
 
 
 def require(library: str) -> Any:
-    """A parser that only some installations have."""
+    """Import a parser that only some installations have."""
     try:
         return importlib.import_module(library)
     except ImportError:

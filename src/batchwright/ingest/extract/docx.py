@@ -1,6 +1,6 @@
 """Word: paragraphs in reading order, with headings as sections and table rows as lines.
 
-Also reads content controls and tracked insertions, which python-docx passes over, and text boxes.
+Also reads content controls and tracked insertions, which python-docx ignores, and text boxes.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def _inherited(id: str, levels: dict[str, int], bases: dict[str, str]) -> int:
 
 
 class _Reader:
-    """One pass over a part: text gathers until its paragraph ends, cells until their row ends."""
+    """One pass over a part: collects text until its paragraph ends, and cells until their row ends."""
 
     def __init__(self, builder: TextBuilder, levels: dict[str, int]) -> None:
         self._builder = builder
         self._levels = levels
         self._open: list[list[str]] = []
-        """Text of the paragraphs around this point: a text box stands inside of a paragraph."""
+        """Text of the enclosing paragraphs: a text box is inside a paragraph."""
         self._rows: list[list[str]] = []
         self._level = 0
         self._fallbacks = 0
@@ -111,7 +111,7 @@ class _Reader:
             self._level = self._levels.get(attribute(element, "val") or "", 0)
         elif name == "p":
             self._end_paragraph("".join(self._open.pop()))
-        elif name in _BREAKS and attribute(element, "pos") is None:  # a tab with a position is a stop of the ruler
+        elif name in _BREAKS and attribute(element, "pos") is None:  # a tab with a position is a tab stop
             self._open[-1].append(_BREAKS[name])
 
     def _end_paragraph(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Mail: headers, the text that a reader sees, and attachments as sections of their own."""
+"""Mail: headers, the text that a reader sees, and attachments as separate sections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def extract(document: Document, builder: TextBuilder) -> None:
 
 
 class _Reader:
-    """Reads a mail and the mails inside it, each once: a mail that carries itself is told by its bytes or its id."""
+    """Reads a mail and the mails inside it, each once: a mail that contains itself is recognized by its bytes or id."""
 
     def __init__(self, document: Document, builder: TextBuilder) -> None:
         self._document = document
@@ -70,7 +70,7 @@ class _Reader:
             self._read_body(part)
 
     def _read_body(self, body: MIMEPart) -> None:
-        """Plain text is never looked into for a format: a quoted mail would be taken for a mail."""
+        """Skip format detection for plain text: a quoted mail would look like a mail."""
         data = self._content(body)
         if body.get_content_subtype() == "html":
             inner = replace(self._document, data=data, name="body.html")
@@ -79,7 +79,7 @@ class _Reader:
             self._builder.add(data.decode("utf-8", "replace"))
 
     def _read_file(self, part: EmailMessage, name: str, depth: int) -> None:
-        """An attachment that cannot be read is mentioned, and the mail keeps its text; limits are limits."""
+        """For an attachment that cannot be read, warn and keep the mail's text. Exceeded limits still fail."""
         data = self._content(part)
         digest = hashlib.sha256(data).hexdigest()
         if not data.strip() or digest in self._seen:
@@ -93,7 +93,7 @@ class _Reader:
             self._builder.warn(f"{name} was left out: {error}")
 
     def _content(self, part: MIMEPart) -> bytes:
-        """Text parts as UTF-8, whatever they were sent in; others as they are."""
+        """Text parts as UTF-8, whatever their encoding; others unchanged."""
         payload = part.get_payload(decode=True)
         data = payload if isinstance(payload, bytes) else b""
         self._unpacked += len(data)
@@ -108,7 +108,7 @@ class _Reader:
 
 
 def _header(message: EmailMessage, name: str) -> str:
-    """Python's parser fails on some headers that mails really have; those are shown as they were sent."""
+    """Python's parser fails on some headers of real mails; those are shown as they were sent."""
     try:
         return " ".join(str(message.get(name, "")).split())
     except Exception:

@@ -1,4 +1,4 @@
-"""Bytes to text: by byte order mark, by what the document declares, as UTF-8, and else as Windows-1252."""
+"""Bytes to text: by byte order mark, by what the document declares, as UTF-8, or else as Windows-1252."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decode(data: bytes, declared: str | None = None) -> tuple[str, str | None]:
 
 
 def find_encoding(data: bytes) -> str | None:
-    """The encoding that the bytes show: by their mark, or by the zeros that UTF-16 has in Latin text."""
+    """The encoding that the bytes show: by their byte order mark, or by the zero bytes of Latin text in UTF-16."""
     marked = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), None)
     if marked is not None:
         return marked
@@ -40,7 +40,7 @@ def find_encoding(data: bytes) -> str | None:
 
 
 def _usable(declared: str | None) -> str | None:
-    """Only encodings of text: Python has others under the same roof, such as base64."""
+    """Only text encodings: Python's codecs include others, such as base64."""
     try:
         found = codecs.lookup(declared) if declared else None
     except (LookupError, ValueError):

@@ -1,4 +1,4 @@
-"""HTML by lexbor: what a reader sees, without navigation and scripts, with its headings as sections."""
+"""HTML, parsed by lexbor: what a reader sees, without navigation and scripts, with its headings as sections."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def extract(document: Document, builder: TextBuilder) -> None:
 
 
 def _check_size(document: Document) -> None:
-    """The tree is far larger than its source: refuse here what would run out of memory half way."""
+    """The tree is far larger than its source: refuse a page that would run out of memory halfway."""
     tags = document.data.count(b"<")
     needed = tags * _BYTES_PER_TAG + 4 * len(document.data)
     if needed > document.limits.memory_bytes:
@@ -100,7 +100,7 @@ def _check_size(document: Document) -> None:
 
 
 class _Reader:
-    """Walks the tree without recursion and gathers text until a block ends."""
+    """Walks the tree without recursion, and collects text until a block ends."""
 
     def __init__(self, builder: TextBuilder) -> None:
         self._builder = builder

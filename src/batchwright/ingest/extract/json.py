@@ -1,4 +1,4 @@
-"""JSON and JSON lines: every value on a line of its own, after the path to it."""
+"""JSON and JSON lines: every value on its own line, after its path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _parse(text: str) -> Any:
 
 
 def _flatten(value: Any) -> Iterator[str]:
-    """Depth first and in order, without recursion; a top-level list leaves its numbers out."""
+    """Depth first and in order, without recursion. Paths omit the indexes of lists."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         path, value = waiting.pop()

@@ -28,7 +28,7 @@ def extract(document: Document, builder: TextBuilder) -> None:
 
 
 def _find_headings(lines: list[str]) -> Iterator[tuple[int, int, str]]:
-    """Line, level and title of each heading outside of code blocks."""
+    """Line, level and title of each heading outside code blocks."""
     fence = ""
     for number, line in enumerate(lines):
         found = _FENCE.match(line)
@@ -43,7 +43,7 @@ def _find_headings(lines: list[str]) -> Iterator[tuple[int, int, str]]:
 
 
 def _is_paragraph(lines: list[str], number: int) -> bool:
-    """A single line of a paragraph: longer ones before a rule are rarely meant as headings."""
+    """Only a single line counts: longer paragraphs above a rule are rarely meant as headings."""
     line = lines[number]
     is_text = bool(line.strip()) and not line.startswith(("    ", "\t", ">", "-", "*", "+", "|", "#"))
     return is_text and (number == 0 or not lines[number - 1].strip())

@@ -11,17 +11,17 @@ Element = ElementTree.Element
 
 
 def read_part(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, Element]]:
-    """Each element at its start and its end, as (event, element); expat itself stops entities that multiply,
+    """Each element at its start and its end, as (event, element); expat itself stops entity expansion attacks,
     and no external entity is ever loaded.
 
-    The caller clears what it has used, or a large part fills the memory.
+    The caller must clear elements that it has used; otherwise a large part fills the memory.
     """
     with archive.open(name) as file:
         yield from ElementTree.iterparse(file, events=("start", "end"))  # noqa: S314 (the sandbox bounds it)
 
 
 def local(name: str) -> str:
-    """A name without its namespace: transitional and strict documents differ only in that."""
+    """A name without its namespace: transitional and strict documents differ only in the namespace."""
     return name.rpartition("}")[2]
 
 
@@ -30,7 +30,7 @@ def attribute(element: Element, name: str) -> str | None:
 
 
 def read_listed(archive: zipfile.ZipFile, part: str, tag: str) -> Iterator[tuple[Element, str]]:
-    """Elements of a part that refer to other parts, such as sheets and slides, in order and with what they refer to."""
+    """Elements of a part that refer to other parts, such as sheets and slides, in order and with their targets."""
     targets = read_relations(archive, part)
     for event, element in read_part(archive, part):
         if event == "end" and local(element.tag) == tag:
@@ -40,7 +40,7 @@ def read_listed(archive: zipfile.ZipFile, part: str, tag: str) -> Iterator[tuple
 
 
 def read_relations(archive: zipfile.ZipFile, part: str) -> dict[str, str]:
-    """Parts of the archive that a part refers to, by the id that it has for them."""
+    """Parts of the archive that a part refers to, by its ids for them."""
     folder, name = posixpath.split(part)
     relations = f"{folder}/_rels/{name}.rels"
     names = set(archive.namelist())

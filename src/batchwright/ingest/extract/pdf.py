@@ -1,4 +1,4 @@
-"""PDF by PDFium: the text layer page by page, and bookmarks as sections."""
+"""PDF, parsed by PDFium: the text layer page by page, and bookmarks as sections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HYPHEN_AT_LINE_END = re.compile(r"[\ufffe\x02]\s*")
 
 
 def extract(document: Document, builder: TextBuilder) -> None:
-    """A file without its end is refused: PDFium repairs it, and the lost pages would never be missed."""
+    """Refuse a truncated file: PDFium would repair it, and nobody would notice the lost pages."""
     if b"%%EOF" not in document.data.rstrip(b"\x00\r\n \t")[-_TAIL_BYTES:]:
         raise damaged("it ends before its end mark, so part of it is missing")
     pdf = _open(document.data)
@@ -79,7 +79,7 @@ def _read_bookmarks(pdf: Any) -> dict[int, list[tuple[int, str]]]:
 
 
 def _add_page(builder: TextBuilder, text: str, bookmarks: list[tuple[int, str]]) -> None:
-    """A section begins where its title stands on the page, or else where the page begins."""
+    """A section begins where its title is on the page, or else at the start of the page."""
     done = 0
     for level, title in bookmarks:
         place = text.find(title, done) if title.strip() else -1

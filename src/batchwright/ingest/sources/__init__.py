@@ -1,6 +1,6 @@
-"""Where documents come from: folders, URLs and object stores are listed, and documents are fetched one at a time.
+"""Where documents come from: list folders, URLs and object stores, and fetch documents one at a time.
 
-Importing this is cheap: the clients for HTTP and for object stores are loaded by the first fetch that needs them.
+Importing this is cheap: the first fetch that needs a client for HTTP or for object stores loads it.
 
 >>> sources = Sources(FetchSettings())
 >>> listing = sources.list(["./papers"], roots=local_roots(["./papers"]))

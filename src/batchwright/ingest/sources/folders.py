@@ -1,4 +1,4 @@
-"""Documents in folders of this machine. Reading them blocks, so it is done in threads, a page at a time."""
+"""Documents in folders of this machine. Reading blocks, so threads do it, a page at a time."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _ONE_SECOND_NS = 1_000_000_000
 
 
 class Files:
-    """Files and folders, read in threads of their own.
+    """Reads files and folders in a separate pool of threads.
 
-    A mount that hangs keeps its threads for ever. Then files wait, and nothing else of the process does.
+    A mount that hangs blocks these threads forever. Then only files wait, and the rest of the process continues.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Files:
         return await self._run(_copy, path, roots, sink, etag)
 
     async def read(self, path: Path, roots: Roots, bytes_max: int) -> bytes:
-        """A file that is no document, such as a list, under the same rules."""
+        """Read a file that is not a document, such as a list of URLs, under the same rules."""
         return await self._run(_read, path, roots, bytes_max)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def _read(path: Path, roots: Roots, bytes_max: int) -> bytes:
 def _entries(path: str, rules: Rules) -> Iterator[Listed | Skipped]:
     shown = shown_name(path)
     try:
-        found = os.stat(path)  # noqa: PTH116 - names here may be no UTF-8, and os takes them as they are
+        found = os.stat(path)  # noqa: PTH116 - names may not be valid UTF-8, and os accepts them as they are
     except OSError as error:
         raise InvalidInput(f"{shown} cannot be listed: {_words(error)}", param="sources") from None
     if stat.S_ISDIR(found.st_mode):
@@ -92,7 +92,7 @@ def _entries(path: str, rules: Rules) -> Iterator[Listed | Skipped]:
 
 
 class _Walk:
-    """One folder with all that is below it, in the order of names."""
+    """Walks one folder and everything below it, in the order of names."""
 
     def __init__(self, base: str, rules: Rules) -> None:
         self._real_base = os.path.realpath(base)
@@ -100,7 +100,7 @@ class _Walk:
         self._settings = rules.settings
 
     def folder(self, path: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Listed | Skipped]:
-        """`above` are the folders that lead here, by which a link that leads back up is known."""
+        """`above` holds the parent folders, to detect a link that leads back up."""
         try:
             if len(above) > DEPTH_MAX:
                 raise OSError(errno.ELOOP, f"it is deeper than {DEPTH_MAX} folders")
@@ -114,7 +114,7 @@ class _Walk:
             try:
                 yield from self._entry(entry, name, above)
             except OSError as error:
-                yield _skipped(name, Reason.UNREADABLE, f"it cannot be looked at: {_words(error)}")
+                yield _skipped(name, Reason.UNREADABLE, f"it cannot be examined: {_words(error)}")
 
     def _entry(
         self, entry: os.DirEntry[str], name: str, above: tuple[tuple[int, int], ...]
@@ -176,7 +176,7 @@ def _listed(path: str, name: str, found: os.stat_result, rules: Rules) -> Listed
 
 
 def _copy(path: Path, roots: Roots, sink: Sink, etag: str | None) -> About | NotModified:
-    """What was there when it was opened, or nothing: a file that is written meanwhile is read again later."""
+    """Copy the file as it was when it was opened. If it changes meanwhile, raise, so that it is read again later."""
     shown = shown_name(str(path))
     began_ns = time.time_ns()
     file = _open(os.path.realpath(path), shown, roots)
@@ -186,21 +186,21 @@ def _copy(path: Path, roots: Roots, sink: Sink, etag: str | None) -> About | Not
             return NotModified(etag=etag)
         sink.check_size(before.st_size)
         while sink.size <= before.st_size and (data := os.read(file, PIECE_BYTES)):
-            sink.write(data)  # a file that grows as fast as it is read ends here too
+            sink.write(data)  # the size check also stops at a file that grows as fast as it is read
         if _etag(os.fstat(file)) != _etag(before) or sink.size != before.st_size:
             raise changed(shown)
-    except OSError as error:  # a disk or a network in trouble
+    except OSError as error:  # a problem of the disk or the network
         raise unavailable(f"{shown} cannot be read: {_words(error)}") from None
     finally:
         os.close(file)
-    # A file that was written in the same tick of the clock could be written again in it: then the time tells nothing.
+    # A file written in the current tick of the clock may change again in that tick without a new time: give it no etag.
     tick = _TICK_NS if before.st_mtime_ns % _ONE_SECOND_NS else _COARSE_TICK_NS
     is_settled = before.st_mtime_ns + tick < began_ns
     return About(etag=_etag(before) if is_settled else None, media_type=None, name=shown_name(path.name))
 
 
 def _open(real: str, shown: str, roots: Roots) -> int:
-    """Open a path that has no links, folder by folder, so that none can be put in its way after it was checked."""
+    """Open a path that has no links, folder by folder, so that nobody can add a link after the check."""
     if not roots.holds_file(real):
         raise refused(f"{shown} may not be read: it is under none of the roots of its run")
     *folders, name = real.split("/")[1:]

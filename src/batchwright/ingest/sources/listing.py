@@ -1,4 +1,4 @@
-"""What a source holds: an iterator of documents that knows afterwards whether it saw everything."""
+"""The listing of a source: an iterator of documents that knows at the end whether it saw all of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Listed:
     uri: str
     """The same in every run: `file:///…`, `https://…`, `s3://bucket/key`, `gs://…` or `az://account/container/…`."""
     name: str
-    """For people, relative to what was asked for: `2024/report.pdf`."""
+    """The name shown to users, relative to the source: `2024/report.pdf`."""
     etag: str | None
-    """Changes when the content may have changed; None for a URL, which was not asked yet."""
+    """Changes when the content may have changed; None for a URL, which was not requested yet."""
     size: int | None
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What search can filter on, such as the folder."""
@@ -45,7 +45,7 @@ class Reason(StrEnum):
 
 
 GAPS = frozenset({Reason.BAD_LINE, Reason.TOO_MANY, Reason.UNREADABLE})
-"""What may hide a document: after one of these, nothing may be taken for removed."""
+"""Reasons that may hide a document. After one of these, missing documents do not count as removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class Skipped:
 
 
 class Listing:
-    """The documents of some sources, once, each URI once, in an order that is the same in every run."""
+    """The documents of some sources. It can be read once, has each URI once, and has the same order in every run."""
 
     def __init__(self, entries: Callable[[Listing], AsyncIterator[Listed]], documents_max: int) -> None:
         self.count = 0
         """Documents so far."""
         self.skipped: list[Skipped] = []
-        """The first of those that were left out; `skipped_counts` has all."""
+        """The first files that were left out; `skipped_counts` counts all of them."""
         self.skipped_counts: Counter[Reason] = Counter()
         self._documents_max = documents_max
         self._has_ended = False
@@ -72,7 +72,7 @@ class Listing:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the listing came to its end and nothing could have been overlooked: what it lacks is gone."""
+        """Whether the listing is finished and cannot have missed anything, so that documents not in it are gone."""
         return self._has_ended and not any(self.skipped_counts[reason] for reason in GAPS)
 
     @property
@@ -81,7 +81,7 @@ class Listing:
 
     def skip(self, name: str, reason: Reason, message: str) -> None:
         self.skipped_counts[reason] += 1
-        # A gap decides what happens to rows, so it is always told, also behind a thousand hidden files.
+        # A gap decides whether documents are removed, so it is always reported, even after a thousand hidden files.
         if len(self.skipped) < SKIPPED_MAX or (reason in GAPS and self.skipped_counts[reason] <= SKIPPED_MAX):
             self.skipped.append(Skipped(name=name, reason=reason, message=message))
 
@@ -107,7 +107,7 @@ class Listing:
 
 
 def shown_name(name: str) -> str:
-    """A name that can be stored and shown anywhere: bytes that are no UTF-8, and controls, as `\\xff`."""
+    """A name that can be stored and shown anywhere: invalid UTF-8 bytes and control characters become `\\xff`."""
     raw = name.encode("utf-8", "surrogateescape") if _ESCAPED.fullmatch(name) else name.encode("utf-8", "replace")
     text = raw.decode("utf-8", "backslashreplace")
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)[:_NAME_CHARACTERS_MAX]

@@ -15,18 +15,18 @@ from batchwright.storage.backend import Found
 
 _BUCKETS_MAX = 100
 _UNNAMEABLE = "invalid path"
-"""What obstore says of a key with an empty part, such as `a//b`: it then lists nothing of that page."""
+"""obstore's error for a key with an empty part, such as `a//b`. It then lists nothing of that page."""
 
 
 class Objects:
-    """All buckets of a process."""
+    """Reads the buckets of all runs of a process."""
 
     def __init__(self, open: Callable[[str], Bucket] = open_bucket) -> None:
         self._buckets: dict[str, Bucket] = {}
         self._open = open
 
     async def list(self, source: ObjectSource, rules: Rules, listing: Listing) -> AsyncIterator[Listed]:
-        """The object of this name, and all in the folder of this name; a page that cannot be had is a gap."""
+        """The object with this name, and all in the folder with this name. A page that cannot be read is a gap."""
         bucket = self._bucket(source.root)
         seen = 0
         try:
@@ -45,9 +45,7 @@ class Objects:
                 raise
             listing.skip(source.uri, Reason.UNREADABLE, f"only a part of it could be listed: {error}")
         if seen == 0:
-            listing.skip(
-                source.uri, Reason.UNREADABLE, "there is nothing of this name; is it spelled as in the bucket?"
-            )
+            listing.skip(source.uri, Reason.UNREADABLE, "there is nothing of this name; check the spelling")
 
     async def fetch(self, uri: str, roots: Roots, sink: Sink, etag: str | None) -> About | NotModified:
         if not roots.holds_object(uri):

@@ -1,4 +1,4 @@
-"""What a user may name as a source, read from its text; and addresses in the one form in which they are kept."""
+"""Parse what users name as a source, and bring addresses into their canonical form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchwright.errors import InvalidInput
 TEXT_CHARACTERS_MAX = 8_000
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _BUCKETS = {"s3": 1, "gs": 1, "az": 2}
-"""How many names a bucket has: one of Azure's is an account and a container."""
+"""Number of names that make up a bucket: for Azure, an account and a container."""
 _UNSENDABLE = re.compile(r"[\x00-\x20\x7f\\]")
 _PATH_SAFE = "/%:@!$&'()*+,;=~-._[]|"
 _PORTS = {"http": 80, "https": 443}
@@ -41,7 +41,7 @@ class ObjectSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlList:
-    """A file with one URL a line: `@urls.txt`."""
+    """A file with one URL on each line: `@urls.txt`."""
 
     path: Path
 
@@ -57,13 +57,13 @@ Source = FileSource | ObjectSource | UrlList | UrlSource
 
 
 def parse_source(text: str) -> Source:
-    """InvalidInput for what names no source.
+    """Raises InvalidInput for a text that does not name a source.
 
     >>> parse_source("s3://bucket/2024/")
     ObjectSource(root='s3://bucket', prefix='2024/')
     """
     if not text.strip() or len(text) > TEXT_CHARACTERS_MAX or "\x00" in text or not _is_text(text, "surrogateescape"):
-        raise _unknown(text, f"it is empty, longer than {TEXT_CHARACTERS_MAX} characters or no text")
+        raise _unknown(text, f"it is empty, longer than {TEXT_CHARACTERS_MAX} characters or not text")
     if text.startswith("@"):
         return UrlList(path=_absolute(text[1:]))
     scheme = _SCHEME.match(text)
@@ -77,11 +77,11 @@ def parse_source(text: str) -> Source:
         case "s3" | "gs" | "az":
             return _parse_object(text)
         case other:
-            raise _unknown(text, f"{other}: is no address that documents are fetched from")
+            raise _unknown(text, f"{other}: is not a supported scheme")
 
 
 def canonical_url(text: str) -> str:
-    """A URL without a fragment, in ASCII, with its host in small letters: one document, one address."""
+    """A URL without a fragment, in ASCII, with its host in lower case, so that a document has only one address."""
     text = text.strip()
     try:
         text.encode()
@@ -89,9 +89,9 @@ def canonical_url(text: str) -> str:
         host, port = parts.hostname or "", parts.port
         host = host if host.isascii() else host.encode("idna").decode()
     except (ValueError, UnicodeError):
-        raise InvalidInput("a URL has a host or a port that cannot be", param="sources") from None
+        raise InvalidInput("a URL has an invalid host or port", param="sources") from None
     if parts.scheme not in _PORTS or not host or port == 0 or _UNSENDABLE.search(text.replace(" ", "")) or "%" in host:
-        raise InvalidInput(f"{_server_of(text)} is no URL; write it like https://example.com/a.pdf", param="sources")
+        raise InvalidInput(f"{_server_of(text)} is not a URL; write it like https://example.com/a.pdf", param="sources")
     if "@" in parts.netloc:
         raise InvalidInput(
             "a URL holds a user or password, which would be kept with it; leave them out", param="sources"
@@ -106,12 +106,12 @@ def canonical_url(text: str) -> str:
 
 
 def uri_of(path: str) -> str:
-    """The address of a file; bytes that are no UTF-8 stay what they are."""
+    """The URI of a file; bytes that are not valid UTF-8 are kept."""
     return "file://" + quote(os.fsencode(path), safe="/~-._")
 
 
 def path_of(uri: str) -> Path:
-    """The file of an address. `?` and `#` are letters like others here, whoever wrote them."""
+    """The file of a URI. `?` and `#` have no special meaning here."""
     host, slash, rest = uri.partition("://")[2].partition("/")
     path = os.fsdecode(unquote_to_bytes(os.fsencode(slash + rest)))
     if host not in ("", "localhost") or not slash or "\x00" in path:
@@ -120,9 +120,9 @@ def path_of(uri: str) -> Path:
 
 
 def _absolute(text: str) -> Path:
-    """Without `..`, but with its links: a folder keeps its name when the link to it is moved on."""
+    """Resolve `..`, but not links: a folder keeps its name when a link to it gets a new target."""
     if not text or "\x00" in text:
-        raise _unknown(text, "it names no file")
+        raise _unknown(text, "it does not name a file")
     return Path(os.path.abspath(text))  # noqa: PTH100 - Path.resolve would follow links, Path.absolute keeps `..`
 
 
@@ -138,7 +138,7 @@ def _parse_object(text: str) -> ObjectSource:
 
 
 def _is_text(text: str, errors: str) -> bool:
-    """Names of files may hold bytes that are no UTF-8; names of objects may not."""
+    """Names of files may contain invalid UTF-8; names of objects may not."""
     try:
         text.encode("utf-8", errors)
     except UnicodeEncodeError:
@@ -147,13 +147,13 @@ def _is_text(text: str, errors: str) -> bool:
 
 
 def _server_of(text: str) -> str:
-    """As much of a URL as may be shown: keys stand in paths and queries."""
+    """The part of a URL that is safe to show: paths and queries may contain keys."""
     found = re.match(r"https?://[^/?#@\s]{1,100}", text)
     return repr(found[0] if found and "@" not in text else text[:20])
 
 
 def _unknown(text: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"{text[:80]!r} is no source: {why}. Name a folder, a file, https://…, @urls.txt or s3://bucket/prefix",
+        f"{text[:80]!r} is not a source: {why}. Name a folder, a file, https://…, @urls.txt or s3://bucket/prefix",
         param="sources",
     )

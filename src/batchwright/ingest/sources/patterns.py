@@ -1,4 +1,4 @@
-"""Which names of a folder or a bucket are taken: patterns as shells know them, with `**` for any number of folders."""
+"""Which names in a folder or a bucket to read: patterns as in shells, with `**` for any number of folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATTERN_CHARACTERS_MAX = 500
 
 
 class Patterns:
-    """Without a slash a pattern is one of a file or a folder anywhere; with one, of the path. Case does not matter.
+    """Without a slash, a pattern matches a file or folder anywhere; with one, it matches the path. Case is ignored.
 
     >>> Patterns(["*.log"], ["drafts/"]).refusal("2024/drafts/a.log")
     (<Reason.EXCLUDED: 'excluded'>, 'it is excluded')
@@ -29,19 +29,19 @@ class Patterns:
         self._exclude = [_Pattern(text) for text in exclude]
 
     def is_excluded(self, name: str) -> bool:
-        """Whether a file or a folder, by its whole relative name, is left out with all that is in it."""
+        """Whether to leave out this file, or this folder with everything in it, by its full relative name."""
         parts = name.lower().split("/")
         return any(pattern.matches(parts) for pattern in self._exclude)
 
     def refusal(self, name: str) -> tuple[Reason, str] | None:
-        """Why a file is left out; None if it is taken."""
+        """Why a file is left out; None if it is read."""
         parts = name.lower().split("/")
         if any(pattern.matches(parts[:end]) for pattern in self._exclude for end in range(1, len(parts) + 1)):
             return Reason.EXCLUDED, "it is excluded"
         if self._include:
             if any(pattern.matches(parts) for pattern in self._include):
                 return None
-            return Reason.EXCLUDED, "no pattern of `include` fits"
+            return Reason.EXCLUDED, "no pattern of `include` matches"
         extension = posixpath.splitext(parts[-1])[1]
         if extension.removeprefix(".") in EXTENSIONS:
             return None
@@ -61,11 +61,11 @@ class _Pattern:
         parts = plain.split("/")
         if len(parts) == 1 and not text.strip().startswith(("/", "./")):
             parts = ["**", *parts]
-        # `fnmatch` makes expressions that cannot backtrack without end; folders are matched part by part.
+        # `fnmatch` creates expressions without endless backtracking; folders are matched part by part.
         self._parts = [None if part == "**" else re.compile(fnmatch.translate(part), re.DOTALL) for part in parts]
 
     def matches(self, names: Sequence[str]) -> bool:
-        """One pass: `reached` holds how many of the names the parts so far can have used up."""
+        """One pass: `reached` holds the possible numbers of names that the parts so far match."""
         reached = {0}
         for part in self._parts:
             if part is None:

@@ -1,7 +1,7 @@
-"""Whose files and buckets may be read: what is read with our own rights must lie under a root.
+"""Which files and buckets may be read: whatever we read with our own rights must be under a root.
 
-A URL is fetched without any rights, so it needs no root. A file or an object is read as this process: a caller over
-HTTP who could name any would read whatever the server can.
+A URL is fetched without any rights, so it needs no root. A file or an object is read with the rights of this process:
+if HTTP callers could name any path, they could read whatever the server can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchwright.ingest.sources.parse import (
 
 
 class Roots:
-    """Folders and prefixes of buckets, under which documents may be read."""
+    """Folders and bucket prefixes below which documents may be read."""
 
     def __init__(self, roots: Iterable[str]) -> None:
         parsed = [parse_source(root) for root in roots]
@@ -31,14 +31,14 @@ class Roots:
         self._objects = [root.uri.rstrip("/") for root in parsed if isinstance(root, ObjectSource)]
 
     def holds_file(self, real: str) -> bool:
-        """Whether a path without links lies under a root, wherever the links of the root lead now."""
+        """Whether a path without links is under a root; links in the root are resolved now."""
         return any(_is_under(real, os.path.realpath(root)) for root in self._files)
 
     def holds_object(self, uri: str) -> bool:
         return any(_is_under(uri.rstrip("/"), root) for root in self._objects)
 
     def check(self, source: Source, shown: str) -> None:
-        """InvalidInput for a source outside, shown as it was written: where it leads is not for everybody."""
+        """Raises InvalidInput for a source outside. It shows the source as written, and not where its links lead."""
         match source:
             case FileSource() | UrlList():
                 is_held = self.holds_file(os.path.realpath(source.path))
@@ -57,7 +57,7 @@ class Roots:
 
 
 def local_roots(sources: Iterable[str]) -> tuple[str, ...]:
-    """The roots for somebody who runs commands on this machine: what they name themselves."""
+    """The roots for users who run commands on this machine: the sources that they name."""
     roots: list[str] = []
     for source in map(parse_source, sources):
         match source:
@@ -71,14 +71,14 @@ def local_roots(sources: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_root(root: str) -> None:
-    """ConfigurationError for a root that is neither a whole path nor a bucket."""
+    """Raises ConfigurationError for a root that is neither an absolute path nor a bucket."""
     try:
         is_root = not root.startswith("@") and (root.startswith("/") or isinstance(parse_source(root), ObjectSource))
     except InvalidInput:
         is_root = False
     if not is_root:
         raise ConfigurationError(
-            f"ingest.roots has {root!r}; write a whole path like /data/papers, or s3://bucket/prefix"
+            f"ingest.roots has {root!r}; write an absolute path like /data/papers, or s3://bucket/prefix"
         )
 
 

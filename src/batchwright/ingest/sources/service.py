@@ -1,4 +1,4 @@
-"""All sources of a process: one list, one fetch."""
+"""One interface to all kinds of sources: list and fetch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIST_BYTES_MAX = 16_000_000
 
 
 class Sources:
-    """Made once per process; an `http` that is given is closed by its owner."""
+    """Created once per process. The caller closes an `http` client that it passes."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Sources:
         exclude: Sequence[str] | None = None,
         roots: Sequence[str] | None = None,
     ) -> Listing:
-        """What the sources hold. InvalidInput at once for words that are off or outside of the roots.
+        """List the sources. Raises InvalidInput at once for sources that are malformed or outside the roots.
 
-        Patterns and roots take the place of those in the settings. The CLI gives `local_roots(sources)`: who runs it
-        may read what it can read. A run keeps the roots that it was listed with, for its fetches. Patterns choose from
-        folders and buckets; a file or a URL that is named itself is always taken.
+        Patterns and roots replace those of the settings. The CLI passes `local_roots(sources)`: its users may read
+        whatever it can read. A run stores the roots of its listing and uses them for its fetches. Patterns select from
+        folders and buckets; a file or URL that the user names is always included.
         """
         if not 0 < len(sources) <= SOURCES_MAX:
             raise InvalidInput(f"there are {len(sources)} sources; name 1 to {SOURCES_MAX}", param="sources")
@@ -84,9 +84,9 @@ class Sources:
     async def fetch(
         self, uri: str, into: Path, *, etag: str | None = None, roots: Sequence[str] | None = None
     ) -> Fetched | NotModified:
-        """Write the document to the file `into`, which is there only when all of it is; only our user can read it.
+        """Write the document to the file `into`. The file appears only when it is complete; only our user can read it.
 
-        With the `etag` of an earlier fetch or listing, NotModified if the content is still the same.
+        Given the `etag` of an earlier fetch or listing, returns NotModified if the content is still the same.
         """
         try:
             source = parse_source(uri)
@@ -100,8 +100,8 @@ class Sources:
                     return about if isinstance(about, NotModified) else sink.finish(about)
         except TimeoutError:
             raise Transient(
-                f"the document did not come within {self._settings.seconds:g} s; raise `seconds` in [ingest] if it may "
-                "take longer",
+                f"the document did not arrive within {self._settings.seconds:g} s; raise `seconds` in [ingest] if it "
+                "may take longer",
                 code="source_slow",
             ) from None
 
@@ -138,12 +138,12 @@ class Sources:
             case UrlSource():
                 return await self._urls().fetch(source.url, sink, etag)
             case UrlList():
-                raise Fatal("a list of URLs is no document", scope="item", code="invalid_uri")
+                raise Fatal("a list of URLs is not a document", scope="item", code="invalid_uri")
             case _:
                 assert_never(source)
 
     async def _list_urls(self, path: Path, rules: Rules, listing: Listing) -> AsyncIterator[Listed]:
-        """One URL a line; what follows a `#` at its beginning, or behind a space, is a comment."""
+        """One URL on each line. A `#` at the start of a line, or after a space, begins a comment."""
         data = await self._files.read(path, rules.roots, LIST_BYTES_MAX)
         for number, line in enumerate(data.decode("utf-8-sig", "replace").splitlines(), 1):
             text = line.partition(" #")[0].strip()

@@ -1,4 +1,4 @@
-"""What a fetch may take, and from where."""
+"""Limits of a fetch, and where it may read from."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class FetchSettings:
     """Limits and rules of listing and fetching."""
 
     bytes_max: int = 100 * MEGABYTE
-    """The largest document that is fetched."""
+    """Maximum size of a document that is fetched."""
     documents_max: int = 1_000_000
-    """The most documents of one listing; with more, it ends there and is not complete."""
+    """Maximum number of documents in one listing; a longer one ends there and counts as incomplete."""
     exclude: tuple[str, ...] = ()
-    """Patterns of names that are left out, such as `drafts/` or `*.tmp`; these win over `include`."""
+    """Patterns of names to leave out, such as `drafts/` or `*.tmp`; they override `include`."""
     follow_links: bool = False
-    """Whether symbolic links in folders are followed; they must lead to somewhere under a root."""
+    """Whether symbolic links in folders are followed; their targets must be under a root."""
     hidden: bool = False
-    """Whether files and folders whose names begin with a dot are taken."""
+    """Whether files and folders whose names begin with a dot are read."""
     include: tuple[str, ...] = ()
-    """Patterns of names that are taken, whatever their extensions are; empty, all formats that can be read."""
+    """Patterns of names to read, whatever their extensions; empty, all supported formats."""
     private: bool = False
     """Whether URLs may lead to private addresses, such as those of a wiki in your own network."""
     redirects_max: int = 5
-    """How often a URL may lead to another."""
+    """Maximum number of redirects of a URL."""
     roots: tuple[str, ...] = ()
-    """Folders and bucket prefixes (`s3://bucket/prefix`) that callers over HTTP may name. They are read with this
-    machine's own rights, so without roots such callers can name URLs alone, also when they call from this machine."""
+    """Folders and bucket prefixes (`s3://bucket/prefix`) that callers over HTTP may name. They are read with the rights
+    of this machine, so without roots such callers can name URLs only, even when they call from this machine."""
     seconds: float = 120.0
-    """The longest that fetching one document may take."""
+    """Time limit of fetching one document."""
 
     def __post_init__(self) -> None:
         for name in ("bytes_max", "documents_max", "seconds"):
@@ -52,7 +52,7 @@ class FetchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What one listing takes."""
+    """The rules of one listing."""
 
     patterns: Patterns
     roots: Roots

@@ -1,4 +1,4 @@
-"""What a fetch hands back, and the file that it writes: private, hashed on the way, and bounded."""
+"""What a fetch returns, and the file that it writes: private, hashed while it is written, and bounded."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Fetched:
     sha256: str
     size: int
     etag: str | None
-    """For the next fetch of the same URI; None if nothing would tell a change."""
+    """For the next fetch of the same URI; None if a change could not be detected."""
     media_type: str | None
-    """As its source says, without parameters: `text/html`; of a file or an object, None."""
+    """As reported by its source, without parameters: `text/html`; None for a file or an object."""
     name: str
-    """The last part of its name, with the extension that its source gives it, for whoever finds out its format."""
+    """The last part of its name, with the extension that its source reports, to detect its format."""
     path: Path
 
 
@@ -45,7 +45,7 @@ class NotModified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a source says of a document while it is written."""
+    """What a source reports about a document."""
 
     etag: str | None
     media_type: str | None
@@ -53,10 +53,10 @@ class About:
 
 
 class Sink:
-    """A file of our own beside its later place; there under its name only when it is whole.
+    """A temporary file beside the final one. It gets its final name only when it is complete.
 
-    Threads write to it. One that still writes when the fetch was given up is refused its next piece. The file of a
-    process that was killed stays: its name begins with a dot and ends with `.part`.
+    Threads write to it. If the fetch is abandoned while a thread still writes, the next write fails. The file of a
+    killed process stays: its name begins with a dot and ends with `.part`.
     """
 
     def __init__(self, into: Path, bytes_max: int) -> None:
@@ -66,7 +66,7 @@ class Sink:
         self._into = into
         self._lock = threading.Lock()
         with _explained():
-            # Readable by our user alone, whatever the umask is, and with a name that no second fetch has.
+            # Only our user can read it, whatever the umask is, and its name is unique.
             self._file, self._path = tempfile.mkstemp(".part", f".{into.name[:50]}-", into.parent)
         self._is_open = True
 
@@ -81,14 +81,14 @@ class Sink:
             Path(self._path).unlink()
 
     def check_size(self, size: int | None) -> None:
-        """Refuse what is too large before it is read."""
+        """Refuse a document that is too large before reading it."""
         if size is not None and size > self.bytes_max:
             raise too_large(size, self.bytes_max)
 
     def write(self, data: bytes) -> None:
         with self._lock:
             if not self._is_open:
-                raise Transient("the fetch was given up", code="source_slow")
+                raise Transient("the fetch was abandoned", code="source_slow")
             if self.size + len(data) > self.bytes_max:
                 raise too_large(None, self.bytes_max)
             self.size += len(data)
@@ -99,7 +99,7 @@ class Sink:
                     left = left[os.write(self._file, left) :]
 
     async def pour(self, chunks: AsyncIterator[bytes]) -> None:
-        """All chunks, with no disk and no hash in the way of other tasks; they are closed whatever happens."""
+        """Write all chunks in a thread, so that disk and hash do not block other tasks. Always closes the chunks."""
         pieces = bytearray()
         async with closing(chunks):
             async for chunk in chunks:
@@ -124,7 +124,7 @@ class Sink:
         )
 
     def _close(self) -> None:
-        """A thread may be writing at this moment; its file number must not become another file's meanwhile."""
+        """Close under the lock: a thread may be writing, and its file descriptor must not be reused meanwhile."""
         with self._lock:
             if self._is_open:
                 self._is_open = False
@@ -133,7 +133,7 @@ class Sink:
 
 @asynccontextmanager
 async def closing(chunks: AsyncIterator[bytes]) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Close the stream, and with it its connection, now and not when somebody forgets the error."""
+    """Close the stream and its connection now, not when the error is garbage collected."""
     try:
         yield chunks
     finally:
@@ -151,7 +151,7 @@ def too_large(size: int | None, bytes_max: int) -> Fatal:
 
 
 def gone(what: str) -> Fatal:
-    return Fatal(f"{what} is not there any more", scope="item", code="source_gone")
+    return Fatal(f"{what} no longer exists", scope="item", code="source_gone")
 
 
 def refused(message: str) -> Fatal:

@@ -1,7 +1,7 @@
-"""Documents by URL: fetched without credentials, from the public internet alone unless `private` is set.
+"""Documents by URL: fetched without credentials, and only from the public internet unless `private` is set.
 
-Every hop of a redirect is checked in the same way: by its name before it is asked, and by the address that has really
-answered, which a name that changes its mind cannot hide.
+Every hop of a redirect is checked in the same way: by its name before the request, and by the address that really
+answered. So a name that resolves to another address the second time cannot get around the check.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BY_MEDIA_TYPE = {
     "text/markdown": ".md",
     "text/tab-separated-values": ".tsv",
 }
-"""Formats that look like any text: there the media type is more than a guess."""
+"""Formats that look like any other text, so that the media type is the better evidence."""
 
 
 class Web:
@@ -69,7 +69,7 @@ class Web:
                     url = _next_url(url, incoming)
             except NoAnswer as error:
                 raise _lost(url, error) from None
-        raise refused(f"{_host(url)} leads on and on; the most is redirects_max = {self._settings.redirects_max}")
+        raise refused(f"{_host(url)} redirects too often; the limit is redirects_max = {self._settings.redirects_max}")
 
     async def _check_name(self, url: str) -> None:
         try:
@@ -98,7 +98,7 @@ async def _take(url: str, incoming: Incoming, sink: Sink, etag: str | None) -> A
 
 
 def _next_url(url: str, incoming: Incoming) -> str:
-    """Where a redirect leads. What it adds is no secret, but it may lead to another scheme, or out of TLS."""
+    """The target of a redirect. It must be a URL that we fetch, and must not lead from https to http."""
     location = incoming.headers.get("location", "")
     try:
         following = canonical_url(urljoin(url, location)) if location else ""
@@ -107,12 +107,12 @@ def _next_url(url: str, incoming: Incoming) -> str:
     if not following:
         raise refused(f"{_host(url)} answered {incoming.status} and leads to nothing that can be fetched")
     if url.startswith("https:") and not following.startswith("https:"):
-        raise refused(f"{_host(url)} leads from https to http at {_host(following)}, where anybody could change it")
+        raise refused(f"{_host(url)} leads from https to http at {_host(following)}, where anyone could change it")
     return following
 
 
 def _conditions(etag: str | None) -> dict[str, str]:
-    """What asks for the content only if it is another."""
+    """Headers that request the content only if it has changed."""
     if etag is not None and etag.startswith(_ETAG):
         return {"if-none-match": etag.removeprefix(_ETAG)}
     if etag is not None and etag.startswith(_MODIFIED):
@@ -121,7 +121,7 @@ def _conditions(etag: str | None) -> dict[str, str]:
 
 
 def _etag(incoming: Incoming, size: int) -> str | None:
-    """The server's own mark, or its time with the size; too long or unusual ones would not be sent back."""
+    """The server's ETag, or its Last-Modified with the size. Values that are too long or unusual are ignored."""
     for header, prefix, suffix in (("etag", _ETAG, ""), ("last-modified", _MODIFIED, f";{size}")):
         value = incoming.headers.get(header, "").strip()
         if value and len(value) <= _HEADER_CHARACTERS_MAX and value.isascii() and value.isprintable():
@@ -130,13 +130,13 @@ def _etag(incoming: Incoming, size: int) -> str | None:
 
 
 def _body(url: str, incoming: Incoming) -> AsyncIterator[bytes]:
-    """Unpacked if the server has packed it, though we had asked it not to."""
+    """The body; decompressed if the server compressed it although we asked it not to."""
     encoding = incoming.headers.get("content-encoding", "identity").strip().lower()
     if encoding in ("identity", ""):
         return incoming.chunks()
     if encoding in ("gzip", "x-gzip"):
         return _unpacked(url, incoming)
-    raise refused(f"{_host(url)} sends the encoding {encoding[:40]!r}, which nobody had asked for")
+    raise refused(f"{_host(url)} sends the encoding {encoding[:40]!r}, which was not requested")
 
 
 async def _unpacked(url: str, incoming: Incoming) -> AsyncIterator[bytes]:
@@ -145,7 +145,7 @@ async def _unpacked(url: str, incoming: Incoming) -> AsyncIterator[bytes]:
         async with closing(incoming.chunks()) as chunks:
             async for chunk in chunks:
                 while chunk:
-                    # A piece at a time, so that a small chunk cannot become gigabytes before anybody counts.
+                    # Decompress piece by piece, so that a small chunk cannot become gigabytes before the size check.
                     yield unpack.decompress(chunk, PIECE_BYTES)
                     chunk = unpack.unconsumed_tail
     except zlib.error:
@@ -155,7 +155,7 @@ async def _unpacked(url: str, incoming: Incoming) -> AsyncIterator[bytes]:
 
 
 def _refusal(url: str, incoming: Incoming) -> OperationError:
-    """The whole URL may be a signed one, so only its host is named."""
+    """The error for a status. It names only the host, because the URL may be signed."""
     message = f"{_host(url)} answered {incoming.status}"
     match incoming.status:
         case 404 | 410:
@@ -166,13 +166,13 @@ def _refusal(url: str, incoming: Incoming) -> OperationError:
         case status if status >= 500 or status in _TRY_AGAIN or status == 304:
             return unavailable(message)
         case 401 | 403:
-            return refused(f"{message}: the document is not for everybody, and we send no credentials")
+            return refused(f"{message}: the document is not public, and we send no credentials")
         case _:
             return refused(f"{message} in place of a document")
 
 
 def _name(url: str, incoming: Incoming, media_type: str | None) -> str:
-    """As the server calls it, or else the end of the URL that was asked for last."""
+    """The name that the server sends, or else the end of the last URL."""
     given = _given_name(incoming.headers.get("content-disposition", "")[:_HEADER_CHARACTERS_MAX])
     last = (given or unquote(urlsplit(url).path)).replace("\\", "/").rstrip("/").rpartition("/")[2]
     name = shown_name(last)[-_NAME_CHARACTERS_MAX:].strip(". ") or _host(url)
@@ -182,7 +182,7 @@ def _name(url: str, incoming: Incoming, media_type: str | None) -> str:
 
 
 def _given_name(disposition: str) -> str:
-    """The charsets that the standard names and no others. Headers come as Latin-1, and many servers write UTF-8."""
+    """Decode only the charsets of the standard. Headers arrive as Latin-1, and many servers write UTF-8."""
     if found := _NAME_ENCODED.search(disposition):
         return unquote(found[2], encoding=found[1], errors="replace")
     if found := _NAME.search(disposition):
@@ -203,7 +203,7 @@ def _lost(url: str, error: NoAnswer) -> OperationError:
 def _private(url: str) -> Fatal:
     return refused(
         f"{_host(url)} is an address of a private network, from which nothing is fetched; `private` in [ingest] "
-        "permits it, but for those where clouds keep the credentials of their machines"
+        "permits it, except for addresses where clouds keep the credentials of their machines"
     )
 
 

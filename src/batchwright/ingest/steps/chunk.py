@@ -1,4 +1,4 @@
-"""CHUNKED: where the text is cut. Each branch computes that for itself; this one writes down what it found."""
+"""CHUNKED: where the text is cut. Each branch computes the chunks for itself; this step records the result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchwright.ingest.pipeline import step
 
 
 def chunker(config: Mapping[str, Any]) -> str:
-    """What the chunks depend on besides the text."""
+    """What the chunks depend on in addition to the text."""
     return fingerprint(chunk_settings(config))
 
 

@@ -1,4 +1,4 @@
-"""EMBEDDED: a vector for each passage. Equal passages are embedded once per tenant, and a crash pays nothing twice."""
+"""EMBEDDED: a vector for each passage. Each tenant pays for equal passages once, even after a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTENT_EXTRACTED: the canonical text of the document, read in a process that may fail without harm."""
+"""CONTENT_EXTRACTED: the canonical text of the document, read in a separate process that may crash without harm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from batchwright.ingest.pipeline import step
 from batchwright.ingest.results import OutputLost
 from batchwright.ingest.sandbox import Sandbox
 from batchwright.ingest.text import CanonicalText
+from batchwright.private import open_private
 
 VERSION = "extract:1"
-"""Raise it when an extractor gives another text for the same document."""
+"""Raise this number when an extractor gives another text for the same document."""
 
 
 @step(CONTENT_EXTRACTED, after=FETCHED, fingerprint=VERSION)
@@ -37,12 +38,12 @@ async def extract(ctx: StepContext) -> dict[str, Any]:
 async def _extract(sandbox: Sandbox, path: Path, name: str, limits: Limits) -> CanonicalText:
     try:
         return await sandbox.extract(path, name=name, limits=limits)
-    except ConfigurationError as error:  # it says what to install; the others of the run need not wait for that
+    except ConfigurationError as error:  # it says what to install; the other documents need not wait for that
         raise Fatal(str(error), scope="item", code="extractor_missing") from None
 
 
 async def _find_bytes(ctx: StepContext, key: str | None, folder: Path) -> Path:
-    """In the store itself if that is a folder of this machine, else a copy."""
+    """The file in the store itself if that is a folder of this machine, else a copy."""
     if key is None:
         raise OutputLost(FETCHED)
     if (path := ctx.tools.store.local_path(key)) is not None:
@@ -51,7 +52,7 @@ async def _find_bytes(ctx: StepContext, key: str | None, folder: Path) -> Path:
         return path
     path = folder / "document"
     try:
-        with path.open("wb") as file:
+        with open_private(path, "wb") as file:
             async for piece in ctx.tools.store.get(key):
                 await asyncio.to_thread(file.write, piece)
     except NotFound:

@@ -1,4 +1,4 @@
-"""FETCHED: the bytes of the document, as they are now, in our own store."""
+"""FETCHED: a copy of the document's current bytes in our own store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchwright.ingest.sources import NotModified
 
 @step(FETCHED, after=(), is_reusable=False)
 async def fetch(ctx: StepContext) -> dict[str, Any]:
-    """Copied, so that every later step reads the same bytes, whatever becomes of the source meanwhile."""
+    """Copy the source, so that every later step reads the same bytes even if the source changes."""
     etag = ctx.live.etag if ctx.live is not None and _may_be_unchanged(ctx, ctx.live) else None
     with ctx.folder() as folder:
         fetched = await ctx.tools.sources.fetch(
@@ -34,5 +34,5 @@ async def fetch(ctx: StepContext) -> dict[str, Any]:
 
 
 def _may_be_unchanged(ctx: StepContext, live: Live) -> bool:
-    """Only then is it of use to ask the source whether it has changed: otherwise the bytes may be needed."""
+    """Only then does it make sense to ask the source whether it has changed; otherwise we need the bytes anyway."""
     return live.recipe == ctx.run.recipe and not ctx.config.get("force")

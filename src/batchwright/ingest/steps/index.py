@@ -1,4 +1,4 @@
-"""INDEXED: the new version takes the place of the one before in one commit, so that search finds one of them."""
+"""INDEXED: the new version replaces the old one in one commit, so that search always finds exactly one."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from batchwright.ingest.results import OutputLost
 
 
 def metadata(config: Mapping[str, Any]) -> str:
-    """What a run says of its documents stands in their rows."""
+    """Includes the metadata of the run, because the rows of its documents contain it."""
     return f"persist:1 {sorted(config.get('metadata', {}).items())}"
 
 
@@ -57,7 +57,7 @@ async def persist(ctx: StepContext) -> Output:
 
 
 def _check_agreement(ctx: StepContext, passages: Sequence[Passage]) -> None:
-    """The branches have cut the text for themselves; if they disagree, vectors would belong to other words."""
+    """Each branch has cut the text for itself. If they disagree, vectors would belong to the wrong words."""
     plans = {"PERSISTED": digest_of(passages)}
     plans |= {name: ctx.outputs[name]["plan"] for name in (CHUNKED, EMBEDDED)}
     if len(set(plans.values())) > 1:
@@ -70,7 +70,7 @@ def _check_agreement(ctx: StepContext, passages: Sequence[Passage]) -> None:
 
 
 async def _place_mentions(ctx: StepContext, passages: Sequence[Passage]) -> list[dict[str, Any]]:
-    """Mentions stand in windows; each belongs to the first passage that holds its beginning."""
+    """Assign each mention of a window to the first passage that contains its beginning."""
     output = ctx.outputs[ENTITY_EXTRACTED]
     if output.get("skipped"):
         return []

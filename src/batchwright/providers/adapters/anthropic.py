@@ -1,4 +1,4 @@
-"""Anthropic's message batches. They carry no name and no metadata, so a lost one is known by its requests' ids."""
+"""Anthropic's message batches. They carry no name and no metadata, so the requests' ids identify a lost batch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AnthropicSettings(ServiceSettings):
 
 
 class AnthropicAdapter(KeyedAdapter):
-    """All requests travel in the one call that makes the batch; each has our key and its line's number as its id."""
+    """The one call that creates the batch holds all requests; each has our key and its line's number as its id."""
 
     name = "anthropic"
     title = "Anthropic"
@@ -103,8 +103,8 @@ class AnthropicAdapter(KeyedAdapter):
         results_kept_hours=29 * 24,
         batch_discount=0.5,
         duplicates=(
-            "A batch of as many requests, made at the time, is adopted; the ids of its requests, which can be read "
-            "when it has ended, prove that it is the one."
+            "A batch with the same number of requests, created at that time, is adopted; the ids of its requests, "
+            "which can be read once it has ended, prove that it is the right one."
         ),
     )
     Settings = AnthropicSettings
@@ -127,7 +127,7 @@ class AnthropicAdapter(KeyedAdapter):
         return await completions.check_lines(self.tools, request, self.abilities, check)
 
     async def stage(self, request: Request, staged: Staged) -> AsyncIterator[Staged]:
-        """Nothing is brought there before; the number of requests is what a lost batch is looked for by."""
+        """Nothing is uploaded in advance. The number of requests is kept to search for a lost batch."""
         if "requests" not in staged:
             ids = await completions.line_ids(self.tools, request)
             yield {**staged, "requests": len(ids)}
@@ -140,7 +140,7 @@ class AnthropicAdapter(KeyedAdapter):
         return _job(await self.pay(_BATCHES, body=upload, seconds=_UPLOAD_SECONDS))
 
     async def find(self, request: Request, staged: Staged, since: datetime) -> Sequence[Job]:
-        """Batches that are proved to be ours; if there are none, those that may be and are not over yet."""
+        """Batches that are proven to be ours; if there are none, those that may be ours and have not ended yet."""
         proved, possible = [], []
         with reading():
             async for batch in self._batches(since.timestamp() - _LIST_SPARE_SECONDS):
@@ -197,7 +197,7 @@ class AnthropicAdapter(KeyedAdapter):
             query["after_id"] = page["last_id"]
 
     async def _first_key(self, id: str) -> str | None:
-        """The key in the first result of a batch that has ended; None if it has no result that can be read."""
+        """The key in the first result of an ended batch; None if it has no readable result."""
         async with self.fetch(f"{_BATCHES}/{quote(id, safe='')}/results") as incoming:
             async for raw in split_lines(incoming.chunks()):
                 try:
@@ -241,7 +241,7 @@ def _params(request: Request, line: Line) -> Mapping[str, Any]:
 
 
 def _key(request: Request, sent: str, ids: Sequence[str]) -> str:
-    """The custom_id of the line that a result is for; what we have not sent stays as it is."""
+    """The custom_id of the line that a result is for. An id that we did not send is returned unchanged."""
     found = _OURS.fullmatch(sent)
     if found is None or found[1] != request.key or not 1 <= int(found[2]) <= len(ids):
         return sent
@@ -264,7 +264,7 @@ def _result(key: str, said: Mapping[str, Any], endpoint: str, created: int) -> R
 
 
 def _usage(said: Mapping[str, Any]) -> Usage:
-    """Anthropic counts the tokens of its cache apart from those of the prompt."""
+    """Anthropic counts cached tokens separately from the other tokens of the prompt."""
     asked, read, written, answered = (
         completions.count(said.get(name))
         for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens", "output_tokens")
@@ -289,7 +289,7 @@ def _counted(said: Mapping[str, int]) -> Counts:
 
 
 def _ending(said: Mapping[str, int], ending: Ending) -> Ending:
-    """A batch just ends; what has kept it from its end is in the counts."""
+    """The status only says that a batch ended; the counts say whether it expired or was cancelled."""
     if ending is Ending.FAILED and said["canceled"]:
         return Ending.CANCELLED
     if ending is Ending.FAILED and said["expired"]:

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 _FORMATS = frozenset({"mp3", "mp4", "wav", "flac", "ogg", "amr", "webm", "m4a"})
 _SPEAKERS = 10
-"""How many voices are told apart if the task does not say."""
+"""Maximum number of speakers if the task does not set one."""
 _CONFLICT = "ConflictException"
 _NOT_FOUND = "NotFoundException"
 _OUR_NAMES = "bw-"
@@ -70,10 +70,10 @@ _STATUSES = {
 }
 _ERRORS = ErrorTable(
     by_text={
-        # LimitExceededException is the class for both: too many requests, and a file that is too long.
+        # AWS raises LimitExceededException both for too many requests and for a file that is too long.
         "too long": Kind.SCHEMA_INVALID,
         "exceeds the maximum": Kind.SCHEMA_INVALID,
-        # Why jobs fail.
+        # Failure reasons of jobs.
         "unsupported media format": Kind.SCHEMA_INVALID,
         "does not match the detected": Kind.SCHEMA_INVALID,
         "invalid sample rate": Kind.SCHEMA_INVALID,
@@ -102,7 +102,7 @@ _ERRORS = ErrorTable(
     },
 )
 _FAILED = ErrorTable(by_text=_ERRORS.by_text, by_status={500: Kind.TRANSIENT})
-"""A job that failed for a reason that is not about its file may work when it is sent again."""
+"""A job that failed for a reason other than its file may succeed when it is resent."""
 
 
 _NO_LIBRARY = "the provider aws needs aiobotocore: pip install 'batchwright[aws]'"
@@ -110,24 +110,25 @@ _NO_LIBRARY = "the provider aws needs aiobotocore: pip install 'batchwright[aws]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwsSettings:
-    """An account of AWS, and a bucket of its own in the same region."""
+    """An AWS account, with its own bucket in the same region."""
 
     region: str
     """Such as `eu-central-1`."""
     bucket: str
     """`s3://bucket/folder` for copies of inputs and for results; a lifecycle rule of the bucket removes old results."""
     base_url: str | None = None
-    """Instead of Transcribe's own, for tests and private endpoints."""
+    """Overrides the endpoint of Transcribe, for tests and private endpoints."""
     access_key_id_env: str | None = None
-    """With the next one; unset, botocore looks in its usual places: environment, profile, role of the machine."""
+    """Set it together with the next one; unset, botocore looks in its usual places: environment, profile, role of the
+    machine."""
     secret_access_key_env: str | None = None
-    """The secret access key is in this environment variable."""
+    """Environment variable with the secret access key."""
     profile: str | None = None
-    """A profile in the files of AWS's own tools."""
+    """Profile in the configuration files of the AWS tools."""
     language: str = AUTO
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     data_access_role_arn: str | None = None
-    """A role with which AWS may queue jobs that are too many to run at once."""
+    """Role that lets AWS queue jobs above the limit of concurrent jobs."""
 
     def __post_init__(self) -> None:
         if not self.bucket.startswith("s3://") or not self.bucket.removeprefix("s3://").strip("/"):
@@ -158,7 +159,7 @@ class Aws(Adapter):
         timeout_hours=24.0,
         settle_seconds=0.0,
         results_kept_hours=None,
-        duplicates="The job's name is our key, and AWS refuses a second job of the same name.",
+        duplicates="The job's name is our key, and AWS refuses a second job with the same name.",
     )
 
     def __init__(self, settings: AwsSettings, tools: AdapterTools) -> None:
@@ -173,7 +174,7 @@ class Aws(Adapter):
         }
 
     def missing_credentials(self) -> str | None:
-        """Only what the settings name is looked up here: the other places are botocore's."""
+        """Looks only where the settings point to; botocore handles all other places."""
         if importlib.util.find_spec("aiobotocore") is None:
             return _NO_LIBRARY
         return next((missing for one in self._keys.values() if (missing := one.missing) is not None), None)
@@ -184,7 +185,7 @@ class Aws(Adapter):
         for input in request.inputs:
             suffix = PurePosixPath(input.filename).suffix.lower().removeprefix(".")
             if suffix and suffix not in _FORMATS:
-                message = f"{input.filename!r} is no format of AWS: it takes {', '.join(sorted(_FORMATS))}"
+                message = f"{input.filename!r} has a format that AWS does not accept: use {', '.join(sorted(_FORMATS))}"
                 problems.append(Problem(message=message, input_id=input.id))
         return problems
 
@@ -249,7 +250,7 @@ class Aws(Adapter):
         return f"AWS Transcribe in {self.settings.region} lists jobs"
 
     async def _list(self) -> AsyncGenerator[Mapping[str, Any], None]:
-        """All jobs of ours, the newest first."""
+        """All our jobs, newest first."""
         more: dict[str, str] = {}
         async with self._client() as client:
             for _ in range(_PAGES_MAX):
@@ -310,7 +311,7 @@ class Aws(Adapter):
         return Job(external_id=request.key, extra={"output": self._output_uri(request.key)})
 
     async def _adopt_surely(self, client: Any, request: Request, staged: Staged) -> Job:
-        """The job of our name, which AWS says it has."""
+        """The job with our name, which AWS says exists."""
         try:
             job = await self._adopt(client, request, staged)
         except (RateLimited, Transient) as error:
@@ -320,7 +321,7 @@ class Aws(Adapter):
         return job
 
     async def _adopt(self, client: Any, request: Request, staged: Staged) -> Job | None:
-        """The job of our name, if there is one; somebody else's is an error."""
+        """The job with our name, if there is one; raises an error if it belongs to somebody else."""
         found = await _get(client, request.key)
         if found is None:
             return None
@@ -331,11 +332,11 @@ class Aws(Adapter):
 
 
 class _Conflict(Exception):
-    """There is a job of this name."""
+    """A job with this name exists already."""
 
 
 class _Refused(Exception):
-    """What AWS has answered with an error."""
+    """AWS answered with an error."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
         document, metadata = answer.get("Error") or {}, answer.get("ResponseMetadata") or {}
@@ -351,7 +352,7 @@ class _Refused(Exception):
 
 
 async def _call(asking: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The answer of one call; one that is an error is `_Refused`, and no answer one of our errors."""
+    """The answer to one call. Raises `_Refused` for an error of AWS, and one of our errors if there is no answer."""
     errors = _library("botocore.exceptions")
     try:
         return await asking
@@ -362,7 +363,7 @@ async def _call(asking: Awaitable[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _once(asking: Awaitable[dict[str, Any]]) -> None:
-    """The one request that costs money. Whatever leaves open whether AWS has taken the job is InDoubt."""
+    """The one request that costs money. Raises InDoubt if AWS may have accepted the job."""
     try:
         answer = await _call(asking)
     except _Refused as refused:
@@ -371,13 +372,13 @@ async def _once(asking: Awaitable[dict[str, Any]]) -> None:
         if refused.status >= 500:
             raise InDoubt(f"AWS answered {refused.status}", code=refused.said.code) from None
         raise refused.error() from None
-    # botocore takes a page of HTML for an answer without fields.
+    # botocore parses an HTML page as an answer without fields.
     if not answer.get("TranscriptionJob"):
         raise InDoubt("AWS answered without the job", code="not_a_job")
 
 
 async def _get(client: Any, name: str) -> dict[str, Any] | None:
-    """The job of this name; None if there is none."""
+    """The job with this name; None if there is none."""
     try:
         answer = await _call(client.get_transcription_job(TranscriptionJobName=name))
     except _Refused as refused:
@@ -391,9 +392,9 @@ async def _get(client: Any, name: str) -> dict[str, Any] | None:
 
 
 def _without_answer(error: Exception) -> OperationError:
-    """For an error of botocore without an answer: no credentials, a parameter that it refuses, no connection.
+    """For an error of botocore without an answer: no credentials, an invalid parameter, no connection.
 
-    After a call that costs nothing, InDoubt is just another error that may pass.
+    After a free call, InDoubt is just another transient error.
     """
     errors = _library("botocore.exceptions")
     if isinstance(error, (errors.NoCredentialsError, errors.PartialCredentialsError, errors.ProfileNotFound)):
@@ -405,7 +406,7 @@ def _without_answer(error: Exception) -> OperationError:
 
 
 def _may_have_been_sent(error: Any) -> bool:
-    """botocore says EndpointConnectionError for a lost connection too, so its cause decides."""
+    """botocore also raises EndpointConnectionError for a lost connection, so its cause decides."""
     if isinstance(error, _library("botocore.exceptions").ConnectTimeoutError):
         return False
     return not isinstance(error.kwargs.get("error"), _library("aiohttp").ClientConnectorError)
@@ -418,7 +419,7 @@ def _languages(languages: Sequence[str]) -> dict[str, Any]:
 
 
 def _status(job: Job, found: Mapping[str, Any]) -> Status:
-    """Of a job, or of its summary in the list."""
+    """The status of a job, or of its summary in the list."""
     word = found.get("TranscriptionJobStatus")
     if word not in _STATUSES:
         log.warning("aws: job %s has the unknown status %s, which counts as running", job.external_id, word)
@@ -441,7 +442,7 @@ def _why_failed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _library(name: str) -> Any:
-    """aiobotocore is large and needed only here: it is imported when it is used."""
+    """aiobotocore is large and needed only here, so it is imported on use."""
     try:
         return importlib.import_module(name)
     except ImportError:

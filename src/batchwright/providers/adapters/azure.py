@@ -56,7 +56,7 @@ _TRANSCRIPT, _REPORT = "Transcription", "TranscriptionReport"
 _PAGE = 100
 _PAGES_MAX = 200
 _SIGNED_SECONDS = 72 * 3600.0
-"""Azure may fetch an input as late as the job may run."""
+"""Azure may fetch an input at any time until the job's time limit."""
 _STATUSES = {
     "NotStarted": (Phase.QUEUED, None),
     "Running": (Phase.RUNNING, None),
@@ -96,17 +96,17 @@ class AzureSettings:
     """A Speech resource; batch transcription needs the S0 tier."""
 
     region: str | None = None
-    """Such as `westeurope`; or the whole base_url."""
+    """Such as `westeurope`; or set base_url instead."""
     base_url: str | None = None
-    """Where the Speech resource is, such as `https://westeurope.api.cognitive.microsoft.com/speechtotext`."""
+    """URL of the Speech resource, such as `https://westeurope.api.cognitive.microsoft.com/speechtotext`."""
     api_key_env: str | None = "AZURE_SPEECH_KEY"
-    """The key is in this environment variable."""
+    """Environment variable with the key."""
     api_key_file: Path | None = None
-    """The key is in this file."""
+    """File with the key."""
     api_version: str = "2024-11-15"
     """Sent with every request."""
     language: str = "en-US"
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     time_to_live_hours: int = 48
     """How long Azure keeps a finished job and its results, 6 to 744."""
 
@@ -123,7 +123,7 @@ class AzureSettings:
 
 
 class Azure(ObjectAdapter):
-    """Jobs cannot be cancelled, and their results are matched to inputs by the address of the audio."""
+    """Jobs cannot be cancelled, and the address of the audio matches results to inputs."""
 
     name = "azure"
     title = "Azure AI Speech"
@@ -140,7 +140,7 @@ class Azure(ObjectAdapter):
         timeout_hours=48.0,
         settle_seconds=60.0,
         results_kept_hours=48.0,
-        duplicates="The job's displayName is our key, and the job is looked up by it before anything is sent again.",
+        duplicates="The job's displayName is our key, and the job is looked up by it before anything is resent.",
     )
 
     def __init__(self, settings: AzureSettings, tools: AdapterTools) -> None:
@@ -167,7 +167,7 @@ class Azure(ObjectAdapter):
         return problems
 
     async def stage(self, request: Request, staged: Staged) -> AsyncIterator[Staged]:
-        """Nothing is copied: Azure fetches the inputs, by URLs that are signed when they are sent."""
+        """Copies nothing: Azure fetches the inputs by URLs, which are signed when the job is submitted."""
         return
         yield staged
 
@@ -180,7 +180,7 @@ class Azure(ObjectAdapter):
         found = [one async for one in self._list("/transcriptions", filter) if _marker(one) == request.key]
         if not found:
             return []
-        # A URL that is signed now differs from the one that was sent only in its query.
+        # A newly signed URL differs from the one that was sent only in its query.
         urls = {input.id: await self._url(input) for input in request.inputs}
         return [_job(one, urls) for one in sorted(found, key=lambda one: str(one.get("createdDateTime")))]
 
@@ -199,7 +199,7 @@ class Azure(ObjectAdapter):
         return Status(phase=phase, raw_status=word, ending=ending_of(counts, ending), counts=counts, error=error)
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        """Of those that have not ended: how others ended is in their reports."""
+        """Only jobs that have not ended: for the others, their reports say how they ended."""
 
         def read(job: Job, said: Mapping[str, Any]) -> Status | None:
             word, phase, ending = _stand(job, said)
@@ -282,7 +282,7 @@ class Azure(ObjectAdapter):
         return Counts()
 
     async def _fetch(self, job: Job, file: Mapping[str, Any]) -> bytes:
-        """The content of a result file. Its URL expires, and is then looked up once more."""
+        """The content of a result file. If its URL has expired, it is looked up once more."""
         response = await fetch_signed(self.service, _content_url(file))
         if response.status in _LINK_EXPIRED:
             async for fresh in self._list(f"/transcriptions/{_id(job)}/files"):
@@ -294,7 +294,7 @@ class Azure(ObjectAdapter):
         return response.body
 
     async def _list(self, path: str, query: Mapping[str, str] | None = None) -> AsyncGenerator[dict[str, Any], None]:
-        """All values of a list. We count ourselves where the next page begins: links in answers are not followed."""
+        """All values of a list. We compute where the next page begins, and follow no links in answers."""
         skip = 0
         for _ in range(_PAGES_MAX):
             body = await self.ask("GET", path, query={**(query or {}), "skip": skip, "top": _PAGE})
@@ -320,7 +320,7 @@ class _Inputs:
             self._by_uri.setdefault(input.uri, []).append(input.id)
             self._by_source.setdefault(source, []).append(input.id)
             uris.setdefault(source, set()).add(input.uri)
-        # URLs that differ only in their queries are told apart by the whole of them, or not at all.
+        # URLs that differ only in their queries match only as a whole.
         for source, several in uris.items():
             if len(several) > 1:
                 del self._by_source[source]
@@ -328,12 +328,12 @@ class _Inputs:
     def of(self, source: str) -> list[str]:
         found = self._by_uri.get(source) or self._by_source.get(without_query(source))
         if found is None:
-            log.warning("azure: there is a result of %s, which nobody asked for", without_query(source))
+            log.warning("azure: there is a result for %s, which was not requested", without_query(source))
         return found or []
 
 
 def without_query(url: str) -> str:
-    """A URL without its signature, to be kept and compared."""
+    """A URL without its signature, to store and compare."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
 
@@ -348,12 +348,12 @@ def _job(made: Any, urls: Mapping[str, str]) -> Job:
 
 
 def _id(job: Job) -> str:
-    """Only the last part of the job's address is used: requests go to where the settings say."""
+    """Only the last part of the job's address is used, because requests go to the base URL in the settings."""
     return job.external_id.rstrip("/").rpartition("/")[2]
 
 
 def _stand(job: Job, said: Mapping[str, Any]) -> tuple[str, Phase, Ending | None]:
-    """Azure's word for where a job stands, and what it means."""
+    """Azure's status of a job, and what it means."""
     word = str(said.get("status"))
     if word not in _STATUSES:
         log.warning("azure: job %s has the unknown status %s, which counts as running", _id(job), word)
@@ -389,7 +389,7 @@ def _failures(report: Mapping[str, Any]) -> list[tuple[str, Result]]:
 
 
 def _explained(said: Any) -> dict[str, Any]:
-    """An error as it is kept; a URL in its message loses its query, which may be a signature."""
+    """An error as it is stored. A URL in its message loses its query, which may be a signature."""
     error = describe(_ERRORS, said)
     return {**error, "message": _QUERY.sub("", error["message"])}
 

@@ -49,6 +49,6 @@ class AzureOpenAIAdapter(OpenAIAdapter):
         return {} if self.settings.api_version is None else {"api-version": self.settings.api_version}
 
     def batch_endpoint(self, request: Request) -> str:
-        """Azure writes endpoints without their version, save the newest."""
+        """Azure writes endpoints without their version, except in the newest API."""
         endpoint = completions.endpoint_of(request)
         return endpoint if endpoint == "/v1/responses" else endpoint.removeprefix("/v1")

@@ -1,4 +1,4 @@
-"""Batches of the Gemini developer API. Making one is not idempotent; each carries our key as its display name."""
+"""Batches of the Gemini developer API. Creating one is not idempotent; each has our key as its display name."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class GeminiAdapter(KeyedAdapter):
         return Cancelled.REQUESTED
 
     async def clean_up(self, request: Request, staged: Staged, job: Job | None) -> None:
-        """Gemini answers 403 for a file that is not there."""
+        """Gemini answers 403 for a file that does not exist."""
         if "input_file" in staged:
             response = await self.service.ask("DELETE", self._path(staged["input_file"]))
             if response.status not in (403, 404):
@@ -144,7 +144,7 @@ class GeminiAdapter(KeyedAdapter):
         return f"/{self.settings.version}/{quote(name, safe='/')}"
 
     async def _upload(self, name: str, lines: Upload) -> Any:
-        """Google's way: ask where to, then send it there. The address is used once and kept by nobody."""
+        """Google's protocol: ask for an address, then upload there. The address is used once and not stored."""
         begin = {
             "x-goog-upload-protocol": "resumable",
             "x-goog-upload-command": "start",
@@ -156,7 +156,7 @@ class GeminiAdapter(KeyedAdapter):
         if not begun.is_ok:
             raise error_of(gemini.ERRORS, begun, now=time.time())
         if not (url := begun.headers.get("x-goog-upload-url")):
-            raise Transient("the provider did not say where to upload to", code="no_upload_url")
+            raise Transient("the provider returned no upload address", code="no_upload_url")
         rest = {"x-goog-upload-command": "upload, finalize", "x-goog-upload-offset": "0"}
         return await self.ask("POST", url, headers=rest, body=lines)
 
@@ -205,7 +205,7 @@ def _read(request: Request, raw: bytes, created: int) -> Result:
     line = orjson.loads(raw)
     key = line["key"]
     if not isinstance(key, str):
-        raise Malformed("its key is no text")
+        raise Malformed("its key is not a string")
     if line.get("error"):
         return Result(key=key, error=describe(gemini.ERRORS, line["error"]))
     if not isinstance(line.get("response"), dict):
@@ -229,7 +229,7 @@ def _metadata(operation: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _counts(said: Mapping[str, Any]) -> Counts:
-    """Google leaves out what is 0."""
+    """Google leaves out counts that are 0."""
     total = completions.count(said.get("requestCount"))
     if total is None:
         return Counts()

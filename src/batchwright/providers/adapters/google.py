@@ -1,6 +1,6 @@
 """Google Speech-to-Text v2: batchRecognize over REST. One job is one model; it reads from and writes to Cloud Storage.
 
-The folder that a job writes to has our key in its name. It is the marker by which the job is found, and it proves
+The folder that a job writes to has our key in its name. We find the job by this marker, and the folder proves
 that the job has run even if Google has forgotten the operation.
 """
 
@@ -61,10 +61,10 @@ log = logging.getLogger(__name__)
 _PAGE = 100
 _PAGES_MAX = 200
 _ENDINGS = {1: Ending.CANCELLED, 4: Ending.EXPIRED}
-"""What the code of an operation's error says: cancelled, or its deadline exceeded."""
+"""Meaning of the error code of an operation: cancelled, or deadline exceeded."""
 _ERRORS = ErrorTable(
     by_code={
-        # By name, and by the number that stands inside of operations.
+        # By name, and by the number that operations contain.
         "RESOURCE_EXHAUSTED": Kind.RATE_LIMITED,
         "8": Kind.RATE_LIMITED,
         "ABORTED": Kind.TRANSIENT,
@@ -86,7 +86,7 @@ _ERRORS = ErrorTable(
         "16": Kind.CREDENTIAL,
         "NOT_FOUND": Kind.FATAL,
         "5": Kind.FATAL,
-        # Of one file: the bucket that it is in is closed to us, but others may be open.
+        # For one file: we may not read its bucket, but may be able to read others.
         "7": Kind.FATAL,
     },
 )
@@ -94,7 +94,7 @@ _ERRORS = ErrorTable(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoogleSettings:
-    """A project of Google Cloud with the Speech-to-Text API, and a bucket of its own."""
+    """A Google Cloud project with the Speech-to-Text API, and its own bucket."""
 
     project: str
     """The id of the project."""
@@ -103,19 +103,20 @@ class GoogleSettings:
     location: str = "us-central1"
     """Where audio is processed; models differ between locations."""
     base_url: str | None = None
-    """Unset, the service of the location."""
+    """By default, the service of the location."""
     access_token_env: str | None = None
-    """An access token is in this environment variable; it lives for an hour."""
+    """Environment variable with an access token; a token lives for an hour."""
     access_token_file: Path | None = None
-    """An access token is in this file, which something else keeps fresh."""
+    """File with an access token, which another program keeps fresh."""
     service_account_file: Path | None = None
-    """Unset, like the two above, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
+    """Service account file; if this and the two settings above are unset, the file that GOOGLE_APPLICATION_CREDENTIALS
+    names."""
     language: str = "en-US"
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     model: str = "long"
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     processing_strategy: str = "DYNAMIC_BATCHING"
-    """Cheaper, and finished within a day; PROCESSING_STRATEGY_UNSPECIFIED is at once."""
+    """The default is cheaper and finishes within a day; PROCESSING_STRATEGY_UNSPECIFIED starts immediately."""
 
     def __post_init__(self) -> None:
         if not self.bucket.startswith("gs://") or not self.bucket.removeprefix("gs://").strip("/"):
@@ -140,7 +141,7 @@ class GoogleSettings:
 
 
 class Google(ObjectAdapter):
-    """Cancelling is tried, and may turn out to be unsupported."""
+    """Cancelling is attempted, and may turn out to be unsupported."""
 
     name = "google"
     title = "Google Speech-to-Text"
@@ -174,7 +175,7 @@ class Google(ObjectAdapter):
         return problems + check_options(request, speakers=range(1, 7), languages_max=3)
 
     async def stage(self, request: Request, staged: Staged) -> AsyncIterator[Staged]:
-        """Copy what is not in Cloud Storage into our bucket. What cannot be read is named in `refused`."""
+        """Copy inputs that are not in Cloud Storage into our bucket. Unreadable inputs are listed in `refused`."""
         if "copies" not in staged:
             staged = {"copies": {}, "refused": {}}
             yield staged
@@ -207,7 +208,7 @@ class Google(ObjectAdapter):
         found = await self._operations_of(output)
         if found:
             return [self._job(request, staged, str(one["name"])) for one in found]
-        # The operation is unknown, but something has written to its folder: there is one, or there was.
+        # The operation is unknown, but something has written to its folder, so it exists or existed.
         return [self._job(request, staged, output)] if await self._objects(output) else []
 
     async def poll(self, job: Job) -> Status:
@@ -219,7 +220,7 @@ class Google(ObjectAdapter):
         return _status(job, operation)
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        """Of those that were not stopped: what others have finished is in their folders."""
+        """Only operations that were not stopped: the finished results of the others are in their folders."""
         named = [job for job in jobs if job.external_id != job.extra["output"]]
         return await look_up(
             named,
@@ -245,7 +246,7 @@ class Google(ObjectAdapter):
                     yield dataclasses.replace(result, key=id)
 
     async def cancel(self, job: Job) -> Cancelled:
-        """Google accepts to cancel an operation that has ended, so that is asked first."""
+        """Google also accepts a cancel request for an operation that has ended, so check that first."""
         operation = await self._operation(job)
         if operation is None or operation.get("done"):
             return Cancelled.ENDED_ALREADY
@@ -300,14 +301,14 @@ class Google(ObjectAdapter):
         return merged(merged(body, options.provider_options), ours)
 
     async def _operation(self, job: Job) -> dict[str, Any] | None:
-        """The operation of a job; None if Google does not know it. Of some jobs only the folder is known."""
+        """The operation of a job; None if Google does not know it. For some jobs only the folder is known."""
         if job.external_id == job.extra["output"]:
             return next(iter(await self._operations_of(job.extra["output"])), None)
         response = await self.service.ask("GET", f"/v2/{job.external_id}")
         return None if response.status == 404 else self.checked(response)
 
     async def _operations_of(self, output: str) -> list[dict[str, Any]]:
-        """Operations that write to a folder, the oldest first."""
+        """Operations that write to a folder, oldest first."""
         found = [one async for one in self._operations() if _output_of(one) == output]
         return sorted(found, key=lambda one: str((one.get("metadata") or {}).get("createTime")))
 
@@ -327,7 +328,7 @@ class Google(ObjectAdapter):
         return [f"{root}/{found.key}" async for found in self.tools.bucket(root).list(prefix)]
 
     async def _look_into_folder(self, job: Job) -> Status:
-        """What a job has written so far; results are told apart by the names of their inputs."""
+        """What a job has written so far. The names of results contain the names of their inputs."""
         uris = list(dict.fromkeys(job.extra["sources"].values()))
         stems = [PurePosixPath(uri).stem for uri in uris]
         outputs = await self._objects(job.extra["output"])
@@ -340,7 +341,7 @@ class Google(ObjectAdapter):
         return Status(phase=Phase.RUNNING, raw_status="NOT_FOUND", counts=counts, found={"files": files})
 
     async def _read(self, job: Job, file: Mapping[str, Any]) -> Result | None:
-        """The transcript of a file, which must be in the folder that we gave the job: others are not read."""
+        """The transcript of a file. It must be in the folder that we gave the job: no other folder is read."""
         uri = str(file.get("output"))
         if not uri.startswith(job.extra["output"]):
             log.warning("google: %s names a result outside of its folder: %s", job.external_id, uri)
@@ -362,7 +363,7 @@ def _output_of(operation: Mapping[str, Any]) -> Any:
 
 
 def _unknown(job: Job, folder: Status) -> Status:
-    """An operation that Google does not know has ended if all its results are there. Otherwise it may still run."""
+    """An operation that Google does not know has ended if all its results exist. Otherwise it may still run."""
     if folder.counts.succeeded == folder.counts.total:
         return dataclasses.replace(folder, phase=Phase.ENDED, ending=Ending.SUCCEEDED)
     is_named = job.external_id != job.extra["output"]
@@ -382,7 +383,7 @@ def _stopped(error: Mapping[str, Any], folder: Status) -> Status:
 
 
 def _status(job: Job, operation: Mapping[str, Any]) -> Status:
-    """Of an operation without an error."""
+    """The status of an operation without an error."""
     if operation.get("done"):
         return _ended(operation, job)
     percent = (operation.get("metadata") or {}).get("progressPercent") or 0
@@ -414,6 +415,6 @@ def _file(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(document: Mapping[str, Any]) -> str:
-    """The best reading of every part; parts without one are silence."""
+    """The best alternative of every segment; segments without one are silence."""
     best = [(part.get("alternatives") or [{}])[0] for part in document.get("results") or []]
     return " ".join(text.strip() for one in best if (text := str(one.get("transcript") or "")))

@@ -70,12 +70,12 @@ class MistralSettings(ServiceSettings):
     base_url: str = "https://api.mistral.ai"
     api_key_env: str | None = "MISTRAL_API_KEY"
     timeout_hours: int = 24
-    """When Mistral gives a job up: 1 to 168."""
+    """Hours after which Mistral abandons a job: 1 to 168."""
 
     def __post_init__(self) -> None:
         super(MistralSettings, self).__post_init__()
         if not 1 <= self.timeout_hours <= 168:
-            raise ConfigurationError(f"timeout_hours is {self.timeout_hours}; it goes from 1 to 168")
+            raise ConfigurationError(f"timeout_hours is {self.timeout_hours}; use 1 to 168")
 
 
 class MistralAdapter(KeyedAdapter):
@@ -200,7 +200,7 @@ def _status(said: Mapping[str, Any]) -> Status:
 
 
 def _write(line: Line) -> bytes:
-    """The model is the job's, not the line's."""
+    """Mistral sets the model for the whole job, not for each line."""
     body = {name: value for name, value in line.body.items() if name != "model"}
     return orjson.dumps({"custom_id": line.custom_id, "body": body})
 

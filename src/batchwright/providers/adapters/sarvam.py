@@ -2,7 +2,7 @@
 
     create (free) ─▶ upload each file ─▶ start (paid) ─▶ status … status ─▶ download
 
-Everything up to the start is staging, so the job has its id before it costs anything, and starts once at most.
+Everything up to the start is staging, so the job has its id before it costs anything, and starts at most once.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ _ERRORS = ErrorTable(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SarvamSettings(ServiceSettings):
-    """An account of Sarvam."""
+    """A Sarvam account."""
 
     base_url: str = "https://api.sarvam.ai"
     api_key_env: str | None = "SARVAM_API_KEY"
     api_key_file: Path | None = None
     language: str = AUTO
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     model: str = "saaras:v3"
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     mode: str = "transcribe"
-    """`transcribe`, or `translate`, which gives English."""
+    """`transcribe`, or `translate` for an English translation."""
 
 
 class Sarvam(ObjectAdapter, KeyedAdapter):
-    """Jobs cannot be listed or cancelled, but their id is known before they are started."""
+    """Jobs cannot be listed or cancelled, but their id is known before they start."""
 
     name = "sarvam"
     title = "Sarvam AI"
@@ -115,7 +115,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
         inputs_max=20,
         timeout_hours=24.0,
         settle_seconds=0.0,
-        duplicates="The job is made, free of charge, and its id is kept before it is started; it starts only once.",
+        duplicates="The job is created free of charge, and its id is stored before it is started; it starts only once.",
     )
 
     async def headers(self) -> Headers:
@@ -126,7 +126,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
         return problems + check_options(request, speakers=range(1, 11), languages_max=1)
 
     async def stage(self, request: Request, staged: Staged) -> AsyncIterator[Staged]:
-        """Make the job and upload its files. An input that cannot be read is left out and named in `refused`."""
+        """Create the job and upload its files. Unreadable inputs are left out and listed in `refused`."""
         if "job_id" not in staged:
             made = await self.ask("POST", _JOBS, json=self._parameters(request))
             staged = {"job_id": str(made["job_id"]), "uploaded": [], "refused": {}}
@@ -148,7 +148,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
         try:
             await self.pay(f"{_JOBS}/{job.external_id}/start", json={})
         except (SchemaInvalid, Fatal):
-            # A job that an earlier request has started after all refuses to be started again.
+            # If an earlier request did start the job, Sarvam refuses to start it again.
             if not await self._has_started_surely(job):
                 raise
         return job
@@ -200,7 +200,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
             yield transcribed(id, str(document.get("transcript") or ""), document, _seconds(document))
 
     async def check(self) -> str:
-        """There is nothing to list, so a job is asked for that does not exist: only a refused key is an error."""
+        """Sarvam has no list, so this asks for a job that does not exist: only a refused key is an error."""
         response = await self.service.ask("GET", f"{_JOBS}/{_NO_JOB}/status")
         if response.status in (401, 402, 403, 429) or response.status >= 500:
             self.checked(response)
@@ -220,7 +220,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
         return {"job_parameters": merged(parameters, options.provider_options)}
 
     async def _upload(self, job_id: str, name: str, input: Input) -> None:
-        """Send the bytes of an input to where Sarvam says. A file that is sent again takes the place of the first."""
+        """Upload an input to the URL that Sarvam returned. A second upload replaces the first."""
         body = Upload(
             length=await self.tools.size(input),
             open=lambda: self.tools.read(input),
@@ -233,7 +233,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
             raise Transient(f"the upload of {input.filename!r} was answered {response.status}", code="upload_failed")
 
     async def _download(self, job: Job, name: str) -> bytes:
-        """The content of a result file. Its URL expires, and is then asked for once more."""
+        """The content of a result file. If its URL has expired, it is requested once more."""
         for _ in range(2):
             asked = {"job_id": job.external_id, "files": [name]}
             answer = await self.ask("POST", f"{_JOBS}/download-files", json=asked)
@@ -285,7 +285,7 @@ def _said(detail: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(document: Mapping[str, Any]) -> float | None:
-    """How far the transcript reaches, if it has times: Sarvam does not say how long the audio is."""
+    """The end time of the transcript, if it has times: Sarvam does not report the length of the audio."""
     ends = (document.get("timestamps") or {}).get("end_time_seconds") or []
     return max(ends) if ends and all(isinstance(end, (int, float)) for end in ends) else None
 

@@ -34,7 +34,7 @@ class TogetherAdapter(OpenAIAdapter):
     endpoints: ClassVar[Sequence[str]] = ("/v1/chat/completions", "/v1/audio/transcriptions")
 
     async def upload(self, filename: str, lines: Upload) -> str:
-        """Together's way: ask where to, put it there without the key, and say so. The address is kept by nobody."""
+        """Together's protocol: ask for an address, upload there without the key, confirm. The address is not stored."""
         asked = multipart({"purpose": "batch-api", "file_name": filename, "file_type": "jsonl"})
         where = await self.service.ask("POST", "/files", body=asked)
         url, id = where.headers.get("location"), where.headers.get("x-together-file-id")

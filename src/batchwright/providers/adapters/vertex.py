@@ -1,7 +1,7 @@
-"""Gemini on Vertex AI, by batch prediction: requests and results are objects in a bucket of the user's.
+"""Gemini on Vertex AI, by batch prediction: requests and results are objects in the user's bucket.
 
 Results carry no id and come in any order. Each request has the number of its line as a label, which its result repeats;
-where a label is missing, the request itself tells which line it was.
+if a label is missing, the text of the request identifies its line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _STATUS = re.compile(r"\b([45]\d\d)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VertexSettings:
-    """A project, a region and a bucket, which is reached with the credentials of Google's environment variables."""
+    """A project, a region and a bucket; access to the bucket uses the credentials in Google's environment variables."""
 
     project: str = ""
     """The id of the project."""
@@ -64,13 +64,13 @@ class VertexSettings:
     bucket: str = ""
     """`gs://bucket` or `gs://bucket/folder`: where requests are put and results are written."""
     base_url: str = ""
-    """Unset, Google's address for the location."""
+    """By default, Google's address for the location."""
     access_token_env: str | None = None
-    """An access token is in this environment variable; it lives for an hour."""
+    """Environment variable with an access token; a token lives for an hour."""
     access_token_file: Path | None = None
-    """An access token is in this file, which something else keeps fresh."""
+    """File with an access token, which another program keeps fresh."""
     service_account_file: Path | None = None
-    """Of these three at most one; unset, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
+    """Set at most one of these three; unset, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
 
     def __post_init__(self) -> None:
         _ = self.credentials
@@ -186,14 +186,14 @@ class VertexAdapter(HttpAdapter):
                 yield result
 
     async def cancel(self, job: Job) -> Cancelled:
-        """Google also accepts the wish for a job that has ended, so that is looked at before."""
+        """Google also accepts a cancel request for a job that has ended, so check that first."""
         if (await self.poll(job)).phase is Phase.ENDED:
             return Cancelled.ENDED_ALREADY
         await self.ask("POST", f"{_path(job)}:cancel")
         return Cancelled.REQUESTED
 
     async def clean_up(self, request: Request, staged: Staged, job: Job | None) -> None:
-        """The results stay where the user may look for them."""
+        """Results stay in the bucket, where the user may look for them."""
         if "input_uri" in staged:
             root, key = split_uri(staged["input_uri"])
             await self.tools.bucket(root).delete(key)
@@ -221,7 +221,7 @@ class VertexAdapter(HttpAdapter):
             query["pageToken"] = page["nextPageToken"]
 
     async def _lines(self, request: Request, directory: str, known: _Known) -> AsyncIterator[Result]:
-        """The results of all files in the job's folder, which must be one of ours."""
+        """The results in all files of the job's folder, which must be one of ours."""
         if not directory.startswith(f"{self._folder(request)}/output"):
             raise Fatal("the provider names an output that is not in our folder", code="foreign_output")
         created = int(self.tools.now().timestamp())
@@ -251,7 +251,7 @@ def _status(said: Mapping[str, Any]) -> Status:
 
 
 class _Known:
-    """The lines of a request: their ids, and their numbers by what they ask."""
+    """The lines of a request: their ids, and their numbers by request text."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -266,7 +266,7 @@ class _Known:
         return known
 
     def key(self, asked: Any) -> str:
-        """The id of the line that a result repeats. Equal requests have equal answers: each line gets one of them."""
+        """The id of the line that a result repeats. Results of equal requests are interchangeable: one per line."""
         if not isinstance(asked, dict):
             raise Malformed("it does not repeat its request")
         number = completions.count((asked.get("labels") or {}).get(LABEL))
@@ -308,7 +308,7 @@ def _path(job: Job) -> str:
 
 
 def _counts(said: Mapping[str, Any]) -> Counts:
-    """Google leaves out what is 0, and counts only at the end."""
+    """Google leaves out counts that are 0, and counts only at the end."""
     if not said:
         return Counts()
     names = ("successfulCount", "failedCount", "incompleteCount")

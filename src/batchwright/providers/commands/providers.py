@@ -1,4 +1,4 @@
-"""`batchwright providers`: which there are, what they can do, and what is missing."""
+"""`batchwright providers`: lists providers, what they can do, and what they lack."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Row:
 def providers(json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
     """List providers: what they do, their limits, and whether they are ready.
 
-    A provider is held while it refuses its credential: its work waits, and is tried again by itself. To try the
+    A provider is held while it refuses its credential: its work waits, and Batchwright retries it. To try the
     credentials now, run batchwright check.
     """
 
@@ -63,7 +63,7 @@ def providers(json: Json = False, database_url: DatabaseUrl = None, config: Conf
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    """As GET /v1/providers has it."""
+    """The same JSON as GET /v1/providers."""
     can = row.abilities
     return {
         "name": row.name,
@@ -86,9 +86,9 @@ def _print_rows(rows: Sequence[Row]) -> None:
         {
             "name": [Text(row.name) for row in rows],
             "state": [row.state for row in rows],
-            "does": [Text(", ".join(sorted(row.abilities.task_types))) for row in rows],
+            "timeout": [Text(f"{row.timeout_hours:g} h") for row in rows],
+            "tasks": [Text(", ".join(sorted(row.abilities.task_types))) for row in rows],
             "can": [Text(_can(row.abilities)) for row in rows],
-            "gives up": [Text(f"{row.timeout_hours:g} h") for row in rows],
             "limits": [Text(_limits(row.abilities)) for row in rows],
         },
         elastic=("limits",),

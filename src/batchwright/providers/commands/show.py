@@ -1,4 +1,4 @@
-"""How tasks look on paper: a table of many, the facts of one with its jobs at providers, and JSON for programs."""
+"""How tasks are printed: a table of many, the details of one with its jobs at providers, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from batchwright.cli.exit_codes import CANCELLED, FAILED, SOME_FAILED
 from batchwright.cli.show import (
+    age,
     as_dict,
     compact,
     console,
@@ -75,7 +76,7 @@ async def look_at(part: ProvidersPart, task: Task) -> Seen:
     own = await part.core.queue.get(JobId(task.job_id))
     if not jobs and own.message is not None and own.message not in waiting:
         waiting.append(own.message)
-    # That it sleeps until its next look is no reason to worry: each job says when that is.
+    # A task that sleeps until its next poll is not stuck: each job shows when that poll is due.
     reasons = await part.core.views.waiting_on([own])
     waiting += [one.message for of_job in reasons.values() for one in of_job if one.reason != "run_after"]
     return Seen(task=task, jobs=jobs, waiting=waiting)
@@ -107,11 +108,11 @@ def print_tasks(tasks: Sequence[Task]) -> None:
             "good": [Text(number(task.succeeded) if task.has_ended else "") for task in tasks],
             "failed": [Text(number(task.failed) if task.failed else "", "red") for task in tasks],
             "cost": [Text("" if task.cost is None else money(task.cost)) for task in tasks],
-            "age": [Text(seconds((now - task.created_at).total_seconds())) for task in tasks],
+            "age": [Text(age((now - task.created_at).total_seconds())) for task in tasks],
             "tenant": [Text(task.tenant if task.tenant != DEFAULT_TENANT else "") for task in tasks],
             "for": [Text(targets_text(task.targets)) for task in tasks],
         },
-        elastic=("for",),
+        elastic=("tenant", "for"),
     )
 
 
@@ -127,16 +128,16 @@ def print_jobs(seen: Seen) -> None:
     print_table(
         {
             "provider": [Text(job.provider) for job in jobs],
-            "model": [Text(job.model or "") for job in jobs],
             "phase": [phase_text(job) for job in jobs],
-            "says": [Text(job.raw_status or "") for job in jobs],
             "done": [Text(progress(job)) for job in jobs],
             "failed": [Text(number(job.failed) if job.failed else "", "red") for job in jobs],
             "cost": [Text("" if job.cost is None else money(job.cost)) for job in jobs],
-            "next look": [Text(next_look(job, seen.task)) for job in jobs],
-            "its id there": [Text(job.external_id or "") for job in jobs],
+            "next poll": [Text(next_look(job, seen.task)) for job in jobs],
+            "model": [Text(job.model or "") for job in jobs],
+            "provider status": [Text(job.raw_status or "") for job in jobs],
+            "remote id": [Text(job.external_id or "") for job in jobs],
         },
-        elastic=("model", "says", "its id there"),
+        elastic=("model", "provider status"),
     )
     failures = [f"{name_of(job)}: {error_text(job.error)}" for job in jobs if job.error is not None]
     failures += list_failures(seen.task)
@@ -147,7 +148,7 @@ def print_jobs(seen: Seen) -> None:
 
 
 def list_failures(task: Task) -> list[str]:
-    """Inputs that failed, by their names; large results are only in the result file."""
+    """Failed inputs by name; large results are only in the result file."""
     jobs = (task.provider_state or {}).get("jobs") or []
     entries = [entry for job in jobs for entry in job.get("result") or () if isinstance(entry, Mapping)]
     return [f"{entry.get('filename')}: {error_text(entry['error'])}" for entry in entries if entry.get("error")]
@@ -225,7 +226,7 @@ def results_text(task: Task) -> str:
 
 
 def progress(job: RemoteJob) -> str:
-    """Results so far, of how many; nothing where the provider does not say."""
+    """Number of results so far and in total; empty if the provider does not report it."""
     if job.succeeded is None and job.failed is None:
         return "" if job.total is None else f"0/{number(job.total)}"
     done = (job.succeeded or 0) + (job.failed or 0)
@@ -235,7 +236,7 @@ def progress(job: RemoteJob) -> str:
 def next_look(job: RemoteJob, task: Task) -> str:
     if job.has_ended or task.has_ended:
         return ""
-    return f"in {seconds(job.due_seconds)}" if job.due_seconds > 0 else "now"
+    return f"in {age(job.due_seconds)}" if job.due_seconds > 0 else "now"
 
 
 def usage_text(task: Task) -> str:

@@ -1,4 +1,4 @@
-"""`batchwright task submit`: URLs, stored files and files of this machine become a task."""
+"""`batchwright task submit`: creates a task from URLs, stored files and local files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from batchwright.cli.flags import (
     check_length,
     on_part,
     parse_pairs,
+    parse_time_span,
     warn_if_no_worker,
 )
 from batchwright.cli.show import number, print_json, seconds
@@ -49,7 +50,7 @@ def submit(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="URL (https, gs, s3, az), id of a stored file, or file of this machine, which is stored first.",
+            help="URL (https, gs, s3, az), id of a stored file, or path of a local file, which is uploaded first.",
             show_default=False,
         ),
     ],
@@ -58,18 +59,18 @@ def submit(
         typer.Option(
             "--type",
             metavar="transcription|completion",
-            help="What to do; by default completion for .jsonl, otherwise transcription.",
+            help="Type of task; by default completion for .jsonl, otherwise transcription.",
             show_default=False,
         ),
     ] = None,
     provider: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Who is to do it; see: batchwright providers.")
+        str | None, typer.Option(metavar="NAME", help="Provider to use; see: batchwright providers.")
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Model that does all inputs; may be repeated. Without --provider, write provider/model.",
+            help="Model to run on all inputs; may be repeated. Without --provider, write provider/model.",
             show_default=False,
         ),
     ] = None,
@@ -84,32 +85,33 @@ def submit(
             show_default=False,
         ),
     ] = None,
-    timeout_hours: Annotated[
-        float | None,
+    timeout: Annotated[
+        str | None,
         typer.Option(
-            metavar="HOURS",
-            help=f"When to cancel what is not finished, up to {TIMEOUT_HOURS_MAX:g}; by default the provider's.",
+            metavar="DURATION",
+            help="Time after which unfinished work is cancelled, up to 30d; by default the provider's.",
             show_default=False,
         ),
     ] = None,
+    timeout_hours: Annotated[float | None, typer.Option(hidden=True)] = None,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Metadata of your own; may be repeated.", show_default=False),
+        typer.Option(metavar="NAME=VALUE", help="Your own metadata; may be repeated.", show_default=False),
     ] = None,
     priority: Annotated[int, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = 5,
     tenant: Annotated[str, typer.Option(help="Tenant of the task.")] = DEFAULT_TENANT,
     idempotency_key: Annotated[
         str | None, typer.Option(help="A repeated submit with the same key returns the same task.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", "--watch", help="Show it until it has ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", "--watch", help="Show the task until it ends.")] = False,
     dry_run: DryRun = False,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Send work to outside providers, and print the id of the task.
+    """Send work to outside providers and print the task's id.
 
-    A worker sends each job once, asks how it goes, and merges the results. With --dry-run the task is only checked:
+    A worker sends each job once, polls it, and merges the results. With --dry-run the task is only checked:
     nothing is stored, created or sent. With --wait the exit code is that of
     batchwright task watch. Examples:
 
@@ -126,7 +128,7 @@ def submit(
         "options": _read_options(option or (), language),
         "metadata": parse_pairs("--metadata", metadata or (), "project=interviews") or None,
         "priority": priority,
-        "timeout_hours": _check_hours(timeout_hours),
+        "timeout_hours": _read_timeout(timeout, timeout_hours),
         "idempotency_key": None if idempotency_key is None else f"tasks:{idempotency_key}",
     }
     found = [_find(text) for text in inputs]
@@ -151,11 +153,11 @@ def submit(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """An input as it was written on the command line."""
+    """An input as the user wrote it on the command line."""
 
     wanted: WantedInput
     path: Path | None = None
-    """Of a file of this machine."""
+    """Set only for a local file."""
 
     @property
     def name(self) -> str:
@@ -163,7 +165,7 @@ class Given:
 
 
 def _find(text: str) -> Given:
-    """A URL, a file that is here, or the id of a stored one; anything else is an error before anything is created."""
+    """A URL, a local file, or the id of a stored file. Anything else is an error before anything is created."""
     if "://" in text:
         return Given(wanted=WantedInput.of(text))
     path = Path(text)
@@ -182,7 +184,7 @@ def _find(text: str) -> Given:
 
 
 async def _check(part: ProvidersPart, wanted: WantedTask, names: Mapping[str, str]) -> NewTask:
-    """The task to be; files that are not stored have no id yet that anybody knows, so errors name their paths."""
+    """The task to create. Files that are not stored yet have no id that users know, so errors name their paths."""
     try:
         return await part.submission.check(wanted)
     except InvalidInput as error:
@@ -193,7 +195,7 @@ async def _check(part: ProvidersPart, wanted: WantedTask, names: Mapping[str, st
 
 
 async def _inspect(part: ProvidersPart, new: NewTask, found: Sequence[Given], is_wanted: bool) -> None:
-    """Read files of this machine before they are stored; others, which the worker reads too, only if that is wanted."""
+    """Read local files before they are stored. Read other inputs only on request: the worker reads them anyway."""
     part.unstored.update({one.wanted.file_id or "": one.path for one in found if one.path is not None})
     problems = await part.submission.inspect(new) if is_wanted or part.unstored else ()
     part.unstored.clear()
@@ -211,7 +213,7 @@ async def _guess_type(part: ProvidersPart, first: Given, tenant: str) -> str:
 
 
 async def _create(part: ProvidersPart, wanted: WantedTask, found: list[Given]) -> Task:
-    """Store the files of this machine, then make the task."""
+    """Store the local files, then create the task."""
     for one in found:
         if one.path is not None:
             await store_file(
@@ -231,7 +233,7 @@ async def _create(part: ProvidersPart, wanted: WantedTask, found: list[Given]) -
 
 
 async def _report(part: ProvidersPart, task: Task, left_out: Sequence[str], wait: bool, json: bool) -> int:
-    """Print the id at once, so that an interrupted wait is not a lost task."""
+    """Print the id immediately, so that the user still has it if the wait is interrupted."""
     if not json:
         typer.echo(task.id)
         for name in left_out:
@@ -264,14 +266,18 @@ def _read_options(texts: Sequence[str], language: str | None) -> dict[str, Any]:
 
 
 def _read_value(text: str) -> Any:
-    """JSON, or else the text itself."""
+    """The value as JSON if it parses, otherwise the text itself."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         return text
 
 
-def _check_hours(hours: float | None) -> float | None:
+def _read_timeout(text: str | None, hours: float | None) -> float | None:
+    """In hours. `--timeout-hours` is the former name of `--timeout`."""
+    if text is not None:
+        seconds = parse_time_span("--timeout", text, least="1s", most=f"{TIMEOUT_HOURS_MAX / 24:g}d")
+        return None if seconds is None else seconds / 3600
     if hours is not None and not 0 < hours <= TIMEOUT_HOURS_MAX:
         raise InvalidInput(f"--timeout-hours {hours:g} is out of range: use above 0 to {TIMEOUT_HOURS_MAX:g}")
     return hours

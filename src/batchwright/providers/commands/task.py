@@ -1,4 +1,4 @@
-"""`batchwright task …`: work for outside providers, which can be watched, cancelled and fetched."""
+"""`batchwright task …`: submit, watch and cancel work at outside providers, and fetch its results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ app.command("submit")(submit)
 def list_(
     status: OfTaskStatus = None,
     tenant: OfTenant = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number to show.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of tasks to show.")] = 50,
     json: Json = False,
     database_url: DatabaseUrl = None,
     config: Config = None,
@@ -68,7 +68,7 @@ def list_(
 
 @app.command()
 def show(id: TaskId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Show a task: its jobs at providers, what they say, what failed and why, and what it cost."""
+    """Show a task: its jobs at providers, their status, what failed and why, and what it cost."""
 
     async def go() -> Seen:
         async with open_part(ProvidersPart, database_url, config) as part:
@@ -83,10 +83,10 @@ def show(id: TaskId, json: Json = False, database_url: DatabaseUrl = None, confi
 
 @app.command()
 def watch(id: TaskId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Show a task live until it has ended, with a line for each job at a provider.
+    """Show a task live until it ends, with a line for each job at a provider.
 
     The exit code is 0 if every result is good, 4 if some are not, 3 if the task was cancelled, and 1 if it failed.
-    Without a terminal, changes are printed as lines. The provider is not asked more often than without it.
+    Without a terminal, changes are printed as lines. Watching does not poll the provider more often.
     """
 
     async def go() -> int:
@@ -98,7 +98,7 @@ def watch(id: TaskId, json: Json = False, database_url: DatabaseUrl = None, conf
 
 @app.command()
 def cancel(id: TaskId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Cancel a task. Its jobs are cancelled where the provider can, and finished results are kept."""
+    """Cancel a task and, where the provider allows it, its jobs. Finished results are kept."""
 
     async def go() -> Task:
         async with open_part(ProvidersPart, database_url, config) as part:
@@ -126,7 +126,7 @@ def result(
 ) -> None:
     """Write the merged result of an ended task: JSON for a transcription, JSON lines for a completion.
 
-    A file that exists already is only overwritten with --force. With --json what was written is counted, on standard
+    An existing file is only overwritten with --force. With --json the command also counts what it wrote, on standard
     error unless --output names a file.
     """
     target = open_target("--output", output)

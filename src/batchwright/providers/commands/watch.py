@@ -13,10 +13,11 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
-from batchwright.cli.show import console, make_table, money, number, print_json, seconds
+from batchwright.cli.show import console, money, number, print_json, seconds
+from batchwright.cli.tables import fact_lines, head_lines, split_facts, table_lines
 from batchwright.errors import DatabaseUnavailable
 from batchwright.providers.commands.show import (
     Seen,
@@ -40,12 +41,12 @@ _JOBS_SHOWN = 20
 
 @dataclasses.dataclass(slots=True)
 class View:
-    """What was seen of a task last; rich draws it."""
+    """The latest state of a task, drawn by rich."""
 
     seen: Seen
     trouble: str | None = None
     ahead: timedelta = timedelta(0)
-    """How far this machine's clock is before the database's."""
+    """How far the clock of this machine is ahead of the database's."""
 
     @property
     def task(self) -> Task:
@@ -56,39 +57,35 @@ class View:
         return ((self.task.ended_at or now) - self.task.created_at).total_seconds()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._head()
+        yield from self._head(options.max_width)
         if self.seen.jobs:
-            yield self._jobs(options.max_width)
+            yield from self._jobs(options.max_width)
         if (more := len(self.seen.jobs) - _JOBS_SHOWN) > 0:
             yield Text(f"  … and {number(more)} more", "bright_black")
         for line in self.errors():
-            yield Text(f"  {line}", "red")
+            yield Padding(Text(line, "red"), (0, 0, 0, 2))
         for line in self.troubles():
-            yield Text(f"  {line}", "yellow")
+            yield Padding(Text(line, "yellow"), (0, 0, 0, 2))
         for line in self.ending():
-            yield Text(f"  {line}")
+            yield from fact_lines(split_facts(line), options.max_width)
 
-    def _head(self) -> Text:
-        head = Text(no_wrap=True, overflow="ellipsis")
-        head.append(self.task.id, "bold").append("  ").append_text(status_text(self.task))
-        return head.append(f" · {seconds(self.elapsed_seconds())}")
+    def _head(self, width: int) -> list[Text]:
+        return head_lines(
+            Text(self.task.id, "bold"), [status_text(self.task), Text(seconds(self.elapsed_seconds()))], width
+        )
 
-    def _jobs(self, width: int) -> Table:
-        """Open jobs first: those that have ended need no eye."""
+    def _jobs(self, width: int) -> list[Text]:
+        """Open jobs first, because ended jobs no longer change."""
         jobs = sorted(self.seen.jobs, key=lambda job: job.has_ended)[:_JOBS_SHOWN]
         columns = {
-            "name": [Text(f"  {name_of(job)}") for job in jobs],
+            "name": [Text(name_of(job)) for job in jobs],
             "phase": [phase_text(job) for job in jobs],
-            "says": [Text(job.raw_status or "") for job in jobs],
             "done": [_done_text(job) for job in jobs],
             "cost": [Text("" if job.cost is None else money(job.cost)) for job in jobs],
-            "look": [Text(look_text(job, self.task), "bright_black") for job in jobs],
+            "poll": [Text(poll_text(job, self.task), "bright_black") for job in jobs],
+            "status": [Text(job.raw_status or "") for job in jobs],
         }
-        table, needed = make_table(columns, width, elastic=("says",), has_header=False)
-        if needed > width:  # what is left out is in `task show`
-            del columns["look"]
-            table, _ = make_table(columns, width, elastic=("name", "says"), has_header=False)
-        return table
+        return table_lines(columns, width, elastic=("name", "status"), has_header=False, indent=2)
 
     def errors(self) -> list[str]:
         found = [f"{name_of(job)}: {error_text(job.error)}" for job in self.seen.jobs if job.error is not None]
@@ -97,14 +94,14 @@ class View:
         return list(dict.fromkeys(found))[:_JOBS_SHOWN]
 
     def troubles(self) -> list[str]:
-        """Why it does not go on, as far as that is known."""
+        """Why the task does not continue, if that is known."""
         if self.task.has_ended:
             return []
         found = (self.trouble, self.task.cancel_note, *self.seen.waiting)
         return list(dict.fromkeys(one for one in found if one))
 
     def ending(self) -> list[str]:
-        """What has come of it, and how to get it."""
+        """The results, and how to get them."""
         if not self.task.has_ended:
             return []
         cost = "" if self.task.cost is None else f" · cost {money(self.task.cost)}"
@@ -115,10 +112,10 @@ class View:
 OnLook = Callable[[View], object]
 
 
-def look_text(job: RemoteJob, task: Task) -> str:
+def poll_text(job: RemoteJob, task: Task) -> str:
     when = next_look(job, task)
     tries = f" after {number(job.failures)} failed calls" if job.failures and when else ""
-    return f"looks {when}{tries}" if when else ""
+    return f"polls {when}{tries}" if when else ""
 
 
 def _done_text(job: RemoteJob) -> Text:
@@ -126,7 +123,7 @@ def _done_text(job: RemoteJob) -> Text:
 
 
 async def watch(part: ProvidersPart, id: str, *, json: bool = False) -> Task:
-    """Show the task until it has ended, in the way that suits the output; answers how it ended."""
+    """Show the task until it ends, in the form that suits the output. Returns the ended task."""
     ((now,),) = await part.core.pool.rows("SELECT clock_timestamp()")
     view = View(Seen(task=await part.tasks.get(id, tenant=None)), ahead=datetime.now(UTC) - now)
     if json:
@@ -138,7 +135,7 @@ async def watch(part: ProvidersPart, id: str, *, json: bool = False) -> Task:
 
 
 async def follow(part: ProvidersPart, view: View, on_look: OnLook) -> Task:
-    """Look at the task's rows twice a second, more rarely if that is costly; the provider is not asked for it."""
+    """Read the task from the database twice a second, and less often if that is slow. The provider is not polled."""
     while True:
         began = time.monotonic()
         try:
@@ -154,13 +151,13 @@ async def follow(part: ProvidersPart, view: View, on_look: OnLook) -> Task:
 
 @contextlib.contextmanager
 def show_live(view: View, out: Console) -> Iterator[OnLook]:
-    """Keeps the view on a terminal; it is drawn anew by each call of what this gives."""
+    """Keep the view on a terminal. Each call of the returned function redraws it."""
     with Live(console=out, auto_refresh=False, get_renderable=lambda: view) as screen:
         yield lambda _: screen.refresh()
 
 
 class Lines:
-    """Without a terminal: a line for each change of the task, of a job, and each trouble."""
+    """Without a terminal: print a line for each change of the task or a job, and for each problem."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
@@ -185,7 +182,7 @@ class Lines:
 
 
 class JsonLines:
-    """One object for each change."""
+    """Print one JSON object for each change."""
 
     def __init__(self) -> None:
         self._said: dict[str, Any] | None = None

@@ -28,7 +28,7 @@ STATUSES: Statuses = {
     "CANCELLED": Ending.CANCELLED,
     "EXPIRED": Ending.EXPIRED,
 }
-"""Without `BATCH_STATE_` or `JOB_STATE_`; Vertex has the same words."""
+"""Without `BATCH_STATE_` or `JOB_STATE_`; Vertex uses the same names."""
 ERRORS = ErrorTable(
     by_text={"api key not valid": Kind.CREDENTIAL, "api key expired": Kind.CREDENTIAL},
     by_code={
@@ -59,7 +59,7 @@ ERRORS = ErrorTable(
         "16": Kind.CREDENTIAL,
     },
 )
-"""By the names of gRPC's codes and by their numbers; Vertex has the same."""
+"""By the names of gRPC's codes and by their numbers; Vertex uses the same."""
 
 
 def check_request(request: Request, abilities: Abilities) -> list[Problem]:
@@ -83,12 +83,12 @@ def is_native(request: Request) -> bool:
 
 
 def native(request: Request, line: Line, *, has_uris: bool = False) -> Mapping[str, Any]:
-    """A line's body as Gemini wants it."""
+    """A line's body in Gemini's format."""
     return line.body if is_native(request) else translate.to_contents(line.body, has_uris=has_uris)
 
 
 def answered(request: Request, key: str, response: Mapping[str, Any], created: int) -> Result:
-    """A response of Gemini as a result."""
+    """A Gemini response as a result."""
     if not is_native(request):
         body = translate.to_chat(response, created, request.model or "")
         return completions.succeeded(key, body, id=body["id"])
@@ -104,7 +104,7 @@ def answered(request: Request, key: str, response: Mapping[str, Any], created: i
 
 
 def short(state: str) -> str:
-    """A state without what Google puts before it."""
+    """A state without Google's prefix."""
     return state.removeprefix("BATCH_STATE_").removeprefix("JOB_STATE_")
 
 

@@ -34,7 +34,7 @@ from batchwright.providers.settings import ServiceSettings
 from batchwright.providers.tools import AdapterTools
 
 LIST_SPARE_SECONDS = 300.0
-"""Clocks differ: a job is looked for from this long before its request was sent."""
+"""Clocks differ, so the search for a job starts this long before its request was sent."""
 _PAGE = 100
 _PAGES_MAX = 200
 STATUSES: Statuses = {
@@ -54,7 +54,7 @@ _ENDINGS: Mapping[tuple[str, ...], Ending] = {
     ("error_file_id",): Ending.FAILED,
     _FILES: Ending.PARTIAL,
 }
-"""How a batch ended, by the files that it left, where a service does not count."""
+"""How a batch ended, judged by its files, if a service does not report counts."""
 ERRORS = ErrorTable(
     by_text={"cannot find file": Kind.TRANSIENT},
     by_code={
@@ -82,13 +82,13 @@ class OpenAISettings(ServiceSettings):
     project: str | None = None
     """Sent as `openai-project`."""
     has_metadata: bool = True
-    """Whether batches carry metadata; without, a batch is found by its input file alone."""
+    """Whether batches carry metadata; without it, a batch is found by its input file alone."""
     completion_window: str = "24h"
-    """If the task does not name one."""
+    """Default for tasks that set none."""
     requests_max: int | None = None
-    """Requests of one batch; unset, as many as the provider documents."""
+    """Maximum number of requests in one batch; unset, the documented limit of the provider."""
     request_bytes_max: int | None = None
-    """Bytes of one input file; unset, as many as the provider documents."""
+    """Maximum size of one input file, in bytes; unset, the documented limit of the provider."""
 
 
 class OpenAIAdapter(KeyedAdapter):
@@ -144,7 +144,7 @@ class OpenAIAdapter(KeyedAdapter):
         yield {**staged, "input_file_id": await self.upload(f"{request.key}.jsonl", lines)}
 
     async def upload(self, filename: str, lines: Upload) -> str:
-        """Bring a file there; its id."""
+        """Upload a file and return its id."""
         file = await self.ask("POST", "/files", body=multipart({"purpose": "batch"}, lines, filename=filename))
         with reading():
             return str(file["id"])
@@ -202,7 +202,7 @@ class OpenAIAdapter(KeyedAdapter):
         return f"{self.title} at {self.settings.base_url} accepts the key"
 
     async def _batches(self, earliest: float) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Batches made since then. The list has the newest first, and some services have one page only."""
+        """Batches created since then. The list has the newest first, and some services have only one page."""
         query: dict[str, str | int] = {"limit": _PAGE}
         for _ in range(_PAGES_MAX):
             page = await self.ask("GET", "/batches", query=query)
@@ -243,7 +243,7 @@ class OpenAIAdapter(KeyedAdapter):
         return described
 
     async def _files(self, found: Mapping[str, Any]) -> AsyncIterator[Result]:
-        """Both files: an answer is in one of them, and either may not be there."""
+        """Reads both files: an answer is in one of them, and either may be missing."""
         for name in _FILES:
             if name in found:
                 async with self.fetch(f"/files/{quote(found[name], safe='')}/content") as incoming:
@@ -255,7 +255,7 @@ class OpenAIAdapter(KeyedAdapter):
 
 
 def rewrite(model: str | None, url: str) -> Callable[[Line], bytes]:
-    """Writes lines as they are, except for a model or a url that the provider calls otherwise."""
+    """Writes lines unchanged, except for a model or url that has another name at the provider."""
 
     def write(line: Line) -> bytes:
         if line.url == url and model in (None, line.body.get("model")):
@@ -295,7 +295,7 @@ def _created_at(batch: Mapping[str, Any]) -> float:
 
 
 def _time(value: Any) -> datetime | None:
-    """Seconds since 1970, or a time in ISO's form."""
+    """Seconds since 1970, or a time in ISO format."""
     try:
         if isinstance(value, str):
             return datetime.fromisoformat(value)

@@ -9,7 +9,7 @@ from batchwright.providers.translate import chat
 from batchwright.providers.translate.chat import Unmapped
 
 MAX_TOKENS = 4096
-"""Anthropic wants a limit; OpenAI's requests need not have one."""
+"""Anthropic requires a limit; OpenAI's requests may have none."""
 _KNOWN = frozenset(
     {
         "max_completion_tokens", "max_tokens", "messages", "model", "parallel_tool_calls", "reasoning_effort",
@@ -64,7 +64,7 @@ def to_chat(message: Mapping[str, Any], created: int) -> dict[str, Any]:
 
 
 def _messages(messages: list[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Anthropic's turns alternate, and the results of all tools stand in one of them: neighbours of a role are one."""
+    """Merge adjacent messages of a role: Anthropic's turns alternate, and one turn holds the results of all tools."""
     turns: list[dict[str, Any]] = []
     for field, message in messages:
         role, blocks = _turn(field, message)
@@ -169,7 +169,7 @@ def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usage(said: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's prompt tokens hold those from a cache; Anthropic counts them apart."""
+    """OpenAI's prompt tokens include cached ones; Anthropic counts them separately."""
     cached = int(said.get("cache_read_input_tokens") or 0)
     fresh = int(said.get("input_tokens") or 0) + int(said.get("cache_creation_input_tokens") or 0)
     return chat.usage(fresh + cached, int(said.get("output_tokens") or 0), cached=cached)

@@ -1,4 +1,4 @@
-"""OpenAI's chat requests, read part by part, for whoever translates them."""
+"""Reads OpenAI's chat requests part by part, for the translators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-"""Values that mean what is meant without them; None always does."""
+"""Values that equal the default; None always does."""
 _IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "store", "user"})
 """Fields that do not change the answer."""
 
@@ -51,7 +51,7 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def messages_of(body: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
-    """The system's texts at the beginning, and the other messages with their names for errors."""
+    """The system texts at the beginning, and the other messages with their names for errors."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Unmapped("messages", "it must be a list of messages")
@@ -65,7 +65,7 @@ def messages_of(body: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Map
             raise Unmapped(f"{field}.name", "it has no counterpart at this provider")
         if message.get("role") in ("system", "developer"):
             if others:
-                raise Unmapped(f"{field}.role", "instructions can only stand before all other messages")
+                raise Unmapped(f"{field}.role", "instructions must come before all other messages")
             system += [text_of(part, where) for where, part in parts_of(message, field)]
         else:
             others.append((field, message))
@@ -75,7 +75,7 @@ def messages_of(body: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Map
 
 
 def parts_of(message: Mapping[str, Any], field: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The parts of a message with their names for errors; a text is one part, and nothing is none."""
+    """The parts of a message with their names for errors; a text is one part, and no content is no part."""
     content = message.get("content")
     if content is None:
         return []
@@ -102,13 +102,13 @@ def image_url(part: Mapping[str, Any], field: str) -> str:
 
 
 def data_url(url: str) -> tuple[str, str] | None:
-    """The media type and the base64 of a data URL; None of any other."""
+    """The media type and the base64 of a data URL; None for any other URL."""
     found = _DATA_URL.fullmatch(url)
     return None if found is None else (found[1], found[2])
 
 
 def file_data(part: Mapping[str, Any], field: str) -> tuple[str, str]:
-    """The media type and the base64 of a file that is in the request itself."""
+    """The media type and the base64 of a file that the request itself contains."""
     file = part.get("file")
     found = data_url(str(file.get("file_data"))) if isinstance(file, dict) else None
     if found is None:

@@ -42,7 +42,7 @@ _FILTERED = frozenset(
 def to_contents(body: Mapping[str, Any], *, has_uris: bool = False) -> dict[str, Any]:
     """A GenerateContentRequest; raises Unmapped for what Gemini has no counterpart for.
 
-    With `has_uris` images may also be given by https or gs URLs, which Vertex fetches by itself.
+    With `has_uris` images may also be https or gs URLs, which Vertex fetches itself.
     """
     chat.refuse_unknown(body, _KNOWN)
     system, messages = chat.messages_of(body)
@@ -70,7 +70,7 @@ def to_chat(response: Mapping[str, Any], created: int, model: str = "") -> dict[
 
 
 def _contents(messages: list[tuple[str, Mapping[str, Any]]], has_uris: bool) -> list[dict[str, Any]]:
-    """Turns of `user` and `model`; the answers of all tools that were called together stand in one turn."""
+    """Turns of `user` and `model`; one turn holds the answers of all tools that were called together."""
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for field, message in messages:
@@ -141,7 +141,7 @@ def _image_type(url: str, field: str) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """What a tool answered, as the object that Gemini wants."""
+    """A tool's answer as the object that Gemini expects."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -26,7 +26,7 @@ _WORDS = {
     Stage.CANCELLING: "canceling",
 }
 _UNFINISHED = {Stage.CANCELLED: "canceled", Stage.EXPIRED: "expired"}
-"""What becomes of requests that were not finished; in a batch that failed they are errored."""
+"""The outcome of unfinished requests; in a failed batch they are errored."""
 
 
 class Anthropic(Protocol):
@@ -124,7 +124,7 @@ class Anthropic(Protocol):
         }
 
     def _counts(self, job: Job) -> dict[str, int]:
-        """All of them are processing until the whole batch has ended."""
+        """All requests count as processing until the whole batch has ended."""
         counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
         stage = job.stage(self.world.now())
         for one in job.outcomes(self.world.now()):

@@ -37,7 +37,7 @@ def _access_key(call: Call) -> str | None:
 
 
 class S3(Gcs):
-    """Buckets as S3 has them, which is what the XML API of Google's is modelled on; signatures are not checked."""
+    """Buckets with S3's API, on which Google's XML API is modelled; signatures are not checked."""
 
     name = "s3"
     routes = (
@@ -49,7 +49,7 @@ class S3(Gcs):
         return _access_key(call) or "anonymous"
 
     def do_delete_many(self, call: Call, bucket: str) -> Answer:
-        """Those that are missing count as deleted."""
+        """Missing objects count as deleted."""
         names = [unescape(name) for name in _KEY.findall(call.text)]
         for name in names:
             self.world.blobs.pop((bucket, name), None)
@@ -58,7 +58,7 @@ class S3(Gcs):
 
 
 class Aws(Protocol):
-    """AWS Transcribe, whose calls are named by a header."""
+    """AWS Transcribe; a header names the call."""
 
     name = "aws"
     routes = ()
@@ -73,7 +73,7 @@ class Aws(Protocol):
         return _access_key(call)
 
     def error(self, refused: Refused) -> Answer:
-        """Throttling is a 400 too, and only its type tells it apart."""
+        """Throttling is a 400 too; only its type distinguishes it."""
         usual = "InternalFailureException" if refused.status >= 500 else "BadRequestException"
         kind = refused.code or ("ThrottlingException" if refused.status == 429 else usual)
         status = 400 if refused.status == 429 else refused.status
@@ -122,7 +122,7 @@ class Aws(Protocol):
         return job
 
     def _item(self, uri: str) -> Item:
-        """Media that is not here may be in another S3; only in a bucket of ours its absence is known."""
+        """Media that is not here may be in another S3; we know that it is missing only in our own buckets."""
         bucket, _, name = uri.removeprefix("s3://").partition("/")
         blob = self.world.blobs.get((bucket, name))
         is_ours = any(where == bucket for where, _ in self.world.blobs)
@@ -167,7 +167,7 @@ class Aws(Protocol):
 
 
 def _transcript(job: Job, audio: Audio) -> dict[str, Any]:
-    """Numbers are strings; the dot at the end has no times."""
+    """Numbers are strings; the full stop at the end has no times."""
     items: list[dict[str, Any]] = [
         {
             "id": n,

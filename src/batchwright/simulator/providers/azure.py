@@ -56,7 +56,7 @@ class AzureSpeech(Protocol):
         return call.header("ocp-apim-subscription-key") or call.bearer()
 
     def error(self, refused: Refused) -> Answer:
-        """The gateway refuses keys and rates before the service does, in a shape of its own."""
+        """The gateway refuses keys and rates before the service does, in its own format."""
         status, message = refused.status, refused.message
         if status in (401, 429):
             return Answer(status, dump({"error": {"code": str(status), "message": message}}), headers=refused.headers)

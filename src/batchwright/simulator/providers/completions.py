@@ -1,4 +1,4 @@
-"""Answers of models: an echo of what was asked, in the shapes of OpenAI, Anthropic and Gemini."""
+"""Answers of models: an echo of the request, in the formats of OpenAI, Anthropic and Gemini."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchwright.simulator.providers.world import World
 
 _ANY_MODEL = Profile()
 _CALL_TOOL = "[[tool]]"
-"""A prompt that holds this is answered with a call of the first tool."""
+"""A prompt that contains this is answered with a call of the first tool."""
 _DIMENSIONS = 8
 _TOKENS_EACH = 8
 
@@ -56,7 +56,7 @@ def openai_line(world: World, outcome: ItemResult, job: Job) -> bytes:
 
 
 def openai_body(world: World, endpoint: str, body: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """An echo where a chat wants plain text, and else what the simulator of a model server answers."""
+    """An echo if a chat wants plain text; otherwise the answer of the simulated model server."""
     ask = read(_endpoint(endpoint), dump(body))
     if ask.endpoint == CHAT and ask.form is None:
         return _chat(body, ask.choices, job)
@@ -73,7 +73,7 @@ def openai_body(world: World, endpoint: str, body: Mapping[str, Any], job: Job) 
 
 
 def echo(text: str) -> str:
-    """What every model says."""
+    """The text of every model's answer."""
     return f"echo: {text}"
 
 

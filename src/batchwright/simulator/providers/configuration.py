@@ -1,4 +1,4 @@
-"""How Batchwright is configured for a contract server: tables of settings, and variables of the environment."""
+"""The configuration of Batchwright for a contract server: tables of settings, and environment variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Table = Mapping[str, str | float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What a worker and the command line need to know."""
+    """The configuration that a worker and the command line need."""
 
     tables: Mapping[str, Table]
     """By their names in the settings file."""
@@ -39,7 +39,7 @@ class Configuration:
 def configure(server: Server, *, poll_seconds: float = 1.0) -> Configuration:
     """All providers at this server.
 
-    The buckets of google, vertex and aws are there too. Their addresses are in the environment, because that is where
+    This includes the buckets of google, vertex and aws. Their addresses are in the environment, because that is where
     the client of object stores looks for them.
     """
     tables: dict[str, Table] = {"tasks": {"poll_interval_seconds": poll_seconds}}

@@ -14,28 +14,28 @@ WIRE = {
     "auth": "the credential is refused",
     "drop": "the request is carried out, and the connection closes without an answer",
     "expired_url": "a signed URL is refused as expired",
-    "hang": "the request is carried out, and the answer never comes",
+    "hang": "the request is carried out, but the answer never arrives",
     "hang_up": "the connection closes before the request is carried out",
     "not_json": "the answer is an HTML page",
     "quota": "the account has used up its quota",
-    "slow": "the answer comes in small pieces, `seconds` apart",
-    "truncate": "the answer breaks off in its middle",
+    "slow": "the answer arrives in small pieces, `seconds` apart",
+    "truncate": "the answer is cut off in the middle",
 }
-"""Faults of a request, beside the statuses 400 to 599."""
+"""Faults of a request, besides the statuses 400 to 599."""
 JOB = {
-    "duplicate": "a result is there twice",
+    "duplicate": "a result appears twice",
     "empty": "the job ends without any result",
     "expired": "the job expires with only a `share` of its results",
     "failed": "the job fails as a whole",
     "lag": "the job is missing from lists for `seconds`",
     "malformed": "a result is cut in half",
-    "missing": "a result is not there",
-    "partial": "every second result, or as `every` says, is a failure with `status`",
-    "shuffled": "results come in another order",
-    "stranger": "there is a result that nobody asked for",
-    "unknown_status": "the running job has a status that nobody knows",
+    "missing": "a result is missing",
+    "partial": "every second result (or as `every` says) fails with `status`",
+    "shuffled": "results arrive in another order",
+    "stranger": "there is a result for an unknown request",
+    "unknown_status": "the running job has an unknown status",
 }
-"""Faults of a job; they are decided when it is made."""
+"""Faults of a job; they are decided when it is created."""
 _NUMBERS = {"accepted": int, "every": int, "seconds": float, "share": float, "status": int, "times": int}
 
 
@@ -47,13 +47,13 @@ class Fault:
     route: str = "*"
     """Routes that it hits, such as `openai.create`, `*.list` or `sarvam`."""
     match: str | None = None
-    """Only requests that hold this text in their path, query or body."""
+    """Only requests that contain this text in their path, query or body."""
     times: int | None = None
-    """How many requests or jobs it hits; unset, all of them."""
+    """Number of requests or jobs that it hits; by default all."""
     accepted: int = 0
-    """Whether a status is answered after the request was carried out."""
+    """Whether the error is returned after the request was carried out."""
     code: str | None = None
-    """The provider's code of the error, or the unknown status."""
+    """The provider's error code, or the unknown status."""
     every: int = 2
     message: str | None = None
     retry_after: str | None = None
@@ -68,7 +68,7 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """`429:route=*.create:retry_after=7:times=1`: the kind, and what else is to be said."""
+    """`429:route=*.create:retry_after=7:times=1`: the kind, and its options."""
     kind, *rest = text.strip().split(":")
     if kind not in WIRE and kind not in JOB and not re.fullmatch("[45][0-9][0-9]", kind):
         known = ", ".join([*WIRE, *JOB])

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, as much of it as jobs need: its JSON API, and the XML API that obstore speaks."""
+"""The parts of Google Cloud Storage that jobs need: its JSON API, and the XML API that obstore uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _O = "/storage/v1/b/{bucket}/o"
 
 
 class Gcs(Google):
-    """The buckets; they need not be made before they are used."""
+    """The buckets; they need not be created before use."""
 
     name = "gcs"
     routes: ClassVar[Sequence[tuple[str, str, str]]] = (
@@ -142,7 +142,7 @@ class Gcs(Google):
         return answer(self._object(bucket, name, self.world.put_blob(bucket, name, data, kind)))
 
     def _check(self, call: Call, bucket: str, name: str) -> None:
-        """Only what does not exist yet, if the request says so."""
+        """Refuse to overwrite an object, if the request says so."""
         wanted = call.query.get("ifGenerationMatch") or call.header("x-goog-if-generation-match")
         blob = self.world.blobs.get((bucket, name))
         if wanted is not None and int(wanted) != (0 if blob is None else blob.generation):
@@ -178,7 +178,7 @@ class Gcs(Google):
 
 
 def _content(call: Call, blob: Blob) -> Answer:
-    """The bytes, or the range of them that was asked for."""
+    """The bytes, or the requested range of them."""
     headers = {
         "etag": f'"{blob.md5}"',
         "last-modified": formatdate(blob.at, usegmt=True),

@@ -1,4 +1,4 @@
-"""Gemini's batches and files, as the developer API has them."""
+"""Batches and files of the Gemini developer API."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Gemini(Google):
         self._uploads: dict[str, tuple[dict[str, Any], str, bytes]] = {}
 
     def key_of(self, call: Call) -> str | None:
-        """A URL for uploads is its own credential."""
+        """An upload URL is its own credential."""
         upload = call.query.get("upload_id")
         return upload if upload in self._uploads else call.header("x-goog-api-key") or call.query.get("key")
 
@@ -61,7 +61,7 @@ class Gemini(Google):
         return answer({"models": [{"name": "models/gemini-simulated", "displayName": "Simulated"}]})
 
     def do_upload(self, call: Call) -> Answer:
-        """Resumable as Google's clients do it, or at once as `raw` or `multipart`."""
+        """Resumable as in Google's clients, or in one request as `raw` or `multipart`."""
         how = call.header("x-goog-upload-protocol") or call.query.get("uploadType")
         if (upload := call.query.get("upload_id")) is not None:
             return self._upload_more(call, upload)
@@ -181,7 +181,7 @@ class Gemini(Google):
         return {"inlinedResponses": {"inlinedResponses": found}}
 
     def _found(self, id: str) -> File:
-        """A file that was uploaded, or the results of a batch that has succeeded."""
+        """An uploaded file, or the results of a batch that has succeeded."""
         job = self.world.jobs.get(id.removeprefix("batch-"))
         now = self.world.now()
         if f"files/{id}" not in self.world.files and job is not None and job.stage(now) is Stage.SUCCEEDED:

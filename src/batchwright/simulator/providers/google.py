@@ -1,4 +1,4 @@
-"""What Google's APIs share: the shape of errors, the codes of gRPC, pages, and the answers of Gemini."""
+"""What Google's APIs share: the format of errors, the codes of gRPC, pages, and the answers of Gemini."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Google(Protocol):
         return Answer(refused.status, dump({"error": said}), headers=refused.headers)
 
     def page(self, call: Call, found: Sequence[Any], name: str) -> dict[str, Any]:
-        """A page as Google has it: a token leads to the next."""
+        """A page in Google's format, with a token for the next."""
         size = min(call.number("pageSize", 100, 1000) or 100, self.world.settings.page_max)
         start = call.number("pageToken", 0, 1 << 31)
         more = {"nextPageToken": str(start + size)} if start + size < len(found) else {}
@@ -62,7 +62,7 @@ def rpc_error_of_job(job: Job) -> dict[str, Any]:
 
 
 def generated(outcome: ItemResult, job: Job) -> dict[str, Any]:
-    """What Gemini answers to one request."""
+    """Gemini's answer to one request."""
     ask, item = outcome.item.ask, outcome.item
     said = echo(flat(ask["contents"][-1].get("parts")))
     asked, answered = usage(ask["contents"], said)

@@ -13,7 +13,7 @@ _AT = "/v2/projects/{project}/locations/{location}"
 _DAY = 86_400.0
 _FILES_MAX = 15
 _NUMBER = "123456789"
-"""Names have the project's number, whatever it was called by."""
+"""Names contain the project's number, even if the request used its id."""
 _TYPES = "type.googleapis.com/google.cloud.speech.v2."
 
 
@@ -132,7 +132,7 @@ def _place(outcome: ItemResult, job: Job) -> tuple[str, str]:
 
 
 def _transcript(outcome: ItemResult) -> dict[str, Any]:
-    """`BatchRecognizeResults`; the last result has no alternatives, as happens."""
+    """`BatchRecognizeResults`; the last result has no alternatives, which also happens at Google."""
     audio = audio_of(outcome)
     words = [
         {"startOffset": f"{start:g}s", "endOffset": f"{end:g}s", "word": word, "speakerLabel": "1"}

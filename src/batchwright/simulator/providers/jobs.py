@@ -1,4 +1,4 @@
-"""One job model for all providers: where a job stands follows from the clock, its results from its input.
+"""One job model for all providers: the clock decides the state of a job, and its input decides the results.
 
 new ─▶ queued ─▶ running ─▶ succeeded │ failed │ expired
                     └─▶ cancelling ─▶ cancelled
@@ -23,7 +23,7 @@ _NEW_STATUS = "SIMULATED_NEW_STATUS"
 
 
 class Stage(StrEnum):
-    """Where a job stands."""
+    """The stage of a job."""
 
     NEW = "new"
     QUEUED = "queued"
@@ -40,7 +40,7 @@ class Stage(StrEnum):
 
 
 class Clock:
-    """The server's time. At speed 0 it moves only when it is told to."""
+    """The server's time. At speed 0 it moves only on `advance`."""
 
     def __init__(self, start: float | None = None, speed: float = 0.0) -> None:
         self.speed = speed
@@ -58,7 +58,7 @@ class Clock:
 
 
 def stamp(moment: float) -> str:
-    """A moment as most providers write it."""
+    """A time in the format that most providers use."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -69,21 +69,21 @@ class Item:
     id: str
     ask: Any
     text: str
-    """What a marker such as `[[fail]]` or `__fail_500__` is looked for in."""
+    """The text that is searched for a marker such as `[[fail]]` or `__fail_500__`."""
     problem: str | None = None
     """Why the provider cannot work on it."""
     status: int = 400
-    """What it then fails with."""
+    """The status with which it then fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """What became of an item: 200 is success, 0 means that it was not finished."""
+    """The outcome of an item: 200 is success, 0 means that it was not finished."""
 
     item: Item
     status: int
     told: str | None = None
-    """What the fault says that made it fail."""
+    """The message of the fault that made it fail."""
 
     @property
     def is_ok(self) -> bool:
@@ -109,13 +109,13 @@ class Counts:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A remote job. Whatever only its protocol knows is in `body`."""
+    """A remote job. `body` holds what only its protocol knows."""
 
     id: str
     provider: str
     number: int
     trace: str
-    """The request that made it, in which its marker is looked for."""
+    """The request that created it, which is searched for its marker."""
     created_at: float
     items: Sequence[Item]
     queue_seconds: float
@@ -130,7 +130,7 @@ class Job:
     faults: Mapping[str, Fault] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
     publish: Callable[[Job], None] | None = None
-    """Writes its results into a bucket, once it has ended."""
+    """Writes the results into a bucket once the job has ended."""
 
     @property
     def runs_at(self) -> float:
@@ -160,7 +160,7 @@ class Job:
         return Stage.QUEUED if now < self.runs_at else Stage.RUNNING
 
     def word(self, now: float, words: Mapping[Stage, str]) -> str:
-        """The provider's word for the stage; a fault makes it one that nobody knows while the job runs."""
+        """The provider's name for the stage; a fault makes it an unknown name while the job runs."""
         stage = self.stage(now)
         if stage is Stage.RUNNING and (fault := self.faults.get("unknown_status")) is not None:
             return fault.code or _NEW_STATUS
@@ -171,14 +171,14 @@ class Job:
             self.cancelled_at = now
 
     def share(self, now: float) -> float:
-        """The part of the work that is done."""
+        """The share of the work that is done."""
         until = min(now, self.ends_at, math.inf if self.cancelled_at is None else self.cancelled_at)
         done = (until - self.runs_at) / self.run_seconds if self.run_seconds else float(until >= self.runs_at)
         most = self.faults["expired"].share if "expired" in self.faults else 1.0
         return max(0.0, min(done, most))
 
     def outcomes(self, now: float) -> list[ItemResult]:
-        """What became of every item by now, in the order of the input."""
+        """The current outcome of every item, in the order of the input."""
         if self.problems or "failed" in self.faults:
             return [ItemResult(item, 0) for item in self.items]
         finished = math.floor(len(self.items) * self.share(now) + 1e-9)
@@ -189,7 +189,7 @@ class Job:
         return Counts(len(self.items), found.count(200), len(found) - found.count(200))
 
     def delivered(self, now: float, *, with_unfinished: bool = False) -> list[ItemResult]:
-        """Outcomes as the results have them: some missing, doubled, strange or in another order if so told."""
+        """Outcomes as in the results: faults make some missing, doubled, unknown or reordered."""
         found = [one for one in self.outcomes(now) if one.status or with_unfinished]
         if "missing" in self.faults:
             found = found[1:]
@@ -210,7 +210,7 @@ class Job:
         return (None, told) if fault is None else (fault.code, fault.message or told)
 
     def spoil(self, parts: Sequence[bytes]) -> list[bytes]:
-        """The first line or file cut in half, if so told."""
+        """The first line or file cut in half, if a fault asks for it."""
         found = list(parts)
         if "malformed" in self.faults and found:
             found[0] = found[0][: len(found[0]) // 2]

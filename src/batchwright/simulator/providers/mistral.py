@@ -1,4 +1,4 @@
-"""Mistral's batch jobs: files and lines as OpenAI has them, jobs with words of their own."""
+"""Mistral's batch jobs: files and lines as at OpenAI, but its own format of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Files and Batches, also as Groq, Together and Azure OpenAI speak them."""
+"""OpenAI's Files and Batches, also in the variants of Groq, Together and Azure OpenAI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = {
 }
 _DAY = 86_400.0
 _FINALIZING = 0.9
-"""The share of its run after which a batch is finalizing."""
+"""The share of the run after which a batch is finalizing."""
 
 
 class OpenAI(Protocol):
@@ -165,7 +165,7 @@ class OpenAI(Protocol):
         return self._spoken(batch, job)
 
     def _spoken(self, batch: dict[str, Any], job: Job) -> dict[str, Any]:
-        """As this dialect has it."""
+        """The batch in this dialect."""
         return batch
 
     def _outputs(self, job: Job, stage: Stage) -> dict[str, str | None]:
@@ -183,7 +183,7 @@ class OpenAI(Protocol):
         return [one for one in found if one.is_ok], [one for one in found if not one.is_ok]
 
     def _written(self, id: str) -> File:
-        """A file as it was uploaded, or the results of a batch that has ended."""
+        """An uploaded file, or the results of a batch that has ended."""
         job = self.world.jobs.get(id[9:]) if id.startswith(("file-out-", "file-err-")) else None
         if job is None or id in self.world.files:
             return self.world.file(self.name, id)
@@ -203,7 +203,7 @@ class Groq(OpenAI):
 
 
 class Together(OpenAI):
-    """Together: words in capitals, no metadata, lists without pages, and uploads to a signed URL."""
+    """Together: statuses in capitals, no metadata, lists without pages, and uploads to a signed URL."""
 
     name = "together"
     routes = (
@@ -213,7 +213,7 @@ class Together(OpenAI):
     )
 
     def do_upload(self, call: Call) -> Answer:
-        """Its own client asks where to put the file; a form with the file in it is taken as well."""
+        """Together's own client asks for an upload URL; a form with the file is accepted as well."""
         form = call.form()
         if "file" in form:
             return self.do_upload_whole(call)
@@ -282,7 +282,7 @@ def _errors(job: Job, stage: Stage) -> dict[str, Any] | None:
 
 
 def _read(data: bytes, endpoint: str) -> tuple[list[Item], list[Mapping[str, Any]]]:
-    """The requests of a file, and what validation says against it."""
+    """The requests of a file, and its validation errors."""
     ids: set[str] = set()
     items: list[Item] = []
     problems: list[Mapping[str, Any]] = []

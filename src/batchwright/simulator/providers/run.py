@@ -1,4 +1,4 @@
-"""Contract servers for tests: one in this event loop, whose clock moves only when it is told to."""
+"""A contract server for tests, in this event loop; its clock moves only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sarvam's speech-to-text jobs: make one, upload to signed URLs, start it, download from signed URLs."""
+"""Sarvam's speech-to-text jobs: create one, upload to signed URLs, start it, download from signed URLs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _SIGNED = "signed"
 
 @dataclass(slots=True)
 class Seen:
-    """A request that came, and what became of it."""
+    """A received request, and its outcome."""
 
     at: float
     port: str
@@ -59,7 +59,7 @@ class Seen:
     """Its beginning."""
     route: str = ""
     status: int | None = None
-    """What was answered; 0 where the connection was cut, None where nobody was answered yet."""
+    """The status of the answer; 0 if the connection was cut, None if there is no answer yet."""
     fault: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Server:
 
     @property
     def urls(self) -> dict[str, str]:
-        """The base URL of each provider, as a client is configured with it."""
+        """The base URL of each provider, for the configuration of a client."""
         return {name: f"{self.url}/{name}{one.base}" for name, one in self._protocols.items()}
 
     async def open(self, host: str = "127.0.0.1", port: int = 0, signed_port: int = 0) -> Server:
@@ -105,16 +105,16 @@ class Server:
         await asyncio.sleep(0)
 
     def advance(self, seconds: float) -> None:
-        """Let the server's time pass."""
+        """Advance the server's clock."""
         self.clock.advance(seconds)
         self.world.publish()
 
     def put_faults(self, *rules: str | Fault) -> None:
-        """These rules instead of those before."""
+        """Replace the rules."""
         self.faults.put(rules)
 
     def jobs(self, marker: str | None = None, provider: str | None = None) -> list[Job]:
-        """Remote jobs that were started, the oldest first; with a marker only those whose request held it."""
+        """Started remote jobs, oldest first; with a marker, only those whose request contained it."""
         return [
             one
             for one in self.world.jobs.values()
@@ -124,18 +124,18 @@ class Server:
         ]
 
     def requests(self, route: str | None = None, port: str | None = None) -> list[Seen]:
-        """Requests that came, the oldest first."""
+        """Received requests, oldest first."""
         return [
             one for one in self.seen if (route is None or one.route == route) and (port is None or one.port == port)
         ]
 
     @property
     def leaks(self) -> list[Seen]:
-        """Requests that showed a credential at the port of signed URLs, where none belongs."""
+        """Requests that sent a credential to the port of signed URLs, where none belongs."""
         return [one for one in self.requests(port=_SIGNED) if not one.headers.keys().isdisjoint(CREDENTIALS)]
 
     def reset(self) -> None:
-        """No jobs, files, objects or requests; the clock and the rules stay."""
+        """Remove all jobs, files, objects and requests; the clock and the rules stay."""
         for kept in (self.world.blobs, self.world.files, self.world.jobs, self.seen):
             kept.clear()
 
@@ -149,7 +149,7 @@ class Server:
         }
 
     def handle(self, call: Call, port: str) -> None:
-        """Find who answers, let a fault come between, and answer."""
+        """Find the handler, apply a fault if a rule says so, and answer."""
         self.world.publish()
         seen = self._note(call, port)
         refuse, handler = self._route(call, seen)
@@ -240,7 +240,7 @@ class Server:
         return refused
 
     def _signed(self, call: Call) -> Answer:
-        """One object of a bucket, opened by the signature alone."""
+        """One object of a bucket; the signature alone grants access."""
         where = self.world.opened(call)
         if call.verb == "PUT":
             self.world.put_blob(*where, call.body, call.header("content-type") or OCTETS)
@@ -371,6 +371,6 @@ def _plain_error(refused: Refused) -> Answer:
 
 
 def _xml_error(refused: Refused) -> Answer:
-    """As Azure's and Google's storage write it."""
+    """The error in the format of Azure's and Google's storage."""
     said = f"<Error><Code>{refused.code or 'Error'}</Code><Message>{refused.message}</Message></Error>"
     return Answer(refused.status, f'<?xml version="1.0" encoding="utf-8"?>{said}'.encode(), XML, refused.headers)

@@ -1,4 +1,4 @@
-"""Transcripts: what an audio file says follows from its name and its bytes."""
+"""Transcripts: the text of an audio file depends on its name and its bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Audio:
 
 
 def audio_item(world: World, index: int, uri: str) -> Item:
-    """A file by its URI; one that should be in our buckets, and is not, fails."""
+    """A file by its URI; a file that is missing from our buckets fails."""
     name = unquote(urlsplit(uri).path).rpartition("/")[2]
     blob, is_ours = world.object_at(uri)
     problem = f"{uri.partition('?')[0]} was not found" if is_ours and blob is None else None

@@ -1,4 +1,4 @@
-"""Vertex AI's batch prediction: requests and results are objects in buckets, without ids of their own."""
+"""Vertex AI's batch prediction: requests and results are objects in buckets, and have no ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP side of the contract server: the simulator's parser, with every header kept, and answers of any type."""
+"""The HTTP side of the contract server: the simulator's parser, but keeps all headers and sends any content type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILENAME = re.compile(rb'filename="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is sent back."""
+    """The response."""
 
     status: int = 200
     body: bytes = b""
@@ -38,7 +38,7 @@ def dump(value: object) -> bytes:
 
 
 class Refused(Exception):
-    """The request is refused; its protocol writes the error in its own shape."""
+    """The request is refused; its protocol writes the error in its own format."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 class Call(Exchange):
-    """One request, in words."""
+    """One parsed request."""
 
     __slots__ = ("path", "query", "type")
 

@@ -1,4 +1,4 @@
-"""What all protocols share: the clock, jobs, files, buckets with signed URLs, and what a protocol is."""
+"""What all protocols share: the clock, jobs, files, buckets with signed URLs, and the base class of protocols."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchwright.simulator.providers.jobs import Clock, Item, Job
 from batchwright.simulator.providers.wire import OCTETS, Answer, Call, Refused
 
 REFUSED_KEY = "wrong"
-"""A credential that holds this word is refused by every provider."""
+"""Every provider refuses a credential that contains this word."""
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -30,17 +30,17 @@ class ProviderSettings:
     """How the providers behave."""
 
     api_key: str | None = None
-    """The only credential that is accepted; unset, any is, unless it holds the word `wrong`."""
+    """The only accepted credential; by default any, unless it contains the word `wrong`."""
     body_bytes_max: int = 1 << 30
-    """The longest body of a request."""
+    """Maximum size of a request's body."""
     cancel_seconds: float = 10.0
     """How long a job stays in cancelling."""
     faults: Sequence[str] = ()
     """Rules by which requests and jobs fail, such as `drop:route=openai.create:times=1`."""
     is_google_speech_cancellable: bool = False
-    """Whether Google Speech carries out a cancel; as it is, that is not implemented there."""
+    """Whether Google Speech carries out a cancel; the real service does not implement it."""
     page_max: int = 1000
-    """The longest page of a list; a small one makes clients turn pages."""
+    """Maximum page size of a list; a small one makes clients fetch several pages."""
     queue_seconds: float = 5.0
     """How long a job waits before it runs."""
     run_seconds: float = 60.0
@@ -50,9 +50,9 @@ class ProviderSettings:
     signed_seconds: float = 12 * 3600.0
     """How long a signed URL works."""
     speed: float = 1.0
-    """How many seconds of the server's clock pass in a real one; at 0 it moves only when it is told to."""
+    """Seconds of the server's clock per real second; at 0 it moves only on request."""
     start: float | None = None
-    """The server's time at the start; unset, the time of day."""
+    """The server's time at the start; by default the current time."""
 
     def __post_init__(self) -> None:
         for name in ("cancel_seconds", "queue_seconds", "run_seconds", "speed"):
@@ -78,7 +78,7 @@ class Blob:
 
 @dataclass(slots=True, kw_only=True)
 class File:
-    """A file that was uploaded to a provider, or written by it."""
+    """A file that was uploaded to a provider, or that the provider wrote."""
 
     id: str
     provider: str
@@ -106,14 +106,14 @@ class World:
 
     @functools.cached_property
     def author(self) -> Author:
-        """Who writes the answers that are no echo; it takes a while to make."""
+        """Writes the answers that are not an echo; creating it takes a while."""
         return Author(self.settings.seed)
 
     def now(self) -> float:
         return self.clock.now()
 
     def next_id(self, prefix: str) -> str:
-        """Unique across restarts too, so that nobody finds a stranger's job under an old id."""
+        """Unique across restarts too, so that no client finds another's job under an old id."""
         self._number += 1
         return f"{prefix}{self._boot}{self._number:08x}"
 
@@ -150,7 +150,7 @@ class World:
         return job
 
     def listed(self, provider: str) -> list[Job]:
-        """The provider's jobs that lists show by now, the newest first."""
+        """The provider's jobs that lists show by now, newest first."""
         now = self.now()
         return [one for one in reversed(self.jobs.values()) if one.provider == provider and one.listed_at <= now]
 
@@ -173,7 +173,7 @@ class World:
         return blob
 
     def object_at(self, uri: str) -> tuple[Blob | None, bool]:
-        """The object that a URI names, and whether it is in one of our buckets, so that its absence is known."""
+        """The object that a URI names, and whether the bucket is ours, so that we know if the object is missing."""
         for start in ("gs://", f"{self.url}/gcs/", f"{self.signed_url}/"):
             if uri.startswith(start):
                 bucket, _, name = unquote(uri.removeprefix(start).partition("?")[0]).partition("/")
@@ -181,13 +181,13 @@ class World:
         return None, False
 
     def sign(self, bucket: str, name: str, seconds: float | None = None) -> str:
-        """A URL on the second port that opens one object for a while, without credentials."""
+        """A URL on the second port that gives access to one object for a while, without credentials."""
         until = int(self.now() + (self.settings.signed_seconds if seconds is None else seconds))
         where = quote(f"/{bucket}/{name}")
         return f"{self.signed_url}{where}?se={until}&sig={self._signature(where, str(until))}"
 
     def opened(self, call: Call) -> tuple[str, str]:
-        """The object that a signed URL opens."""
+        """The object of a signed URL."""
         where, until = call.path, call.query.get("se", "")
         if not hmac.compare_digest(call.query.get("sig", ""), self._signature(where, until)):
             raise Refused(403, "the signature does not match", "AuthenticationFailed")
@@ -207,11 +207,11 @@ class Protocol(ABC):
     """One provider's API."""
 
     name: str
-    """As adapters and rules of faults have it; also the first part of its paths."""
+    """The name in adapters and rules of faults; also the first part of its paths."""
     base: ClassVar[str] = ""
-    """What a client's base URL has after the name."""
+    """The part of a client's base URL after the name."""
     routes: ClassVar[Sequence[tuple[str, str, str]]]
-    """Method, path and name; `do_` and the name is who answers."""
+    """Method, path and name; the method `do_<name>` answers."""
     auth: ClassVar[tuple[int, str, str]] = (401, "The API key is not valid.", "invalid_api_key")
     quota: ClassVar[tuple[int, str, str]] = (429, "You exceeded your current quota.", "insufficient_quota")
 
@@ -220,7 +220,7 @@ class Protocol(ABC):
         self._routes = [(method, re.compile(_pattern(path)), name) for method, path, name in self.routes]
 
     def find(self, call: Call, path: str) -> tuple[str, Handler] | None:
-        """The route's name, and who answers."""
+        """The route's name, and its handler."""
         for method, pattern, name in self._routes:
             if method == call.verb and (found := pattern.fullmatch(path)) is not None:
                 values = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
@@ -228,16 +228,16 @@ class Protocol(ABC):
         return None
 
     def has(self, path: str) -> bool:
-        """Whether there is something at this path, whatever the method."""
+        """Whether this path exists, whatever the method."""
         return any(pattern.fullmatch(path) for _, pattern, _ in self._routes)
 
     def key_of(self, call: Call) -> str | None:
-        """The credential that the request shows."""
+        """The credential of the request."""
         return call.bearer()
 
     @abstractmethod
     def error(self, refused: Refused) -> Answer:
-        """The error in the provider's own shape."""
+        """The error in the provider's own format."""
 
 
 def _pattern(path: str) -> str:

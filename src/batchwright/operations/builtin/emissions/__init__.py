@@ -5,7 +5,7 @@
     csv_ingest ────┘
 
 Register them with `operations = ["batchwright.operations.builtin.emissions"]`. Their tables live in a schema of their
-own, `emissions`, which they make themselves.
+own, `emissions`, which they create themselves.
 """
 
 from batchwright.operations.builtin.emissions.entries import csv_ingest

@@ -1,4 +1,4 @@
-"""`csv_ingest`: a CSV file of activities becomes the current dataset of its key, and the totals are computed again."""
+"""`csv_ingest`: a CSV file of activities becomes the current dataset of its key, and the totals are recomputed."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ async def csv_ingest(
 ) -> Done | Snooze:
     """Read a CSV of activities (reference, organisation_unit, activity, date, amount, unit) page by page.
 
-    Bad rows are reported with line and reason, good ones are kept. A worker that dies costs at most one page. When
-    the whole file is staged it replaces the former one of the same key. `pause_seconds` between two pages spares the
-    database, and stretches a run that somebody wants to watch.
+    Bad rows are reported with line and reason, good ones are kept. If a worker dies, at most one page is lost. When
+    the whole file is staged, it replaces the previous one of the same key. `pause_seconds` is a pause between two
+    pages: it spares the database, and makes a run slow enough to watch.
     """
     key = DatasetKey(kind="entries", module=module, data_type=data_type, target=target, method=method, year=year)
     pool = await store.opened(ctx)
@@ -50,13 +50,13 @@ async def csv_ingest(
         await store.clear(pool, ctx, key)
         if dataset.position != table.position:
             table.seek(dataset.position)
-            ctx.emit("csv_ingest.resumed", f"goes on at line {dataset.position.line:,}", rows=dataset.rows)
+            ctx.emit("csv_ingest.resumed", f"resumes at line {dataset.position.line:,}", rows=dataset.rows)
         while page := await asyncio.to_thread(_read_page, table, year, units):
             file.refuse_change()
             dataset = await store.stage(pool, dataset, page)
             _report(ctx, file, page, dataset)
             if ctx.stopping:
-                return Snooze(0, "the worker stops; another one goes on behind the last page")
+                return Snooze(0, "the worker stops; another one resumes after the last page")
             await asyncio.sleep(pause_seconds)
         file.refuse_change()
     return await _finish(ctx, pool, key, file, dataset)

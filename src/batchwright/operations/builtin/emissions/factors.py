@@ -31,8 +31,8 @@ async def factor_ingest(
 ) -> Done:
     """Read a CSV of factors (module, activity, unit, kg_co2e_per_unit) for one year.
 
-    The file is the whole truth for the modules that it names: their former factors of the year go. With `module` it
-    may name that one only.
+    The file is complete for the modules that it names: it replaces all their factors of the year. With `module` it
+    may name only that module.
     """
     key = DatasetKey(kind="factors", module=module, data_type=data_type, target=target, method=method, year=year)
     pool = await store.opened(ctx)

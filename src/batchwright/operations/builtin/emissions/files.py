@@ -1,7 +1,8 @@
 """The files that a job may read: regular ones inside the data folder, held open and watched while they are read.
 
-A path comes from whoever may submit a job, so it must not lead anywhere else. The folder is the environment variable
-EMISSIONS_DATA, or `data` in the worker's current folder; `{tenant}` in it stands for the job's tenant.
+Anybody who may submit a job chooses the path, so it must not lead anywhere else. The environment variable
+EMISSIONS_DATA names the folder; the default is `data` in the worker's current folder. `{tenant}` in it is replaced by
+the job's tenant.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TENANT = re.compile(r"(?!\.)[\w.-]+")
 
 
 class DataFile:
-    """One open file; its name, size and SHA-256, and whether it is still the same."""
+    """One open file: its name, size and SHA-256, and whether it has changed."""
 
     def __init__(self, path: str, tenant: str, *, bytes_max: int) -> None:
         self.name = path
@@ -39,7 +40,7 @@ class DataFile:
             raise
 
     def refuse_change(self) -> None:
-        """What was read must be what was hashed; the next try starts over with the new file."""
+        """Fail if the file changed after it was hashed; the next try starts over with the new file."""
         found = os.fstat(self.reader.fileno())
         if (found.st_size, found.st_mtime_ns) != (self.size, self._changed_at):
             raise Transient(f"{self.name!r} changed while it was read", code="file_changed")
@@ -52,7 +53,7 @@ class DataFile:
 
 
 def _inside(path: str, tenant: str) -> Path:
-    """Decided before anything is looked at, so that a refusal does not tell whether a file exists."""
+    """Decide before any file is looked at, so that a refusal does not reveal whether a file exists."""
     folder = os.environ.get(FOLDER) or "data"
     if "{tenant}" in folder and not _TENANT.fullmatch(tenant):
         raise Fatal(f"the tenant {tenant!r} cannot be the name of a folder", code="file_refused")
@@ -60,7 +61,7 @@ def _inside(path: str, tenant: str) -> Path:
     try:
         found = (root / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # loops of links, NUL characters
-        raise Fatal(f"{path!r} is no usable path: {error}", code="file_refused") from error
+        raise Fatal(f"{path!r} is not a usable path: {error}", code="file_refused") from error
     if not found.is_relative_to(root):
         raise Fatal(
             f"{path!r} leads out of the data folder; name a file inside it (the worker's {FOLDER} sets the folder)",
@@ -70,7 +71,7 @@ def _inside(path: str, tenant: str) -> Path:
 
 
 def _open(found: Path, path: str) -> BufferedReader:
-    """Neither a link put there meanwhile nor a pipe without a writer must lead us astray."""
+    """Do not follow a link that was put there meanwhile, and do not hang on a pipe without a writer."""
     try:
         descriptor = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The fields that the operations share, and the key that they make: module, type, target, method and year."""
+"""The fields that the operations share, and the key that they form: module, type, target, method and year."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ async def emission_recalc(
     target: Literal["totals"] = "totals",
     method: Literal["computed"] = "computed",
 ) -> Done:
-    """Compute the totals of a module and year again; rows without a factor are counted and reported.
+    """Recompute the totals of a module and year; rows without a factor are counted and reported.
 
-    Files that arrive while it runs ask for another run, which starts after this one.
+    Files that arrive while it runs request another run, which starts after this one.
     """
     pool = await store.opened(ctx)
     totals = await store.compute(pool, ctx.tenant, module, year, TOTALS_MAX + 1)

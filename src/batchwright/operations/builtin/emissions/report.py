@@ -1,4 +1,4 @@
-"""How the reading of a file is told: in events, in the job's result, and in its error."""
+"""Reports how a file was read: in events, in the job's result, and in its error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report_bad(ctx: Context, bad: int, problems: list[Problem]) -> None:
 
 
 def counted(rows: int, bad: int, problems: list[Problem]) -> dict[str, Any]:
-    """How a file ended, as its job's result says it."""
+    """The outcome of a file, for its job's result."""
     return {"rows": rows, "bad": bad, "errors": [_shown(problem) for problem in problems[:ERRORS_SHOWN]]}
 
 

@@ -97,7 +97,7 @@ def parse_unit(record: Record) -> Unit | Unusable:
 
 
 class _Row:
-    """Reads columns; what is wrong is collected, so that a report names every column of a row at once."""
+    """Reads columns and collects problems, so that a report names every bad column of a row at once."""
 
     def __init__(self, record: Record) -> None:
         self._line = record.line
@@ -121,7 +121,7 @@ class _Row:
     def module(self, column: str, expected: str | None) -> str:
         value = self.word(column)
         if value and not MODULE.fullmatch(value):
-            return self._refuse(column, "is no module; write small letters, digits and '_'")
+            return self._refuse(column, "is not a module; write lower-case letters, digits and '_'")
         if value and expected is not None and value != expected:
             return self._refuse(column, f"is not {expected!r}, the module of this file")
         return value
@@ -129,7 +129,7 @@ class _Row:
     def number(self, column: str, *, zero: bool = True) -> Decimal:
         value = self.word(column)
         if value and not _NUMBER.fullmatch(value):
-            value = self._refuse(column, "is not a number; write it as 1234.5, without signs for thousands")
+            value = self._refuse(column, "is not a number; write it as 1234.5, without thousands separators")
         number = Decimal(value or 1)
         if number < 0:
             self._refuse(column, "is negative")

@@ -9,7 +9,7 @@ SELECT pg_advisory_xact_lock(hashtextextended('batchwright emissions schema', 0)
 -- name: create
 CREATE SCHEMA IF NOT EXISTS emissions;
 
--- One file that was read. It is being staged until it is current, and retired when a newer one takes its place.
+-- One file that was read. It is staged until it becomes current, and retired when a newer one replaces it.
 CREATE TABLE IF NOT EXISTS emissions.dataset (
     id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     job_id      uuid NOT NULL,

@@ -1,8 +1,8 @@
 """The tables of the emissions operations: the schema, the staging of files, and the swap that makes one current.
 
-A page of a file is written in one transaction with the place where the next one starts, and only by whoever holds that
-place. So each page is written once, whoever reads: a worker that was thought dead and goes on can only write the very
-page that its successor would have written, or find that it comes too late.
+A page of a file is written in one transaction with the position where the next one starts, and only by a worker that
+still has the current position. So each page is written once: a worker that was presumed dead but continues can only
+write the same page that its successor would have written, or find that it is too late.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetKey:
-    """What a file is about; of each key one dataset is current."""
+    """What a file is about; each key has one current dataset."""
 
     kind: str
     module: str | None
@@ -48,7 +48,7 @@ class DatasetKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """A dataset as it stands between two pages."""
+    """The state of a dataset between two pages."""
 
     id: int
     position: Position
@@ -59,7 +59,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A page whose rows were looked at."""
+    """A page whose rows were checked."""
 
     start: Position
     end: Position
@@ -69,7 +69,7 @@ class Staged:
 
 
 class Written:
-    """The connection that a `write` function receives; the driver's errors stay as they are, the engine reads them."""
+    """The connection that a `write` function receives; it raises the driver's own errors, which the engine reads."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -80,7 +80,7 @@ class Written:
 
 
 async def opened(ctx: Context) -> Pool:
-    """The worker's database, with our tables in it; of workers that come at once, one makes them."""
+    """The worker's database with our tables; if several workers start at once, one of them creates the tables."""
     pool = ctx.service(Pool)
     ((exists,),) = await pool.rows(SCHEMA["exists"])
     if not exists:
@@ -131,7 +131,7 @@ async def clear(pool: Pool, ctx: Context, key: DatasetKey) -> None:
 
 
 async def stage(pool: Pool, dataset: Dataset, page: Staged) -> Dataset:
-    """Write a page and the place behind it; who no longer holds the place it starts at writes nothing."""
+    """Write a page and the position after it; writes nothing if the page's start is no longer the current position."""
     async with pool.transaction() as session:
         held = await session.rows(SQL["hold"], {"id": dataset.id, "offset": page.start.offset})
         if not held:
@@ -154,7 +154,7 @@ async def stage(pool: Pool, dataset: Dataset, page: Staged) -> Dataset:
 
 
 async def _insert_entries(session: Session, id: int, entries: Sequence[Entry]) -> list[Problem]:
-    """Insert rows; answers those whose reference an earlier line of the file has already used."""
+    """Insert rows; returns those whose reference an earlier line of the file has already used."""
     if not entries:
         return []
     lines, references, organisation_units, activities, dates, amounts, units = map(list, zip(*entries, strict=True))
@@ -213,7 +213,7 @@ async def swap(session: Session, ctx: Context, key: DatasetKey, id: int) -> None
 async def record(
     session: Session, ctx: Context, key: DatasetKey, file: DataFile, rows: int, problems: Sequence[Problem]
 ) -> int:
-    """A small file that is read and made current in one commit; answers the id of its dataset."""
+    """A small file that is read and made current in one commit; returns the id of its dataset."""
     id = await insert(session, ctx, key, file, START)
     kept = await note_errors(session, id, problems)
     counts = {"ok": rows, "bad": len({problem.line for problem in problems}), "kept": kept}
@@ -228,7 +228,7 @@ def _dataset(id: int, position: Position, counts: Sequence[int]) -> Dataset:
 
 
 def _too_late() -> RetryLater:
-    return RetryLater("another worker has gone on with this file", delay_seconds=_AGAIN_SECONDS)
+    return RetryLater("another worker has continued this file", delay_seconds=_AGAIN_SECONDS)
 
 
 # Units and factors ------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ async def modules_using(session: Session, tenant: str, codes: Iterable[str]) -> 
 
 
 async def put_factors(session: Session, tenant: str, year: int, id: int, factors: Sequence[Factor]) -> None:
-    """A file is the whole truth for the modules that it names."""
+    """A file is complete for the modules that it names."""
     about = {"tenant": tenant, "year": year}
     modules = [factor.module for factor in factors]
     await session.rows(SQL["drop_factors"], {**about, "modules": sorted(set(modules))})
@@ -287,7 +287,7 @@ async def lock_factors(session: Session, tenant: str, year: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What one activity of one organisation unit emits, from how many rows, and how many found no factor."""
+    """What one activity of one organisation unit emits, from how many rows, and how many rows have no factor."""
 
     organisation_unit: str
     activity: str

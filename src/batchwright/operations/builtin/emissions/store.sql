@@ -35,7 +35,7 @@ WHERE (dataset_id, line) IN (
 RETURNING 1
 
 -- name: hold
--- Whoever has this row at this place may write the page that starts there; nobody else will.
+-- Only the worker that locks this row at this position may write the page that starts there.
 SELECT errors_kept FROM emissions.dataset
 WHERE id = %(id)s AND NOT is_current AND retired_at IS NULL AND next_offset = %(offset)s
 FOR UPDATE
@@ -72,7 +72,7 @@ SELECT line, column_name, value, reason FROM emissions.row_error
 WHERE dataset_id = %(id)s ORDER BY line, column_name LIMIT %(limit)s
 
 -- name: lock_swap
--- One swap of a key at a time; and none while units change, so that no total is computed from units of yesterday.
+-- One swap of a key at a time; and none while units change, so that no total is computed from outdated units.
 SELECT pg_advisory_xact_lock(hashtextextended('emissions dataset ' || %(tenant)s || ' ' || %(dataset_key)s, 0)),
        pg_advisory_xact_lock_shared(hashtextextended('emissions units ' || %(tenant)s, 0))
 

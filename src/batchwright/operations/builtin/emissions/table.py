@@ -1,6 +1,6 @@
-"""Reads a CSV file page by page, knows the byte at which each page ends, and can go on from there.
+"""Reads a CSV file page by page, records the byte at which each page ends, and can resume from there.
 
-A malformed record costs its first line only: reading goes on behind it.
+Of a malformed record only the first line is lost: reading continues after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Position(NamedTuple):
-    """Where the next record starts: its byte, and its line as a human counts them."""
+    """Where the next record starts: its byte, and its line number, counted from 1."""
 
     offset: int
     line: int
@@ -53,7 +53,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some records in a row, and where they start and end."""
+    """Some consecutive records, and where they start and end."""
 
     start: Position
     end: Position
@@ -61,7 +61,7 @@ class Page:
 
 
 class Table:
-    """A CSV file with a header; `page` reads on from `position`."""
+    """A CSV file with a header; `page` reads from `position`."""
 
     def __init__(self, file: BinaryIO, name: str, required: Sequence[str]) -> None:
         self._lines = _Lines(file)
@@ -77,7 +77,7 @@ class Table:
         self._lines.seek(position)
 
     def page(self, rows_max: int) -> Page | None:
-        """The next records, fewer at the end of the file; None behind it."""
+        """The next records, fewer at the end of the file; None after the end."""
         start = self.position
         records: list[Record] = []
         for record in self._records():
@@ -108,7 +108,7 @@ class Table:
         return Record(line, {name: field.strip() for name, field in zip(self.columns, fields, strict=True)})
 
     def _header(self, required: Sequence[str]) -> tuple[str, list[str]]:
-        """The separator is the one under which the header has the columns that we need."""
+        """Choose the separator with which the header has the required columns."""
         try:
             text = next(self._lines, "")
         except _Malformed as error:
@@ -134,9 +134,9 @@ class _Malformed(Exception):
 
 
 class _Lines:
-    """The lines of a file as text, with the byte behind the last one that was handed out.
+    """The lines of a file as text, with the byte position after the last line returned.
 
-    Bytes that are no UTF-8 become lone surrogates, so that a row with them can be refused by itself.
+    Bytes that are not UTF-8 become lone surrogates, so that only a row that contains them is refused.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -151,7 +151,7 @@ class _Lines:
 
     def __next__(self) -> str:
         if self._count == RECORD_LINES_MAX:
-            raise _Malformed(f"a quoted field goes on for more than {RECORD_LINES_MAX} lines; is a quote not closed?")
+            raise _Malformed(f"a quoted field spans more than {RECORD_LINES_MAX} lines; is a quote not closed?")
         raw = self._file.readline(LINE_BYTES_MAX + 1)
         if not raw:
             raise StopIteration
@@ -174,7 +174,7 @@ class _Lines:
         self._behind_first = self.position
 
     def leave_first_line(self) -> None:
-        """Only the first line of a malformed record is to blame; the others are read again as rows."""
+        """Drop only the first line of a malformed record; the other lines are read again as rows."""
         self.seek(self._behind_first)
 
     def _skip_line(self, raw: bytes) -> int:
@@ -186,7 +186,7 @@ class _Lines:
 
 
 def shown(value: str) -> str:
-    """A value as it may stand in messages and in the database: short, and without what cannot be stored."""
+    """A value fit for messages and for the database: short, and without characters that cannot be stored."""
     clean = value.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")
     return clean if len(clean) <= VALUE_CHARACTERS_KEPT else clean[: VALUE_CHARACTERS_KEPT - 1] + "…"
 

@@ -1,4 +1,4 @@
-"""`unit_sync`: the table of units follows a CSV file, and totals that depend on a changed one are computed again."""
+"""`unit_sync`: updates the table of units from a CSV file, and recomputes the totals that depend on a changed unit."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Plan:
 async def unit_sync(
     ctx: Context, path: DataPath, data_type: Word = "units", target: Word = "units", method: Word = "csv"
 ) -> Done:
-    """Make the units those of a CSV (code, dimension, to_base, name): add, change and retire.
+    """Make the units match a CSV (code, dimension, to_base, name): add, change and retire.
 
-    A retired unit takes no new rows, and old ones keep it. A file with bad rows retires nothing, because a unit that
-    seems to be gone may stand in one of them.
+    A retired unit accepts no new rows, and old rows keep it. A file with bad rows retires nothing, because a unit
+    that seems to be missing may be in one of them.
     """
     key = DatasetKey(kind="units", module=None, data_type=data_type, target=target, method=method, year=None)
     pool = await store.opened(ctx)
@@ -79,7 +79,7 @@ async def _plan(session: Session, tenant: str, loaded: Loaded[Unit]) -> Plan:
 
 
 def _changed(known: dict[str, Unit], found: Sequence[Unit]) -> list[str]:
-    """Units that convert differently now; a new name changes no total."""
+    """Units whose conversion changed; a new name changes no total."""
     return [
         unit.code
         for unit in found

@@ -1,0 +1,39 @@
+"""What happens when the terminal is closed (SIGHUP): the same as after Ctrl-C."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+
+
+class Terminal:
+    """The terminal that we write to, if there is one."""
+
+    def __init__(self) -> None:
+        self._descriptors = [number for number in range(3) if os.isatty(number)]
+
+    def let_go(self) -> None:
+        """Write to nowhere if it is closed: a message that fails must not keep us from stopping what runs."""
+        closed = [number for number in self._descriptors if not os.isatty(number)]
+        for number in closed:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+def interrupt_on_hangup() -> None:
+    """For commands without a `Stop`. Under `nohup` the signal is ignored, and stays so."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, functools.partial(_interrupt, Terminal()))
+
+
+def _interrupt(terminal: Terminal, *_: object) -> None:
+    """Once: a terminal is closed only once, but the kernel and a shell may both say so."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    terminal.let_go()
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.raise_signal(signal.SIGINT)
+    else:  # a shell that starts us in the background has us ignore Ctrl-C
+        raise KeyboardInterrupt
