@@ -120,7 +120,7 @@ def order_shares(file: Path) -> dict[str, float]:
     with file.open("rb") as source:
         for number, line in enumerate(source, 1):
             found = check(line, number)
-            assert isinstance(found, lines.Request)
+            assert isinstance(found, lines.GoodLine)
             chains.append(order.chain(found.prompt))
             systems.append(xxhash.xxh32_intdigest(json.loads(found.prompt)[0]["content"].encode()))
     ours = order.order(chains)

@@ -22,9 +22,9 @@ def providers(notes_of: Notes) -> str:
     kinds = list(find_adapters().values())
     lines = [
         "Generated from the adapters by `make docs`.\n",
-        *_table("What providers can do", kinds, _abilities),
+        *_table("Abilities", kinds, _abilities),
         *_table("Limits", kinds, _limits),
-        *_table("How a second job is prevented", kinds, _duplicates),
+        *_table("Prevention of duplicate jobs", kinds, _duplicates),
         *_table("Prices and credentials", kinds, _prices),
         f"The list is made from {list_source()}.\n",
         "## Settings of each provider\n",

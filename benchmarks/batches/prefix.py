@@ -65,7 +65,7 @@ class Workload:
         self._prompts = []
         for number, line in enumerate(self.lines, 1):
             found = check(line, number)
-            assert isinstance(found, lines.Request)
+            assert isinstance(found, lines.GoodLine)
             self._prompts.append(found.prompt)
         self._ours = order.order([order.chain(prompt) for prompt in self._prompts])
 
