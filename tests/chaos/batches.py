@@ -115,7 +115,7 @@ SHORT = Size(
 )
 SHARED = Size(
     requests=1_500,
-    lease_seconds=3.0,
+    lease_seconds=6.0,  # PostgreSQL may take three to start again, and live workers must keep their shards meanwhile
     tokens_per_second=8.0,
     in_flight=10,
     upload_seconds=0.5,

@@ -337,8 +337,10 @@ async def test_submit_waits_for_the_end_if_it_is_asked_to(
         stage.work()
         done = await asyncio.to_thread(cli, "batch", "submit", "in.jsonl", "--wait", code=4)
         (batch,) = await stage.batchwright.part(BatchesPart).batches.list(None)
-    assert done.stdout.splitlines()[0] == batch.id
-    assert done.stdout.splitlines()[-1].endswith("3/3 · 2 completed · 1 failed")
+    id, *_, counts, advice = done.stdout.splitlines()
+    assert id == batch.id
+    assert counts.endswith("3/3 · 2 completed · 1 failed")
+    assert advice.endswith(f"retry with: batchwright batch retry {batch.id}")
 
 
 @pytest.mark.parametrize(
