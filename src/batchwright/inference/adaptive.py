@@ -128,7 +128,7 @@ class AdaptiveLimit:
         self._cuts_in_a_row = 0
         taken, usual = now - sent.at, self._round_seconds
         self._round_seconds = usual = usual + (taken - usual) * (0.05 if usual else 1.0)
-        if self.phase is _STARTING and sent.in_flight >= self.limit // 2:
+        if self.phase is _STARTING and self.limit < self._most and sent.in_flight >= self.limit // 2:
             self._set_limit(self._limit + 1)
         window = self._window
         if now >= window.since:

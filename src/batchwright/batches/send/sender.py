@@ -137,7 +137,7 @@ class Sender:
             if item is None:
                 permit.give_back()
                 await self._idle(now)
-            else:
+            elif not self._launch_now(item, permit, now):
                 await self._launch(item, permit)
 
     async def _idle(self, now: float) -> None:
@@ -157,6 +157,13 @@ class Sender:
             if timer is not None:
                 timer.cancel()
 
+    def _launch_now(self, item: Item, permit: Permit, now: float) -> bool:
+        """Start a request that has to wait for nothing, without the cost of a coroutine; False if it must wait."""
+        if self.budget is not None or self.limit.wait_seconds(now) or not permit.take_rest_now(item.entry.length):
+            return False
+        self._start(self.work[item.backlog], item, permit)
+        return True
+
     async def _launch(self, item: Item, permit: Permit) -> None:
         """With the model's slot taken, wait for everything else that a request needs, and start it."""
         backlog, length = item.backlog, item.entry.length
@@ -172,6 +179,9 @@ class Sender:
             self.schedule.finished(item)
             work.look()
             return
+        self._start(work, item, permit)
+
+    def _start(self, work: Work, item: Item, permit: Permit) -> None:
         work.tasks[item] = self._loop.create_task(self._serve(work, item, permit))
         if not self._has_asked and self.is_low:
             self._has_asked = True
