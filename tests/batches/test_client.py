@@ -244,7 +244,7 @@ BAD_INPUT = [
     ([{"n": {1, 2}}], {}, "request 1 is not JSON"),
     (io.StringIO("{}"), {}, "binary mode"),
     (io.BytesIO(b"{}"), {"model": "small"}, "in a file each line names its model"),
-    ([{}], {"endpoint": "/v1/nope"}, "endpoint '/v1/nope' takes no batches"),
+    ([{}], {"endpoint": "/v1/nope"}, "endpoint '/v1/nope' is not supported in batches"),
     ([{}], {"window": "1s"}, "from '1m' to '30d'"),
     ([{}], {"priority": 10}, "priority is 10"),
     ([{}], {"tenant": ""}, "tenant has 0 characters; it must have 1 to 100"),

@@ -156,7 +156,7 @@ def test_submit_says_that_nobody_is_there_to_run_it(inside: Inside, tmp_path: Pa
         (["--metadata", "=x"], "metadata '': a name has 1 to 64 characters, and a value at most 512"),
         (["--window", "1y"], "Invalid value: '1y'."),
         (["--window", "30s"], "Invalid value: '30s'."),
-        (["--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),
+        (["--endpoint", "/v1/images"], "--endpoint '/v1/images' is not supported in batches"),
         (["--idempotency-key", ""], "--idempotency-key has 0 characters"),
         (["--tenant", ""], "--tenant has 0 characters"),
     ],

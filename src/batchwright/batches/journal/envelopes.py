@@ -4,9 +4,9 @@
     failed       {"id", "custom_id", "response": null, "error": {"code", "message", "status_code"?, "body"?}}
     unanswered   {"id", "custom_id", "response": null, "error": {"code", "message"}}
 
-A body is spliced in byte for byte: it was checked to be one line of JSON when it came, and nothing is read or written
-again that could change a digit of it. Only U+0085, U+2028 and U+2029 are escaped, because many readers split lines at
-them. Every line ends with a newline.
+A body is spliced in byte for byte: it was checked to be one line of JSON when it arrived, and it is never decoded and
+encoded again, which could change its digits. Only U+0085, U+2028 and U+2029 are escaped, because many readers split
+lines at them. Every line ends with a newline.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TAILS = {
 
 
 class RequestIds:
-    """The ids of a batch's lines: each combines the batch and the line's place in the input, and never changes.
+    """The ids of a batch's lines: each combines the batch and the line's offset in the input, and never changes.
 
     >>> ids = RequestIds("batch_0123456789abcdef0123456789abcdef")
     >>> ids.in_files(4096)
@@ -76,7 +76,8 @@ class RequestIds:
     def on_the_wire(self, offset: int) -> str:
         """The id as model servers get it: some silently refuse ids that are not UUIDs.
 
-        It is the batch's, with the line's place in the last ten digits: the first 22 find a batch in the server's log.
+        It is the batch's id, with the line's offset in the last ten digits. Search a server's log for the first 22
+        digits to find all requests of a batch.
         """
         return f"{self._on_the_wire}{self._last_digits ^ offset:010x}"
 
@@ -87,7 +88,7 @@ def request_id(batch_id: str, offset: int) -> str:
 
 
 def batch_id_of(line: bytes) -> str | None:
-    """The batch that wrote a line, of which the beginning is enough; None if none did.
+    """The id of the batch that wrote a line; None if none did. The beginning of the line is enough.
 
     >>> batch_id_of(b'{"id":"batch_req_0123456789abcdef0123456789abcdef0000001000","custom_id":')
     'batch_0123456789abcdef0123456789abcdef'
@@ -113,15 +114,15 @@ def answered(id: str, custom_id: str, answer: Answer) -> bytes:
 
 
 def unanswered(id: str, custom_id: str, code: str) -> bytes:
-    """The line of a request that was never sent, or whose answer was not waited for."""
+    """The line of a request that was never sent, or was aborted."""
     return one_line(b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), _TAILS[code])))
 
 
 def error_code_of(line: bytes) -> tuple[str, str]:
     """The code and the custom_id of a failed line.
 
-    The server's own code is taken if it looks like one, else its type, else the status. Only the parts that are wanted
-    are decoded: a body may be nested so deeply that it passed alone, and would not inside its envelope.
+    The server's own code is used if it looks like one, else its type, else the status. Only the needed parts are
+    decoded: a body may be nested so deeply that it can be decoded alone, but not inside its envelope.
     """
     head, _, rest = line.partition(_RESPONSE)
     custom_id = _decode_head(head + b"}").custom_id
@@ -148,7 +149,7 @@ def words_of(line: bytes) -> tuple[str, str]:
 
 
 def words_in(body: bytes) -> str:
-    """What a server says in the body of an error, in one line; nothing, if it says nothing for people."""
+    """The server's message in the body of an error, in one line; empty if there is none."""
     try:
         found = _decode_any(body)
     except (msgspec.DecodeError, RecursionError):
@@ -157,7 +158,7 @@ def words_in(body: bytes) -> str:
 
 
 def custom_id_of(line: bytes) -> str:
-    """Whose line it is; nothing else of it is decoded."""
+    """The custom_id of a line; nothing else of it is decoded."""
     return _decode_head(line.partition(_RESPONSE)[0] + b"}").custom_id
 
 
@@ -167,7 +168,7 @@ def is_success(line: bytes) -> bool:
 
 
 def _failure(code: str, answer: Answer) -> bytes:
-    """What went wrong, and what the server sent of an answer, if anything."""
+    """What went wrong, and what the server sent, if anything."""
     parts = [_RESPONSE, _NO_RESPONSE, dumps(code), _MESSAGE, dumps(MESSAGES.get(code, answer.message))]
     if answer.status is not None:
         parts.append(b',"status_code":%d' % answer.status)
@@ -214,7 +215,7 @@ def _is_code(name: object) -> bool:
 
 
 def _find_words(found: Any) -> str:
-    """`{"error": {"message"}}` is OpenAI's, `{"message"}` and `{"detail"}` are those of servers in Python."""
+    """OpenAI's format is `{"error": {"message"}}`; servers in Python use `{"message"}` and `{"detail"}`."""
     if isinstance(found, str):
         return found
     if isinstance(found, list):

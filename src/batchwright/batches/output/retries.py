@@ -1,7 +1,7 @@
-"""A batch and those that repeated its failed lines, as if they were one.
+"""Merges the results of a batch with those of the batches that retried its failed lines.
 
-Every line of a result file has its place in the input at the end of its id, and all files are in that order: they are
-merged line by line, and memory does not grow with them.
+Every line of a result file has its offset in the input at the end of its id, and all files are in that order. They are
+merged line by line, so memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 1024 * 1024
 
 
 async def follow_retries(batches: Batches, batch: Batch) -> list[Batch]:
-    """The batch, the one that it repeats, and so on; the newest first."""
+    """The batch, the one that it retries, and so on; the newest first."""
     found = [batch]
     while found[-1].retry_of is not None and len(found) < _DEPTH_MAX:
         found.append(await batches.get(found[-1].retry_of, tenant=batch.tenant))
@@ -27,7 +27,7 @@ async def follow_retries(batches: Batches, batch: Batch) -> list[Batch]:
 
 
 async def merge_outputs(files: Files, batches: Sequence[Batch]) -> AsyncIterator[bytes]:
-    """The output files of all of them as one, in the order of the input: no line was answered twice."""
+    """The output files of all of them as one, in the order of the input; no line is in two of them."""
     ids = [batch.output_file_id for batch in batches if batch.output_file_id is not None]
     if len(ids) == 1:
         async for chunk in files.content(await files.get(ids[0], tenant=None)):
