@@ -337,6 +337,10 @@ def test_a_result_tells_an_answer_from_an_error():
     assert answer(200, b'{"data":[{"embedding":[1]}]}').text is None
     refused = answer(429, b'{"error":{"code":"too_many","message":"slow down"}}')
     assert (refused.ok, str(refused.error), refused.error.status_code) == (False, "too_many: slow down", 429)
+    body = b'{"error":{"code":"too_many","message":"slow down"}}'
+    line = answered("batch_req_0", "a", classify(Reply(status=429, body=body), now=0.0))
+    resumable = parse_result(line.removesuffix(b"}\n") + b',"cursor":"7:42"}\n')
+    assert (resumable.cursor, resumable.error) == ("7:42", refused.error), "the same as without a cursor"
     assert answer(400, b'{"detail":"oh"}').error == RequestError(code="http_400", message="oh", status_code=400)
     assert answer(400, b'{"why":"oh"}').error.message == '{"why":"oh"}'
     late = parse_result(unanswered("batch_req_0", "a", "batch_expired"))

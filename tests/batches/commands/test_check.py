@@ -89,7 +89,8 @@ def test_an_endpoint_that_takes_no_batches_is_told_once_with_those_that_do(
     code, out, err = inside("batch", command, str(file))
     assert (code, out) == (1, "")
     assert err.startswith(
-        f"error: {file}: '/v1/images/generations' is not supported in batches; use one of /v1/chat/completions, /v1/completions, "
+        f"error: {file}: '/v1/images/generations' is not supported in batches; "
+        "use one of /v1/chat/completions, /v1/completions, "
     )
     assert err.count("\n") == 1
 

@@ -43,7 +43,7 @@ _NO_RESPONSE = _NULL_AND_ERROR + b'{"code":'
 _RESPONSE = b',"response":'
 _STATUS = b'{"status_code":'
 _SUCCESS = _STATUS + b"2"
-_END_OF_ANSWER = b'},"error":null}\n'
+_END_OF_BODY = b'},"error":null'
 _END_OF_FAILURE = b"}\n"
 _MESSAGE = b',"message":'
 _TAILS = {
@@ -130,8 +130,7 @@ def error_code_of(line: bytes) -> tuple[str, str]:
         start = len(_NO_RESPONSE) + 1
         return rest[start : rest.index(b'"', start)].decode(), custom_id
     status = rest[len(_STATUS) : rest.index(b",")].decode()
-    body = rest[rest.index(_BODY) + len(_BODY) : -len(_END_OF_ANSWER)]
-    return _code_in(body) or f"http_{status}", custom_id
+    return _code_in(_find_body(rest)) or f"http_{status}", custom_id
 
 
 def words_of(line: bytes) -> tuple[str, str]:
@@ -139,7 +138,7 @@ def words_of(line: bytes) -> tuple[str, str]:
     code, _ = error_code_of(line)
     _, _, rest = line.partition(_RESPONSE)
     if not rest.startswith(_NO_RESPONSE):
-        return code, words_in(rest[rest.index(_BODY) + len(_BODY) : -len(_END_OF_ANSWER)])
+        return code, words_in(_find_body(rest))
     try:
         message, body = _decode_failure(rest[len(_NULL_AND_ERROR) : -len(_END_OF_FAILURE)]).parts()
     except (msgspec.DecodeError, RecursionError):
@@ -165,6 +164,11 @@ def custom_id_of(line: bytes) -> str:
 def is_success(line: bytes) -> bool:
     """Whether the line belongs to the output file, and not to the error file."""
     return line.partition(_RESPONSE)[2].startswith(_SUCCESS)
+
+
+def _find_body(response: bytes) -> bytes:
+    """The body of an answer. A cursor may follow the envelope's last field, and the newline may have been removed."""
+    return response[response.index(_BODY) + len(_BODY) : response.rindex(_END_OF_BODY)]
 
 
 def _failure(code: str, answer: Answer) -> bytes:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -197,8 +198,9 @@ class LineSearch:
             if segment.key is None:
                 found.answers_elsewhere = True
                 continue
-            data = await self._files.store.read(segment.key, 0, segment.end - segment.start)
-            answers |= await asyncio.to_thread(_read_stored, data, segment, set(wanted) - set(answers))
+            with suppress(NotFound):  # the garbage collector has just removed it
+                data = await self._files.store.read(segment.key, 0, segment.end - segment.start)
+                answers |= await asyncio.to_thread(_read_stored, data, segment, set(wanted) - set(answers))
         for offset, answer in answers.items():
             wanted[offset].answer = answer
         found.is_complete &= not query.is_over
@@ -275,8 +277,8 @@ def _read_records(here: dict[Path, list[Segment]], wanted: set[int], is_over: Ca
             break
         try:
             descriptor = open_to_read(path)
-        except StorageError:
-            continue  # the collector was quicker
+        except (NotFound, StorageError):
+            continue  # the garbage collector has just removed it
         try:
             for segment in segments:
                 _take(descriptor, path, segment.start, segment.end, wanted, answers)
