@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from batchwright.batches.journal.envelopes import offset_of
 from batchwright.batches.output.results import PAGE_BYTES, Cursor, Results
 from batchwright.batches.store import Batch
 from batchwright.errors import Conflict, NotFound
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS_MIN = 0.05
 PAUSE_SECONDS_MAX = 1.0
-_OFFSET_DIGITS = 10
-_ID_START = len(b'{"id":"')
 _CURSOR = b',"cursor":"'
 
 
@@ -96,9 +95,9 @@ class LineReader:
         """Remember these lines; returns those that are new and come after the cursor to resume at."""
         fresh = []
         for line in lines:
-            place = _place(line)
-            if place not in self._seen:
-                self._seen.add(place)
+            offset = offset_of(line)
+            if offset not in self._seen:
+                self._seen.add(offset)
                 if self._after is None or (cursor := _cursor(line)) is None or cursor > self._after:
                     fresh.append(line)
         return fresh
@@ -145,11 +144,6 @@ class FileReader:
 def _split(data: bytes) -> list[bytes]:
     return [line + b"\n" for line in data.split(b"\n")[:-1]]
 
-
-def _place(line: bytes) -> int:
-    """The offset of the line's request in the input."""
-    end = line.index(b'"', _ID_START)
-    return int(line[end - _OFFSET_DIGITS : end], 16)
 
 
 def _cursor(line: bytes) -> Cursor | None:

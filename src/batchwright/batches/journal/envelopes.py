@@ -32,6 +32,8 @@ MESSAGES = {
 _CODE_CHARACTERS_MAX = 64
 _WORDS_CHARACTERS_MAX = 300
 _ID_PREFIX = "batch_"
+_ID_START = len(b'{"id":"')
+_OFFSET_DIGITS = 10
 _LINE_ID = re.compile(rb'\{"id":"batch_req_([0-9a-f]+)[0-9a-f]{10}"')
 _REQUEST_ID_PREFIX = "batch_req_"
 _NOTHING = b'""'
@@ -95,6 +97,16 @@ def batch_id_of(line: bytes) -> str | None:
     """
     found = _LINE_ID.match(line)
     return None if found is None else f"{_ID_PREFIX}{found[1].decode()}"
+
+
+def offset_of(line: bytes) -> int:
+    """The offset of a line's request in the input.
+
+    >>> offset_of(b'{"id":"batch_req_0123456789abcdef0123456789abcdef0000001000","custom_id":')
+    4096
+    """
+    end = line.index(b'"', _ID_START)
+    return int(line[end - _OFFSET_DIGITS : end], 16)
 
 
 def answered(id: str, custom_id: str, answer: Answer) -> bytes:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import AsyncIterator, Sequence
 
+from batchwright.batches.journal.envelopes import offset_of
 from batchwright.batches.store import Batch, Batches
 from batchwright.files.store import Files
 
-_OFFSET_DIGITS = 10
-_ID_START = len(b'{"id":"')
 _DEPTH_MAX = 100
 _CHUNK_BYTES = 1024 * 1024
 
@@ -56,7 +55,7 @@ async def _merge(sources: Sequence[AsyncIterator[bytes]]) -> AsyncIterator[bytes
     heads: list[tuple[int, int, bytes]] = []
     for number, source in enumerate(sources):
         if (line := await anext(source, None)) is not None:
-            heapq.heappush(heads, (_offset(line), number, line))
+            heapq.heappush(heads, (offset_of(line), number, line))
     while heads:
         _, number, line = heads[0]
         yield line
@@ -64,9 +63,4 @@ async def _merge(sources: Sequence[AsyncIterator[bytes]]) -> AsyncIterator[bytes
         if following is None:
             heapq.heappop(heads)
         else:
-            heapq.heapreplace(heads, (_offset(following), number, following))
-
-
-def _offset(line: bytes) -> int:
-    end = line.index(b'"', _ID_START)
-    return int(line[end - _OFFSET_DIGITS : end], 16)
+            heapq.heapreplace(heads, (offset_of(following), number, following))
