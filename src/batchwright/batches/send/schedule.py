@@ -289,7 +289,7 @@ class Schedule:
         self._place(batch)
 
     def again(self, item: Item, due: float) -> bool:
-        """Puts the request back, to be resent at `due` or later; False if it is dropped, as its backlog was withdrawn."""
+        """Puts the request back, to be resent at `due` or later; False if it is dropped with its withdrawn backlog."""
         batch = self._land(item)
         backlog = item.backlog
         if backlog.is_withdrawn:
