@@ -145,7 +145,6 @@ def _split(data: bytes) -> list[bytes]:
     return [line + b"\n" for line in data.split(b"\n")[:-1]]
 
 
-
 def _cursor(line: bytes) -> Cursor | None:
     """The cursor of a line; lines of files have none."""
     head, found, rest = line.rpartition(_CURSOR)
