@@ -110,7 +110,7 @@ class ShardRunner:
         self._sending.discard(run)
 
     def needs_express(self, control: Control, ctx: Context) -> bool:
-        """Whether a batch would be late at its pace. If so, shards may be redirected to a provider, in the background."""
+        """Whether a batch would be late at its pace. If so, a background task may redirect shards to a provider."""
         pace = self._paces.setdefault(control.id, RecentPace())
         is_late = pace.needs_express(control)
         if is_late and self.desk.overflows and time.monotonic() >= self._relieve_at.get(control.id, 0.0):
@@ -155,7 +155,7 @@ class ShardRunner:
                 log.exception("reading the controls of batches failed")
 
     async def _steer(self) -> None:
-        """Apply controls only to the shards that are held now: they may lack the batch of a shard that is added later."""
+        """Apply controls only to shards that are held now: they may lack the batch of a shard that is added later."""
         held = set(self._sending)
         for run in held:
             run.watch()
