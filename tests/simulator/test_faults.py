@@ -192,7 +192,7 @@ def test_a_rule_reads_as_it_was_written(text):
         ("500:2", "rate=2 must be a number from 0 to 1"),
         ("500:nan", "rate=nan must be a number"),
         ("500:seconds=2", "'seconds=2' is not understood; 500 accepts code, limit"),
-        ("hang:0.1:soon", "'soon' is not understood; hang takes"),
+        ("hang:0.1:soon", "'soon' is not understood; hang accepts"),
         ("big:bytes=1e12", "bytes=1e12 must be a number from 0 to"),
     ],
 )
