@@ -1,11 +1,11 @@
-"""Batches: what they cost beside other ways to send a file, and whether they keep their promises.
+"""Batches: their cost compared with other ways to send a file, and whether they meet their goals.
 
     python -m benchmarks.batch [--quick] [--json] [--only NAME[,NAME]] [--database-url URL]
 
 Every section has a database and a folder of its own on one PostgreSQL, real `batchwright worker` processes, and the
 simulator as the model server, so that nothing but Batchwright is measured. What each section measures, and with which
-settings, stands below its table. Clocks of a shared machine cannot be trusted: where two figures are compared they
-come from the same run, interleaved, and processor time is preferred; the calibration loop tells how busy it was.
+settings, is shown below its table. Clocks of a shared machine cannot be trusted: two figures that are compared come
+from the same run, interleaved, and CPU time is preferred; the calibration loop shows how busy the machine was.
 """
 
 from types import ModuleType

@@ -1,9 +1,9 @@
-"""What workers cost PostgreSQL that have nothing to do.
+"""What idle workers cost PostgreSQL.
 
     python -m benchmarks.idle [--quick] [--json] [--database-url URL]
 
-Real `batchwright worker` processes on one database, which has no jobs. What a worker costs is what each further one
-adds; what is done once for all of them, upkeep, is told apart.
+Real `batchwright worker` processes on one database, which has no jobs. The cost of a worker is what each further one
+adds; upkeep, which is done once for all of them, is counted separately.
 """
 
 from benchmarks.fleet import idle

@@ -4,8 +4,8 @@
 
 Every section has a database and a folder of its own on one PostgreSQL, and real `batchwright worker` processes. The
 documents are made by the benchmark; nothing is downloaded. Where calls of a model are counted, a provider in a process
-of its own keeps a bill of every text that it has embedded. What each section measures, and with which settings, stands
-below its table. Clocks of a shared machine cannot be trusted: processor time is preferred where there is any.
+of its own keeps a bill of every text that it has embedded. What each section measures, and with which settings, is
+shown below its table. Clocks of a shared machine cannot be trusted: CPU time is preferred where it can be measured.
 """
 
 from types import ModuleType

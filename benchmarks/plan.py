@@ -3,9 +3,9 @@
     python -m benchmarks.plan [--json] [--requests N] [--rounds N]
 
 Every round is a process of its own. Its memory is the peak of the resident set less what it had after its imports.
-Seconds are the median of the rounds; processor seconds are shown beside those of the clock, for machines are shared.
-The cache model takes one request after the other, knows blocks of 256 bytes of the prompt, and holds four times the
-blocks of the largest group; its share is of what could be found there at all.
+Seconds are the median of the rounds; CPU seconds are shown beside those of the clock, because machines are shared.
+The cache model processes one request after the other, in blocks of 256 bytes of the prompt, and holds four times the
+blocks of the largest group. Its share is relative to the blocks that could be found at most.
 """
 
 import argparse

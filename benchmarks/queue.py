@@ -3,10 +3,10 @@
 
     python -m benchmarks.queue [--quick] [--json] [--rounds N] [--only NAME ...] [--database-url URL]
 
-Who has several settings tries each of them in a heat, with a quarter of its jobs; the best go into the rounds. In each
-round everybody runs once, in shuffled order, and Batchwright also behind many finished rows and with vacuum held back;
-a ratio is the median of the rounds' ratios. Where the machine is too slow for all of that, later rounds leave out first
-the other peers and then the strained runs; what everybody got stands in the notes.
+A contestant with several settings tries each of them in a heat, with a quarter of its jobs; the best go into the
+rounds. In each round every contestant runs once, in shuffled order, and Batchwright also with many finished rows and
+with vacuum held back; a ratio is the median of the rounds' ratios. If the machine is too slow for all of that, later
+rounds leave out the other peers first, and then the strained runs; the notes say what each contestant ran.
 
 Every run has a database of its own and goes: migrate, (finished rows), CHECKPOINT, enqueue, VACUUM ANALYZE,
 (pinned snapshot), workers. The clock runs from the first operation to the moment when the database has no
@@ -39,7 +39,7 @@ HEAT_SHARE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much of everything. The rival is strained in one round; the others take too long for it."""
+    """The sizes of a run. The rival is strained in one round; the others are too slow for that."""
 
     finished_rows: int
     has_heats: bool
@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def rank(self) -> int:
-        """What is left out last comes first."""
+        """The most important entries first; later ones are left out first."""
         if self.contestant.name not in (OURS, RIVAL):
             return 2
         return 0 if self.condition == FRESH else 1
@@ -79,13 +79,13 @@ class Entry:
 
 @dataclass(slots=True)
 class Budget:
-    """The time that there is, and what each run took when it ran last."""
+    """The time that is available, and how long each run took when it last ran."""
 
     deadline: float
     took: dict[str, float] = field(default_factory=dict)
 
     def afford(self, entries: Iterable[Entry], rounds_left: int) -> list[Entry]:
-        """Those entries that fit into this round's share of the time; all of them as long as nothing is known."""
+        """The entries that fit into this round's share of the time; all of them until durations are known."""
         left = (self.deadline - time.monotonic()) / rounds_left
         chosen = []
         for entry in sorted(entries, key=lambda entry: entry.rank):
@@ -98,7 +98,7 @@ class Budget:
 
 def main() -> None:
     arguments, load_before = parse(), os.getloadavg()[0]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the server goes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the server is stopped too
     with server(arguments.database_url) as running:
         results = measure(running, arguments)
     if arguments.save:
@@ -114,11 +114,11 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.queue", description="Batchwright against its peers.")
-    parser.add_argument("--database-url", help="a server to use; default: one of our own, gone afterwards")
+    parser.add_argument("--database-url", help="server to use; by default a temporary one")
     parser.add_argument("--finished-rows", type=int, help="rows of history; default 1,000,000, quick 50,000")
     parser.add_argument("--jobs-scale", type=float, default=1.0, help="factor on every number of jobs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--limit-seconds", type=float, default=120.0, help="per step; slower is a failure")
+    parser.add_argument("--limit-seconds", type=float, default=120.0, help="time limit of a step; a slower one fails")
     parser.add_argument("--minutes", type=float, default=13.0, help="later rounds leave out what takes longer")
     parser.add_argument("--only", nargs="+", default=[], help="names of contestants, e.g. batchwright pgqueuer")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
@@ -154,7 +154,7 @@ def measure(running: Server, arguments: argparse.Namespace) -> Results:
 
 
 def hold_heats(running: Server, arguments: argparse.Namespace, results: Results) -> None:
-    """Every setting of everybody who has several, with fewer jobs."""
+    """Every setting of the contestants that have several, with fewer jobs."""
     entries = [
         Entry(contestant, variant)
         for contestant in results.available()
@@ -168,7 +168,7 @@ def hold_heats(running: Server, arguments: argparse.Namespace, results: Results)
 
 
 def list_entries(arguments: argparse.Namespace, size: Size, results: Results, round_number: int) -> list[Entry]:
-    """Everybody with their best settings, and the strained runs."""
+    """All contestants with their best settings, and the strained runs."""
     entries = []
     for contestant in results.available():
         variants = results.finalists(contestant)
@@ -195,7 +195,7 @@ def run_once(
     heat: bool = False,
     round_number: int = 0,
 ) -> Run | None:
-    """A contestant that cannot do it is a line in the report, not the end of the benchmark."""
+    """A contestant that fails is a line in the report, not the end of the benchmark."""
     size = QUICK if arguments.quick else LONG
     conditions: dict[str, dict[str, Any]] = {
         FRESH: {},

@@ -3,7 +3,7 @@
     python -m benchmarks.scale [--quick] [--json] [--only NAME[,NAME]] [--database-url URL]
 
 Real `batchwright worker` processes on one PostgreSQL, and the simulator without a ceiling as the model server: each
-answer takes half a second, however many are asked for. So the ideal is known, and what is missing is Batchwright's.
+answer takes half a second, however many requests there are. So the ideal is known, and Batchwright causes any loss.
 """
 
 from benchmarks.batches.stage import Ground

@@ -1,4 +1,4 @@
-"""A thousand idle workers on one PostgreSQL: whether they cost what `make bench-idle` lets expect.
+"""A thousand idle workers on one PostgreSQL: whether they cost what the figures of `make bench-idle` predict.
 
     python -m benchmarks.thousand [--quick] [--json] [--save] [--database-url URL]
 

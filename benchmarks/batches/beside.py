@@ -1,4 +1,4 @@
-"""What a small batch notices of a large one that is being sent for the same tenant."""
+"""How much a large batch slows down a small one of the same tenant."""
 
 import asyncio
 import statistics

@@ -1,4 +1,4 @@
-"""What a request costs: processor time and requests per second, beside those who do it without Batchwright."""
+"""What a request costs: CPU time and requests per second, compared with sending it without Batchwright."""
 
 import asyncio
 import itertools
@@ -23,14 +23,14 @@ OF_OPENAI_MAX = 1 / 20
 OF_BARE_MAX = 1.6
 SENDER_SECONDS_MAX = 120.0
 UNEVEN = 1.5
-"""Two figures are compared unless the machine was so many times as slow for one of them as for the other."""
+"""Two figures are not compared if the machine was this many times slower for one of them than for the other."""
 SETTINGS = f"""
     Every contestant is a process of its own, on uvloop, warmed up with {WARM_UP_REQUESTS} requests, {CONNECTIONS} in
     flight; rounds are interleaved, figures are medians of rounds, ratios are medians of the ratios of rounds, without
     those in which a calibration loop took more than {UNEVEN} times as long beside one of the two as beside the other.
     Batchwright is `batchwright worker` with concurrency {CONNECTIONS} and everything else at its defaults (journal
     with fsync, checkpoints, metrics); its CPU is that of the worker process between in_progress_at and finalizing_at,
-    planning and writing the files stand beside it. The bare loop sends with the same client, settings and event loop,
+    planning and writing the files are separate. The bare loop sends with the same client, settings and event loop,
     splits lines with the same function, parses answers, writes the same lines, and does not fsync. openai and aiohttp
     have a task per line and a semaphore. The model server is the simulator, which answers at once.
 """
@@ -128,7 +128,7 @@ def ratio(rounds: dict[str, list[dict[str, float]]], peer: str) -> float | None:
 
 
 def kept(figures: dict[str, Any]) -> dict[str, float | None]:
-    """What the capacity page needs of one request: microseconds of the worker in all phases, and bytes."""
+    """The figures of one request for the capacity page: microseconds of the worker in all phases, and bytes."""
     rounds = figures["rounds"]["batchwright"]
     names = ("rate", "postgres_all", *traffic.NAMES)
     worker = statistics.median(one["plan"] + one["cpu"] + one["files"] for one in rounds)

@@ -1,4 +1,4 @@
-"""What the death of a worker costs: time until another goes on, and requests that are asked again."""
+"""What the death of a worker costs: time until another worker resumes, and requests that are resent."""
 
 import asyncio
 import time
@@ -67,7 +67,7 @@ async def shard_holder(stage: Stage) -> int:
 
 
 async def answers(stage: Stage, count: int) -> float:
-    """When the simulator had given so many answers."""
+    """When the simulator had sent this number of answers."""
     async with asyncio.timeout(60):
         while answered(await stage.stats()) < count:
             await asyncio.sleep(0.01)

@@ -86,7 +86,7 @@ async def expire(stage: Stage, file: Path) -> dict[str, float]:
 
 def stamp(moment: datetime | None) -> float:
     if moment is None:
-        raise RuntimeError("the batch ended in another way than it was meant to")
+        raise RuntimeError("the batch did not end as expected")
     return moment.timestamp()
 
 
@@ -95,7 +95,7 @@ async def output_bytes(stage: Stage, batch: Batch) -> int:
     files = [await stage.files.get(id, tenant=None) for id in ids]
     total = sum(file.bytes for file in files)
     if total > BYTES_MAX:
-        raise RuntimeError(f"results of {total:,} bytes are more than the goal speaks of")
+        raise RuntimeError(f"results of {total:,} bytes are more than the goal covers")
     return total
 
 

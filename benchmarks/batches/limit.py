@@ -1,4 +1,4 @@
-"""The limit that finds itself against fixed ones, on three servers that show in different ways that they are full."""
+"""The adaptive limit compared with fixed ones, on three servers that show overload in different ways."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ FIXED_WINDOW = (4.0, 14.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A simulated server; `change` is what its command line does not have."""
+    """A simulated server; `change` has the settings that its command line does not offer."""
 
     name: str
     arguments: Sequence[str]

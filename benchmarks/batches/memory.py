@@ -65,7 +65,7 @@ async def one(stage: Stage, count: int) -> dict[str, float]:
 
 
 def by_phase(batch: Batch, resident: Track) -> dict[str, float]:
-    """The most while it was planned, while it was sent, and while its files were written."""
+    """Peak memory while the batch was planned, while it was sent, and while its files were written."""
     marks = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
     moments = [mark.timestamp() for mark in marks if mark is not None]
     seen = list(zip(resident.times, resident.values, strict=True))

@@ -13,7 +13,7 @@ SECONDS_MAX = 240.0
 REQUESTS = 50_000
 SETTINGS = """
     The rounds of `make bench-plan`, each a process of its own, on its file of prompts that share beginnings; medians.
-    Clock and processor time stand side by side, because this machine may be shared.
+    Clock and processor time are shown side by side, because this machine may be shared.
 """
 
 

@@ -1,4 +1,4 @@
-"""What the order of requests is worth to a server that caches the beginnings of prompts."""
+"""How much the order of requests saves on a server that caches the beginnings of prompts."""
 
 import json
 from collections import defaultdict
@@ -70,7 +70,7 @@ class Workload:
         self._ours = order.order([order.chain(prompt) for prompt in self._prompts])
 
     def orders(self) -> dict[str, Sequence[int]]:
-        """Batchwright gets the file as it is, and finds its order itself."""
+        """Batchwright gets the file as it is, and orders the requests itself."""
         systems = [xxhash.xxh32_intdigest(json.loads(prompt)[0]["content"].encode()) for prompt in self._prompts]
         everyone = range(len(self.lines))
         return {
@@ -94,7 +94,7 @@ class Workload:
 
 
 def rename(line: bytes) -> bytes:
-    """For our model, and as long an answer as comes: equally long ones would end in waves, as they never do."""
+    """For our model, and without a fixed length: answers of equal length would end in waves, which is unrealistic."""
     request = json.loads(line)
     request["body"]["model"] = MODEL
     del request["body"]["max_tokens"]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.batches.senders NAME --url URL --file FILE --output FILE [--connections N] [--warm-up FILE]
 
-`bare` is the least that does the job with the client of Batchwright: 100 coroutines that take a line, split it, send
+`bare` is the minimum that works, with the HTTP client of Batchwright: 100 coroutines that take a line, split it, send
 it, parse the answer, and write the envelope around it. `aiohttp` and `openai` are written as people write them: a task
-per line, a semaphore, JSON in and out. Clients are made, and the warm-up is sent, before the clock starts.
+per line, a semaphore, JSON in and out. Clients are created, and the warm-up is sent, before the clock starts.
 """
 
 import argparse

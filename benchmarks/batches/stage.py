@@ -1,4 +1,4 @@
-"""What the sections stand on: a database and a folder of their own, a simulated model server, and real workers."""
+"""The environment of a section: its own database and folder, a simulated model server, and real workers."""
 
 import asyncio
 import shutil
@@ -62,7 +62,7 @@ class Ground(sections.Ground):
 
 
 def fixed(limit: int) -> dict[str, int]:
-    """Settings for so many requests in flight, neither more nor less."""
+    """Settings for exactly this number of requests in flight."""
     return {
         "inference_concurrency": limit,
         "inference_model_concurrency_start": limit,
@@ -94,7 +94,7 @@ class Stage:
         return worker_log(self.folder)
 
     async def submit(self, file: Path, *, seconds: float | None = None, window: str = "24h") -> Batch:
-        """`seconds` is a shorter window than users may have; it is written into the row before a worker is told."""
+        """`seconds` is a shorter window than users can set; it is written into the row before workers are notified."""
         stored = await store_input(self.files, file, tenant="default", bytes_max=BYTES_MAX)
         new = NewBatch(tenant="default", endpoint=ENDPOINT, input_file_id=stored.id, completion_window=window)
         batch, _ = await create(self.batches, self.client.catalog, new, must_be_served=False)
@@ -125,7 +125,7 @@ class Stage:
         return await self.until(id, lambda batch: batch.has_ended, seconds)
 
     async def run(self, file: Path, seconds: float = 300.0) -> Batch:
-        """A whole batch; one that does not complete, with every line answered, is an error."""
+        """Run a whole batch; raises unless it completes with every line answered."""
         batch = await self.ended((await self.submit(file)).id, seconds)
         if batch.completed != batch.total or not batch.total:
             raise RuntimeError(f"a batch ended {batch.status}, {batch.completed} of {batch.total}: {batch.errors}")
@@ -159,7 +159,7 @@ def write_lines(
 
 @dataclass(slots=True)
 class Track:
-    """A growing number, read again and again; `at` is its value at a moment in between."""
+    """Samples of a growing number; `at` is its value at a moment between two samples."""
 
     times: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -179,7 +179,7 @@ class Track:
 
 @contextmanager
 def tracked(*figures: Callable[[], float], seconds: float = 0.02) -> Iterator[list[Track]]:
-    """Reads the figures all the time, in a thread of its own, and once more at the end."""
+    """Reads the figures continuously, in its own thread, and once more at the end."""
     tracks = [Track() for _ in figures]
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a batch moves: log, rows and disk of PostgreSQL, and what a worker writes to its work folder and the store."""
+"""Data that a batch writes: log, rows and disk of PostgreSQL, and the work folder and the store of a worker."""
 
 import psutil
 

@@ -1,4 +1,4 @@
-"""What a second run over the same folder pays for: nothing; and after edits, little more than what was edited."""
+"""Calls of a second run over the same folder: none; after edits, few more than for the edited text."""
 
 import asyncio
 from pathlib import Path
@@ -59,7 +59,7 @@ async def one_run(on: Stage, server: Provider, papers: Path) -> dict[str, float]
 
 
 def edit(papers: Path, length: int, *, seed: int) -> tuple[int, float]:
-    """Replace passages of this length; answers in how many documents, and how many percent of the text that were."""
+    """Replace passages of this length; returns the number of documents and the percentage of the text."""
     files = sorted(papers.iterdir())
     total = sum(file.stat().st_size for file in files)
     writer = Writer(1_000_000 + seed)

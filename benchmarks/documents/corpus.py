@@ -1,4 +1,4 @@
-"""Documents that nobody has written: words by Zipf's law, in sentences, paragraphs and pages, the same for one seed."""
+"""Generated documents: words by Zipf's law, in sentences, paragraphs and pages; the same seed gives the same text."""
 
 import itertools
 import random
@@ -86,7 +86,7 @@ def write_texts(folder: Path, count: int, characters: int) -> None:
 
 
 def write_mixed(folder: Path, count: int, pages: int) -> None:
-    """Every other one is a PDF file."""
+    """Every second one is a PDF file."""
     folder.mkdir()
     for number in range(count):
         writer = Writer(number)

@@ -1,4 +1,4 @@
-"""Killed half way and started again: the work that is done twice, beside LlamaIndex's IngestionPipeline."""
+"""Killed half way and started again: the work that is done twice, compared with LlamaIndex's IngestionPipeline."""
 
 import asyncio
 import importlib.metadata
@@ -125,7 +125,7 @@ async def billed(server: Provider, count: int) -> None:
 
 
 async def settled_bill(server: Provider) -> list[str]:
-    """What was on its way when the process was killed is paid for as well."""
+    """Requests in flight when the process was killed were paid for as well."""
     await asyncio.sleep(5 * DELAY_SECONDS)
     return await server.texts()
 

@@ -99,7 +99,7 @@ def topic_words(topic: int) -> list[str]:
 
 
 async def store(on: Stage, space: Space, number: int, texts: list[str], vectors: list[bytes]) -> None:
-    """As the last steps of a run do it, with all that search reads."""
+    """Store chunks as the last steps of a run do, with everything that search reads."""
     library, name = on.part.library, f"document-{number}"
     async with on.client.pool.transaction() as session:
         ((document_id,),) = await session.rows(

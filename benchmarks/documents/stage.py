@@ -1,4 +1,4 @@
-"""What the sections stand on: a database and a folder of their own, real workers, and a provider that keeps a bill."""
+"""The environment of a section: its own database and folder, real workers, and a provider that keeps a bill."""
 
 import asyncio
 import shutil
@@ -63,7 +63,7 @@ class Stage:
         return run.id
 
     async def run(self, papers: Path, seconds: float = 300.0) -> Run:
-        """A whole run; one in which anything fails is an error."""
+        """Run completely; raises if anything fails."""
         run = await self.until(await self.submit(papers), lambda run: run.has_ended, seconds)
         return check(run)
 

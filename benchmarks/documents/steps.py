@@ -1,4 +1,4 @@
-"""What a step costs besides its own work: documents of one line, which no step has anything to do with."""
+"""The overhead of a step: documents of one line, so that the steps have almost nothing to do."""
 
 from pathlib import Path
 from typing import Any

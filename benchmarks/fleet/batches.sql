@@ -1,4 +1,4 @@
--- Batches of many tenants with their courses, tasks and runs; and a week of figures by the minute.
+-- Batches of many tenants with their samples, tasks and runs; and a week of figures by the minute.
 
 SET synchronous_commit = off;
 ALTER TABLE batchwright.batch DISABLE TRIGGER legal_batch_births;

@@ -1,4 +1,4 @@
-"""What dividing a batch over eight workers costs a server that caches the beginnings of prompts."""
+"""How much a server's prefix cache suffers when a batch is divided among eight workers."""
 
 from contextlib import AsyncExitStack
 from typing import Any

@@ -1,11 +1,11 @@
-"""Many idle workers in one process: those parts of a worker that send statements while it has nothing to do.
+"""Many idle workers in one process: only the parts of a worker that send statements while it is idle.
 
     python -m benchmarks.fleet.crowd COUNT
 
 Each has a row and three connections of its own, as an idle worker keeps them, and runs the real upkeep, heartbeat and
 counts. Threads, pools and everything that waits for jobs are left out, so that a thousand of them take part of a core.
 The settings come from the environment. It prints a line when all workers have started, and ends when its standard input
-does: at once, for the database goes away with them.
+does, without cleaning up: the database is removed then.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def main(count: int) -> None:
 
 
 async def start_idle(client: AsyncBatchwright, like: Worker) -> list[asyncio.Task[None]]:
-    """One more worker that has the operations and rounds of `like`."""
+    """Add a worker with the operations and rounds of `like`."""
     id = worker_id()
     statements, lease, bell = [await connect(client) for _ in range(3)]
     database = Database(Single(statements))
@@ -70,7 +70,7 @@ async def start_idle(client: AsyncBatchwright, like: Worker) -> list[asyncio.Tas
 
 
 async def look(upkeep: Upkeep, like: Worker, rings: asyncio.Event) -> None:
-    """At the pace of a worker's poller when nothing comes; after a ring at once."""
+    """Poll at the pace of an idle worker, and at once after a doorbell."""
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(like.settings.poll_seconds_max * upkeep.pace * random.uniform(0.75, 1.0)):

@@ -1,4 +1,4 @@
-"""Every page of the dashboard over a million jobs, and 200 people who look at it."""
+"""Every page of the dashboard over a million jobs, and 200 viewers at once."""
 
 import asyncio
 import re
@@ -52,7 +52,7 @@ QUERIES = {
     "/ui/documents": ("", "?status=open"),
 }
 LEFT_OUT = ("/ui/assets", "/ui/sign", "/ui/batches/new/", "/ui/documents/items/", "/ui/documents/collections/{name}/")
-"""Assets; forms that are not looked at; and what needs files or models that are not here."""
+"""Not measured: assets, forms, and pages that need files or models that do not exist here."""
 WATCHED = ("/ui", "/ui/jobs", "/ui/batches", f"/ui/batches/{RUNNING}")
 
 
@@ -77,12 +77,12 @@ async def measure(ground: Ground) -> dict[str, Any]:
     with ground.server.database() as url:
         await migrate(url)
         run(url, "history.sql", jobs=jobs, events=events)
-        ground.tell("  jobs and events are there")
+        ground.tell("  jobs and events are loaded")
         run(url, "batches.sql", batches=batches)
-        ground.tell("  batches are there")
+        ground.tell("  batches are loaded")
         async with serving(url, ground.folder) as (server, pool):
             pages = await ask_all(server, batches, ground.pick(TIMES, 5))
-            ground.tell("  every page was asked for")
+            ground.tell("  every page was measured")
             viewers = await watch_all(server, pool, batches, ground)
     return {"pages": pages, "viewers": viewers}
 
@@ -108,7 +108,7 @@ async def serving(url: str, folder: Path) -> AsyncIterator[tuple[ApiServer, Coun
 
 
 def addresses(server: ApiServer, batches: int) -> Iterator[str]:
-    """Of every page there is: one that nobody thought of here is asked for as well."""
+    """The URLs of all registered pages, so that a new page is measured without a change here."""
     known = {"/ui/jobs": JOB, "/ui/batches": f"batch_{batches - 1:032x}", "/ui/tasks": f"task_{20:032x}"}
     known |= {"/ui/documents/runs": f"run_{20:032x}", "/ui/documents/collections": "papers"}
     for route in application(server).routes:
@@ -135,7 +135,7 @@ async def ask_all(server: ApiServer, batches: int, times: int) -> dict[str, Any]
 
 
 async def ask(server: ApiServer, client: httpx.AsyncClient, address: str, times: int) -> dict[str, float]:
-    """The first time is not counted: templates are compiled then."""
+    """The first request is not counted: it compiles the templates."""
     taken, spent, size = list[float](), list[float](), 0
     for n in range(times + 1):
         site(server).live.forget()

@@ -1,5 +1,5 @@
--- A database with a past: jobs that have ended, events of each, a few open ones, and an old outage.
--- The newest tenth has no failed job at all, so that whoever looks for one along the newest jobs looks in vain.
+-- A database with history: jobs that have ended, their events, a few open jobs, and an old outage.
+-- The newest tenth has no failed job at all, so that a search for one along the newest jobs finds nothing there.
 
 SET synchronous_commit = off;
 SET maintenance_work_mem = '512MB';

@@ -26,11 +26,11 @@ CORE_PERCENT_MAX = 0.05
 CONNECTIONS_MAX = 3.0
 ROUNDS_GROWTH_MAX = 1.25
 GATEWAY = "http://127.0.0.1:9"
-"""A server that nobody asks anything; workers that have one are ready for batches."""
+"""A server that gets no requests; workers with a gateway are ready for batches."""
 SETTLED_SECONDS = 90
 MEASURED_SECONDS = 60
 SETTINGS = f"""
-    `batchwright worker` processes as they come, on a database without jobs. Workers are added until there are 10, 30
+    `batchwright worker` processes with default settings, on a database without jobs. Workers are added: 10, 30
     and 100; each time, after {SETTLED_SECONDS} s, PostgreSQL's own counters of transactions, its processor time (of all
     its processes) and its connections are read, and again after {MEASURED_SECONDS} s. "Each further worker" is the
     difference between the smallest and the largest fleet, divided by the workers between them. Rounds are updates of
@@ -84,7 +84,7 @@ async def start(workers: AsyncExitStack, folder: Path, url: str, count: int) -> 
 
 
 async def count(ground: Ground, url: str, seconds: float, processes: list[psutil.Process]) -> dict[str, float]:
-    """Of all workers together: per second, or as it is at the end."""
+    """Figures of all workers together: per second, or the value at the end."""
 
     def spent() -> dict[str, float]:
         cores = {
@@ -119,7 +119,7 @@ def each_further(fleets: dict[int, dict[str, float]]) -> dict[str, float]:
 
 
 def kept(figures: dict[str, Any]) -> dict[str, float | None]:
-    """What each further worker costs; what all of them cost together, however many they are, begins with `common_`."""
+    """The cost of each further worker; names of costs that do not depend on their number begin with `common_`."""
     fleets, each = figures["fleets"], figures["each"]
     few, many = min(fleets), max(fleets)
     common = {

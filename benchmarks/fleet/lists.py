@@ -42,9 +42,9 @@ LIMITED = frozenset(
         "/metrics: depths",
     )
 )
-"""Bounded by a limit that they state, 100,000 jobs, because no index knows what they ask for."""
+"""Queries that no index serves: they read up to a limit that they state, 100,000 jobs."""
 ROOT = JobId(UUID(int=1))
-"""A parent with a fifth of all jobs below it."""
+"""A parent with a fifth of all jobs as its children."""
 SETTINGS = f"""
     {JOBS:,} jobs that have ended, of 11 tenants in 20 queues, 6 % of them FAILED and none of those among the newest
     tenth, {EVENTS} events each, a parent with a fifth of them as its children, and 4,000 open jobs that are older than
@@ -60,10 +60,10 @@ async def measure(ground: Ground) -> dict[str, Any]:
     with ground.server.database() as url:
         await migrate(url)
         run(url, "history.sql", jobs=jobs, events=events)
-        ground.tell("  the past is there")
+        ground.tell("  the history is loaded")
         past = await ask_all(url)
         run(url, "backlog.sql", jobs=jobs)
-        ground.tell("  the backlog is there")
+        ground.tell("  the backlog is loaded")
         return {"past": past, "backlog": await ask_all(url)}
 
 
@@ -97,7 +97,7 @@ def questions(client: AsyncBatchwright) -> dict[str, Question]:
 
 
 def listing(client: AsyncBatchwright) -> dict[str, Question]:
-    """A page of 50, as `job list` and `GET /v1/jobs` ask for it."""
+    """A page of 50, as `job list` and `GET /v1/jobs` read it."""
     filters = {
         "": JobFilter(),
         "--tenant": JobFilter(tenant="tenant_3"),

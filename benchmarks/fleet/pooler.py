@@ -92,7 +92,7 @@ async def migrate(url: str) -> None:
 
 @contextmanager
 def pgbouncer(folder: Path, url: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Before that database; its pool brings our settings, as docs/operating.md advises."""
+    """Start PgBouncer in front of that database; its pool applies our settings, as docs/operating.md advises."""
     parts = conninfo_to_dict(url)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""One batch on 1, 2, 4 and 8 workers: requests per second beside the ideal."""
+"""One batch on 1, 2, 4 and 8 workers: requests per second compared with the ideal."""
 
 import statistics
 import time

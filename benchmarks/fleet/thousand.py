@@ -1,4 +1,4 @@
-"""Fleets of 100, 300 and 1,000 idle workers in a few processes, beside what fewer workers let expect."""
+"""Fleets of 100, 300 and 1,000 idle workers in a few processes, compared with the prediction from fewer workers."""
 
 import asyncio
 import sys
@@ -86,7 +86,7 @@ async def crowded(folder: Path, environment: dict[str, str], workers: int) -> As
 
 
 def expect(idle: dict[str, float], workers: int) -> dict[str, float | None]:
-    """What so many workers cost by the figures of fewer."""
+    """The predicted cost of this number of workers, from the figures of fewer."""
     return {
         name: idle[f"common_{name}"] + workers * idle[name] if name in idle and f"common_{name}" in idle else None
         for name in COMPARED
@@ -94,7 +94,7 @@ def expect(idle: dict[str, float], workers: int) -> dict[str, float | None]:
 
 
 def ratio(figures: dict[str, Any], name: str) -> float | None:
-    """Of the largest fleet: how far measured and expected are apart, as a number of at least 1."""
+    """For the largest fleet, the ratio of measured and expected cost, inverted if it is below 1."""
     most = max(figures["fleets"])
     measured, expected = figures["fleets"][most][name], figures["expected"][most][name]
     return max(measured / expected, expected / measured) if measured and expected else None

@@ -43,7 +43,7 @@ class Peer(ABC):
 
     @abstractmethod
     async def migrate(self, url: str, options: dict[str, Any]) -> None:
-        """Makes the tables in an empty database."""
+        """Creates the tables in an empty database."""
 
     @abstractmethod
     def producer(self, url: str, options: dict[str, Any]) -> AbstractAsyncContextManager[Send]:
@@ -58,7 +58,7 @@ class Peer(ABC):
         """SQL for the number of jobs that are not settled."""
 
     def history(self, jobs: int, options: dict[str, Any]) -> list[str]:
-        """SQL that leaves behind what `jobs` finished jobs leave behind; empty when it keeps nothing.
+        """SQL that creates the rows that `jobs` finished jobs leave; empty if the contestant keeps none.
 
         Real runs would take an hour for the slow ones. Triggers and foreign keys may be switched off for the
         session, which ends with the last statement.

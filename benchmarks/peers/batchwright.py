@@ -1,4 +1,4 @@
-"""Batchwright as a contestant, on the same command line as everybody else."""
+"""Batchwright as a contestant, with the same command line as all others."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ class Batchwright(base.Peer):
         """
 
     def history(self, jobs: int, options: dict[str, Any]) -> list[str]:
-        """Ids that grow like the real ones, and lie before all of them."""
+        """Ids that grow like the real ones, and are lower than all of them."""
         number = "lpad(to_hex(n), 12, '0')"
         return [
             "ALTER TABLE batchwright.job DISABLE TRIGGER legal_births",

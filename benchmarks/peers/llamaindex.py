@@ -27,7 +27,7 @@ VECTORS = "vectors.json"
 
 
 class RemoteEmbedding(BaseEmbedding):
-    """The same server, asked for many texts at once."""
+    """The same server, with many texts in a request."""
 
     url: str
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def open_pipeline(storage: Path, url: str) -> tuple[Any, bool]:
-    """What was persisted before; a file that was cut off by a kill cannot be read, and then all begins anew."""
+    """What was persisted before. A file that was cut off by a kill cannot be read; then everything starts again."""
     try:
         return make_pipeline(storage, url), False
     except ValueError:
@@ -89,7 +89,7 @@ def make_pipeline(storage: Path, url: str) -> Any:
 
 
 def persist(pipeline: Any, storage: Path) -> None:
-    """Vectors first: a document that the store knows is never looked at again."""
+    """Vectors first: a document that the store knows is never processed again."""
     storage.mkdir(exist_ok=True)
     pipeline.vector_store.persist(str(storage / VECTORS))
     pipeline.persist(str(storage))

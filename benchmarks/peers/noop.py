@@ -1,4 +1,4 @@
-"""The operation that every contestant runs: it does nothing but tell the harness that it ran.
+"""The operation that every contestant runs: it only counts that it ran.
 
 Each worker process keeps three numbers in a memory-mapped file that the harness reads, so that
 watching the progress of a run costs the database nothing and costs every contestant the same.

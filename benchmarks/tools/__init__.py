@@ -1,1 +1,1 @@
-"""What the benchmarks share: a server of their own, processor accounting, and the report."""
+"""What the benchmarks share: a server of their own, CPU accounting, and the report."""

@@ -128,7 +128,7 @@ def throughput(
 
 
 def compact_bytes(server: Server, url: str) -> int:
-    """The size of a database without dead rows, which vacuum lets the next rows use."""
+    """The size of a database without dead rows, whose space the next rows reuse."""
     server.scalar("VACUUM FULL", url)
     return server.disk_bytes(url)
 
@@ -261,7 +261,7 @@ def wait_first(server: Server, workers: list[subprocess.Popen[str]], folder: Pat
 
 
 def wait_started(workers: list[subprocess.Popen[str]], folder: Path, jobs: int, limit_seconds: float) -> None:
-    """Waits until so many operations have begun."""
+    """Waits until this number of operations has begun."""
     deadline = time.monotonic() + limit_seconds
     while (started := sum(reading.started for reading in noop.readings(folder))) < jobs:
         if time.monotonic() > deadline:
@@ -284,7 +284,7 @@ def wait_settled(contestant: Contestant, command: Command) -> None:
                 return
             if asked_at > deadline:
                 raise RunError(f"{row[0]:,} jobs were started but never settled")
-            # An expensive question (Awa's view takes 60 ms) is asked less often, so that it weighs little.
+            # An expensive query (Awa's view takes 60 ms) runs less often, so that it costs little.
             time.sleep(max(POLL_SECONDS, 3 * (time.monotonic() - asked_at)))
 
 
@@ -311,7 +311,7 @@ def per_job(before: float | None, after: float | None, jobs: int) -> float | Non
 
 
 def last_line(text: str) -> str:
-    """The last line that speaks of an error, or else the last one."""
+    """The last line that mentions an error, or else the last one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line.lower()]
     return [*lines, *telling, "no message"][-1 if not lines else -2][:STDERR_CHARACTERS]

@@ -14,7 +14,7 @@ _DIGITS = 4
 
 
 def save(name: str, results: Mapping[str, Any], kept: Mapping[str, float | None]) -> None:
-    """Write what the page needs of one run, whose JSON object is `results`; a run without figures leaves the file."""
+    """Write what the page needs from one run, whose JSON object is `results`; without figures, the file stays."""
     measured = {key: _rounded(value) for key, value in sorted(kept.items()) if value is not None}
     if not measured:
         return

@@ -1,4 +1,4 @@
-"""Small measures that hold on a machine that is shared with others."""
+"""Small measurements that are usable on a shared machine."""
 
 import statistics
 import time
@@ -48,7 +48,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Ends what is left of processes that we started; psutil knows a reused pid from the one it met."""
+    """Ends what is left of processes that we started; psutil does not confuse a reused pid with theirs."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

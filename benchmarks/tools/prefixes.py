@@ -47,7 +47,7 @@ def write(file: Path, count: int, line_bytes: int) -> int:
 
 
 class BlockCache:
-    """Blocks by prefix, the least recently used leaves first; a request finds its leading blocks up to a miss."""
+    """Blocks by prefix; the least recently used is evicted first. A request finds its leading blocks up to a miss."""
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks: OrderedDict[bytes, None] = OrderedDict()
@@ -69,7 +69,7 @@ class BlockCache:
 
 
 def cached_share(chains: Sequence[bytes], blocks_max: int) -> float:
-    """Cached blocks by those that could be: all but the first of each kind."""
+    """Cached blocks divided by those that could be: all but the first of each kind."""
     cache = BlockCache(blocks_max)
     for chain in chains:
         cache.ask(chain)

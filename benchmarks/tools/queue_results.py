@@ -1,4 +1,4 @@
-"""What the queue benchmark found: figures, ratios, goals, and how they are shown."""
+"""The results of the queue benchmark: figures, ratios, goals, and tables."""
 
 import platform
 import statistics
@@ -15,7 +15,7 @@ from benchmarks.tools.report import Goal, at_least, at_most, goal_table, note, n
 
 OURS = "Batchwright"
 RIVAL = "PgQueuer"
-"""The peer that comes nearest, and that is strained as well."""
+"""The closest peer; it runs under strain as well."""
 FRESH, FINISHED_ROWS, PINNED = "fresh", "finished rows", "pinned xmin"
 
 RATIO_GOALS = {RIVAL: 1.3, "Procrastinate": 2.0, "DBOS": 2.0, "Awa": 2.0}
@@ -95,7 +95,7 @@ def goals_of(results: Results) -> Iterator[Goal]:
     jobs = max((run.jobs for run in ours), default=0)
     yield at_least(f"{OURS}: jobs/s over {jobs:,} jobs", RATE_MIN, median(ours, rate))
     yield at_most(f"{OURS}: CPU µs per job, PostgreSQL + Python", CPU_US_MAX, median(ours, cpu))
-    # Each figure meets the settings with which the peer is best at that figure.
+    # Each figure is compared with that of the settings with which the peer is best at it.
     for peer, bound in RATIO_GOALS.items():
         yield at_least(f"CPU per job, {peer} ÷ {OURS}", bound, ratio(results, peer, OURS, cpu, lower=cpu))
         yield at_least(f"jobs/s, {OURS} ÷ {peer}", bound, ratio(results, OURS, peer, rate))
@@ -212,7 +212,7 @@ def as_text(results: Results) -> str:
 
 
 def share(results: Results, contestant: Contestant) -> str:
-    """What this contestant got of the benchmark."""
+    """The parts of the benchmark that this contestant ran."""
     parts = {
         "in heats": [run for run in results.heats if run.name == contestant.name],
         "in rounds": [run for run in results.runs if run.name == contestant.name],

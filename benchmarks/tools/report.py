@@ -28,7 +28,7 @@ def at_most(name: str, bound: float, value: float | None, unit: str = "") -> Goa
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first is text, the others stand to the right."""
+    """Columns as wide as their widest cell; the first is left-aligned text, the others are right-aligned."""
     widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
     lines = [headings, ["-" * width for width in widths], *rows]
     return "\n".join(line(cells, widths) for cells in lines)

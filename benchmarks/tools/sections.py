@@ -1,7 +1,7 @@
-"""Benchmarks of several sections on one PostgreSQL: one that breaks is a line in the report, and the others go on.
+"""Benchmarks of several sections on one PostgreSQL: if one fails, that is a line in the report, and the others run.
 
 A section is a module with NAME, TITLE, SECONDS_MAX, SETTINGS, `async measure(ground)`, `goals(figures)` and
-`tables(figures)`. One that has `kept(figures)` says there what `--save` writes down.
+`tables(figures)`. If it has `kept(figures)`, `--save` stores what that returns.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(
 
 def parse(name: str, description: str, sections: Sequence[ModuleType]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
-    parser.add_argument("--database-url", help="a server to use; default: one of our own, gone afterwards")
+    parser.add_argument("--database-url", help="server to use; by default a temporary one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", default="", help=f"some of {','.join(each.NAME for each in sections)}")
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer runs; the figures are rough")
@@ -96,7 +96,7 @@ async def measure_all(name: str, ground: Ground, sections: Sequence[ModuleType])
 
 
 def save(results: dict[str, Any], sections: Sequence[ModuleType]) -> None:
-    """A section that failed leaves its figures out."""
+    """A section that failed has no figures."""
     kept: dict[str, float | None] = {}
     for section in sections:
         if hasattr(section, "kept") and results["figures"][section.NAME] is not None:
@@ -118,7 +118,7 @@ def as_text(results: dict[str, Any], sections: Sequence[ModuleType]) -> str:
         parts.append(report.note("How", " ".join(section.SETTINGS.split())))
     parts.append(report.goal_table(goals))
     if results["is_quick"]:
-        parts.append(report.note("Quick", "sizes and numbers of runs are smaller than the goals speak of"))
+        parts.append(report.note("Quick", "sizes and numbers of runs are smaller than the goals require"))
     parts.append(f"Missed: {'; '.join(missed)}." if missed else f"All {len(goals)} goals are met.")
     parts.append(f"{results['seconds']['all']:.0f} s in all")
     return "\n\n".join(parts)

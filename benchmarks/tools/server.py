@@ -1,4 +1,4 @@
-"""The PostgreSQL that a benchmark runs on, and what it spent."""
+"""The PostgreSQL that a benchmark runs on, and the CPU time that it used."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -71,7 +71,7 @@ class Server:
 
     @contextmanager
     def database(self) -> Iterator[str]:
-        """A fresh database, gone afterwards."""
+        """A fresh database, removed afterwards."""
         name = f"bench_{uuid4().hex[:12]}"
         self.scalar(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         try:
@@ -88,7 +88,7 @@ class Server:
 
 @contextmanager
 def server(database_url: str | None, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """The server at `database_url`, or one of our own, with these settings too, in a folder that goes away."""
+    """The server at `database_url`, or one of our own with these settings, in a temporary folder."""
     if database_url is not None:
         yield connect(database_url)
         return

@@ -1,4 +1,4 @@
-"""Real workers in a folder of their own, with settings that owe nothing to the user's own ones."""
+"""Real workers in their own folder, independent of the user's own settings."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ START_SECONDS = 150.0
 
 @asynccontextmanager
 async def in_thread(blocking: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Begins and ends beside the event loop, where others are being measured."""
+    """Starts and stops outside the event loop, because that is measuring others."""
     found = await asyncio.to_thread(blocking.__enter__)
     try:
         yield found
@@ -29,7 +29,7 @@ async def in_thread(blocking: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 
 def environment_of(folder: Path, database_url: str, gateway_url: str, settings: dict[str, Any]) -> dict[str, str]:
-    """The settings of a stage as the environment of its workers; nothing of the user's own ones."""
+    """The settings of a stage as the environment of its workers, without the user's own settings."""
     (folder / "batchwright.toml").touch()
     values = {
         "database_url": database_url,
@@ -46,7 +46,7 @@ def environment_of(folder: Path, database_url: str, gateway_url: str, settings: 
 
 @asynccontextmanager
 async def running_worker(folder: Path, environment: dict[str, str]) -> AsyncIterator[psutil.Process]:
-    """`batchwright worker`, ready to work; it ends with us, and with this block."""
+    """A `batchwright worker` that is ready; it ends with this block, or with this process."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with ours, (folder / "worker.log").open("ab") as log:

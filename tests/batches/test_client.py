@@ -244,7 +244,7 @@ BAD_INPUT = [
     ([{"n": {1, 2}}], {}, "request 1 is not JSON"),
     (io.StringIO("{}"), {}, "binary mode"),
     (io.BytesIO(b"{}"), {"model": "small"}, "in a file each line names its model"),
-    ([{}], {"endpoint": "/v1/nope"}, "endpoint '/v1/nope' takes no batches"),
+    ([{}], {"endpoint": "/v1/nope"}, "endpoint '/v1/nope' is not supported in batches"),
     ([{}], {"window": "1s"}, "from '1m' to '30d'"),
     ([{}], {"priority": 10}, "priority is 10"),
     ([{}], {"tenant": ""}, "tenant has 0 characters; it must have 1 to 100"),
@@ -337,6 +337,10 @@ def test_a_result_tells_an_answer_from_an_error():
     assert answer(200, b'{"data":[{"embedding":[1]}]}').text is None
     refused = answer(429, b'{"error":{"code":"too_many","message":"slow down"}}')
     assert (refused.ok, str(refused.error), refused.error.status_code) == (False, "too_many: slow down", 429)
+    body = b'{"error":{"code":"too_many","message":"slow down"}}'
+    line = answered("batch_req_0", "a", classify(Reply(status=429, body=body), now=0.0))
+    resumable = parse_result(line.removesuffix(b"}\n") + b',"cursor":"7:42"}\n')
+    assert (resumable.cursor, resumable.error) == ("7:42", refused.error), "the same as without a cursor"
     assert answer(400, b'{"detail":"oh"}').error == RequestError(code="http_400", message="oh", status_code=400)
     assert answer(400, b'{"why":"oh"}').error.message == '{"why":"oh"}'
     late = parse_result(unanswered("batch_req_0", "a", "batch_expired"))

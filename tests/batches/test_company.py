@@ -86,7 +86,7 @@ async def test_lines_that_a_shard_left_unasked_are_sent_again_and_only_those(dat
         assert stage.simulator.asked(over=1)["count"] == 0
         assert (sends, batch.completed, batch.usage_by_model.keys()) == (5, 30, set(models))
         sql = "SELECT message FROM batchwright.job_event WHERE event = 'batch.lines_resent'"
-        assert await raw(stage.batchwright.queue, sql) == [("10 lines had no answer, and are sent again",)]
+        assert await raw(stage.batchwright.queue, sql) == [("10 lines had no answer, and are resent",)]
         counted = stage.batchwright.part(BatchesPart).runtime.dispatcher.counts._counts
         assert counted.total("batch_lines_resent_total") == 10
 

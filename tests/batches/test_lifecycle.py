@@ -378,6 +378,20 @@ async def test_a_retry_repeats_only_what_failed(database_url, tmp_path):
         )
 
 
+async def test_a_retry_by_the_servers_own_code_repeats_the_lines_with_that_code(database_url, tmp_path):
+    async with staged(database_url, tmp_path) as stage:
+        stage.work()
+        faults = {1: "[[fault:400:times=1]]", 2: "[[fault:404:times=1]]"}
+        first = await stage.ended(
+            await stage.submit([request(f"r{n}", prompt=f"{n} {faults.get(n, '')}") for n in range(4)])
+        )
+        (code,) = [code for code, (_, sample) in first.error_summary.items() if sample == "r1"]
+        assert not code.startswith("http_"), "the simulator sends a code, as servers do"
+        batch = await stage.ended(await stage.repeat(first, [code]))
+        output, errors = await stage.results(batch)
+        assert ([line["custom_id"] for line in output], errors, batch.total) == (["r1"], [], 1)
+
+
 async def test_jobs_that_somebody_enqueues_by_hand_do_nothing_to_a_batch(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": 10}) as stage:
         stage.work()

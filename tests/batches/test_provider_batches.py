@@ -292,7 +292,7 @@ async def test_what_a_provider_cannot_take_is_refused_at_the_plan_by_line_and_fi
     assert batch.status is BatchStatus.FAILED
     found = [(one["code"], one["line"], one["param"]) for one in batch.errors["data"]]
     assert found == [("unsupported_by_provider", 4, "body.logprobs"), ("unsupported_by_provider", 5, "body.logit_bias")]
-    assert batch.errors["data"][0]["message"].startswith("anthropic cannot take this: ")
+    assert batch.errors["data"][0]["message"].startswith("anthropic does not accept this: ")
     assert stage.remote() == []
 
 
@@ -338,7 +338,7 @@ def test_a_model_has_a_provider_or_a_server_and_not_both():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("opanai", "did you mean 'openai'"), ("sarvam", "which answers no such requests")]
+    ("name", "message"), [("opanai", "did you mean 'openai'"), ("sarvam", "which does not answer such requests")]
 )
 async def test_a_provider_that_cannot_answer_stops_the_worker_at_its_start(database_url, tmp_path, name, message):
     async with provider_stage(database_url, tmp_path, models={"x": {"provider": name}}) as stage:
@@ -508,9 +508,9 @@ async def test_shards_of_a_late_batch_that_nobody_has_begun_go_to_the_provider(d
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"cost_max": 1e-9}, "all of it would cost more than 1e-09"),
-        ({"prices": {}}, "what there costs at openai is not known"),
-        ({"provider": "anthropic"}, "anthropic cannot take this"),
+        ({"cost_max": 1e-9}, "the overflow would cost more than 1e-09"),
+        ({"prices": {}}, "the price of there at openai is unknown"),
+        ({"provider": "anthropic"}, "anthropic does not accept this"),
     ],
 )
 async def test_shards_stay_where_the_provider_is_too_dear_or_unable(

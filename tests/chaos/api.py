@@ -1,6 +1,6 @@
-"""`batchwright api` on a tether, as workers have one: `python -m tests.chaos.api --config FILE --tether N`.
+"""`batchwright api` with a tether, like workers: `python -m tests.chaos.api --config FILE --tether N`.
 
-It says when it answers, and ends when the harness does, so that nothing is left behind by one that was killed.
+It reports when it is ready, and exits when the harness does, so that a killed harness leaves no process behind.
 """
 
 from __future__ import annotations

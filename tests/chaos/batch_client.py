@@ -1,6 +1,6 @@
-"""A user of the batch chaos: uploads a file, makes a batch of it, and reads what comes, over a server that keeps dying.
+"""A user of the batch chaos: uploads a file, creates a batch and reads its results, from a server that keeps dying.
 
-Whatever was not answered is asked again, with the same Idempotency-Key where something is made.
+Calls without an answer are repeated; those that create something have the same Idempotency-Key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.chaos.verdict import Breach
 CHAT = "/v1/chat/completions"
 MODELS = ("large", "medium", "small")
 _AGAIN = {502, 503, 504}
-"""Statuses that say: ask again. Everything else that is no success is a breach."""
+"""Statuses after which a call is repeated. Any other status that is not a success is a breach."""
 _ANSWER_SECONDS_MAX = 120.0
 _BREACHES_MAX = 20
 _BOUNDARY = "chaos-5b1f0e"
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.25
 
 
 class Request(NamedTuple):
-    """One line of the input, and what must become of it."""
+    """One line of the input, and its expected result."""
 
     custom_id: str
     offset: int
@@ -41,14 +41,14 @@ class Request(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """An input file, and what is known of its lines."""
+    """An input file, and what is known about its lines."""
 
     data: bytes
     requests: list[Request]
 
 
 def workload(count: int, seed: int, models: Sequence[str] = MODELS) -> Workload:
-    """Several models; most lines share the beginning of their prompt with others; some fail for good, some once."""
+    """Several models; most lines share the beginning of their prompt with others; some fail permanently, some once."""
     draw = random.Random(f"batch workload {seed}")
     prefixes = [" ".join(f"Rule {n}.{rule} of the house." for rule in range(60)) for n in range(24)]
     data = bytearray()
@@ -76,11 +76,11 @@ class Found:
     output: bytes = b""
     errors: bytes = b""
     shown: list[bytes] = field(default_factory=list)
-    """The lines that the cursor showed, one after the other."""
+    """The lines that were read with the cursor, in order."""
     breaches: list[Breach] = field(default_factory=list)
-    """Answers that nobody should get."""
+    """Answers that a client must never get."""
     repeated: int = 0
-    """Calls that had to be made again."""
+    """Number of repeated calls."""
     statuses: Counter[int] = field(default_factory=Counter)
 
 
@@ -116,7 +116,7 @@ class Client:
         return found
 
     async def _follow(self, id: str) -> None:
-        """Look at it, and read on where we were, until it has ended and everything is read."""
+        """Poll the batch, and continue reading, until it has ended and everything is read."""
         has_ended = False
         while not has_ended:
             await asyncio.sleep(_POLL_SECONDS)
@@ -134,7 +134,7 @@ class Client:
         self._done = done
 
     async def _read_page(self, id: str) -> bool:
-        """Whether there was anything, so that there may be more. Without a cursor this was the last page."""
+        """Whether there were lines, so that there may be more. A page without a cursor is the last."""
         page = await self._asked(f"/v1/batches/{id}/results", {"after": self._cursor} if self._cursor else {})
         self.found.shown += page.content.splitlines(keepends=True)
         self._cursor = page.headers.get("x-next-cursor")
@@ -162,7 +162,7 @@ class Client:
         return await self._http.post("/v1/batches", json=body, headers={"idempotency-key": "chaos-batch"})
 
     async def _form(self) -> AsyncIterator[bytes]:
-        """At the pace of a slow line, so that there is something to break off."""
+        """Download slowly, so that the connection can break in the middle."""
         head = f'--{_BOUNDARY}\r\nContent-Disposition: form-data; name="'
         yield f'{head}purpose"\r\n\r\nbatch\r\n{head}file"; filename="in.jsonl"\r\n\r\n'.encode()
         step = -(-len(self._work.data) // _CHUNKS)
@@ -172,7 +172,7 @@ class Client:
         yield f"\r\n--{_BOUNDARY}--\r\n".encode()
 
     async def _answered(self, send: Any) -> httpx.Response:
-        """Ask until somebody answers: a connection that broke and a server that is starting are to be expected."""
+        """Repeat a call until it is answered: broken connections and a starting server are expected."""
         async with asyncio.timeout(_ANSWER_SECONDS_MAX):
             while True:
                 with contextlib.suppress(httpx.TransportError):

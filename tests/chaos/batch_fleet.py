@@ -29,28 +29,28 @@ Kind = Literal["worker", "api"]
 Span = tuple[float, float]
 
 Ambushes = Mapping[Phase, tuple[float, Sequence[Deed]]]
-"""Short phases that chance would miss: within so many seconds after each other these are killed, once."""
+"""Short phases that random kills would miss: in each of them these deeds are done once, with this pause between."""
 _AWAY_SECONDS_MAX = 30.0
 _BREATH_SECONDS = 0.1
 _CLOSE_SECONDS_MAX = 20.0
 _PATIENCE_SECONDS = 3.0
-"""So long a deed waits for its victims; then a worker may also be the last that is awake."""
+"""How long a deed waits for a victim; after that it may also hit the last running worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """A place in a fleet: what runs there, and is started again when it ends."""
+    """A place in a fleet: the command that runs there, and is restarted when it ends."""
 
     kind: Kind
     command: Sequence[str]
-    """What follows `python -m`; the line to us is added to it. `{name}` is another name at every start."""
+    """The arguments of `python -m`; the tether is added to them. `{name}` is a new name at every start."""
     environment: Mapping[str, str] = field(default_factory=dict)
     launcher: Sequence[str] = ()
-    """What stands before `python`: a program that becomes it, elsewhere."""
+    """What is put before `python`: a program that executes it, e.g. in another namespace."""
 
 
 def posts(config: Path, *, perturbed: int | None = None, workers: int = 2) -> list[Post]:
-    """Workers and the HTTP server. With a seed the workers are perturbed, each in its own way at every start."""
+    """Workers and the HTTP server. With a seed the workers are perturbed, differently at every start."""
     settings = ("--config", str(config))
     worker = Post(kind="worker", command=("batchwright", "worker", *settings))
     if perturbed is not None:
@@ -75,13 +75,13 @@ class Victim:
 
     @property
     def is_awake(self) -> bool:
-        """It has begun to work, is not stopped and not about to die."""
+        """Whether it has begun to work, and is neither stopped nor about to be killed."""
         is_stopped = any(until > time.time() for _, until in self.stops)
         return self.ready_at is not None and self.killed_at is None and self.ended_at is None and not is_stopped
 
     @property
     def awake(self) -> list[Span]:
-        """When it worked; what was stopped in between did not."""
+        """The periods in which it worked; without those in which it was stopped."""
         if self.ready_at is None:
             return []
         ends = [one for one in (self.killed_at, self.ended_at) if one is not None]
@@ -94,7 +94,7 @@ class Victim:
 
 
 class Fleet:
-    """Workers and HTTP servers of which one that ends is replaced at once; they keep their files in `folder`."""
+    """Workers and HTTP servers; one that ends is replaced at once. They keep their files in `folder`."""
 
     def __init__(self, posts: Sequence[Post], folder: Path, logs: Path) -> None:
         self.everybody: list[Victim] = []
@@ -109,7 +109,7 @@ class Fleet:
         return [one for one in self.everybody if one.kind == kind and one.is_awake]
 
     def deserters(self, outages: Sequence[Span]) -> list[Victim]:
-        """Who ended unasked. One that found no database before it had begun may: whoever started it does so again."""
+        """Processes that ended by themselves. One that found no database at its start may: it is started again."""
         return [
             one
             for one in self.everybody
@@ -123,7 +123,7 @@ class Fleet:
         self._keepers = [asyncio.create_task(self._keep(place, post)) for place, post in enumerate(self._posts)]
 
     async def ready(self) -> None:
-        """Everybody has begun to work."""
+        """Wait until all processes have begun to work."""
         while len({one.place for one in self.everybody if one.is_awake}) < len(self._posts):
             await asyncio.sleep(_BREATH_SECONDS)
 
@@ -135,7 +135,7 @@ class Fleet:
         victim.signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """Ask everybody to stop, as a deploy does; those who do not are killed."""
+        """Ask all processes to stop, as a deploy does; kill those that do not."""
         self._is_closing = True
         for victim in self._alive():
             victim.is_dismissed = True
@@ -151,7 +151,7 @@ class Fleet:
         return [victim for victim in self.everybody if victim.ended_at is None]
 
     def _end_loners(self) -> None:
-        """Processes that outlive their worker, because a job runs alone in them; they know our folder by its name."""
+        """Processes that outlive their worker, because a job runs alone in them; found by the name of our folder."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if str(self._folder) in process.environ().get("BATCHWRIGHT_CHILD", ""):
@@ -173,7 +173,7 @@ class Fleet:
             await asyncio.sleep(_BREATH_SECONDS)
 
     async def _hire(self, place: int, post: Post, theirs: socket.socket) -> Victim:
-        """It holds one end of a line to us, and leaves when ours is gone, whatever way we die."""
+        """Start it with one end of a tether; it exits when our end is closed, however we die."""
         name = f"{post.kind} {place}.{len(self.everybody)}"
         command = [name if part == "{name}" else part for part in post.command]
         with (self._logs / f"{post.kind}-{place}.log").open("ab") as log:
@@ -199,7 +199,7 @@ async def _await_ready(victim: Victim, ours: socket.socket) -> None:
 
 
 class Scene:
-    """How far the batch is; whoever waits for a phase is woken by it."""
+    """The phase of the batch; it wakes those that wait for one."""
 
     def __init__(self) -> None:
         self.phase: Phase = "uploading"
@@ -236,7 +236,7 @@ class Kill:
 
 
 class Monkey:
-    """Draws deeds from a shuffled deck, and lies in wait for the short phases; the same seed draws the same cards."""
+    """Draws deeds from a shuffled deck, and waits for the short phases; the same seed draws the same deeds."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class Monkey:
         return not self._scene.is_over and len(self.kills) < self._kills_max
 
     async def play(self) -> None:
-        """Until the batch has ended."""
+        """Run until the batch has ended."""
         ambushes = [asyncio.create_task(self._lie_in_wait(phase)) for phase in self._ambushes]
         drawing = asyncio.create_task(self._draw())
         try:
@@ -319,11 +319,11 @@ class Monkey:
             await asyncio.sleep(0.02)
 
     async def _has_done(self, deed: Deed) -> bool:
-        """False if there was nobody to do it to."""
+        """False if there was no victim."""
         workers = self._fleet.awake("worker")
         match deed:
             case "worker" if len(workers) > 1:
-                self._kill("worker", self._random.choice([workers[0], *workers]))  # the eldest has the most in hand
+                self._kill("worker", self._random.choice([workers[0], *workers]))  # the oldest holds most shards
             case "workers" if workers:
                 for worker in workers:
                     self._kill("worker", worker)
@@ -347,7 +347,7 @@ class Monkey:
         self._note(deed, victim.process.pid)
 
     def _stop(self, victim: Victim) -> None:
-        """Longer than a lease: when it wakes up, others have its shards, and it does not know yet."""
+        """Stop it for longer than a lease: when it continues, others have its shards, and it does not know that yet."""
         seconds = self._lease_seconds * self._random.uniform(1.4, 2.2)
         victim.stops.append((time.time(), time.time() + seconds))
         victim.signal(signal.SIGSTOP)
@@ -364,7 +364,7 @@ class Monkey:
             victim.signal(signal.SIGCONT)
 
     async def _kill_postgres(self) -> bool:
-        """All of its processes at once; we start it again ourselves, or let the others do it."""
+        """Kill all of its processes at once; then restart it, or let the workers do that."""
         by_others = self._random.random() < 0.5
         pause = self._random.uniform(0.0, 1.0)
         killed_at = time.time()
@@ -385,7 +385,7 @@ class Monkey:
         return True
 
     def _cut_off(self) -> int | None:
-        """The postmaster first, so that it sees nobody die; None if there is none just now."""
+        """The postmaster first, so that it does not see others die; None if it does not run now."""
         try:
             pid = int((self._postgres.data_folder / "postmaster.pid").read_text().split("\n", 1)[0])
             postmaster = psutil.Process(pid)
@@ -398,7 +398,7 @@ class Monkey:
         return pid
 
     def _revive(self) -> None:
-        with contextlib.suppress(DatabaseUnavailable):  # somebody else was just at it
+        with contextlib.suppress(DatabaseUnavailable):  # another process was just starting it
             self._postgres.ensure_running()
 
     def _await_answer(self) -> None:
@@ -420,7 +420,7 @@ def overlaps(span: Span, others: Sequence[Span]) -> bool:
 
 
 def free_port() -> int:
-    """One that was free a moment ago: a server that is killed must come back at the same place."""
+    """A port that was free a moment ago: a killed server must be restarted at the same address."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

@@ -1,6 +1,6 @@
-"""The judge of the batch chaos: what a batch promises, held against its files, its rows and its journals.
+"""The judge of the batch chaos: compares what a batch promises with its files, its rows and its journals.
 
-A check yields one `(what, what is wrong)` for each breach; none is the only good number.
+A check yields one `(what, what is wrong)` for each breach; a good run has none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Evidence:
-    """Everything that the run left behind."""
+    """Everything that is known after a run."""
 
     requests: Sequence[Request]
     found: Found
@@ -154,7 +154,7 @@ def mixed_up(evidence: Evidence, lines: Iterable[Mapping[str, Any]]) -> Iterator
         expected, sent = ids.in_files(request.offset), ids.on_the_wire(request.offset)
         response = line["response"] or {}
         model = response.get("body", {}).get("model", request.model)
-        known = response.get("request_id", sent)  # the server's word; the line's own id where it said none
+        known = response.get("request_id", sent)  # the server's id, or the line's own if it sent none
         if (line["id"], known in (sent, expected), model) != (expected, True, request.model):
             yield line["custom_id"], f"is not {expected} of {request.model}: {_short(line)}"
 
@@ -162,7 +162,7 @@ def mixed_up(evidence: Evidence, lines: Iterable[Mapping[str, Any]]) -> Iterator
 def miscounted(
     evidence: Evidence, output: Sequence[Mapping[str, Any]], errors: Sequence[Mapping[str, Any]]
 ) -> Iterator[Breach]:
-    """The row, the manifest and what users see say what is in the files, to the last token."""
+    """The row, the manifest and what users see agree with the files, to the last token."""
     counts = {"total": len(evidence.requests), "completed": len(output), "failed": len(errors)}
     none = {"expired": 0, "cancelled": 0}
     usage = [line["response"]["body"]["usage"] for line in output]
@@ -192,7 +192,7 @@ def altered(evidence: Evidence) -> Iterator[Breach]:
 
 
 def misread(evidence: Evidence) -> Iterator[Breach]:
-    """While it ran, the cursor has shown exactly the lines that the files have now."""
+    """While the batch ran, the cursor returned exactly the lines that are in the files now."""
     shown = Counter(evidence.found.shown)
     files = Counter((evidence.found.output + evidence.found.errors).splitlines(keepends=True))
     for line in shown.keys() | files.keys():
@@ -201,7 +201,7 @@ def misread(evidence: Evidence) -> Iterator[Breach]:
 
 
 def registered_twice(evidence: Evidence) -> Iterator[Breach]:
-    """An heir takes up what is there, so only somebody who lost his claim could bring a line for the second time."""
+    """A new owner recovers existing answers, so only a worker that lost its claim could register a line twice."""
     first: dict[int, str] = {}
     for segment in evidence.segments:
         if segment.lines != len(segment.offsets):
@@ -234,19 +234,19 @@ def _short(line: Mapping[str, Any]) -> str:
     return orjson.dumps(line)[:200].decode()
 
 
-# How soon it goes on ----------------------------------------------------------------------------------------------
+# Time to resume ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Resumed:
-    """Seconds from the kill of a worker until something was as before; hindrances are told apart, or left out."""
+    """Seconds from the kill of a worker until its work resumed; cases with obstacles are separate, or left out."""
 
     answered: list[float] = field(default_factory=list)
-    """Until the model server answered the next request."""
+    """Seconds until the model server answered the next request."""
     rescued: list[float] = field(default_factory=list)
-    """Until a shard that it held could be claimed by others."""
+    """Seconds until other workers could claim a shard that it held."""
     started: dict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Until such a shard was started again."""
+    """Seconds until such a shard was started again."""
 
 
 def resumed(
@@ -254,8 +254,8 @@ def resumed(
 ) -> Resumed:
     """`samples` are numbers of answers over time.
 
-    Nobody rescues in the first lease after the database came back, so what met such a time is counted apart; and so
-    is what waited for the next worker to be started.
+    No job is rescued in the first lease after the database is available again, so kills at such a time are counted
+    separately; and so are those after which no worker was running.
     """
     found = Resumed()
     workers = [one for one in fleet.everybody if one.kind == "worker"]
@@ -268,7 +268,7 @@ def resumed(
     for rescued, again in _rescues(history):
         victim = killed.get(pid_of(rescued.worker))
         if victim is None or victim.killed_at is None or rescued.ts < victim.killed_at:
-            continue  # or it was stopped, and killed when others had its shards
+            continue  # otherwise it was stopped, and killed when others had its shards
         if _hindrance((victim.killed_at, rescued.ts), victim, workers, outages) is None:
             found.rescued.append(rescued.ts - victim.killed_at)
         if again is not None:
@@ -278,7 +278,7 @@ def resumed(
 
 
 def _next_answer(samples: Sequence[tuple[float, int]], after: float) -> float | None:
-    """When there were more answers than at the first look after then."""
+    """When there were more answers than in the first sample after that moment."""
     later = [(at, answers) for at, answers in samples if at > after]
     return next((at for at, answers in later if answers > later[0][1]), None)
 

@@ -1,7 +1,7 @@
 """Chaos for batches: a batch of 20,000 requests while workers, the HTTP server and PostgreSQL are killed under it.
 
-Then twelve workers on one batch, which give each other parts of their shards while they are killed. And a crowd of
-small batches that begin and end at random on perturbed workers, which are killed as well.
+Then twelve workers on one batch, which give each other parts of their shards while they are killed. And many small
+batches that begin and end at random on perturbed workers, which are killed as well.
 
 python -m tests.chaos.batches [--seed N] [--json] [--keep] [--short] [--shared]
 
@@ -45,7 +45,7 @@ from tests.chaos.recovery import percentile
 from tests.chaos.verdict import Breach
 
 _IN_FLIGHT_MIN = 10
-"""For each model: refusals that have nothing to do with load would otherwise make the workers ever slower."""
+"""For each model: otherwise refusals that are not caused by load would make the workers slower and slower."""
 _LEAVE_SECONDS = 3.0
 _READY_SECONDS_MAX = 60.0
 _SAMPLE_SECONDS = 0.1
@@ -54,14 +54,14 @@ _WATCH_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the batch is, how fast its server, and how wild the monkey."""
+    """The size of the batch, the speed of its server, and the number of kills."""
 
     requests: int
     lease_seconds: float
     tokens_per_second: float
-    """Of one request, until enough was killed; then the batch may come to its end."""
+    """Duration of one request until there were enough kills; then the batch may end."""
     in_flight: int
-    """Requests that one worker has in flight at most."""
+    """Maximum number of requests in flight of one worker."""
     upload_seconds: float
     ambushes: Ambushes
     deck: Mapping[Deed, int]
@@ -73,11 +73,11 @@ class Size:
     workers: int = 2
     models: Sequence[str] = MODELS
     splits_min: int = 0
-    """So often at least a shard must have given a part away."""
+    """Minimum number of times that a shard must have given a part away."""
     hurry: float = 10.0
-    """How much faster the server is once enough was killed."""
+    """How much faster the server is after enough kills."""
     is_timed: bool = True
-    """Whether the time after a kill counts: it cannot where twelve workers start on two cores."""
+    """Whether the time after a kill is a goal: not if twelve workers start on two cores."""
 
 
 LONG = Size(
@@ -115,7 +115,7 @@ SHORT = Size(
 )
 SHARED = Size(
     requests=1_500,
-    lease_seconds=6.0,  # PostgreSQL may take three to start again, and live workers must keep their shards meanwhile
+    lease_seconds=6.0,  # PostgreSQL may need three to restart, and live workers must keep their shards meanwhile
     tokens_per_second=8.0,
     in_flight=10,
     upload_seconds=0.5,
@@ -136,7 +136,7 @@ SHARED = Size(
 
 @dataclass(slots=True)
 class Run:
-    """What a run was, and what came of it."""
+    """A run and its results."""
 
     seed: int
     size: Size
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def asked_again_max(self) -> float:
-        """What was in flight on workers that were killed, or stopped until others had their shards."""
+        """Requests in flight on workers that were killed, or stopped until others had their shards."""
         dead = self.counts["workers killed"] + self.counts["workers stopped"]
         return dead * self.counts["in flight per worker"]
 
@@ -169,7 +169,7 @@ class Run:
 
 
 async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> Run:
-    """The whole play on a PostgreSQL of its own, which is gone afterwards."""
+    """The whole run on its own PostgreSQL, which is removed afterwards."""
     folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-batches-{os.getpid()}"
     logs = Path(tempfile.mkdtemp(prefix="batchwright-chaos-logs-"))
     result = Run(seed, size)
@@ -221,7 +221,7 @@ async def _play(
         async with asyncio.timeout(_READY_SECONDS_MAX):
             await fleet.ready()
         scene.begin()
-        with contextlib.suppress(TimeoutError):  # what is missing then, the judge will say
+        with contextlib.suppress(TimeoutError):  # the judge reports what is missing
             async with asyncio.timeout(size.seconds_max), asyncio.TaskGroup() as group:
                 for part in (client.run(), monkey.play(), _hurry(monkey, simulator, size)):
                     group.create_task(part)
@@ -236,7 +236,7 @@ async def _play(
 
 
 async def _hurry(monkey: Monkey, simulator: Remote, size: Size) -> None:
-    """A monkey that waits for slow machines must not be late for the end."""
+    """The monkey must finish before the batch ends, even on a slow machine."""
     while monkey.is_playing and len(monkey.kills) < size.kills_min:
         await asyncio.sleep(_SAMPLE_SECONDS)
     for model in size.models:
@@ -276,7 +276,7 @@ def _read(postgres: EmbeddedPostgres, work: Workload, client: Client) -> Evidenc
 
 
 async def _watch(scene: Scene, url: str, say: Callable[[str], None]) -> None:
-    """What the batch's row says, at once: the monkey lies in wait for phases that no poll over HTTP would see."""
+    """Reads the batch's row often: the monkey waits for phases that are too short for polls over HTTP."""
     phases: dict[str, Phase] = {"validating": "validating", "in_progress": "in_progress", "finalizing": "finalizing"}
     while not scene.is_over:
         with contextlib.suppress(psycopg.Error):
@@ -293,7 +293,7 @@ async def _watch(scene: Scene, url: str, say: Callable[[str], None]) -> None:
 
 
 class Sampler:
-    """Asks the model server all the time how many requests it has answered."""
+    """Reads continuously how many requests the model server has answered."""
 
     def __init__(self, simulator: Remote) -> None:
         self.samples: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""A crowd: 1,000 batches of 20 lines by 50 clients at once, on two perturbed workers; each line is asked once.
+"""A crowd: 1,000 batches of 20 lines by 50 clients at once, on two perturbed workers; each line is sent once.
 
 python -m tests.chaos.crowd [--kills N] [--seed N] [--json] [--keep] [--short]
 
@@ -40,7 +40,7 @@ from tests.chaos.verdict import Breach, replay
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 IN_FLIGHT = 40
-"""Requests that one worker has in flight at most."""
+"""Maximum number of requests in flight of one worker."""
 _LEAVE_SECONDS = 3.0
 _POLL_SECONDS = 0.5
 _READY_SECONDS_MAX = 60.0
@@ -49,19 +49,19 @@ _SAY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How many batches there are, how large, by how many clients, and how many workers are killed meanwhile."""
+    """The number and size of batches, the number of clients, and the number of workers that are killed."""
 
     batches: int
     lines: int
     clients: int
     kills: int = 0
     pause_seconds: float = 0.0
-    """A client waits up to this long before it makes the next batch."""
+    """Maximum pause of a client before it creates the next batch."""
     seconds_max: float
 
     @property
     def lease_seconds(self) -> float:
-        """Where workers are killed, others need not wait long for their shards; else as long as usual."""
+        """Short if workers are killed, so that others get their shards soon; otherwise the default."""
         return 3.0 if self.kills else 30.0
 
 
@@ -74,7 +74,7 @@ SHORT_KILLED = replace(SHORT, kills=2, pause_seconds=1.0)
 
 @dataclass(slots=True)
 class Run:
-    """What a run was, and what came of it."""
+    """A run and its results."""
 
     seed: int
     size: Size
@@ -89,7 +89,7 @@ class Run:
 
 
 async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> Run:
-    """The whole play on a PostgreSQL of its own, which is gone afterwards."""
+    """The whole run on its own PostgreSQL, which is removed afterwards."""
     folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-crowd-{os.getpid()}"
     logs = Path(tempfile.mkdtemp(prefix="batchwright-chaos-logs-"))
     result = Run(seed, size)
@@ -119,7 +119,7 @@ async def _play(
         async with asyncio.timeout(_READY_SECONDS_MAX):
             await fleet.ready()
         began = time.monotonic()
-        with contextlib.suppress(TimeoutError):  # what is missing then, the judge will say
+        with contextlib.suppress(TimeoutError):  # the judge reports what is missing
             async with asyncio.timeout(result.size.seconds_max), asyncio.TaskGroup() as group:
                 for part in (crowd.run(), killer.play(), _tell(crowd, say)):
                     group.create_task(part)
@@ -182,20 +182,20 @@ class Ended:
     status: str
     counts: tuple[int, int, int]
     lines: Sequence[str]
-    """The custom ids that it was made of."""
+    """The custom ids of its lines."""
     output: Sequence[str]
-    """Those with an answer, as the output file has them."""
+    """The custom ids of the answers in the output file."""
 
 
 class Crowd:
-    """Clients, each of which makes one batch after the other and reads what came of it."""
+    """Clients, each of which creates one batch after the other and reads its results."""
 
     def __init__(self, url: str, size: Size, seed: int) -> None:
         self.size = size
         self.ended: list[Ended] = []
         self.calls = 0
         self.refused: list[Breach] = []
-        """Answers that nobody should get."""
+        """Answers that a client must never get."""
         self.over = asyncio.Event()
         self._chance = random.Random(f"crowd {seed}")
         self._left = iter(range(size.batches))
@@ -253,7 +253,7 @@ class Crowd:
 
 
 class Killer:
-    """Kills workers while the batches come and go; the fleet replaces them."""
+    """Kills workers while batches begin and end; the fleet replaces them."""
 
     def __init__(self, fleet: Fleet, crowd: Crowd, size: Size, seed: int, say: Callable[[str], None]) -> None:
         self.kills = 0
@@ -264,7 +264,7 @@ class Killer:
         self._size = size
 
     async def play(self) -> None:
-        """After equal shares of the batches, so that every run has its kills however fast it is."""
+        """Kill after equal shares of the batches, so that every run has its kills however fast it is."""
         while self.kills < self._size.kills and not self._crowd.over.is_set():
             share = (self.kills + self._chance.random()) / self._size.kills
             workers = self._fleet.awake("worker")

@@ -1,4 +1,4 @@
-"""What a run over documents must have left behind, whoever died: every step once, right counters, and one bill."""
+"""What must hold after a run over documents, whoever died: every step once, correct counters, and one bill."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WHERE item.run_id = %(id)s AND item.status = 'DONE'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that is known afterwards."""
+    """Everything that is known after a run."""
 
     run: Run
     items: Sequence[Item]
@@ -66,7 +66,7 @@ class Evidence:
     done_steps: Sequence[tuple[str, str]]
     recount: tuple[int, ...]
     calls: dict[str, bool]
-    """Requests that were begun and not settled, and whether they are known to be in doubt."""
+    """Requests that began and were not settled, and whether they are marked as in doubt."""
     is_live: dict[str, bool]
     bill: Sequence[dict[str, Any]]
     bad: set[str]
@@ -109,7 +109,7 @@ class Evidence:
 
 
 def judge(found: Evidence) -> dict[str, list[Breach]]:
-    """By goal, what is against it."""
+    """The breaches of each goal."""
     return {
         "documents that have not ended as they should": list(_endings(found)),
         "steps lost or completed twice": list(_steps(found)),
@@ -128,7 +128,7 @@ def _endings(found: Evidence) -> Iterator[Breach]:
         elif item.status is ItemStatus.DONE and not found.is_live.get(item.id):
             yield item.name, "is done, and search does not find it"
         elif item.status is ItemStatus.FAILED and item.name not in found.bad:
-            if item.last_error_kind != "SchemaInvalid":  # an answer of no use is the only excuse
+            if item.last_error_kind != "SchemaInvalid":  # only an unusable answer is an excuse
                 yield item.name, f"has failed: {item.last_error}"
         elif item.status not in (ItemStatus.DONE, ItemStatus.FAILED):
             yield item.name, f"is {item.status.value} at {item.step}"
@@ -192,7 +192,7 @@ def _bill(found: Evidence) -> Iterator[Breach]:
 
 
 def _doubles(found: Evidence) -> Iterator[Breach]:
-    """A passage whose answer was lost or of no use is asked for again, and only such a one."""
+    """A passage is requested again only if its answer was lost or unusable."""
     without = {row[3] for row in found.told("model_call_in_doubt", "model_failed")}
     paid: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for entry in found.bill:

@@ -51,7 +51,7 @@ _WATCH_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How many documents there are, and how wild it gets."""
+    """The number of documents, of failures and of kills."""
 
     items: int
     kill_seconds: tuple[float, float]
@@ -60,9 +60,9 @@ class Size:
     run_seconds_max: float
     workers: int = 4
     bad_every: int = 20
-    """One document of so many cannot be read."""
+    """One of this many documents cannot be read."""
     refused_every: int = 33
-    """And one of so many is refused by the model server."""
+    """The model server refuses one of this many documents."""
 
 
 LONG = Size(items=1_500, kill_seconds=(0.5, 3.0), kills_max=60, run_seconds_max=600.0)
@@ -71,7 +71,7 @@ SHORT = Size(items=300, kill_seconds=(1.0, 2.5), kills_max=7, run_seconds_max=15
 
 @dataclass(slots=True)
 class Result:
-    """What a play was, and what came of it."""
+    """A run and its results."""
 
     seed: int
     size: Size
@@ -84,7 +84,7 @@ class Result:
 
 
 async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> Result:
-    """The whole play on a PostgreSQL of its own, which is gone afterwards."""
+    """The whole run on its own PostgreSQL, which is removed afterwards."""
     folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-documents-{os.getpid()}"
     folder.mkdir(parents=True)
     result = Result(seed, size)
@@ -101,7 +101,7 @@ async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str],
 
 @contextlib.asynccontextmanager
 async def provider_process() -> AsyncIterator[str]:
-    """The fake provider in a process of its own, which answers as long as we live."""
+    """The fake provider in its own process, which runs as long as this one."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.ingest.fake_provider"), stdout=asyncio.subprocess.PIPE, env=environment()
     )
@@ -219,7 +219,7 @@ class Play:
 
 
 def write_documents(folder: Path, size: Size, seed: int) -> set[str]:
-    """No two share a passage. Answers the names of those that must fail: unreadable, or refused by the model server."""
+    """No two share a passage. Returns the names of those that must fail: unreadable, or refused by the model server."""
     chance = random.Random(f"documents {seed}")
     folder.mkdir()
     bad = set()

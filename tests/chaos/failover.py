@@ -66,7 +66,7 @@ class Run:
 
     @property
     def goals(self) -> list[Goal]:
-        """Each promise, over all rounds of a mode."""
+        """One goal for each promise, over all rounds of a mode."""
         found: Counter[str] = Counter()
         for one in self.rounds:
             for name, breaches in one.breaches.items():
@@ -77,11 +77,11 @@ class Run:
 async def run(
     size: Size, plans: Sequence[Plan], seed: int, *, keep: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> Run:
-    """One round after the other, each with servers, machines and a store of its own."""
+    """Run the rounds one after the other, each with its own servers, machines and store."""
     result = Run(seed, size)
     for number, plan in enumerate(plans, 1):
         say(f"round {number} of {len(plans)}: {plan}")
-        played = plans[:number].count(plan)  # a round draws the same whatever other plans were played before it
+        played = plans[:number].count(plan)  # a round makes the same random choices, whatever ran before it
         with temporary_folder(keep=keep) as folder:
             result.rounds.append(await play(size, plan, f"{seed} {plan} {played}", folder, say))
         if keep:
@@ -139,7 +139,7 @@ def main() -> int:
         if not arguments.quiet:
             sys.stderr.write(f"{time.monotonic() - began:7.1f} s  {words}\n")
 
-    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # that the database goes away is the point
+    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # it is expected that the database is unavailable
     say(f"seed {arguments.seed}")
     result = asyncio.run(run(_size(arguments), _plans(arguments), arguments.seed, keep=arguments.keep, say=say))
     sys.stdout.write((orjson.dumps(as_json(result)).decode() if arguments.json else as_text(result)) + "\n")

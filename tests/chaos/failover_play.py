@@ -29,7 +29,7 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 _HURRY = 20
 _NOTICE_SECONDS = 2.0
-"""So long after a failover, machines know which claims they have lost."""
+"""After this time, machines know which claims they have lost in a failover."""
 _READY_SECONDS_MAX = 60.0
 
 _IS_DONE = "SELECT total > 0 AND completed + failed >= %(share)s * total FROM batchwright.batch"
@@ -52,26 +52,26 @@ _LOST: Mapping[Variant, str] = {
     "ended": _ENDED,
     "cancelling": _CANCELLED,
 }
-"""What must have happened while commits are held back, so that the failover loses it."""
+"""Commits that must happen while they are held back, so that the failover loses them."""
 _IS_IDLE = "SELECT NOT EXISTS (SELECT FROM batchwright.job WHERE finished_at IS NULL OR locked_by IS NOT NULL)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the batch is, how fast its server, and how much is lost."""
+    """The size of the batch, the speed of its server, and how much is lost."""
 
     requests: int
     models: Sequence[str]
     checkpoint_seconds: float
     in_flight: int
-    """Requests that one machine has in flight at most."""
+    """Maximum number of requests in flight of one machine."""
     lease_seconds: float
     tokens_per_second: float
-    """Of one request, until the failover is over; after that the batch may end quickly."""
+    """Duration of one request until the failover is over; after that the batch may end quickly."""
     held_seconds: Span
     """How long commits are held back before the server is killed."""
     away_seconds: Span
-    """How long no server answers after that."""
+    """How long no server is available after that."""
     seconds_max: float
     """How long each part of a round may take."""
 
@@ -82,7 +82,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a round plays."""
+    """The mode and variant of a round."""
 
     mode: Mode
     variant: Variant
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every commit that was answered outlives the failover."""
+        """Whether every confirmed commit survives the failover."""
         return self.mode == "synchronous"
 
     @property
@@ -107,7 +107,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Round:
-    """What a round was, and what came of it."""
+    """A round and its results."""
 
     plan: Plan
     counts: dict[str, int | float | str] = field(default_factory=dict)
@@ -131,17 +131,17 @@ async def play(size: Size, plan: Plan, seed: str, folder: Path, say: Callable[[s
             environment=environment,
             checkpoint_seconds=size.checkpoint_seconds,
             in_flight=size.in_flight,
-            # While commits are held back no synchronous one is answered, and a lease must outlast that.
+            # While commits are held back, none is confirmed in synchronous mode; a lease must last longer than that.
             lease_seconds=size.lease_seconds + (size.outage_seconds_max if plan.is_lossless else 0.0),
         )
         fleet = machines(folder, shared)
-        with patch.dict(os.environ, environment):  # our own process uses the store, too
+        with patch.dict(os.environ, environment):  # this process uses the store too
             async with User.at(folder / MACHINES[0] / "batchwright.toml") as user:
                 return await _Play(size, plan, seed, folder, say, cluster, fleet, user, simulator).run()
 
 
 class _Play:
-    """A round, with all its processes at hand."""
+    """A round and its processes."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Play:
         self._request: asyncio.Task[None] | None = None
         self._missed: list[Breach] = []
         self._unregistered = 0
-        """Answers that came since the last registration that is safe."""
+        """Number of answers since the last registration that is safe."""
         self._outage: Span = (0.0, 0.0)
 
     async def run(self) -> Round:
@@ -189,7 +189,7 @@ class _Play:
         return await self._verdict(work)
 
     async def _reach(self, what: str, moment: Coroutine[Any, Any, object]) -> None:
-        """A moment that never comes is a breach: the round has not tested what it is for."""
+        """Wait for an event; if it does not happen, that is a breach, because the round has not tested its case."""
         try:
             async with asyncio.timeout(self._size.seconds_max):
                 await moment
@@ -209,7 +209,7 @@ class _Play:
         self._say(f"the server was killed, and writes are possible again after {away:.1f} s")
         if self._request is not None:
             await self._request
-            await self._ask()  # what the old server answered may be lost: a user would see that, and repeat it
+            await self._ask()  # a commit that the old server confirmed may be lost; a user would notice and repeat it
         await asyncio.sleep(_NOTICE_SECONDS)
         self._unregistered = int(self._simulator.stats()["answered"].get("200", 0)) - registered
         self._hurry()
@@ -219,9 +219,9 @@ class _Play:
             self._simulator.change(model, decode_rate=_HURRY * self._size.tokens_per_second)
 
     async def _hold(self) -> int:
-        """Hold commits back for the drawn time, and until the commits have happened that are to be lost.
+        """Hold commits back for the chosen time, and until the commits that the failover must lose have happened.
 
-        Answers how many answers of the batch are registered and safe.
+        Returns how many answers of the batch are registered and safe.
         """
         plan, size = self._plan, self._size
         if plan.variant != "planning":
@@ -241,7 +241,7 @@ class _Play:
         if plan.variant == "ended":
             self._hurry()
         if plan.variant in ("cancelling", "claims lost"):
-            self._request = asyncio.create_task(self._ask())  # which gets no answer if commits are synchronous
+            self._request = asyncio.create_task(self._ask())  # not confirmed if commits are synchronous
         if not plan.is_lossless:
             await self._reach("what is to be lost", self._user.until(_LOST.get(plan.variant, _REGISTERED), held=held))
         if plan.variant != "finalizing":
@@ -249,7 +249,7 @@ class _Play:
         return int(registered)
 
     async def _ask(self) -> None:
-        """What the user wants in this round, and the failover undoes."""
+        """The user's action in this round, which the failover undoes."""
         if self._plan.variant == "cancelling":
             await self._user.cancel()
         else:
@@ -317,16 +317,16 @@ class _Play:
         return {path.read_text(): name for name, path in ids.items() if path.exists()}
 
     def _resent(self, lost: Mapping[str, int]) -> dict[str, int]:
-        """Requests in flight may be sent again, and so may those whose answers are not registered any more, or not yet.
+        """Requests in flight may be resent, and so may those whose registration was lost, or is still missing.
 
-        The latter not if the worker that has the answers lives, and still has its claims.
+        But not if the worker that has the answers is alive and still has its claims.
         """
         plan = self._plan
         are_kept = plan.is_lossless or (plan.variant == "claims survive" and not lost["of these of shards"])
         stats = self._simulator.stats()
         repeated = self._simulator.asked(by="request_id")["repeated"] - stats["faults"].get("500", 0)
         return {
-            "requests resent": max(0, repeated),  # a cancelled batch does not repeat what failed
+            "requests resent": max(0, repeated),  # a cancelled batch does not retry what failed
             "at most": stats["in_flight_max"] + (0 if are_kept and not plan.kills else self._unregistered),
         }
 

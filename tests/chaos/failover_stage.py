@@ -1,4 +1,4 @@
-"""The stage of the failover chaos: machines that share a database and a store, and the users of both."""
+"""The environment of the failover chaos: machines that share a database and a store, and their users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _S3 = Path(__file__).parents[1] / "storage" / "s3_server.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What all machines of a round have in common."""
+    """What all machines of a round share."""
 
     database_url: str
     gateway_url: str
@@ -87,7 +87,7 @@ def configure(machine: Path, shared: Shared) -> Path:
 
 
 def machines(folder: Path, shared: Shared, launchers: Mapping[str, Sequence[str]] | None = None) -> Fleet:
-    """One worker on each; to the database they are hosts of different names. Launchers put them where they belong."""
+    """One worker on each machine, each with its own host name. A launcher starts a command on its machine."""
     posts = []
     logs = folder / "logs"
     logs.mkdir()
@@ -117,7 +117,7 @@ def store(kind: StoreKind, folder: Path, address: str = "127.0.0.1") -> Iterator
 
 
 class User:
-    """Makes the batch, looks at it and cancels it; a call that got no answer is repeated."""
+    """Creates the batch, polls it and cancels it; a call that got no answer is repeated."""
 
     def __init__(self, batchwright: AsyncBatchwright) -> None:
         self.batchwright = batchwright
@@ -127,7 +127,7 @@ class User:
     @classmethod
     @contextlib.asynccontextmanager
     async def at(cls, config: Path) -> AsyncIterator[User]:
-        """On a machine, with the schema and the table for effects in place."""
+        """A user on this machine, with the schema and the table for effects."""
         batchwright = AsyncBatchwright(settings=load_settings({}, environment={}, file=config), operations=OPERATIONS)
         await batchwright.open(migrated=False)
         try:
@@ -139,7 +139,7 @@ class User:
             await batchwright.close()
 
     async def submit(self, work: Workload, folder: Path) -> None:
-        """Before workers have told what they can do: nobody checks whether batches are served."""
+        """Called before workers have registered their operations, so it is not checked whether batches are served."""
         path = folder / "input.jsonl"
         path.write_bytes(work.data)
         files, batches = self.batchwright.part(BatchesPart).files, self.batchwright.part(BatchesPart).batches
@@ -157,7 +157,7 @@ class User:
         )
 
     async def pause(self, model: str) -> None:
-        """Let nobody claim shards of this model, of which there are none yet."""
+        """Keep workers from claiming shards of this model, which has none yet."""
         sql = "INSERT INTO batchwright.queue (name, paused_at) VALUES (%(name)s, now())"
         await self.answered(lambda: self.batchwright.pool.rows(sql, {"name": f"shard/{model}"}))
 
@@ -180,7 +180,7 @@ class User:
         return await verify(self.batchwright.part(BatchesPart).files, batch)
 
     async def until(self, sql: str, **params: Any) -> None:
-        """Wait for a question about the tables to be answered with true."""
+        """Wait until a query returns true."""
         while True:
             ((is_true,),) = await self.answered(lambda: self.batchwright.pool.rows(sql, params or None))
             if is_true:
@@ -199,11 +199,11 @@ class User:
 
 @dataclass(slots=True)
 class Ledger:
-    """When the database answered that it has a job."""
+    """When the database confirmed each job."""
 
     enqueued: dict[JobId, float] = field(default_factory=dict)
     held_at: float = float("inf")
-    """From then on what was answered was not safe."""
+    """From then on, confirmed commits were not safe."""
 
     @property
     def safe(self) -> set[JobId]:
@@ -216,7 +216,7 @@ class Feed:
     def __init__(self, user: User) -> None:
         self.ledger = Ledger()
         self.between_calls = asyncio.Lock()
-        """Whoever holds it knows that every job that was asked for is answered."""
+        """While it is held, every enqueue call has been answered."""
         self._user = user
         self._is_over = False
 
@@ -236,7 +236,7 @@ class Feed:
             await asyncio.sleep(2 * _PAUSE_SECONDS)
 
     async def _put(self) -> None:
-        """The job has its id, so a call whose answer was lost can be made again."""
+        """The id is chosen here, so a call whose answer was lost can be repeated."""
         job = NewJob("chaos.write", {"seconds": 0.05})
         (id,) = await self._user.answered(lambda: self._user.batchwright.enqueue([job]))
         self.ledger.enqueued[id] = time.time()

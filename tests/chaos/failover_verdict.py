@@ -1,6 +1,6 @@
-"""The judge of the failover chaos: what a failover may take away, and what it must not.
+"""The judge of the failover chaos: what a failover may lose, and what it must not.
 
-A check yields one `(what, what is wrong)` for each breach; none is the only good number.
+A check yields one `(what, what is wrong)` for each breach; a good run has none.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ def read_known(url: str) -> Known:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """Everything that a round left behind."""
+    """Everything that is known after a round."""
 
     requests: Sequence[Request]
     found: Found
     row: Mapping[str, Any]
     findings: Sequence[Finding]
     journaled: Mapping[int, str]
-    """The offset of every line of which a machine has an answer in a journal, and where."""
+    """The offset of every line that has an answer in a journal of a machine, and where it is."""
     history: History
     ledger: Ledger
     before: Known
-    """What the server knew a moment before it was killed."""
+    """The state of the server just before it was killed."""
     after: Known
-    """What is known in the end."""
+    """The state at the end."""
 
 
 def read_journals(machines: Mapping[str, Path], batch_id: str) -> dict[int, str]:
@@ -135,7 +135,7 @@ def ended_otherwise(evidence: Evidence, wanted: BatchStatus) -> Iterator[Breach]
 
 
 def answers_lost(evidence: Evidence, output: Sequence[Mapping[str, Any]]) -> Iterator[Breach]:
-    """Whatever a machine has written down is in the output file, or a later answer to the same line is."""
+    """Every answer in a machine's journal is in the output file, or a later answer to the same line is."""
     there = {line["custom_id"] for line in output}
     for request in evidence.requests:
         where = evidence.journaled.get(request.offset)
@@ -170,7 +170,7 @@ def stuck(evidence: Evidence) -> Iterator[Breach]:
 
 
 def losses(evidence: Evidence, hosts: Mapping[str, str]) -> dict[str, int]:
-    """What the failover took away, which is no breach by itself. `hosts` are machines by the names of work folders."""
+    """What the failover lost, which is not a breach by itself. `hosts` are machines by the names of work folders."""
     before, after = evidence.before, evidence.after
     lost_segments = before.segments - after.segments
     lost_claims = {key: start for key, start in before.claims.items() if after.claims.get(key) != start}
@@ -205,7 +205,7 @@ def settled_by_others(history: History) -> Iterator[tuple[UUID, int]]:
 
 
 def registered_by_others(evidence: Evidence, hosts: Mapping[str, str]) -> Iterator[Segment]:
-    """Segments of a machine on which nobody had that claim."""
+    """Segments of a machine where no worker had that claim."""
     holders: dict[tuple[int, int], set[str]] = {}
     for (id, claim), start in evidence.after.claims.items():
         job = evidence.history.jobs.get(id)
@@ -221,5 +221,5 @@ def shard_number(job: Any) -> int:
 
 
 def registered_twice(evidence: Evidence) -> int:
-    """How many lines more are registered than the batch has: two holders of a shard have sent them."""
+    """How many more lines are registered than the batch has, because two holders of a shard have sent them."""
     return max(0, sum(segment.lines for segment in evidence.after.segments) - len(evidence.requests))

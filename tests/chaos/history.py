@@ -1,4 +1,4 @@
-"""What the database remembers of a run: rows, events and effects, read once when everything is over."""
+"""What the database knows about a run: rows, events and effects, read once at the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class History:
         return sum(one.event == event for one in self.since_rerun(job))
 
     def since_rerun(self, job: Any) -> list[Event]:
-        """The events of its present life: a human may have given it another one."""
+        """The events since its last rerun."""
         events = self.of_job[job.id]
         starts = [place for place, event in enumerate(events) if event.event == "job.rerun"]
         return events[starts[-1] :] if starts else events

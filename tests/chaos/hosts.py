@@ -48,9 +48,9 @@ _CUT: dict[Variant, Sequence[Network]] = {
     "way to the services": ("services",),
 }
 _MODEL = "large"
-"""One only: a worker takes a shard of each model at once, and of one model as many as it can send."""
+"""Only one: a worker claims a shard of each model at once, and of one model as many as it can send."""
 _TOKENS_MEAN = 20
-"""Of an answer; see `workload`."""
+"""Length of an answer; see `workload`."""
 _IN_HUB = "--in-hub"
 
 _BOTH_SEND = """
@@ -66,14 +66,14 @@ _IS_IDLE = "SELECT NOT EXISTS (SELECT FROM batchwright.job WHERE finished_at IS 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the batch is, how fast its server, and how long a link is down."""
+    """The size of the batch, the speed of its server, and how long a link is down."""
 
     requests: int = 3_000
     checkpoint_seconds: float = 0.5
     in_flight: int = 48
-    """Requests that one host has in flight at most."""
+    """Maximum number of requests in flight of one host."""
     lease_seconds: float = 5.0
-    """Long enough that the host which is not cut off keeps its own on a busy machine."""
+    """Long enough that on a busy machine the host that is not cut off keeps its leases."""
     tokens_per_second: float = 80.0
     """Of one request."""
     cut_seconds: float = 9.0
@@ -82,13 +82,13 @@ class Size:
 
     @property
     def alone_seconds(self) -> float:
-        """What one host needs for the whole batch, if it is never idle."""
+        """Seconds that one host needs for the whole batch, if it is never idle."""
         return self.requests * _TOKENS_MEAN / self.tokens_per_second / self.in_flight
 
 
 @dataclass(slots=True)
 class Run:
-    """What a run was, and what came of it."""
+    """A run and its results."""
 
     variant: Variant
     seed: int
@@ -107,7 +107,7 @@ async def run(size: Size, variant: Variant, seed: int, folder: Path, say: Callab
     (folder / "servers").mkdir()
     with contextlib.ExitStack() as stack:
         linked = stack.enter_context(hosts(MACHINES))
-        # The server is not killed here, so it does not matter that this mode waits for no disk.
+        # The server is not killed here, so it does not matter that commits do not wait for the disk in this mode.
         cluster = stack.enter_context(Cluster(folder / "servers", "crash", address("database")))
         simulator = stack.enter_context(_simulator(size))
         storage_url, environment = stack.enter_context(store("s3", folder, address("services")))
@@ -121,7 +121,7 @@ async def run(size: Size, variant: Variant, seed: int, folder: Path, say: Callab
             lease_seconds=size.lease_seconds,
         )
         fleet = machines(folder, shared, {name: host.launcher for name, host in linked.items()})
-        stack.enter_context(patch.dict(os.environ, environment))  # our own process uses the store, too
+        stack.enter_context(patch.dict(os.environ, environment))  # this process uses the store too
         async with User.at(folder / MACHINES[0] / "batchwright.toml") as user:
             play = _Play(Run(variant, seed, size), folder, say, linked, cluster.url, fleet, user, simulator)
             return await play.run()
@@ -135,7 +135,7 @@ def _simulator(size: Size) -> Iterator[Remote]:
 
 
 class _Play:
-    """A run, with all its processes at hand."""
+    """A run and its processes."""
 
     def __init__(
         self,
@@ -159,11 +159,11 @@ class _Play:
         self._feed = Feed(user)
         self._random = random.Random(f"hosts {run.seed}")
         self._name = self._random.choice(MACHINES)
-        """Of the host whose link is cut."""
+        """The name of the host whose link is cut."""
         self._host = linked[self._name]
         self._missed: list[Breach] = []
         self._known = Known()
-        """What the database knew when the link had been down for longer than a lease."""
+        """The state of the database when the link had been down for longer than a lease."""
         self._last_answer_at = 0.0
         self._unregistered = 0
         self._cut_at = self._mended_at = self._ended_at = 0.0
@@ -192,7 +192,7 @@ class _Play:
         return self._run
 
     async def _reach(self, what: str, moment: Coroutine[Any, Any, object]) -> None:
-        """A moment that never comes is a breach."""
+        """Wait for an event; if it does not happen, that is a breach."""
         try:
             async with asyncio.timeout(self._size.seconds_max):
                 await moment
@@ -217,13 +217,13 @@ class _Play:
             self._say(f"{self._name} is linked again")
 
     def _lose_host(self) -> None:
-        """Nobody can ask its worker to stop."""
+        """Its worker cannot be asked to stop."""
         for victim in self._fleet.awake("worker"):
             if MACHINES[victim.place] == self._name:
                 self._fleet.kill(victim, for_good=True)
 
     async def _returned(self) -> None:
-        """The host takes jobs again."""
+        """Wait until the host claims jobs again."""
         if self._mended_at:
             await self._user.until(_IS_BACK, host=self._name, since=self._mended_at)
 
@@ -274,12 +274,12 @@ class _Play:
                 yield Goal("from the return of the link to the next job there, seconds", 15.0, first)
 
     def _rescues(self, history: History) -> list[float]:
-        """When jobs of the host that was cut off were given to others, in seconds after the cut."""
+        """When other workers got the jobs of the host that was cut off, in seconds after the cut."""
         rescues = (one for one in history.events if one.event == "job.rescued" and self._is_there(one.worker))
         return [one.ts - self._cut_at for one in rescues]
 
     def _lost_elsewhere(self, history: History) -> int:
-        """What the host whose links held could not keep: the machine was too busy to renew its leases."""
+        """Claims that the other host lost, because the machine was too busy to renew its leases."""
         return sum(one.event == "job.rescued" and not self._is_there(one.worker) for one in history.events)
 
     def _is_there(self, worker: str | None) -> bool:

@@ -6,7 +6,7 @@
 
 Each host has one link to the database and one to the services. This process runs in the hub (`enter_hub`). Namespaces
 have no names, and processes hold them open: the kernel removes them, with their links, when the last process in them
-ends. A run that is killed leaves nothing behind. The addresses are those that are reserved for tests of networks.
+ends. A run that is killed leaves nothing behind. The addresses are reserved for tests of networks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRY = "ip link add bridge type bridge && ip link add near type veth peer name f
 
 
 def why_refused() -> str | None:
-    """What the kernel says if it does not let us make namespaces and links; None if it does."""
+    """The kernel's error if this user may not create namespaces and links; None if it may."""
     command = ["unshare", "--net", "sh", "-c", _TRY]
     tried = subprocess.run(command, capture_output=True, check=False, text=True, timeout=_SECONDS_MAX)
     return (tried.stderr.strip() or f"exit status {tried.returncode}") if tried.returncode else None
@@ -40,7 +40,7 @@ def enter_hub(module: str, *arguments: str) -> None:
 
 
 def address(network: Network, place: int = 1) -> str:
-    """Of the hub, or of the host that has this place."""
+    """The address of the hub, or of the host with this number."""
     return f"{NETWORKS[network]}.{place}"
 
 
@@ -53,18 +53,18 @@ class Host:
 
     @property
     def launcher(self) -> Sequence[str]:
-        """What stands before a command that runs there."""
+        """What is put before a command to run it there."""
         return ("nsenter", f"--net=/proc/{self.pid}/ns/net")
 
     def cut(self, *networks: Network) -> None:
-        """Packets are dropped from now on, in both directions, and nobody is told."""
+        """From now on packets are dropped silently, in both directions."""
         self._set(networks, "down")
 
     def mend(self, *networks: Network) -> None:
         self._set(networks, "up")
 
     def link(self) -> None:
-        """Both links, from bridges of the hub that exist."""
+        """Create both links, to existing bridges of the hub."""
         _run(*self.launcher, "ip", "link", "set", "lo", "up")
         for network in NETWORKS:
             end = self._end(network)
@@ -103,7 +103,7 @@ def _held_open() -> Iterator[int]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
         assert holder.stdout is not None
-        holder.stdout.readline()  # it is there
+        holder.stdout.readline()  # the namespace exists
         try:
             yield holder.pid
         finally:

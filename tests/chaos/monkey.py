@@ -1,4 +1,4 @@
-"""The monkey and its victims: a fleet of worker processes, and a PostgreSQL that is pulled away under them."""
+"""The monkey and its victims: a fleet of worker processes, and their PostgreSQL, which is stopped and killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from batchwright.errors import DatabaseUnavailable
 Deed = Literal["kill", "stop", "terminate", "restart"]
 DECK: tuple[Deed, ...] = (*["kill"] * 9, *["stop"] * 5, *["terminate"] * 5, *["restart"] * 2)
 _AWAKE_MIN = 2
-"""Nobody is killed or stopped below this: how soon jobs are rescued is only a question if there is a rescuer."""
+"""At least this many workers keep running: the time until jobs are rescued can only be measured with a rescuer."""
 _AWAY_SECONDS_MAX = 30.0
 _STOPPED_MAX = 2
 _STOP_SECONDS_MAX = 40.0
@@ -37,7 +37,7 @@ class Victim:
 
     process: asyncio.subprocess.Process
     id: str | None = None
-    """As the worker calls itself; known once it has spoken."""
+    """The worker's id; known after its first message."""
     counts: dict[str, int] = field(default_factory=dict)
     killed_at: float | None = None
     ended_at: float | None = None
@@ -50,7 +50,7 @@ class Victim:
 
 
 class Fleet:
-    """Keeps so many workers alive; one that ends is replaced at once."""
+    """Keeps this number of workers alive; one that ends is replaced at once."""
 
     def __init__(self, folder: Path, logs: Path, *, lease_seconds: float, size: int) -> None:
         self.everybody: list[Victim] = []
@@ -66,18 +66,18 @@ class Fleet:
 
     @property
     def awake(self) -> list[Victim]:
-        """Those that have begun to work and are neither stopped nor about to die."""
+        """Workers that have begun to work and are neither stopped nor about to be killed."""
         return [one for one in self.alive if one.id is not None and not one.is_stopped and one.killed_at is None]
 
     def counted(self) -> Counter[str]:
-        """What all workers counted together; a killed one is missing its last quarter of a second."""
+        """The counts of all workers together; those of a killed one lack its last quarter of a second."""
         total: Counter[str] = Counter()
         for victim in self.everybody:
             total.update({name: victim.counts.get(name, 0) for name in _COUNTED})
         return total
 
     def deserters(self) -> list[Victim]:
-        """Workers that ended although nobody killed or dismissed them, and that did not die of a poison."""
+        """Workers that ended by themselves, and not because of a poison job."""
         return [
             victim
             for victim in self.everybody
@@ -88,7 +88,7 @@ class Fleet:
         self._keepers = [asyncio.create_task(self._keep(place)) for place in range(self._size)]
 
     async def close(self) -> None:
-        """Ask everybody to stop, as a deploy does; those who do not are killed."""
+        """Ask all workers to stop, as a deploy does; kill those that do not."""
         self._is_closing = True
         for victim in self.alive:
             victim.is_dismissed = True
@@ -142,7 +142,7 @@ class Fleet:
 
 
 class Monkey:
-    """Does one deed after the other, drawn from a shuffled deck; the same seed draws the same cards."""
+    """Does one deed after the other, drawn from a shuffled deck; the same seed draws the same deeds."""
 
     def __init__(
         self, fleet: Fleet, postgres: EmbeddedPostgres, *, lease_seconds: float, seed: int, say: Callable[[str], None]
@@ -159,7 +159,7 @@ class Monkey:
         self._wakers: set[asyncio.Task[None]] = set()
 
     async def play(self, seconds: float) -> None:
-        """For so long, and then until each deed was done once: on a busy machine restarts may take most of the time."""
+        """Run for this time, and until each deed was done once: on a busy machine restarts may take most of it."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         deck: list[Deed] = []
@@ -198,7 +198,7 @@ class Monkey:
         self._say(f"SIGKILL {victim.process.pid}")
 
     def _stop(self) -> None:
-        """Longer than a lease, and now and then longer than an idle transaction may last."""
+        """Stop a worker for longer than a lease, and sometimes longer than the limit of an idle transaction."""
         if (
             sum(victim.is_stopped for victim in self._fleet.alive) >= _STOPPED_MAX
             or len(self._fleet.awake) < _AWAKE_MIN
@@ -223,7 +223,7 @@ class Monkey:
             victim.is_stopped = False
 
     def _terminate(self) -> None:
-        """One to three connections, whoever they belong to: claims, settles, leases, the doorbell, our own."""
+        """Cut one to three connections of any kind: of claims, settles, leases, the doorbell, or our own."""
         count = self._random.choice((1, 1, 2, 3))
         sql = """
             SELECT pg_terminate_backend(pid) FROM pg_stat_activity
@@ -235,7 +235,7 @@ class Monkey:
             self._say(f"terminated {ended} connections")
 
     async def _restart(self) -> None:
-        """Stop it as a power cut does; start it again ourselves, or let the workers do it."""
+        """Stop it like a power cut; then restart it, or let the workers do that."""
         by_workers = self._random.random() < 0.5
         pause = self._random.uniform(0.0, 1.0)
         stopped_at = time.time()
@@ -262,7 +262,7 @@ class Monkey:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without settings that would point the workers elsewhere."""
+    """Our environment, without settings that would change those of the workers."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BATCHWRIGHT_")}
     root = str(Path(__file__).parents[2])
     return {**kept, "PYTHONPATH": os.pathsep.join([root, *filter(None, [kept.get("PYTHONPATH")])])}

@@ -14,12 +14,12 @@ from batchwright import Context, Done, Fatal, NewJob, RetryLater, Snooze, Transi
 from batchwright.engine.outcomes import Outcome
 
 BULK = 8
-"""The priority of jobs that are many: whoever is rescued must not stand in line behind them."""
+"""The priority of the most frequent jobs: rescued jobs must not wait behind them."""
 EFFECTS = """
 CREATE SCHEMA chaos;
 CREATE TABLE chaos.effect (job_id uuid NOT NULL, claim bigint NOT NULL)
 """
-"""No unique index on purpose: a doubled effect must show, not be refused."""
+"""No unique index on purpose: a doubled effect must be visible, not refused."""
 
 
 @operation("chaos.plain")
@@ -31,7 +31,7 @@ async def plain(ctx: Context, seconds: float) -> float:
 
 @operation("chaos.once", max_attempts=1)
 async def once(seconds: float) -> float:
-    """May be abandoned when its worker dies; must never start a second time after that."""
+    """May be abandoned when its worker dies; must never start a second time."""
     await asyncio.sleep(seconds)
     return seconds
 
@@ -74,7 +74,7 @@ def has_effect(step: int) -> bool:
 
 @operation("chaos.snooze")
 async def snooze(ctx: Context, times: int, seconds: float) -> Snooze | int:
-    """Snoozes exactly so many times; how often it did so already is in its own progress."""
+    """Snoozes exactly this number of times; its own progress counts them."""
     done = ctx.progress_current or 0
     await asyncio.sleep(0.02)
     if done < times:
@@ -91,7 +91,7 @@ async def later(probability: float) -> str:
 
 @operation("chaos.flaky", max_attempts=4, backoff_seconds=0.2)
 async def flaky(ctx: Context, failures: int) -> int:
-    """Fails in its first attempts; what is rescued, released or snoozed keeps its attempt, so the count is exact."""
+    """Fails in its first attempts; a rescue, release or snooze gives the attempt back, so the count is exact."""
     await asyncio.sleep(0.02)
     if ctx.attempt <= failures:
         raise Transient(f"attempt {ctx.attempt} of {failures} that fail", code="flaky")
@@ -144,7 +144,7 @@ async def parent(
 
 @operation("chaos.poison")
 async def poison() -> None:
-    """Takes its whole process with it, every time."""
+    """Kills its whole process, every time."""
     await asyncio.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 

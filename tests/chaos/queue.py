@@ -62,7 +62,7 @@ class Goal:
 
 @dataclass(slots=True)
 class Run:
-    """What a run was, and what came of it."""
+    """A run and its results."""
 
     seed: int
     seconds: float
@@ -86,7 +86,7 @@ async def run(
     keep: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Run:
-    """The whole play on a PostgreSQL of its own, which is gone afterwards."""
+    """The whole run on its own PostgreSQL, which is removed afterwards."""
     folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-{os.getpid()}"
     logs = Path(tempfile.mkdtemp(prefix="batchwright-chaos-logs-"))
     result = Run(seed, seconds)
@@ -145,7 +145,7 @@ async def _play(
 
 
 async def _drain(batchwright: AsyncBatchwright, seconds: float) -> float:
-    """Until every job has ended and every lock is gone, but no longer than this; answers how long it took."""
+    """Wait until every job has ended and every lock is free, up to this limit; returns how long it took."""
     began = time.monotonic()
     sql = "SELECT count(*) FROM batchwright.job WHERE finished_at IS NULL OR locked_by IS NOT NULL"
     while time.monotonic() - began < seconds:
@@ -170,7 +170,7 @@ WHERE application_name = 'batchwright' AND state LIKE 'idle in transaction%'
 
 
 class Sampler:
-    """Looks at the table while everything runs: never two RUNNING of one key; and who keeps transactions open."""
+    """Checks the table during the run: never two RUNNING jobs of one key; and which transactions stay open."""
 
     def __init__(self, batchwright: AsyncBatchwright) -> None:
         self.breaches: list[Breach] = []
@@ -318,7 +318,7 @@ def main() -> int:
         if not arguments.quiet:
             sys.stderr.write(f"{time.monotonic() - began:7.1f} s  {words}\n")
 
-    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # that the database goes away is the point
+    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # it is expected that the database is unavailable
     say(f"seed {arguments.seed}")
     result = asyncio.run(
         run(

@@ -1,4 +1,4 @@
-"""How long a job lay still after its worker was killed: from the SIGKILL to the next start of that job."""
+"""How long a job waited after its worker was killed: from the SIGKILL to the next start of that job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: dict[Kind, str] = {
 
 @dataclass(slots=True)
 class Recoveries:
-    """Seconds from the kill to the rescue, and to the next start, by what stood in the way."""
+    """Seconds from the kill to the rescue, and to the next start, by what delayed them."""
 
     rescued: list[float] = field(default_factory=list)
     started: dict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -35,8 +35,8 @@ def recoveries(
 ) -> Recoveries:
     """`killed` has the moment of death of every worker that was killed.
 
-    Two things are counted apart. Nobody rescues in the first lease after the database came back. And a worker that is
-    stopped in the middle of a transaction keeps its row locks, until it goes on or PostgreSQL ends it after 10 s.
+    Two cases are counted separately. No job is rescued in the first lease after the database is available again. And a
+    worker that is stopped in a transaction keeps its row locks, until it continues or PostgreSQL ends it after 10 s.
     """
     found = Recoveries()
     restarts = [(stopped_at, answered_at + lease_seconds) for stopped_at, answered_at in outages]
@@ -57,7 +57,7 @@ def recoveries(
 
 
 def _claimed_at(earlier: Sequence[Event], rescued: Event) -> float:
-    """A claim that was under way when its worker was killed may still have happened a moment later."""
+    """A claim that a worker had sent when it was killed may be committed a moment later."""
     starts = (event.ts for event in earlier if event.event == "job.started" and event.claim == rescued.claim)
     return next(starts, 0.0)
 

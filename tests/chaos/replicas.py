@@ -4,8 +4,8 @@
     synchronous     primary ── walsender ──▶ standby     a commit is answered once the standby has it
     crash           server  ── walwriter ──▶ its disk    a commit is answered before it is on disk
 
-`hold()` stops the process in the middle with SIGSTOP, so that commits go no further. `fail_over()` kills the server
-with SIGKILL, and promotes the standby or starts the same server again. What was held back is lost.
+`hold()` stops the process in the middle column with SIGSTOP, so that commits are not copied. `fail_over()` kills the
+server with SIGKILL, and promotes the standby or restarts the same server. What was held back is lost.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _SETTINGS: Mapping[str, str] = {
     "autovacuum": "off",  # it flushes the log, which would write what the walwriter is to hold back
     "bgwriter_lru_maxpages": "0",  # and so does writing a dirty page
     "checkpoint_timeout": "1h",
-    "fsync": "off",  # the operating system survives, and with it all that was written
+    "fsync": "off",  # the operating system survives, and so does all that was written
     "max_connections": "60",
     "max_wal_size": "4GB",
     "shared_buffers": "64MB",
     "unix_socket_directories": "",
     "wal_buffers": "64MB",
     "wal_keep_size": "1GB",
-    "wal_receiver_timeout": "0",  # a walsender that is stopped must not be given up
+    "wal_receiver_timeout": "0",  # a stopped walsender must not time out
     "wal_sender_timeout": "0",
     "wal_writer_flush_after": "1GB",
 }
@@ -59,7 +59,7 @@ _CLEAN_UP = 'read -r _; for data in "$@"; do "$0" -D "$data" -m immediate -w sto
 
 
 def binaries(folder: Path) -> Path:
-    """The newest PostgreSQL that Debian's packages have installed; where there is none, that of our own wheel.
+    """The newest PostgreSQL of Debian's packages; if there is none, that of our own wheel.
 
     `folder` is where the wheel's programs are copied to if the user that runs the servers cannot read them.
     """
@@ -92,7 +92,7 @@ class Server:
                 rules.write(f"host all all {self.address}/24 trust\n")
 
     def copy_from(self, other: Server) -> None:
-        """Become a standby of the other, which runs."""
+        """Become a standby of the other server, which is running."""
         source = f"host={other.address} port={other.port} user={USER} application_name=standby"
         options = ["--checkpoint=fast", "--no-sync", "--wal-method=stream", "--write-recovery-conf"]
         self._run("pg_basebackup", *options, "-d", source, "-D", str(self.data))
@@ -106,7 +106,7 @@ class Server:
         self._run("pg_ctl", "-D", str(self.data), "-w", "-t", f"{_SECONDS_MAX:g}", *arguments)
 
     def kill(self) -> None:
-        """All of its processes, and none of them sees another one die: they are stopped first."""
+        """Kill all of its processes. They are stopped first, so that none of them sees another one die."""
         pid = int((self.data / "postmaster.pid").read_text().split("\n", 1)[0])
         postmaster = psutil.Process(pid)
         postmaster.suspend()
@@ -135,7 +135,7 @@ class Server:
 
 @contextlib.contextmanager
 def temporary_folder(*, keep: bool = False) -> Iterator[Path]:
-    """In memory where there is room; the user that runs the servers can enter it."""
+    """A folder in memory if there is room, which the user that runs the servers can enter."""
     folder = Path(tempfile.mkdtemp(prefix="batchwright-failover-", dir=roomy_folder()))
     folder.chmod(0o711)
     try:
@@ -146,7 +146,7 @@ def temporary_folder(*, keep: bool = False) -> Iterator[Path]:
 
 
 class Cluster:
-    """The database of a round, at one address that stays the same through the failover. Every call blocks."""
+    """The database of a round; its address stays the same through a failover. Every call blocks."""
 
     def __init__(self, folder: Path, mode: Mode, address: str = LOOPBACK) -> None:
         self.mode: Mode = mode
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """As users write it: all servers, of which the driver takes the one that accepts writes."""
+        """The URL as users write it: it names all servers, and the driver chooses the one that accepts writes."""
         hosts = ",".join(f"{server.address}:{server.port}" for server in self.servers)
         return f"postgresql://{USER}@{hosts}/{DATABASE}?target_session_attrs=read-write"
 
@@ -200,24 +200,24 @@ class Cluster:
             self._cleaner.wait(_SECONDS_MAX)
 
     def catch_up(self) -> None:
-        """Return when all that is committed now is safe: at the standby, or written."""
+        """Wait until everything committed so far is safe: at the standby, or on disk."""
         lsn = self.primary.value("SELECT pg_current_wal_insert_lsn()")
         if self.mode == "crash":
-            # A commit that waits for the disk takes all earlier ones along.
+            # A commit that waits for the disk writes all earlier ones too.
             self.primary.execute("SET synchronous_commit = on", "SELECT pg_logical_emit_message(true, 'chaos', '')")
         else:
             self._await(f"SELECT replay_lsn >= '{lsn}'::pg_lsn FROM pg_stat_replication")
 
     def hold(self) -> None:
-        """From now on no commit is safe; in the synchronous mode none is answered either."""
+        """From now on no commit is safe; in synchronous mode none is confirmed either."""
         backend = _HELD[self.mode]
         pid = self.primary.value(f"SELECT pid FROM pg_stat_activity WHERE backend_type = '{backend}'")
         psutil.Process(int(str(pid))).suspend()
 
     def fail_over(self, pause_seconds: float = 0.0) -> float:
-        """Kill the server; answers the seconds until the next one, or the same one again, takes writes.
+        """Kill the server; returns the seconds until the next one, or the same one again, accepts writes.
 
-        The pause stands for the time that a failover needs to be noticed and decided.
+        The pause simulates the time in which a failover is noticed and decided.
         """
         began = time.monotonic()
         self.primary.kill()
@@ -231,7 +231,7 @@ class Cluster:
         return time.monotonic() - began
 
     def _await(self, sql: str) -> None:
-        """Until the primary answers this with true."""
+        """Wait until this query returns true on the primary."""
         _await(lambda: self.primary.value(sql), sql)
 
     def _start_cleaner(self) -> subprocess.Popen[bytes]:
@@ -251,7 +251,7 @@ class Cluster:
 
 
 def _is_dead(process: psutil.Process) -> bool:
-    """One that nobody has reaped yet keeps neither its port nor its memory."""
+    """A zombie process counts as gone: it keeps neither its port nor its memory."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -60,28 +60,28 @@ FAULTS = (
     ("duplicate", "shuffled"),
     ("truncate:route=*.get:times=5", "not_json:route=*.list:times=3"),
 )
-"""Sets of rules, of which one is in force at a time."""
+"""Sets of fault rules, of which one applies at a time."""
 _READY_SECONDS_MAX = 60.0
 _WATCH_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How many tasks there are, and how wild it gets."""
+    """The number of tasks, of kills and of faults."""
 
     tasks: int
     submit_seconds: float
-    """Over which they are submitted; the monkey plays until the last one is, and for a third of that time more."""
+    """Time in which they are submitted; the monkey runs that long, and for a third of that time more."""
     kills_min: int
-    """On a slow machine the monkey, and the provider's bad days, go on until so many workers were killed."""
+    """On a slow machine the monkey and the faults continue until this number of workers was killed."""
     drain_seconds: float
     kill_seconds: tuple[float, float]
     """Between two deeds."""
     workers: int = 3
     postgres_every: int = 8
-    """One deed of so many is against PostgreSQL."""
+    """One of this many deeds hits PostgreSQL."""
     stop_every: int = 5
-    """One worker of so many is not killed, but stopped for a while."""
+    """One of this many workers is not killed, but stopped for a while."""
     cancelled_every: int = 12
 
 
@@ -99,7 +99,7 @@ SHORT = Size(
 
 @dataclass(slots=True, kw_only=True)
 class Told:
-    """A task, and what its inputs must lead to."""
+    """A task, and its expected results."""
 
     id: str
     provider: str
@@ -110,7 +110,7 @@ class Told:
 
 @dataclass(slots=True)
 class Run:
-    """What a run was, and what came of it."""
+    """A run and its results."""
 
     seed: int
     size: Size
@@ -123,7 +123,7 @@ class Run:
 
 
 class Ledger(dict[str, Any]):
-    """The remote jobs of the contract server, also those that were deleted since."""
+    """The remote jobs of the contract server, including deleted ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def providers() -> list[str]:
 
 
 async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> Run:
-    """The whole play on a PostgreSQL of its own, which is gone afterwards."""
+    """The whole run on its own PostgreSQL, which is removed afterwards."""
     folder = Path(tempfile.gettempdir()) / f"batchwright-chaos-tasks-{os.getpid()}"
     logs = Path(tempfile.mkdtemp(prefix="batchwright-chaos-logs-"))
     result = Run(seed, size)
@@ -163,7 +163,7 @@ async def run(size: Size, seed: int, *, keep: bool = False, say: Callable[[str],
 
 
 class Play:
-    """One run: users, workers, the monkey, and the provider's bad days."""
+    """One run: users, workers, the monkey, and the faults of providers."""
 
     def __init__(self, result: Run, server: Server, folder: Path, logs: Path, say: Callable[[str], None]) -> None:
         self.result = result
@@ -186,7 +186,7 @@ class Play:
             engine={"lease_seconds": LEASE_SECONDS},
             tasks={"poll_interval_seconds": 0.5},
         )
-        os.environ.update(self._environment)  # our own submissions look for credentials too
+        os.environ.update(self._environment)  # our own submissions check credentials too
         async with AsyncBatchwright(settings=load_settings(environment={}, file=config)) as batchwright:
             assert batchwright.embedded is not None
             stage = Stage(batchwright=batchwright, server=self.server, environment={})
@@ -247,7 +247,7 @@ class Play:
             id = await stage.transcribe(provider, *names, idempotency_key=f"task-{number}")
         return Told(id=id, provider=provider, good=good, bad=bad)
 
-    # The monkey, and the provider's bad days ----------------------------------------------------------------------
+    # The monkey, and faults of providers --------------------------------------------------------------------------
 
     async def _kill(self, fleet: Fleet, postgres: EmbeddedPostgres, seconds: float) -> None:
         chance = random.Random(f"monkey {self.result.seed}")
@@ -272,7 +272,7 @@ class Play:
         return self.deeds["workers killed"] >= self.size.kills_min and self.deeds["PostgreSQL killed"] > 0
 
     def _stop(self, victim: Victim, seconds: float) -> None:
-        """For longer than a lease: it comes back when others have its tasks, and goes on where it was."""
+        """Stop it for longer than a lease: when it continues, others have its tasks."""
         victim.stops.append((time.time(), time.time() + seconds))
         victim.signal(signal.SIGSTOP)
         asyncio.get_running_loop().call_later(seconds, victim.signal, signal.SIGCONT)
@@ -290,7 +290,7 @@ class Play:
         self.server.put_faults()
 
     async def _drain(self, stage: Stage) -> None:
-        """Until every task has ended and nothing is left at the providers, but no longer than this."""
+        """Wait until every task has ended and nothing is left at the providers, up to this limit."""
         until = time.monotonic() + self.size.drain_seconds
         sql = """
             SELECT (SELECT count(*) FROM batchwright.task WHERE ended_at IS NULL)
@@ -374,7 +374,7 @@ async def _judge_task(stage: Stage, told: Told, task: Task, rows: Sequence[Remot
 
 
 def _count(task: Task, result: Any) -> tuple[int, int]:
-    """Good and bad results in the file; one that is there twice counts as bad."""
+    """Good and bad results in the file; a result that occurs twice counts as bad."""
     if result is None:
         return 0, 0
     if task.task_type == "completion":
@@ -409,7 +409,7 @@ def _find_doubles(rows: Sequence[RemoteJob], paid: Sequence[Any]) -> list[Breach
 
 
 async def _insist(call: Callable[[], Any]) -> Any:
-    """Users try again while the database is away; a task has a key, so that it is made once."""
+    """Users retry while the database is unavailable; a task has a key, so that it is created once."""
     while True:
         try:
             return await call()
@@ -461,7 +461,7 @@ def main() -> int:
         if not arguments.quiet:
             sys.stderr.write(f"{time.monotonic() - began:7.1f} s  {words}\n")
 
-    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # that the database goes away is the point
+    logging.getLogger("psycopg.pool").setLevel(logging.CRITICAL)  # it is expected that the database is unavailable
     say(f"seed {arguments.seed}")
     result = asyncio.run(run(SHORT if arguments.short else LONG, arguments.seed, keep=arguments.keep, say=say))
     sys.stdout.write((orjson.dumps(as_json(result)).decode() if arguments.json else as_text(result)) + "\n")

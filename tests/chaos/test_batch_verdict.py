@@ -1,4 +1,4 @@
-"""A judge that cannot find anybody guilty proves nothing: each promise of a batch, broken on purpose."""
+"""The judge must find every kind of breach: here each promise of a batch is broken on purpose."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_second_batch_and_an_odd_answer_are_seen():
     assert list(breaches(found)) == ["files or batches made twice", "answers that nobody should get"]
 
 
-# How soon it goes on ----------------------------------------------------------------------------------------------
+# Time to resume ---------------------------------------------------------------------------------------------------
 
 
 def test_the_time_until_a_shard_is_free_and_started_again_counts_from_the_kill():

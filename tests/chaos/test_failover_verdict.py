@@ -1,4 +1,4 @@
-"""A judge that cannot find anybody guilty proves nothing: each promise about a failover, broken on purpose."""
+"""The judge must find every kind of breach: here each promise about a failover is broken on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of `make chaos-hosts`, where the kernel grants network namespaces."""
+"""The variants of `make chaos-hosts`, if the kernel allows network namespaces."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ SECONDS_MAX = 150
 
 @pytest.fixture(scope="module")
 def namespaces():
-    """A program that is missing can be installed; that the kernel refuses is no failure, whatever is required."""
+    """A missing program can be installed. A refusal by the kernel is a skip, even if everything is required."""
     if sys.platform != "linux":
         pytest.skip("only Linux has network namespaces")
     for program in PROGRAMS:

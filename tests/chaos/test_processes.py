@@ -1,4 +1,4 @@
-"""What chaos has found about processes, one case each: they die at the worst moment, and the jobs are not to blame."""
+"""Cases that chaos has found: processes die at the worst moment, and their jobs are not at fault."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ async def isolated(program, id, **pipes):
 
 
 async def test_a_suspect_is_not_parked_because_the_worker_that_sent_it_away_was_killed(queue, batchwright):
-    """Both ends of the pipes are closed, as the kernel does when the worker that holds them dies."""
+    """Both ends of the pipes are closed, as the kernel does when their worker dies."""
     id = await put_one(queue)
     await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     reader, writer = os.pipe()
@@ -63,7 +63,7 @@ async def test_a_suspect_is_not_parked_because_the_worker_that_sent_it_away_was_
 
 
 async def test_a_job_that_runs_alone_is_given_back_when_its_workers_process_dies(queue, batchwright):
-    """It would hold its job otherwise, with all that the job has open, until it ends by itself."""
+    """Otherwise it would keep its job, and everything that the job has open, until it ends by itself."""
     id = await batchwright.enqueue(plain, {"seconds": 600.0})
     await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
@@ -79,7 +79,7 @@ async def test_a_job_that_runs_alone_is_given_back_when_its_workers_process_dies
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
 async def test_the_kernel_tells_a_child_that_its_parent_was_killed(tmp_path):
-    """Even one that keeps the pipe from being closed, as a copy of it in another process does."""
+    """Even if the pipe stays open, because another process has a copy of it."""
     told = tmp_path / "told"
     child = (
         "import signal, pathlib; from batchwright.engine.worker.processes import end_with_parent; "
@@ -107,7 +107,7 @@ async def test_a_child_that_died_while_idle_is_not_given_the_next_job(queue, bat
 
 
 async def test_a_child_killed_while_its_answer_is_on_the_way_is_not_given_the_next_job(queue, batchwright, processes):
-    """As it happens to a worker that was stopped, finds its lease lost and the answer in the pipe at once."""
+    """This happens to a worker that was stopped: it finds its lease lost and the answer in the pipe together."""
     running = SimpleNamespace(kill=None)
     performing = asyncio.create_task(perform(queue, batchwright, processes, running))
     while not processes._busy:
@@ -123,7 +123,7 @@ async def test_a_child_killed_while_its_answer_is_on_the_way_is_not_given_the_ne
 
 
 async def test_a_killed_process_is_not_left_behind_by_whoever_is_cancelled_while_it_dies():
-    """The loop may close right after: what still ran then would never be seen to end."""
+    """The loop may close right after that: the end of a process that still ran would never be noticed."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
     seeing = asyncio.create_task(see_the_end(process))
     for _ in range(3):
@@ -151,7 +151,7 @@ async def test_a_job_that_runs_alone_is_given_back_before_its_worker_has_stopped
 
 
 async def perform(queue, batchwright, processes, running=None):
-    """No rounds: the child says nothing before its answer."""
+    """Without rounds, the child sends nothing before its answer."""
     await batchwright.enqueue("chaos.cpu", {"rounds": 0})
     (claim,) = await take(queue, types=["chaos.cpu"])
     operation = batchwright.operations.get("chaos.cpu")

@@ -1,4 +1,4 @@
-"""A judge that cannot find anybody guilty proves nothing: each promise, broken on purpose."""
+"""The judge must find every kind of breach: here each promise is broken on purpose."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def test_a_wrong_counter_and_a_missing_child_are_seen():
 
 @pytest.mark.parametrize("waits_again", [True, False])
 def test_a_parent_with_failed_children_may_succeed_only_if_it_had_joined_before_its_rerun(waits_again):
-    """A deadline had let it join; then it was cancelled and rerun, and the rerun forgot the deadline."""
+    """It joined because of a deadline; then it was cancelled and rerun, and the rerun removed the deadline."""
     payload = {"width": 1, "on_join": "resume", "allow_failures": 0}
     result = {"round": 1, "succeeded": 0, "total": 1, "distinct": 1}
     parent = job(A, job_type="chaos.parent", payload=payload, result=result, waits=1, children_failed=1, claims=2)
@@ -129,7 +129,7 @@ def link(step):
 
 
 def told(id, names=WELL):
-    """Events as the engine writes them: a claim more for each start, an attempt back for each rescue."""
+    """Events as the engine writes them: each start adds a claim, and each rescue gives an attempt back."""
     events, claim, attempt = [], 0, 0
     for place, name in enumerate(names):
         claim += name == "job.started"

@@ -1,6 +1,6 @@
-"""The judge: every promise of the engine, counted against the rows, events and effects that the run left behind.
+"""The judge: checks every promise of the engine against the rows, events and effects of a run.
 
-A check yields one `(job, what is wrong)` for each breach; none is the only good number.
+A check yields one `(job, what is wrong)` for each breach; a good run has none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def judge(history: History, ledger: Ledger) -> dict[str, list[Breach]]:
 
 @dataclass(slots=True)
 class Replay:
-    """A job as its events tell it; `is_held` between a claim and whatever ends it."""
+    """A job as its events describe it; `is_held` is true between a claim and its end."""
 
     id: UUID
     illegal: list[Breach]
@@ -153,7 +153,7 @@ def _writes(job: Any) -> bool:
 
 
 def innocents(history: History) -> Iterator[Breach]:
-    """FAILED is for those that were made to fail, whose deadline passed, or that may start only once."""
+    """Only jobs that were made to fail, whose deadline passed, or that may start only once may be FAILED."""
     for job in history.jobs.values():
         if job.status == "FAILED" and job.code not in _excuses(job):
             yield job.id, f"{job.job_type} failed: {job.code}: {job.reason}"
@@ -170,7 +170,7 @@ def _excuses(job: Any) -> set[str]:
             excuses.add("flaky")
         case "chaos.leaf" if job.payload["fails"]:
             excuses.add("made_to_fail")
-        case "chaos.parent":  # whether rightly so, `wrong_parents` knows
+        case "chaos.parent":  # `wrong_parents` checks whether that is right
             excuses.add("children_failed")
     return excuses
 
@@ -185,7 +185,7 @@ def unpunished(history: History, ledger: Ledger) -> Iterator[Breach]:
 def overlaps(history: History) -> Iterator[Breach]:
     """A job has its key from its first start to its end, also while it snoozes or is rescued.
 
-    Ids of events are drawn before their commit, and the next job of a key starts only after that.
+    Ids of events are assigned before their commit, and the next job of a key starts only after it.
     """
     holders: dict[tuple[str, str], UUID] = {}
     for event in history.events:
@@ -217,14 +217,14 @@ def wrong_parents(history: History) -> Iterator[Breach]:
 
 
 def _runs_itself_again(history: History, job: Any) -> bool:
-    """It was rerun after it had joined, and has not waited since: its counters begin anew when it waits again."""
+    """It was rerun after it had joined, and has not waited since: its counters are reset when it waits again."""
     life = history.since_rerun(job)
     is_rerun = life[0].event == "job.rerun" and life[0].status == JobStatus.QUEUED
     return is_rerun and all(event.event != "job.waited" for event in life)
 
 
 def _wrong_ending(job: Any, children: int, failed: int, *, joined_before: bool) -> str | None:
-    """A deadline lets a parent join with any failures; a rerun forgets the deadline, but not that it had joined."""
+    """After a deadline a parent joins with any failures; a rerun removes the deadline, but not the join."""
     allowed = job.payload["allow_failures"]
     too_many = allowed is not True and failed > allowed
     if job.status == "SUCCEEDED" and job.deadline is None and too_many and not joined_before:
@@ -250,7 +250,7 @@ def wrong_children(history: History) -> Iterator[Breach]:
 
 
 def wrong_chains(history: History) -> Iterator[Breach]:
-    """The first link and every link that a succeeded one promised, each once, and no others."""
+    """The first link and every link that a succeeded one has chained, each once, and no others."""
     expected: Counter[tuple[str, int]] = Counter()
     found: Counter[tuple[str, int]] = Counter()
     for job in history.of_type("chaos.chain"):
@@ -277,7 +277,7 @@ def wrong_keys(history: History, ledger: Ledger) -> Iterator[Breach]:
 def cancelled_by_nobody(history: History, ledger: Ledger) -> Iterator[Breach]:
     """We cancelled it or one above it, another job of its key superseded it, or its parent's deadline passed.
 
-    A rerun forgets a deadline that has passed.
+    A rerun removes a deadline that has passed.
     """
     for job in history.jobs.values():
         if job.status != "CANCELLED":

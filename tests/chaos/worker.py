@@ -1,7 +1,7 @@
 """A worker process of the chaos run: `python -m tests.chaos.worker FOLDER LEASE_SECONDS`.
 
-It says on standard output who it is and what it counts, one JSON object a line, and ends when its standard input
-does, so that nothing is left behind by a harness that was killed.
+It writes its id and its counts to standard output, one JSON object per line, and exits when its standard input is
+closed, so that a killed harness leaves no process behind.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     threading.Thread(target=_end_with_the_harness, daemon=True).start()
     folder, lease_seconds = sys.argv[1], float(sys.argv[2])
     uvloop.run(_work(AsyncBatchwright(settings=settings(folder, lease_seconds), operations=OPERATIONS)))
-    os._exit(0)  # a thread that still waits for standard input must not hold us
+    os._exit(0)  # a thread that still waits for standard input must not keep the process alive
 
 
 def _end_with_the_harness() -> None:

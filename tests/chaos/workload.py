@@ -1,4 +1,4 @@
-"""Jobs of every kind, enqueued and cancelled while everything breaks; the ledger keeps what we were promised."""
+"""Jobs of every kind, enqueued and cancelled while processes are killed; the ledger records what was confirmed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chaos.operations import BULK
 T = TypeVar("T")
 _ANSWER_SECONDS_MAX = 90.0
 _BACKLOG_MAX = 50
-"""Due jobs at which the feeding pauses: about what the workers run at once, so that a rescued job waits for nobody."""
+"""Feeding pauses at this number of due jobs, about what the workers run at once: rescued jobs must not wait."""
 _KEYS = 8
 _RECENT_MAX = 300
 _TENANTS = ("ada", "bob", "default")
@@ -34,7 +34,7 @@ ORDER BY id
 
 @dataclass(slots=True)
 class Ledger:
-    """What the harness asked for and what it was told; the database must agree with all of it."""
+    """What the harness requested and what was confirmed; the database must agree with all of it."""
 
     enqueued: set[JobId] = field(default_factory=set)
     cancelled: set[JobId] = field(default_factory=set)
@@ -42,7 +42,7 @@ class Ledger:
     poisons: set[JobId] = field(default_factory=set)
     asked: Counter[str] = field(default_factory=Counter)
     repeated: int = 0
-    """Calls that had to be made again because the database was away."""
+    """Calls that were repeated because the database was unavailable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class Size:
     jobs_per_second: float
     poisons: int
     pace: float = 1.0
-    """How long jobs run and how far away deadlines are, as a share of what they usually are."""
+    """Factor on the duration of jobs and on the time to deadlines."""
 
 
 class Workload:
-    """Feeds the queue until it is told to stop, and never lets a long line build up."""
+    """Feeds the queue until it is stopped, without building up a long backlog."""
 
     def __init__(self, batchwright: AsyncBatchwright, size: Size, seed: int) -> None:
         self.ledger = Ledger()
@@ -70,7 +70,7 @@ class Workload:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def feed(self, seconds: float) -> None:
-        """Waves of mixed jobs for so long; returns when every call was answered."""
+        """Enqueue waves of mixed jobs for this time; returns when every call was answered."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         events = self._schedule(seconds)
@@ -84,16 +84,16 @@ class Workload:
             await asyncio.wait(self._tasks)
 
     async def rerun(self) -> None:
-        """A job that has failed or was cancelled, or a child that has; whoever waits for it must count again."""
+        """Rerun a job that failed or was cancelled, or such a child; a parent that waits for it must count again."""
         rows = await self._answered(lambda: self._batchwright.pool.rows(_UNSUCCESSFUL, {"ids": self._recent}))
         if rows:
             id = JobId(self._random.choice(rows)[0])
-            with contextlib.suppress(Conflict):  # it is being interrupted, or its parent does not wait any more
+            with contextlib.suppress(Conflict):  # it is being interrupted, or its parent no longer waits
                 await self._answered(lambda: self._batchwright.rerun(id))
                 self.ledger.asked["accepted reruns"] += 1
 
     def _schedule(self, seconds: float) -> list[tuple[float, NewJob]]:
-        """The few large and the few deadly ones, spread over the run."""
+        """The few large and the few poison jobs, spread over the run."""
         size = self._size
         bulk = NewJobs.parent(width=size.bulk_children, seconds=0.005, priority=BULK, on_join="resume")
         when = [(seconds * 0.75 * n / size.bulk_times, bulk()) for n in range(size.bulk_times)]
@@ -119,7 +119,7 @@ class Workload:
         self.ledger.asked.update(kinds)
 
     def _placed(self, job: NewJob) -> NewJob:
-        """Of some tenant, and at the pace of this run."""
+        """A job of a random tenant, with the durations of this run."""
         payload = dict(job.payload)
         if "seconds" in payload:
             payload["seconds"] *= self._size.pace
@@ -143,7 +143,7 @@ class Workload:
             self._recent = [*self._recent, *ids][-_RECENT_MAX:]
 
     async def _put_idempotent(self) -> None:
-        """The same key again and again, now and later, alone and at the same moment: always the same job."""
+        """Enqueue the same key repeatedly, at once and later: it must always be the same job."""
         if not self._keys or self._random.random() < 0.4:
             self._keys.append(f"key-{len(self._keys)}")
         key = self._random.choice(self._keys[-20:])
@@ -170,13 +170,13 @@ class Workload:
         await self._answered(lambda: self._batchwright.cancel(id))
 
     async def _backlog(self) -> int:
-        """Due jobs, without those that are meant to stand in line."""
+        """Number of due jobs, without those that are meant to wait."""
         sql = "SELECT count(*) FROM batchwright.job WHERE status = 'QUEUED' AND run_after <= now() AND priority < 8"
         ((count,),) = await self._answered(lambda: self._batchwright.pool.rows(sql))
         return int(count)
 
     async def _answered(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat the same call until the database has answered: that must always be safe."""
+        """Repeat the same call until the database has answered; that must always be safe."""
         async with asyncio.timeout(_ANSWER_SECONDS_MAX):
             while True:
                 try:
@@ -196,7 +196,7 @@ class Workload:
 
 
 class NewJobs:
-    """Makers of jobs, each a random one of its kind."""
+    """Functions that create a random job of each kind."""
 
     @staticmethod
     def parent(**options: Any) -> Callable[[], NewJob]:
@@ -238,7 +238,7 @@ class NewJobs:
 
 
 def _seconds(random: random.Random) -> float:
-    """Mostly short; one in fifty outlives a lease, which must then be renewed."""
+    """Mostly short; one in fifty lasts longer than a lease, which must then be renewed."""
     return random.uniform(3.5, 5.0) if random.random() < 0.02 else min(1.5, random.expovariate(5.0))
 
 

@@ -158,7 +158,7 @@ async def test_dimensions_are_asked_for_and_checked(provider, ledger):
     async with embedder_of(provider) as embedder:
         await embedder.embed_query("a")
         embedder.dimensions = 32
-        with pytest.raises(SchemaInvalid, match="gave 64 dimensions; 32 were") as caught:
+        with pytest.raises(SchemaInvalid, match="returned 64 dimensions instead of 32") as caught:
             await embedder.embed(texts(1, other="text"), ledger)
         assert caught.value.code == "wrong_dimensions"
 

@@ -207,7 +207,7 @@ async def test_calls_in_flight_are_counted_over_all_workers(shop):
     first = await granted(one)
     await granted(other)
     assert (await refused(one, max_wait_seconds=60)).reason == "concurrency"
-    assert str(await one.describe()) == "all 2 calls at a time are in flight"
+    assert str(await one.describe()) == "the maximum of 2 calls is in flight"
     await one.settle(first, None)
     await granted(other)
     await refused(one)

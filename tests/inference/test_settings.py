@@ -44,7 +44,7 @@ GATEWAY = '[global_inference_gateway]\nurl = "http://a:1"\n'
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('headers = { Host = "b" }', "headers has host, which is set for each request by itself"),
+        ('headers = { Host = "b" }', "headers has host, which is set automatically for each request"),
         ('headers = { Content-Length = "5" }', "headers has content-length, which is set"),
         ('headers = { Transfer-Encoding = "chunked" }', "headers has transfer-encoding, which is set"),
         ('headers = { "x team" = "b" }', "headers has 'x team', which is not a header name"),
@@ -53,8 +53,8 @@ GATEWAY = '[global_inference_gateway]\nurl = "http://a:1"\n'
         ("headers = { x-a = 5 }", "a value in headers is not a string"),
         ('headers = "x-a: secret"', "headers is a table"),
         ('headers = { Authorization = "secret" }\napi_key_env = "KEY"', "has a key, which is sent as authorization"),
-        ('passthrough_headers = ["Authorization"]', "which its sender means for this API"),
-        ('passthrough_headers = ["Cookie"]', "which its sender means for this API"),
+        ('passthrough_headers = ["Authorization"]', "which is meant for this API"),
+        ('passthrough_headers = ["Cookie"]', "which is meant for this API"),
         ('passthrough_headers = ["Connection"]', "passthrough_headers has connection, which is set"),
         ('passthrough_headers = ["x-a"]\nheaders = { X-A = "secret" }', "sets x-a itself and passes it through"),
         (

@@ -104,8 +104,8 @@ async def test_lengths_without_a_maximum_have_the_median_of_the_profile():
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        (CHAT, b"{", None, "is not what /v1/chat/completions takes"),
-        (CHAT, b"[]", None, "is not what"),
+        (CHAT, b"{", None, "is not valid for /v1/chat/completions"),
+        (CHAT, b"[]", None, "is not valid"),
         (CHAT, {"messages": [{}]}, "model", "you must provide a model"),
         (CHAT, {"model": "m"}, "messages", "at least one message"),
         (CHAT, chat(stream=True), "stream", "does not stream"),

@@ -160,10 +160,10 @@ async def test_messages_of_every_kind_are_taken():
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "'response_format.json_schema.schema'"),
         (wanted({"not": {}}), "Invalid schema for response_format 'thing': 'not' is not permitted"),
         (wanted({"$ref": "#/$defs/no"}), "Invalid schema for response_format 'thing': '#/$defs/no' cannot be found"),
-        (wanted({"enum": []}), "this is no JSON schema"),
-        (wanted({"type": "array", "minItems": "5"}), "this is no JSON schema"),
+        (wanted({"enum": []}), "this is not a JSON schema"),
+        (wanted({"type": "array", "minItems": "5"}), "this is not a JSON schema"),
         (wanted({"type": "array", "minItems": 50_000}), "more than 20000 values"),
-        (wanted({"$ref": "#"}), "it holds itself without an end"),
+        (wanted({"$ref": "#"}), "it contains itself without an end"),
     ],
 )
 async def test_a_format_that_cannot_be_written_is_refused(format, words):

@@ -1,4 +1,4 @@
-"""What became of one request of a batch, for Python code."""
+"""The result of one request of a batch, for Python code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RequestError:
     """The server's own code, or ours: `batch_expired`, `batch_cancelled`, `model_not_found` and so on."""
     message: str
     status_code: int | None
-    """That of the server's answer, if there was one."""
+    """Status of the server's answer; None if there was none."""
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
@@ -29,7 +29,7 @@ class RequestError:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """One request's end: an answer, or an error.
+    """The result of one request: an answer or an error.
 
     >>> for result in batch.results():
     ...     print(result.custom_id, result.text if result.ok else result.error)
@@ -39,13 +39,13 @@ class BatchResult:
     ok: bool
     """Whether the server answered with success."""
     status_code: int | None
-    """Of the server's answer; None if there was none."""
+    """Status of the server's answer; None if there was none."""
     body: Any
     """The server's answer, parsed; None if there was none."""
     error: RequestError | None
-    """None if it went well."""
+    """None if the request succeeded."""
     cursor: str | None = None
-    """Pass it as `after` to `results()` to resume behind this one. None if it came from the files of the batch."""
+    """Pass it as `after` to `results()` to resume after this result. None if it was read from a file of the batch."""
     raw: dict[str, Any] = field(repr=False)
     """The line, as in the output file or the error file."""
 
@@ -63,7 +63,7 @@ class BatchResult:
 
 
 def parse_result(line: bytes) -> BatchResult:
-    """The end of a request, of its line in a journal or a file."""
+    """Parse the result of a request from its line in a journal or a file."""
     raw = orjson.loads(line)
     cursor = raw.pop("cursor", None)
     answer, ok = raw["response"], is_success(line)

@@ -1,4 +1,4 @@
--- Batches: every move is a compare-and-set, and the order to stop is a column that workers read.
+-- Batches: every transition is a compare-and-set, and the order to stop is a column that workers read.
 
 -- part: columns
 id, tenant, status::text, job_id, queue, priority, endpoint, input_file_id, completion_window, output_expires_seconds,
@@ -12,7 +12,7 @@ coalesce(waiting_at > :now - make_interval(mins => 2), false)
 -- part: open
 batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
 
--- What is known about a batch that ends. Counts and errors that are null stay unchanged.
+-- The columns that are set when a batch ends. Counts and errors that are null stay unchanged.
 -- part: ending
 completed = coalesce(%(completed)s, completed),
 failed = coalesce(%(failed)s, failed),
@@ -69,8 +69,8 @@ SELECT sealed_headers FROM batchwright.batch WHERE id = %(id)s
 -- name: lock
 SELECT :columns FROM batchwright.batch WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant) FOR NO KEY UPDATE
 
--- By tenant and id, said in a way that only the index of both can follow: along the ids alone, a tenant with few
--- batches would have to walk past everybody else's.
+-- By tenant and id, written so that only the index of both fits. With the index of ids alone, the list of a tenant with
+-- few batches would scan those of all others.
 -- name: list
 SELECT :columns
 FROM batchwright.batch
@@ -85,8 +85,8 @@ WHERE id < coalesce(%(after)s, 'c') COLLATE "C"
 ORDER BY id DESC
 LIMIT %(limit)s
 
--- By status, the newest of each and of each tenant: `list` would walk past all others to find a few. Said in a way that
--- only the index of all three can follow.
+-- The newest batches by tenant and status: `list` would scan all others to find a few. Written so that only the index
+-- of tenant, status and id fits.
 -- name: list_by_status
 WITH RECURSIVE known AS (
     (SELECT one.tenant FROM batchwright.batch AS one WHERE %(tenant)s::text IS NULL ORDER BY one.tenant LIMIT 1)
@@ -115,9 +115,10 @@ WHERE id = ANY(ARRAY(
     LIMIT %(limit)s))
 ORDER BY id DESC
 
--- How many lines were registered since when: recently, and from no more than the newest segments, however many a batch
--- has. The oldest of a full set only marks the start, because it is not known how long its lines took. Time before the
--- oldest worker of today began does not count: no worker ran the batch then. The last column is the silent time.
+-- How many lines were registered recently, and in how many seconds. Only the newest segments are read, however many a
+-- batch has. If there are more, the oldest of those read only marks the start, because it is unknown how long its lines
+-- took. Time before the oldest live worker started does not count: no worker ran the batch then. The last column is the
+-- time since the last answer.
 -- name: paces
 SELECT id, coalesce(sum(lines) FILTER (WHERE registered_at > since), 0)::bigint,
     extract(epoch FROM :now - since)::float8, :now,
@@ -146,7 +147,7 @@ FROM (
 ) AS newest
 GROUP BY id, since, began_at
 
--- When a worker first came to it, and whether that was too late.
+-- Sets when a worker first picked up the batch; the last column says whether its window had ended by then.
 -- name: pick_up
 UPDATE batchwright.batch SET taken_up_at = coalesce(taken_up_at, :now)
 WHERE id = %(id)s AND status = 'validating'
@@ -164,14 +165,14 @@ UPDATE batchwright.batch SET status = 'finalizing', finalizing_at = :now
 WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
 RETURNING :columns
 
--- Lines have no answer although every shard is done: they are sent again, a limited number of times.
+-- Lines have no answer although every shard is done: they are resent, a limited number of times.
 -- name: resend
 UPDATE batchwright.batch SET status = 'in_progress', finalizing_at = NULL, resends = resends + 1
 WHERE id = %(id)s AND status = 'finalizing' AND resends < %(resends_max)s
 RETURNING resends
 
--- What keeps it waiting, and whether it may keep waiting: until its window ends, and for at least an hour after all
--- requests were sent or it was ordered to stop.
+-- Stores why the batch waits; returns whether it may keep waiting: until its window ends, and for at least an hour after
+-- all requests were sent or it was ordered to stop.
 -- name: note_wait
 UPDATE batchwright.batch SET waiting_reason = %(reason)s, waiting_message = %(message)s, waiting_at = :now
 WHERE id = %(id)s AND :open
@@ -205,7 +206,7 @@ UPDATE batchwright.batch SET status = 'cancelled', cancelled_at = greatest(:now,
 WHERE id = %(id)s AND status = 'cancelling'
 RETURNING status::text
 
--- Of a batch that ended without its files, or whose files lack answers that were found since.
+-- For a batch that ended without its files, or whose files lack answers that were found since.
 -- name: repair
 UPDATE batchwright.batch
 SET completed = %(completed)s, failed = %(failed)s, expired = %(expired)s, cancelled = %(cancelled)s,
@@ -215,7 +216,7 @@ WHERE id = %(id)s AND status IN ('failed', 'expired', 'cancelled') AND segments_
     AND manifest IS NOT DISTINCT FROM %(manifest_before)s::jsonb
 RETURNING id
 
--- What was stopping already because of an error has its requests in flight no longer than the grace from now on.
+-- If the batch was already stopping because of an error, its requests in flight get the grace period of a cancellation.
 -- name: cancel
 UPDATE batchwright.batch
 SET status = 'cancelling', cancelling_at = :now, paused_at = NULL,
@@ -231,7 +232,7 @@ SET stop_reason = %(reason)s, stop_at = :now, stop_error = %(error)s::jsonb
 WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL
 RETURNING job_id
 
--- Shards that go to a provider because the batch would be late: all of them together may cost so much.
+-- Adds the cost of a shard that goes to a provider because the batch would be late; no row if the total is too high.
 -- name: spend_on_overflow
 UPDATE batchwright.batch SET overflow_cost = overflow_cost + %(cost)s
 WHERE id = %(id)s AND status = 'in_progress' AND stop_reason IS NULL AND overflow_cost + %(cost)s <= %(cost_max)s
@@ -249,7 +250,7 @@ UPDATE batchwright.batch SET priority = %(priority)s WHERE id = %(id)s RETURNING
 -- name: set_limits
 UPDATE batchwright.batch SET limits = %(limits)s::jsonb WHERE id = %(id)s RETURNING :columns
 
--- The private queue of a batch, and those of its shards, once no open batch uses it: they are no longer needed.
+-- Removes the private queue of a batch and the queues of its shards, unless an open batch uses them.
 -- name: forget_queue
 DELETE FROM batchwright.queue
 WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
@@ -257,8 +258,8 @@ WHERE (name = %(queue)s OR starts_with(name, %(queue)s || '/'))
         SELECT FROM batchwright.batch WHERE batch.queue = %(queue)s AND :open)
 RETURNING name
 
--- Tokens of today (UTC) by tenant and model, of batches that are open or ended today. One that began before is told by
--- its samples. Batches that documents have made are left out: what those cost is counted where the documents are.
+-- Tokens of today (UTC) by tenant and model, of batches that are open or ended today. For a batch that began earlier,
+-- the samples of today are summed. Batches that were created for documents are left out: their cost is counted there.
 -- name: used_today
 WITH today AS MATERIALIZED (SELECT date_trunc('day', :now AT TIME ZONE 'UTC') AT TIME ZONE 'UTC' AS began),
 busy AS MATERIALIZED (
@@ -301,8 +302,8 @@ WHERE NOT is_of_documents AND tenant = coalesce(%(tenant)s, tenant)
 GROUP BY tenant, model
 ORDER BY 1, 2
 
--- The queues of shards that workers claim from, or did until a moment ago: they may only be restarting. A queue that
--- ends in a slash stands for all below it.
+-- The queues of shards that workers claim from, or did until recently: those workers may be restarting. A name that ends
+-- in a slash means all queues below it.
 -- name: served
 SELECT DISTINCT served.queue
 FROM batchwright.worker
@@ -310,7 +311,7 @@ CROSS JOIN unnest(on_demand_queues) AS served (queue)
 WHERE %(shard)s = ANY(on_demand_types) AND strpos(served.queue, %(below)s) > 0
     AND heartbeat_at >= :now - make_interval(secs => %(silent_seconds)s)
 
--- What the workers' dispatchers must know of the batches that they work for.
+-- What a worker must know about the batches whose requests it sends.
 -- name: controls
 SELECT id, status::text, stop_reason, extract(epoch FROM :now - stop_at)::float8,
     extract(epoch FROM :now - paused_at)::float8, priority, limits, total, completed + failed + expired + cancelled,
@@ -334,14 +335,14 @@ WHERE :open
 ORDER BY batch.expires_at, batch.id
 LIMIT %(limit)s
 
--- Registering: the claims are locked first, then the batches, then the rows are inserted, whose ids therefore grow in
--- commit order in a batch.
+-- A registration locks the claims first, then the batches, and then inserts the rows. So within a batch, the ids of rows
+-- grow in commit order.
 -- name: lock_sums
 SELECT id, usage_by_model, error_summary, progress_by_model
 FROM batchwright.batch WHERE id = ANY(%(ids)s) ORDER BY id FOR NO KEY UPDATE
 
--- A range is taken only if it begins where the one before it in its journal ends. After a failover that lost commits
--- the one before may be gone; a range behind a gap would hide what was lost.
+-- A range is inserted only if it begins where the previous range of its journal ends. After a failover that lost commits
+-- the previous range may be gone; a range after a gap would hide what was lost.
 -- name: insert_segments
 INSERT INTO batchwright.batch_segment (
     batch_id, shard, claim, seq, host, key, start_byte, end_byte, lines, tally, registered_at)
@@ -357,7 +358,7 @@ ORDER BY place
 ON CONFLICT (batch_id, shard, claim, seq) DO NOTHING
 RETURNING batch_id, shard, claim, seq
 
--- How far these journals are registered, and whether these very ranges are.
+-- How far these journals are registered, and whether exactly these ranges are.
 -- name: positions
 SELECT one.batch_id, one.shard, one.claim, one.seq, last.seq, last.end_byte, EXISTS (
     SELECT FROM batchwright.batch_segment AS same
@@ -372,8 +373,8 @@ CROSS JOIN LATERAL (
     LIMIT 1
 ) AS last
 
--- What is registered is also kept by time, so that the course of a batch can be drawn: in steps of two seconds at first,
--- and of an hour after some days, so that no batch has many. A small and quick batch leaves none.
+-- Adds new registrations to the batch, and to samples by time, from which its progress is charted. Steps grow from two
+-- seconds at first to an hour after some days, so that no batch has many. A small and quick batch gets no samples.
 -- name: add_sums
 WITH sampled AS (
     INSERT INTO batchwright.batch_sample AS sample (

@@ -1,4 +1,4 @@
-"""Batches for plain code: the verbs of `client`, each waiting for its answer."""
+"""Batches for synchronous code: the methods of `client`, as blocking calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Batches:
-    """The batches of a database, for plain code: `batchwright.batches`."""
+    """The batches of a database, for synchronous code: `batchwright.batches`."""
 
     def __init__(self, part: BatchesPart, call: Call) -> None:
         self._part = part
@@ -31,7 +31,7 @@ class Batches:
         return Batch(self._part, id, self._call)
 
     def submit(self, requests: Requests, **options: Unpack[BatchOptions]) -> Batch:
-        """As `AsyncBatches.submit`; an iterable is read in this thread."""
+        """Like `AsyncBatches.submit`; an iterable is read in this thread."""
         wanted = Wanted.of(options)
         self._call(require_workers(self._part))
         with gather(requests, wanted.defaults, self._part.settings.file_bytes_max) as file:
@@ -43,7 +43,7 @@ class Batches:
 
 
 class Batch:
-    """One batch, for plain code: the same verbs as `AsyncBatch`, each waiting for its answer.
+    """One batch, for synchronous code: the methods of `AsyncBatch`, as blocking calls.
 
     >>> with Batchwright() as batchwright:
     ...     batch = batchwright.batch(requests, model="small")
@@ -61,22 +61,22 @@ class Batch:
         return f"{type(self).__name__}({self.id!r})"
 
     def progress(self) -> BatchProgress:
-        """How far it is now."""
+        """The progress now."""
         return self._call(self._async.progress())
 
     def follow(self) -> Iterator[BatchProgress]:
-        """How far it is, now and whenever that has changed, until it has ended."""
+        """The progress now and after every change, until the batch has ended."""
         seen: BatchProgress | None = None
         while seen is None or not seen.has_ended:
             seen = self._call(changed(self._part, self.id, seen))
             yield seen
 
     def wait(self, *, timeout: float | None = None) -> BatchProgress:
-        """How it ended; `BatchFailed` if it failed as a whole, `WaitTimeout` if it still runs after these seconds."""
+        """Wait for the end. `BatchFailed` if it failed as a whole, `WaitTimeout` if it still runs after the timeout."""
         return self._call(self._async.wait(timeout=timeout))
 
     def results(self, *, after: str | None = None) -> Iterator[BatchResult]:
-        """As `AsyncBatch.results`: each request's end exactly once, as they come, until the batch has ended."""
+        """Like `AsyncBatch.results`: the result of each request exactly once, as they arrive, until the batch ends."""
         reader = LineReader(self._part, self.id, after)
         while (lines := self._call(reader.page())) is not None:
             yield from map(parse_result, lines)
@@ -103,11 +103,11 @@ class Batch:
         self._call(self._async.resume())
 
     def cancel(self) -> None:
-        """End it early; what was answered is kept."""
+        """End the batch early and keep its answers."""
         self._call(self._async.cancel())
 
     def retry(self, *, codes: Sequence[str] | None = None) -> Batch:
-        """Send the failed requests of an ended batch again, all or those with these error codes: a new batch."""
+        """Resend the failed requests of an ended batch, all or those with these error codes, as a new batch."""
         return Batch(self._part, self._call(self._async.retry(codes=codes)).id, self._call)
 
     def _of_file(self, which: Literal["error", "output"]) -> Iterator[BatchResult]:

@@ -25,7 +25,7 @@ _STORE_PATIENCE_SECONDS = 3.0
 
 
 async def check_gateways(part: BatchesPart) -> Finding:
-    """Keys, certificates and secrets, as a worker reads them at its start; and whether the servers are there."""
+    """Keys, certificates and secrets, as a worker reads them when it starts; and whether the servers are reachable."""
     settings = part.core.settings
     try:
         async with Gateways(settings.global_inference_gateway, settings.model_gateways, settings.inference) as gateways:
@@ -42,15 +42,15 @@ async def check_gateways(part: BatchesPart) -> Finding:
             return Finding("gateways", Level.ERROR, text, remedy)
     if not endpoints:
         return Finding("gateways", Level.OK, "every model goes to an outside provider")
-    reached = await asyncio.gather(*(_is_reached(endpoint) for endpoint in endpoints))
-    if away := [endpoint for endpoint, is_there in zip(endpoints, reached, strict=True) if not is_there]:
-        text = f"{', '.join(away)} cannot be reached from here"
+    reachable = await asyncio.gather(*(_is_reachable(endpoint) for endpoint in endpoints))
+    if missing := [endpoint for endpoint, is_there in zip(endpoints, reachable, strict=True) if not is_there]:
+        text = f"{', '.join(missing)} cannot be reached from here"
         remedy = "start the model server, or correct its url; batches wait for it"
         return Finding("gateways", Level.WARNING, text, remedy)
     return Finding("gateways", Level.OK, f"{', '.join(endpoints)} can be reached")
 
 
-async def _is_reached(endpoint: str) -> bool:
+async def _is_reachable(endpoint: str) -> bool:
     parts = urlsplit(endpoint)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -63,7 +63,7 @@ async def _is_reached(endpoint: str) -> bool:
 
 
 async def check_store(part: BatchesPart) -> Finding:
-    """Whether it is reachable, from every process that needs it."""
+    """Whether the store is reachable, from every process that needs it."""
     core = part.core
     store = core.open_store("check", Counts(STORAGE_METRICS), patience_seconds=_STORE_PATIENCE_SECONDS)
     try:
@@ -75,4 +75,4 @@ async def check_store(part: BatchesPart) -> Finding:
     if core.settings.storage.url is None and len(hosts) > 1:
         text = f"{store} is a folder of this machine, and batches run on {', '.join(sorted(hosts))}"
         return Finding("store", Level.WARNING, text, "set storage.url to a store that all of them share")
-    return Finding("store", Level.OK, f"{store} takes, lists, reads and deletes objects")
+    return Finding("store", Level.OK, f"{store} stores, lists, reads and deletes objects")

@@ -1,11 +1,11 @@
 """Batches for Python code: submit requests, follow the batch, and read results as they come.
 
-    submit() ──▶ a handle, known by its id ──▶ progress(), follow(), wait()
-                                           ├─▶ results(): each request's end as it comes; output(), errors(): in order
-                                           └─▶ pause(), resume(), cancel(), retry()
+    submit() ──▶ a handle with the id ──▶ progress(), follow(), wait()
+                                      ├─▶ results(): as they arrive; output(), errors(): in the order of the input
+                                      └─▶ pause(), resume(), cancel(), retry()
 
-The handle holds nothing but the id, so another process gets the same one by `batches[id]`. Workers do the work; here
-requests go to the store and the database, and results come from there.
+The handle holds nothing but the id, so another process gets the same one with `batches[id]`. Workers send the requests;
+this module writes them to the store and the database, and reads the results there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AsyncBatches:
         return AsyncBatch(self._part, id)
 
     async def submit(self, requests: AsyncRequests, **options: Unpack[BatchOptions]) -> AsyncBatch:
-        """Hand requests to the workers: a file, or dicts one after the other. The options are in `BatchOptions`.
+        """Submit requests: a file, or an iterable of dicts. The options are in `BatchOptions`.
 
         A dict is a line of a batch file, with `body`, or the body itself, which may have an extra `custom_id`.
         """
@@ -76,21 +76,21 @@ class AsyncBatch:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
 
-    # Looking ----------------------------------------------------------------------------------------------------
+    # Progress ---------------------------------------------------------------------------------------------------
 
     async def progress(self) -> BatchProgress:
-        """How far it is now."""
+        """The progress now."""
         return await changed(self._part, self.id, None)
 
     async def follow(self) -> AsyncIterator[BatchProgress]:
-        """How far it is, now and whenever that has changed, until it has ended."""
+        """The progress now and after every change, until the batch has ended."""
         seen: BatchProgress | None = None
         while seen is None or not seen.has_ended:
             seen = await changed(self._part, self.id, seen)
             yield seen
 
     async def wait(self, *, timeout: float | None = None) -> BatchProgress:
-        """How it ended; `BatchFailed` if it failed as a whole, `WaitTimeout` if it still runs after these seconds."""
+        """Wait for the end. `BatchFailed` if it failed as a whole, `WaitTimeout` if it still runs after the timeout."""
         last: BatchProgress | None = None
         try:
             async with asyncio.timeout(timeout):
@@ -107,10 +107,10 @@ class AsyncBatch:
     # Results ----------------------------------------------------------------------------------------------------
 
     async def results(self, *, after: str | None = None) -> AsyncIterator[BatchResult]:
-        """Each request's end exactly once, as they come, until the batch has ended. In no particular order.
+        """The result of each request exactly once, as they arrive, until the batch has ended. In no particular order.
 
-        To resume, pass the `cursor` of the last result that you have dealt with; that works until an hour after the
-        end of the batch. `BatchFailed` if the batch fails as a whole, after the results that there are.
+        To resume, pass the `cursor` of the last result that you have processed; that works until an hour after the end
+        of the batch. If the batch failed as a whole, this raises `BatchFailed` after its last result.
         """
         reader = LineReader(self._part, self.id, after)
         while (lines := await reader.page()) is not None:
@@ -154,12 +154,12 @@ class AsyncBatch:
         self._ring(batch.queue, *(f"{SHARD_QUEUE}{model}" for model in batch.models or ()))
 
     async def cancel(self) -> None:
-        """End it early; what was answered is kept."""
+        """End the batch early and keep its answers."""
         batch = await self._part.batches.cancel(self.id, tenant=None)
         self._ring(batch.queue)
 
     async def retry(self, *, codes: Sequence[str] | None = None) -> AsyncBatch:
-        """Send the failed requests of an ended batch again, all or those with these error codes: a new batch."""
+        """Resend the failed requests of an ended batch, all or those with these error codes, as a new batch."""
         batch = await self._part.batches.get(self.id, tenant=None)
         await check_retry(self._part.files, batch, codes)
         await require_workers(self._part)

@@ -1,4 +1,4 @@
-"""What of batches a person should look at now, and what they cost today."""
+"""Batches that need a person's attention now, and the cost of batches today."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def find_concerns(batches: Batches, tenant: str | None) -> list[Concern]:
 
 
 async def spent_today(batches: Batches, prices: Mapping[str, Price], tenant: str | None) -> list[Spent]:
-    """By tenant and model; what a model without a price cost is unknown, and counted as unpriced."""
+    """By tenant and model. The cost of a model without a price is unknown, and counted as unpriced."""
     found = []
     for whose, model, input, cached, output in await batches.used_today(tenant):
         usage = {"input": input, "cached": cached, "output": output}
@@ -57,7 +57,7 @@ def _of_batch(batch: Batch, pace: Pace | None) -> Iterator[Concern]:
             kind="paused",
             level="warning",
             message=f"the batch {batch.id} is paused with {batch.total - batch.done:,} requests left, and its window "
-            "goes on",
+            "keeps running",
             remedy="resume it, or cancel it",
             link=link,
         )
@@ -66,13 +66,13 @@ def _of_batch(batch: Batch, pace: Pace | None) -> Iterator[Concern]:
             kind="late",
             level="warning",
             message=f"the batch {batch.id} is too slow for its window of {batch.completion_window}",
-            remedy="start more workers, raise its priority, or give the model server more room",
+            remedy="start more workers, raise its priority, or give the model server more capacity",
             link=link,
         )
 
 
 async def _of_workers(batches: Batches) -> list[Concern]:
-    """What the processes that live say of their model servers and disks."""
+    """What live worker processes report about their model servers and disks."""
     gauges = series(await read_gauges(batches.queue.database))
     found = [
         Concern(

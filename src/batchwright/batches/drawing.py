@@ -1,4 +1,4 @@
-"""What pages of batches show besides figures: the course of a batch as charts, and the gist of a line."""
+"""Charts of a batch's progress, and the gist of a line, for the pages of batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _GIST_CHARACTERS_MAX = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Gist:
-    """What people want to know of an answer at a glance."""
+    """A short summary of a line of results."""
 
     custom_id: str
     status_code: int | None
     code: str | None
-    """Of the error, if it is one."""
+    """The error's code; None for a good answer."""
     text: str
     tokens: int | None = None
 
@@ -34,7 +34,7 @@ class Gist:
 
 
 def course(samples: Sequence[BatchSample]) -> list[tuple[str, Markup]]:
-    """The charts of a batch, each with its heading; none before there are two steps."""
+    """The charts of a batch, each with its heading; none until there are two steps."""
     steps = _coarser(together(samples))
     if len(steps) < 2:
         return []
@@ -56,7 +56,7 @@ def course(samples: Sequence[BatchSample]) -> list[tuple[str, Markup]]:
 
 
 def gist(line: bytes) -> Gist:
-    """Of a line of results: the text of the answer, or what went wrong."""
+    """Summarise a line of results: the text of the answer, or what went wrong."""
     found = orjson.loads(line)
     response, error = found.get("response") or {}, found.get("error") or {}
     body = response.get("body")
@@ -73,7 +73,7 @@ def gist(line: bytes) -> Gist:
 
 
 def prompt_of(request: bytes) -> str:
-    """What was asked, as far as it is text."""
+    """The prompt of a request, as far as it is text."""
     body = orjson.loads(request).get("body") or {}
     for name in ("messages", "input", "prompt", "query"):
         if name in body:
@@ -82,7 +82,7 @@ def prompt_of(request: bytes) -> str:
 
 
 def pretty(line: bytes | None) -> str:
-    """Indented, for reading."""
+    """The line as indented JSON, for people."""
     return "" if line is None else msgspec.json.format(line.strip(), indent=2).decode("utf-8", "replace")
 
 
@@ -140,7 +140,7 @@ def _chart(
 
 
 def _code_of(response: dict[str, Any]) -> str | None:
-    """Of an answer with the status of an error."""
+    """The code of an answer whose status is an error."""
     status = response.get("status_code")
     if not isinstance(status, int) or status < 300:
         return None
@@ -166,7 +166,7 @@ def _text_of(body: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Text, wherever messages hold it."""
+    """The text in messages of any format."""
     match value:
         case str():
             return value

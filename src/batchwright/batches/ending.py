@@ -1,4 +1,4 @@
-"""How a batch ends in the database: its last move and its webhooks in one commit, counted after it."""
+"""How a batch ends in the database: its last transition and its webhooks in one commit, and metrics after that."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Endings:
         self._announcer = announcer
 
     async def write(self, id: str, tenant: str, move: LastMove, session: Session) -> BatchStatus | None:
-        """Make the last move, and add the webhooks that announce it to the same commit."""
+        """Make the last transition, and add the webhooks that announce it to the same commit."""
         status = await move(session)
         if status is not None:
             await self._announcer.announce(tenant, id, EVENTS[status], session)
         return status
 
     async def write_now(self, id: str, tenant: str, move: LastMove, reason: str) -> None:
-        """The same in a transaction of its own, and counted: no worker had it until the end."""
+        """The same in a transaction of its own, and count it. The processing time is unknown: no worker ended it."""
         async with self._batches.queue.database.transaction() as session:
             if await self.write(id, tenant, move, session) is None:
                 return
@@ -53,7 +53,7 @@ class Endings:
         self.count(batch, batch.status, reason, at=batch.ended_at or batch.created_at)
 
     def count(self, batch: Batch, status: BatchStatus, reason: str, *, at: datetime, worked: bool = False) -> None:
-        """After the commit: before it, the same end may be tried several times, or fail.
+        """Call this after the commit: before that, the same end may be tried several times, or fail.
 
         `worked` says that a worker had the batch from the moment it picked it up until now.
         """
@@ -69,7 +69,7 @@ class Endings:
 
 
 def error_list(problem: Problem) -> dict[str, Any]:
-    """The `errors` of a batch that has one."""
+    """The `errors` of a batch that has one problem."""
     return {"object": "list", "data": [problem.as_json()], "total": 1}
 
 

@@ -1,10 +1,10 @@
-"""Every line of a batch exactly once, as they come: finished ones while it runs, the others when it has ended.
+"""Reads every line of a batch exactly once: finished ones while it runs, the others when it has ended.
 
     registered lines ──▶ page by page, until the batch has ended
-    its files        ──▶ whatever was not among those: lines that never got an answer, and lines that cannot be read
-                         here, because they are in the work folder of another machine or are not kept any more
+    its files        ──▶ all other lines: those that never got an answer, and those that cannot be read here, because
+                         they are in the work folder of another machine or were removed
 
-A line is identified by its place in the input, which is at the end of its id.
+A line is identified by its offset in the input, which is at the end of its id.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from batchwright.batches.journal.envelopes import offset_of
 from batchwright.batches.output.results import PAGE_BYTES, Cursor, Results
 from batchwright.batches.store import Batch
 from batchwright.errors import Conflict, NotFound
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS_MIN = 0.05
 PAUSE_SECONDS_MAX = 1.0
-_OFFSET_DIGITS = 10
-_ID_START = len(b'{"id":"')
 _CURSOR = b',"cursor":"'
 
 
@@ -40,20 +39,20 @@ class LineReader:
         self._seen: set[int] = set()
         self._files: FileReader | None = None
         self._is_readable = True
-        """Whether registered lines can be had here."""
+        """Whether registered lines can be read here."""
         self._pause = PAUSE_SECONDS_MIN
         self.batch: Batch | None = None
-        """As it was read last."""
+        """The batch as it was when it was last read."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every line was read that the batch has counted."""
+        """Whether all lines that the batch has counted were read."""
         return self.batch is not None and len(self._seen) >= self.batch.done
 
     async def page(self) -> list[bytes] | None:
         """Some lines; waits for them while the batch runs. None when there are no more."""
         while self._files is None:
-            # First the batch: of one that has ended every line is there to be read.
+            # Read the batch first: if it has ended by then, all of its lines are registered.
             self.batch = batch = await self._part.batches.get(self._id, tenant=None)
             if found := await self._read_registered(batch):
                 self._pause = PAUSE_SECONDS_MIN
@@ -73,7 +72,7 @@ class LineReader:
         while self._is_readable:
             try:
                 if batch.segments_gone_at is not None:
-                    raise NotFound(f"finished lines of {batch.id} are not kept one by one any more")
+                    raise NotFound(f"finished lines of {batch.id} were removed, and only its files are left")
                 page = await self._results.page(self._id, self._cursor, with_cursors=True)
             except (Conflict, NotFound) as error:
                 if self._after is not None:
@@ -93,12 +92,12 @@ class LineReader:
         return FileReader(self._part.files, ids)
 
     def _not_seen(self, lines: Iterable[bytes]) -> list[bytes]:
-        """Note these lines; returns those that were not noted before and are after the cursor to resume at."""
+        """Remember these lines; returns those that are new and come after the cursor to resume at."""
         fresh = []
         for line in lines:
-            place = _place(line)
-            if place not in self._seen:
-                self._seen.add(place)
+            offset = offset_of(line)
+            if offset not in self._seen:
+                self._seen.add(offset)
                 if self._after is None or (cursor := _cursor(line)) is None or cursor > self._after:
                     fresh.append(line)
         return fresh
@@ -146,13 +145,7 @@ def _split(data: bytes) -> list[bytes]:
     return [line + b"\n" for line in data.split(b"\n")[:-1]]
 
 
-def _place(line: bytes) -> int:
-    """Of the line's request in the input."""
-    end = line.index(b'"', _ID_START)
-    return int(line[end - _OFFSET_DIGITS : end], 16)
-
-
 def _cursor(line: bytes) -> Cursor | None:
-    """Lines of files have none."""
+    """The cursor of a line; lines of files have none."""
     head, found, rest = line.rpartition(_CURSOR)
     return Cursor.parse(rest[: rest.index(b'"')].decode()) if found and rest.endswith(b'"}\n') and head else None

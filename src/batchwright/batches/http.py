@@ -79,7 +79,7 @@ IdempotencyKey = Annotated[
 Traceparent = Annotated[Text | None, Header(description="W3C trace context, passed on to workers.")]
 
 
-# As at OpenAI -----------------------------------------------------------------------------------------------------
+# OpenAI's routes --------------------------------------------------------------------------------------------------
 
 
 @router.post("", responses=documented(409), summary="Create a batch from an uploaded file")
@@ -160,7 +160,7 @@ async def cancel_batch(request: Request, caller: Submitter, id: Id) -> BatchView
     return await _view(app, batch)
 
 
-# What OpenAI does not offer ---------------------------------------------------------------------------------------
+# Additional routes ------------------------------------------------------------------------------------------------
 
 
 @router.post("/{id}/pause", responses=_MOVED, summary="Pause a batch: send no more of its requests")
@@ -180,7 +180,7 @@ async def resume_batch(request: Request, caller: Submitter, id: Id) -> BatchView
 
 @router.post("/{id}/priority", responses=_MOVED, summary="Set the priority of a batch")
 async def set_priority(request: Request, caller: Submitter, id: Id, body: NewPriority) -> BatchView:
-    """Counts for the requests that no worker has taken yet."""
+    """Applies to the requests that no worker has taken yet."""
     app = service(request, BatchServices)
     return await _view(app, await app.batches.set_priority(id, body.priority, tenant=caller.tenant))
 
@@ -255,7 +255,7 @@ async def get_results(
         Text | None, Query(max_length=40, description="Where to continue: an `x-next-cursor`, or a `cursor`.")
     ] = None,
     cursors: Annotated[
-        bool, Query(description="Add a field `cursor` to each line; sent as `after`, it continues behind that line.")
+        bool, Query(description="Add a field `cursor` to each line; sent as `after`, it continues after that line.")
     ] = False,
     follow: Annotated[
         bool, Query(description="Keep the response open until the batch has ended; if it ends earlier, it was cut off.")
@@ -309,7 +309,7 @@ def _read_headers(app: BatchServices, request: Request) -> CreatorHeaders:
 
 
 async def _check_workers(app: BatchServices) -> None:
-    """Where no gateway is configured, some worker must have said that it runs batches; it may be down at the moment."""
+    """If no gateway is configured here, some worker must have registered that it runs batches; it may be down now."""
     if app.core.settings.has_gateways or await is_served(app.core.catalog):
         return
     text = f"No worker runs batches: {NO_GATEWAY}\nand start a worker with that."
@@ -328,7 +328,7 @@ async def _check_input(app: BatchServices, new: NewBatch) -> None:
 
 
 async def _create(app: BatchServices, response: Response, new: NewBatch, known: Batch | None) -> BatchView:
-    """The batch with its job, or the one that an earlier request with the same key created."""
+    """Create the batch with its job, or return the one that an earlier request with the same key created."""
     batch, is_new = known, False
     if batch is None:
         batch, is_new = await create(app.batches, app.core.catalog, new, must_be_served=False)
@@ -362,7 +362,7 @@ async def _read_lines(app: BatchServices, batch: Batch, cursor: Cursor, with_cur
 async def _follow(
     app: BatchServices, server: Services, caller: Caller, batch: Batch, lines: Lines, with_cursors: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Lines until the batch has ended; a client that is cut off before must not take its lines for all of them."""
+    """Lines until the batch has ended. A client that is cut off earlier must be able to tell that lines are missing."""
     server.counts.add("event_streams", 1)
     pause = _PAUSE_SECONDS_MIN
     try:
@@ -379,11 +379,11 @@ async def _follow(
                 raise Unfinished
             lines = lines._replace(data=b"")
             with suppress(DatabaseUnavailable, StorageUnavailable):
-                # First the batch: of one that has ended every line is there to be read.
+                # Read the batch first: if it has ended by then, all of its lines are registered.
                 latest = await app.batches.get(batch.id, tenant=caller.tenant)
                 lines = await _read_lines(app, latest, lines.next, with_cursors)
                 batch = latest
-    except (Refusal, BatchwrightError) as error:  # a client that comes back gets the error
+    except (Refusal, BatchwrightError) as error:  # a client that reconnects gets the error
         log.warning("results of %s can no longer be followed: %s", batch.id, error)
         raise Unfinished from error
     finally:

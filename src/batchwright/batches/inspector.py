@@ -35,12 +35,12 @@ class Checked:
 
     file: File
     refusal: str | None
-    """Why it cannot be checked at all, such as an endpoint that is not known."""
+    """Why it cannot be checked at all, such as an unknown endpoint."""
     inspection: Inspection | None
     cost: float | None
     """None if a model has no price."""
     cost_cached: float | None
-    """If a prefix cache saves all that it can."""
+    """The cost if a prefix cache saves all that it can."""
     seconds: float | None
     """At the pace of the last day; None for models that got no requests then."""
 

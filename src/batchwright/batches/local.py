@@ -3,9 +3,9 @@
     key = hash of file, server, endpoint and output ─▶ the batch of this key, or a new one in a queue of its own
     a worker in this process, for this queue only ─▶ the end
 
-The batch is in the database like any other, so that nothing is lost however this process ends; but no other worker
-takes it. A lock in the work folder shows whether the process that ran it before is really gone. If so, its jobs are
-released at once, instead of after their lease.
+The batch is in the database like any other, so nothing is lost however this process ends; but no other worker runs it.
+A lock in the work folder shows whether the process that ran it before is really gone. If so, its jobs are released at
+once, without waiting for their leases to expire.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from batchwright.engine.views import WorkerView
 
 GRACE_SECONDS_MAX = 10.0
-"""After Ctrl-C, requests in flight may take this long: they are paid for, but a user waits at the terminal."""
+"""After Ctrl-C, requests in flight may take this long: they are paid for, but the user waits at the terminal."""
 _QUEUE = f"{PRIVATE}run-"
 _KEY_DIGITS = 12
 _NOWHERE = GatewaySettings(url="http://127.0.0.1:9")
@@ -65,7 +65,7 @@ class LocalRun:
     again: bool = False
     """Whether a batch that has ended is run again from the beginning."""
     retry_failed: bool = False
-    """Whether the failed lines of a batch that has ended are sent again."""
+    """Whether the failed lines of a batch that has ended are resent."""
     errors: str = ""
     """The name of the file that gets the lines that failed."""
     url: str | None = None
@@ -148,7 +148,7 @@ class LocalRun:
         }
 
     def is_done(self, batch: Batch) -> bool:
-        """Whether only the files must be written. A batch that never began has cost nothing: it starts again."""
+        """Whether only the files are left to write. A batch that never began has cost nothing: it starts again."""
         if not batch.has_ended or batch.in_progress_at is None or self.again:
             return False
         return not self.retry_failed or batch.done == batch.completed
@@ -188,7 +188,7 @@ def _choose_gateway(settings: Settings, url: str) -> GatewaySettings:
 
 
 def _refuse_wrong_path(url: str) -> None:
-    """Lines bring their own urls, which begin with /v1: one that is there already would be there twice."""
+    """Each line has its own url, which begins with /v1: with a path in --url it would be there twice."""
     for ending in sorted((*ENDPOINTS, *NO_JSON, "/v1/models", "/v1/v1"), key=len, reverse=True):
         if url.rstrip("/").endswith(ending):
             raise InvalidInput(f"--url ends with {ending}, which each request adds itself; leave that out of --url")
@@ -231,7 +231,7 @@ def name_server(settings: Settings) -> str:
 
 
 def private_settings(settings: Settings, queue: str, max_in_flight: int | None = None) -> Settings:
-    """For a worker that does nothing but the batch of this queue."""
+    """Settings of a worker that runs only the batch of this queue."""
     grace = min(settings.worker.stop_grace_seconds, GRACE_SECONDS_MAX)
     return replace(
         settings,
@@ -256,7 +256,7 @@ def _limit(inference: InferenceSettings, most: int) -> InferenceSettings:
 
 
 async def find_batch(part: BatchesPart, run: LocalRun) -> Batch | None:
-    """The batch that this run created before: the last one with its key, which is forgotten after a month."""
+    """The batch that an earlier start of this run created: the last one with its key, which is kept for a month."""
     if (batch := await part.batches.find_repeated(run.new_batch(""))) is not None or run.resumed is None:
         return batch
     return await part.batches.get(run.resumed, tenant=None)
@@ -292,7 +292,7 @@ async def _make_retry(part: BatchesPart, run: LocalRun, known: Batch) -> NewBatc
 
 
 async def has_written(part: BatchesPart, run: LocalRun, head: bytes) -> bool:
-    """Whether the file that begins like this comes from a batch of this very run: all of them have one queue."""
+    """Whether a batch of this run wrote the file that begins like this: all batches of a run have the same queue."""
     id = batch_id_of(head)
     try:
         return id is not None and (await part.batches.get(id, tenant=None)).queue == run.queue
@@ -342,7 +342,7 @@ class Silence(NamedTuple):
 
     seconds: float
     complaints: Sequence[Complaint] = ()
-    """What came instead."""
+    """How requests failed meanwhile."""
 
 
 class SendingState:
@@ -381,7 +381,7 @@ class SendingState:
         return None
 
 
-# One at a time ----------------------------------------------------------------------------------------------------
+# Locks, and runs whose process is gone ----------------------------------------------------------------------------
 
 
 async def release_dead_workers(part: BatchesPart, queue: str) -> int:
@@ -401,7 +401,7 @@ async def release_dead_workers(part: BatchesPart, queue: str) -> int:
 
 
 async def find_abandoned(part: BatchesPart, batches: Iterable[Batch]) -> set[str]:
-    """Those of these batches whose process is gone: only it works for them, so that they wait until it is resumed."""
+    """The ids of batches whose process is gone. No other process runs them: they wait until a user resumes them."""
     private = [one for one in batches if one.is_private and not one.has_ended]
     if not private:
         return set()
@@ -411,7 +411,7 @@ async def find_abandoned(part: BatchesPart, batches: Iterable[Batch]) -> set[str
 
 
 def _is_running(worker: WorkerView) -> bool:
-    """A process of this machine is seen to be gone before its heartbeat is missed."""
+    """On this machine, a process that is gone is noticed at once, not only when its heartbeat is late."""
     if not worker.is_alive or worker.host != host_name():
         return worker.is_alive
     try:
@@ -424,7 +424,7 @@ def _is_running(worker: WorkerView) -> bool:
 
 
 async def finish_abandoned(part: BatchesPart, batch: Batch, finish: Callable[[Settings], Awaitable[Batch]]) -> Batch:
-    """End a cancelled batch whose process is gone. Nothing is sent; a live process does that itself.
+    """End a cancelled batch whose process is gone, without sending anything. A live process ends its batch itself.
 
     `finish` runs a worker with these settings, and returns how the batch ended.
     """
@@ -449,13 +449,13 @@ class Lock(NamedTuple):
     path: Path
 
     def remove(self) -> None:
-        """When the batch has ended."""
+        """Call this when the batch has ended."""
         self.path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def lock_queue(folder: Path, queue: str) -> Iterator[Lock]:
-    """One process of this machine at a time; the kernel frees the lock of a process that dies."""
+    """Let one process of this machine run the queue at a time; the kernel frees the lock of a process that dies."""
     make_folders(folder)
     path = folder / f"{queue}.lock"
     descriptor = _take_lock(path)

@@ -1,8 +1,8 @@
-"""What workers count of batches, under the names, labels and values of llm-d's batch gateway.
+"""Metrics of batches, with the names, labels and values of llm-d's batch gateway.
 
-Counters and histograms go into the worker's row of counts, and are summed over all workers that ever were. Gauges say
-how this process is loaded now; they are summed over the processes that live. What happens to every request is only put
-down at first, and counted later, many at a time.
+Counters and histograms go into the worker's row of counts, and are summed over all workers that ever ran. Gauges show
+the load of this process now, and are summed over live processes. What happens to each request is only noted at first,
+and counted later, many requests at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from batchwright.batches.send.dispatch import Dispatcher
 
 MODELS_MAX = 100
-"""Models that have series of their own without being named in the configuration; the rest is `other`."""
-_PUT_DOWN_MAX = 1_000
+"""Maximum number of models that have their own series without being named in the configuration; others are `other`."""
+_NOTED_MAX = 1_000
 
 _HOUR, _DAY = 3600.0, 86_400.0
 _REQUESTS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
@@ -176,7 +176,7 @@ OWN_METRICS = (
     ),
     Metric(
         "batch_retries_total",
-        "Attempts after which a request is sent again, by the server's status or the failure.",
+        "Attempts after which a request is resent, by the server's status or the failure.",
         ("model", "reason"),
     ),
     Metric(
@@ -185,7 +185,7 @@ OWN_METRICS = (
     ),
     Metric(
         "batch_lines_resent_total",
-        "Lines without an answer at the end, which were sent again.",
+        "Lines without an answer at the end, which were resent.",
         expected=((),),
     ),
 )
@@ -193,19 +193,19 @@ BATCH_METRICS = (*BATCH_GATEWAY_METRICS, *OWN_METRICS)
 
 
 def label_limits(models: Iterable[str]) -> LabelLimits:
-    """Every model that the configuration names has series of its own, and the first MODELS_MAX others."""
+    """Every model that the configuration names has its own series, and so have the first MODELS_MAX others."""
     return {"model": LabelLimit(frozenset(models), MODELS_MAX)}
 
 
 def size_bucket(requests: int) -> str:
-    """The bound that a number of requests is below: 100, 1000, 10000, 30000; or `large`."""
+    """The first of 100, 1000, 10000 and 30000 that is above the number of requests; or `large`."""
     place = bisect_right(_SIZES, requests)
     return str(_SIZES[place]) if place < len(_SIZES) else "large"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How a worker process is loaded at one moment."""
+    """The load of a worker process at one moment."""
 
     shards: int
     shards_max: int
@@ -222,7 +222,7 @@ class Load:
 
 
 def load_of(dispatcher: Dispatcher, *, shards: int, shards_max: int) -> Load:
-    """A process whose slots do not add up takes no more shards, and so has no room for any."""
+    """The load now. A process whose slots do not add up claims no more shards, so its maximum is 0."""
     total = dispatcher.limits.total
     return Load(
         shards=shards,
@@ -272,17 +272,17 @@ class BatchCounts:
                 tally.output += usage.output
             if not answer.succeeded:
                 tally.errors += 1
-        if len(tally.seconds) >= _PUT_DOWN_MAX:
+        if len(tally.seconds) >= _NOTED_MAX:
             self._count_answers()
 
     def retried(self, model: str, answer: Answer) -> None:
-        """A request is to be sent again."""
+        """A request will be resent."""
         status = answer.status
         reason = str(status) if status is not None and status >= 300 else answer.code or "unknown"
         self._retries[model, reason] += 1
 
     def registered(self, lines: int) -> None:
-        """So many answers were registered: what is written of them can be built on by others."""
+        """Answers were registered: from now on other workers can use them."""
         self._counts.add("batch_answers_registered_total", lines)
 
     # Batches ----------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class BatchCounts:
         self._counts.add("jobs_processed_total", 1, ("skipped", reason))
 
     def resent(self, lines: int) -> None:
-        """So many lines had no answer at the end, and are sent again."""
+        """This number of lines had no answer at the end, and is resent."""
         self._counts.add("batch_lines_resent_total", lines)
 
     def cancelled(self, phase: str) -> None:
@@ -316,16 +316,16 @@ class BatchCounts:
         self._counts.add("batch_cancellation_total", 1, (phase,))
 
     def ended(self, status: str, reason: str, *, total: int, seconds: float, since_created: float) -> None:
-        """A batch came to its end, `seconds` after a worker came to it; 0 if none ever did."""
+        """A batch ended, `seconds` after a worker picked it up; 0 if none did."""
         self._counts.add("jobs_processed_total", 1, (_RESULTS[BatchStatus(status)], reason))
         self._counts.observe("batch_job_e2e_latency_seconds", since_created, (status,))
         if seconds > 0:
             self._counts.observe("job_processing_duration_seconds", seconds, (size_bucket(total),))
 
-    # Now --------------------------------------------------------------------------------------------------------
+    # Gauges -----------------------------------------------------------------------------------------------------
 
     def watch(self, load: Callable[[], Load]) -> None:
-        """Ask this for the gauges, whenever they are to be written."""
+        """Call `load` for the gauges whenever they are written."""
         self._load = load
 
     def _count(self) -> None:

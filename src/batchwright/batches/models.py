@@ -1,5 +1,5 @@
-"""Which models there are: those with a gateway of their own, those that workers serve, and those that the gateway of
-all models names. It gets at most two requests a minute; while it does not answer, its last answer counts.
+"""The available models: those with their own gateway, those that workers serve, and those that the gateway for all
+models lists. That gateway gets at most two requests a minute; while it does not answer, its last answer is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Model:
 
 
 class ModelsUnknown(BatchwrightError):
-    """The model server has not said yet which models it has; the log says why."""
+    """The model server has not listed its models yet; the log says why."""
 
 
 class Models:
@@ -65,7 +65,7 @@ class Models:
         self._said: list[Model] | None = None
 
     async def find(self) -> list[Model]:
-        """By name; ModelsUnknown while the gateway of all models has not answered once."""
+        """Sorted by name; ModelsUnknown until the gateway for all models has answered once."""
         served = {queue.removeprefix(SHARD_QUEUE) for queue in await self._batches.served_queues() if _is_plain(queue)}
         known = {id: Model(id=id) for id in (*served, *self._named)}
         if self._settings.is_set:
@@ -77,7 +77,7 @@ class Models:
             await self._gateway.close()
 
     async def _ask(self) -> list[Model]:
-        """One request at a time, however many want to know."""
+        """One request at a time, for all callers."""
         async with self._asking:
             if time.monotonic() - self._asked_at >= self._pause:
                 try:
@@ -103,7 +103,7 @@ class Models:
 
 
 def _is_plain(queue: str) -> bool:
-    """One model for everybody: not every model, and not those of a private queue."""
+    """Whether the queue is for one model of ordinary batches: not for any model, and not below a private queue."""
     return queue.startswith(SHARD_QUEUE) and queue != SHARD_QUEUE
 
 
@@ -126,7 +126,7 @@ def _parse(found: Any) -> list[Model]:
 
 
 async def describe_missing(models: Models, wanted: Iterable[str], codes: Iterable[str]) -> str | None:
-    """If lines failed because the server does not have their model: which models it has."""
+    """If lines failed because the server does not have their model, the models that it has."""
     if not _UNKNOWN_MODEL.intersection(code.lower() for code in codes):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The operations of batches, light enough for processes that only submit: what does the work is loaded when it runs."""
+"""The operations of batches. Processes that only submit import this too, so the code that runs them is loaded later."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def send_shard(ctx: Context, shard: Shard) -> Any:
 
 @operation(PROVIDER_SHARD, queue=PROVIDER_QUEUE, max_attempts=10, backoff_seconds=1.0, backoff_seconds_max=60.0)
 async def send_provider_shard(ctx: Context, shard: Shard) -> Any:
-    """Have the requests of one slice of a batch's plan answered by an outside provider, in one job there."""
+    """Let an outside provider answer the requests of one slice of a batch's plan, in one job there."""
     from batchwright.batches.send.runner import ShardRunner
 
     return await ctx.service(ShardRunner).run(ctx, shard)
 
 
 def process_job(new: NewBatch, *, must_be_served: bool = False) -> NewJob:
-    """The job that drives a new batch; one that must be served is refused while no worker has ever run batches."""
+    """The job that drives a new batch. With `must_be_served` it is refused while no worker has ever run batches."""
     return NewJob(
         PROCESS if must_be_served else process_batch,
         {"batch_id": new.id},

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from batchwright.telemetry.metrics import LabelLimits
 
 FORM_BYTES = 64 * 1024
-"""What a form may hold beside its file."""
+"""Maximum size of a form without its file."""
 
 
 class BatchesPart(Part):
-    """Batches of all tenants. They run where a gateway is configured; upkeep looks after them everywhere."""
+    """Batches of all tenants. They run where a gateway is configured; every worker does their upkeep."""
 
     name = "batches"
     tables = {"batches": "batchwright.batches.settings:BatchSettings"}
@@ -114,12 +114,12 @@ class BatchesPart(Part):
         return Models(self.batches, settings.global_inference_gateway, settings.model_gateways, settings.inference)
 
     def label_limits(self) -> LabelLimits:
-        """Every model that the configuration names has series of its own."""
+        """Every model that the configuration names has its own series."""
         from batchwright.batches.metrics import label_limits
 
         return label_limits({*self.core.settings.model_gateways, *self.settings.prices} - {"*"})
 
-    # In Python code ---------------------------------------------------------------------------------------------
+    # Python clients ---------------------------------------------------------------------------------------------
 
     def client(self) -> AsyncBatches:
         from batchwright.batches.client import AsyncBatches
@@ -131,7 +131,7 @@ class BatchesPart(Part):
 
         return Batches(self, call)
 
-    # In a worker ------------------------------------------------------------------------------------------------
+    # Workers ----------------------------------------------------------------------------------------------------
 
     def work(self, site: Site) -> Duty:
         from batchwright.engine.worker.duty import Duty
@@ -166,7 +166,7 @@ class BatchesPart(Part):
         garbage = Collector(core.queue, store, self.workspace, self.settings, core.settings.retention)
         return [*watchdog.rounds(), *garbage.rounds(), self.samples.round()]
 
-    # In the HTTP server -----------------------------------------------------------------------------------------
+    # HTTP server ------------------------------------------------------------------------------------------------
 
     def serve(self, server: Server) -> Served:
         from batchwright.api.errors import file_too_large

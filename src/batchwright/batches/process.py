@@ -1,12 +1,12 @@
-"""The life of a batch, driven by its job: plan it, hand it over to shards, and write the files when they have ended.
+"""The life of a batch, driven by its job: plan it, create its shards, and write its files when they have ended.
 
     validating ─ plan ─▶ in_progress ─ Wait(shards) … resumed ─▶ finalizing ─ files ─▶ completed
          │                  ▲  │                                   │  │
          │                  └──┼──────── lines without an answer ──┘  │
-         └ bad input: failed   └ told to stop: expired · failed · cancelling ─ files ─▶ cancelled
+         └ bad input: failed   └ ordered to stop: expired · failed · cancelling ─ files ─▶ cancelled
 
-Each run looks at the row and does what comes next, so that it does not matter where an earlier one died. A store that
-is unavailable and a full disk are waited for: until the window is over, and for an hour at least.
+Each run reads the row and does the next step, so it does not matter where an earlier run died. If the store is
+unavailable or the disk is full, it waits until the window ends, and for at least an hour.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MISSING = {"code": "answers_missing", "message": "Lines were left without an an
 
 
 class EndingVerb(Protocol):
-    """A verb of `Batches` that makes the last move of a batch."""
+    """A verb of `Batches` that makes the last transition of a batch."""
 
     def __call__(self, id: str, ending: Ending, *, session: Session | None = None) -> Awaitable[BatchStatus | None]: ...
 
@@ -90,7 +90,7 @@ class Processor:
         self.endings = endings
         self.finalizer = Finalizer(tools.batches, tools.files, tools.workspace, unregistered)
         self.models = models
-        """Those that have a gateway or a provider here; None if any has."""
+        """Models that have a gateway or a provider here; None if one gateway serves every model."""
 
     async def run(self, ctx: Context, batch_id: str) -> Outcome:
         try:
@@ -120,7 +120,7 @@ class Run:
         self._found = batch
         """The batch as it was when the run began."""
         self._batch = batch
-        """The batch as it is after our last move."""
+        """The batch as it is after our last transition."""
         self._models = processor.models
         self._desk = processor.desk
         self._endings = processor.endings
@@ -142,7 +142,7 @@ class Run:
         return outcome
 
     async def _wait_or_give_up(self, error: Exception) -> Outcome:
-        """Its window and the database's clock decide whether it may keep waiting, not its attempts."""
+        """Its window and the database's clock decide whether it may keep waiting, not the number of its attempts."""
         batch = self._found
         if self._ctx.after_death:
             self._counts.recovered(batch.status, "error")
@@ -223,7 +223,7 @@ class Run:
         return await self._hand_over()
 
     async def _prepare_for_providers(self, input: Path, folder: Path) -> plan.Problems:
-        """What outside providers could not take of the requests that are for them; nothing is paid for yet."""
+        """The requests that outside providers do not accept; nothing is paid for yet."""
         problems = plan.Problems(self._limits.problems_kept)
         shards = await asyncio.to_thread(lambda: list(shards_of(self._batch.id, folder)))
         for problem in await self._desk.prepare(self._batch, shards, input, folder):
@@ -231,9 +231,9 @@ class Run:
         return problems
 
     async def _find_models(self) -> frozenset[str] | None:
-        """Those with a gateway here or at another worker, which then takes their shards; None if some takes any.
+        """Models with a gateway here or at another worker, which then claims their shards; None if one serves them all.
 
-        A worker that left in the last minutes counts: it may only be restarting.
+        A worker that left in the last minutes counts: it may be restarting.
         """
         if self._models is None:
             return None
@@ -242,7 +242,7 @@ class Run:
         return None if "" in served else self._models | served
 
     async def _select_lines(self) -> frozenset[bytes] | None:
-        """Of a batch that repeats another: the lines that failed there, by the digests of their custom_ids."""
+        """For a retry of another batch, the digests of the custom_ids of the lines that failed there."""
         batch = self._batch
         if batch.retry_of is None:
             return None
@@ -258,7 +258,7 @@ class Run:
             ) from error
 
     async def _read_failed_lines(self, file: File, codes: set[str]) -> frozenset[bytes]:
-        """ValueError if it is not the file that was written: a part of it would look like a whole with fewer lines."""
+        """ValueError if the file does not have the size that was written: a part of it would look like a whole file."""
         wanted = set()
         size, rest = 0, b""
         async for part in self._files.content(file):
@@ -273,12 +273,12 @@ class Run:
         return frozenset(wanted)
 
     async def _hand_over(self) -> Outcome:
-        """The shards, each its own job; this job resumes when the last one has ended."""
+        """Create the shards, each its own job; this job resumes when the last one has ended."""
         with self._workspace.use(self._batch.id):
             return self._wait_for(await self._finalizer.shards(self._batch, workers=await self._count_workers()))
 
     async def _count_workers(self) -> int:
-        """For how many the shards are divided. A small batch is not, and one that is private has but this worker."""
+        """The number of workers to divide shards for: one if the batch is small, or is run by this process alone."""
         if self._batch.total < 2 * BRANCH_REQUESTS_MIN or self._batch.is_private:
             return 1
         return await live_workers(self._batches.queue.database, SHARD)
@@ -343,24 +343,24 @@ class Run:
         return moved
 
     async def _resend(self, assembly: Assembly) -> Outcome | None:
-        """Every shard says that it is done, and lines have no answer: send those again. None if that was done before,
-        as often as is reasonable; then something is wrong that sending does not cure."""
+        """Every shard is done, but lines have no answer: resend those. None if they were resent too often already: then
+        another attempt would not help."""
         id = self._batch.id
         resends = await self._batches.resend(id)
         if resends is None:
             if (await self._batches.get(id, tenant=None)).status is not BatchStatus.FINALIZING:
                 raise RetryLater("the batch changed its status while it was finished", 0)
-            log.error("batch %s: %d lines have no answer, although they were sent again", id, assembly.missing)
+            log.error("batch %s: %d lines have no answer, although they were resent", id, assembly.missing)
             return None
-        log.error("batch %s: %d lines have no answer, and are sent again", id, assembly.missing)
+        log.error("batch %s: %d lines have no answer, and are resent", id, assembly.missing)
         self._counts.resent(assembly.missing)
-        text = f"{assembly.missing} lines had no answer, and are sent again"
+        text = f"{assembly.missing} lines had no answer, and are resent"
         self._ctx.emit("batch.lines_resent", text, level="warning", lines=assembly.missing)
         shards = await self._finalizer.shards_with(self._batch, assembly.missing_offsets)
         return self._wait_for([replace(one, round=resends) for one in shards])
 
     def _owner(self) -> Owner:
-        """For answers that are found at the end, in the journals of any shard."""
+        """The owner of answers that are found at the end, in the journals of any shard."""
         ctx, models = self._ctx, self._batch.models
         return Owner(
             batch_id=self._batch.id,
@@ -373,7 +373,7 @@ class Run:
             traceparent=tracing.current_traceparent(),
         )
 
-    # The last move ----------------------------------------------------------------------------------------------
+    # The last transition ----------------------------------------------------------------------------------------
 
     def _last_move(self) -> tuple[EndingVerb, str | None]:
         """The verb that ends a batch that no longer sends, and the error of the lines without an answer."""
@@ -434,11 +434,11 @@ class Run:
             self._span.error(Fatal(ending.errors["data"][0]["message"]))
         self._span.set(_ending_attributes(batch, ending))
         self._ctx.when_settled(count)
-        return Done(write=write)  # without a result: only `write` finds out whether a user has cancelled meanwhile
+        return Done(write=write)  # without a result: only `write` learns whether a user has cancelled meanwhile
 
 
 def _trace_return(ctx: Context, batch_id: str, error: Exception) -> None:
-    """A batch is put back: in its own span, which no cancellation cuts short."""
+    """Trace that a batch is re-enqueued, in a separate span that a cancellation does not end."""
     with tracing.detached("re-enqueue", link=ctx.traceparent) as span:
         span.set({"batch.id": batch_id, "tenant.id": ctx.tenant, "batch.re_enqueue.reason": str(error)})
 
@@ -454,7 +454,7 @@ def _ending_attributes(batch: Batch, ending: Ending) -> dict[str, str | int | No
 
 
 def _reason(batch: Batch, status: BatchStatus) -> str:
-    """Why a batch ended, in the words of the metric."""
+    """Why a batch ended, as the metric names it."""
     if status is BatchStatus.EXPIRED:
         return "expired_execution" if batch.in_progress_at else "expired_dequeue"
     return "system_error" if status is BatchStatus.FAILED and batch.in_progress_at is not None else "none"

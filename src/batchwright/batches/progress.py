@@ -1,7 +1,7 @@
 """How fast a batch is, when it will end at that pace, and whether that is in time.
 
-Two things depend on the share of the remaining time that a batch needs. Users see a low risk early, from 0.75 on, while
-there is time to add a worker. The sender prefers a batch only from 0.8 on, because others then wait for it.
+Two things depend on the share of the remaining time that a batch needs. Users see a low risk above 0.75, while there is
+time to add a worker. The sender prefers a batch only above 0.8, because others then wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DeadlineRisk(StrEnum):
     """How the recent pace fits the time that is left."""
 
     NONE = "none"
-    """At this pace it ends well before its deadline; or the deadline does not count any more."""
+    """At this pace it ends well before its deadline; or the deadline no longer matters."""
     LOW = "low"
     """At this pace it ends in time, but in the last quarter of the time left."""
     HIGH = "high"
@@ -47,9 +47,9 @@ def needs_more(share: float, *, lines: int, rate: float, seconds_left: float) ->
 
 
 def forecast(batch: Batch, pace: Pace | None) -> Forecast:
-    """Nothing is known of a batch that is not planned, is paused or got no answers recently.
+    """Unknown for a batch that is not planned, is paused or got no answers recently.
 
-    While no answers arrive, it is unknown when it will end, but known whether it is late at its recent pace.
+    If answers have just stopped, its end is unknown, but whether it is late at its recent pace is known.
     """
     if batch.status is BatchStatus.FINALIZING:
         return Forecast(None, DeadlineRisk.NONE)
@@ -72,10 +72,10 @@ class RecentPace:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
         self.rate = 0.0
-        """Answers per second at the last look."""
+        """Answers per second at the last call."""
 
     def needs_express(self, control: Control) -> bool:
-        """Note the progress of the batch; False until it was watched for a while."""
+        """Note the progress of the batch; returns whether it is at risk, and False until it was watched for a while."""
         now = time.monotonic()
         self._seen.append((now, control.done))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _RECENT_SECONDS:

@@ -1,6 +1,6 @@
-"""Requests that Python code hands in: a file, or one after the other, which are written to a file as they come.
+"""Requests that Python code submits: a file, or an iterable of requests, which are written to a file one by one.
 
-Nothing is held in memory: an iterable may have millions of requests.
+They are not kept in memory: an iterable may have millions of requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchwright.files.local import require_readable
 Request = Mapping[str, Any]
 """A line of a batch file, or only the body of a request, which may have an extra `custom_id`."""
 Requests = str | os.PathLike[str] | BinaryIO | Iterable[Request]
-"""The path of a file, a file that is open in binary mode, or requests one after the other."""
+"""The path of a file, a file that is open in binary mode, or an iterable of requests."""
 AsyncRequests = Requests | AsyncIterable[Request]
 
 _LINE_FIELDS = frozenset({"body", "custom_id", "method", "url"})
@@ -34,14 +34,14 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Defaults(NamedTuple):
-    """What a request does not say itself."""
+    """Values for requests that do not name their own."""
 
     endpoint: str | None = None
     model: str | None = None
 
 
 class _Url(msgspec.Struct):
-    """The one field of a line that says where it goes; the rest is skipped."""
+    """The field of a line that says where it goes; the decoder skips all others."""
 
     url: str | None = None
 
@@ -51,7 +51,7 @@ _decode_url = msgspec.json.Decoder(_Url).decode
 
 @contextmanager
 def gather(requests: Requests, defaults: Defaults, bytes_max: int) -> Iterator[Path]:
-    """The requests as a file: the caller's own, or one that goes when the block ends."""
+    """The requests as a file: the caller's own, or one that is removed when the block ends."""
     if isinstance(requests, (str, os.PathLike)):
         yield _own_file(requests, defaults)
         return
@@ -66,7 +66,7 @@ def gather(requests: Requests, defaults: Defaults, bytes_max: int) -> Iterator[P
 
 @asynccontextmanager
 async def gather_async(requests: AsyncRequests, defaults: Defaults, bytes_max: int) -> AsyncIterator[Path]:
-    """The same in an event loop, which many requests must not stop."""
+    """The same for async code, without blocking the event loop."""
     if isinstance(requests, (str, os.PathLike)):
         yield _own_file(requests, defaults)
         return
@@ -91,7 +91,7 @@ def check_endpoint(named: str | None) -> str | None:
 
 
 def find_endpoint(file: Path) -> str:
-    """The one that all lines have, or `MIXED`; chat completions if no line names any."""
+    """The endpoint that all lines have, or `MIXED`; chat completions if no line names any."""
     found: set[str] = set()
     with file.open("rb") as lines:
         while len(found) < 2 and (line := lines.readline(_LINE_BYTES_MAX)):
@@ -136,7 +136,7 @@ class _Spool:
         if self._room < 0:
             raise TooLarge(
                 f"the requests have more than {self._bytes_max} bytes, the limit batches.file_bytes_max; "
-                "make several batches of them, or raise it",
+                "split them into several batches, or raise it",
                 param="requests",
             )
         self._file.write(data)
@@ -161,7 +161,7 @@ def _refuse_model(defaults: Defaults) -> None:
 
 
 def _as_iterable(requests: object) -> Iterable[Request]:
-    """A dict or bytes can be iterated over, too, but neither is what the caller means."""
+    """Refuse a dict and bytes too: they can be iterated over, but not as requests."""
     if isinstance(requests, (Mapping, bytes)) or not isinstance(requests, Iterable):
         raise InvalidInput(
             f"requests is a {type(requests).__name__}; give the path of a file, a file that is open in binary mode, "
@@ -205,7 +205,7 @@ def _take_apart(request: Request, number: int) -> tuple[Request, dict[str, Any]]
 
 
 def _read_url(line: bytes) -> str | None:
-    """None of a line that cannot be read: a worker says what is wrong with it."""
+    """None for a line that cannot be read: a worker reports what is wrong with it."""
     try:
         return _decode_url(line).url
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

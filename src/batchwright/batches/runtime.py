@@ -1,6 +1,6 @@
-"""Everything that a worker process needs for batches, put together once; and how much of it the worker may claim.
+"""Builds everything that a worker process needs for batches, and decides how many of their jobs the worker may claim.
 
-Nothing of a batch takes a slot of the worker. Twenty long jobs of a user must not keep a batch from being planned, its
+Jobs of batches take no slots of the worker: twenty long jobs of a user must not keep a batch from being planned, its
 shards from being sent, or its files from being written.
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from batchwright.batches.part import BatchesPart
 
 SHARDS_MAX = 256
-"""Shards that one process holds at the same time; each costs little more than an open file."""
+"""Maximum number of shards that one process holds at the same time; each costs little more than an open file."""
 PROVIDER_SHARDS_MAX = 64
-"""Shards at one provider that one process looks after at the same time."""
+"""Maximum number of shards at one provider that one process polls at the same time."""
 COORDINATORS_MAX = 16
-"""Batches that one process plans or finishes at the same time."""
+"""Maximum number of batches that one process plans or finishes at the same time."""
 
 
 class Runtime:
@@ -83,7 +83,7 @@ class Runtime:
         self._provider_queues = {provider_queue(queue, one) for queue in served for one in self.desk.providers}
         self._limits = {queue: COORDINATORS_MAX for queue in served if queue == QUEUE or queue.startswith(PRIVATE)}
 
-    # What the worker may claim: it asks for each queue ----------------------------------------------------------
+    # What the worker may claim, for each queue ------------------------------------------------------------------
 
     operations = (SHARD, PROVIDER_SHARD, PROCESS)
 
@@ -93,7 +93,7 @@ class Runtime:
         return [*self._limits, *shards, *sorted(self._provider_queues)]
 
     def serves(self, queue: str) -> bool:
-        """Whether this queue is for us: its jobs take no slot of the worker, they are limited by what we can do."""
+        """Whether this queue is ours: its jobs take no slots of the worker; `wanted` limits them."""
         return queue in self._limits or queue in self._provider_queues or queue.startswith(self._prefixes)
 
     def wanted(self, queue: str, priority: int, running: int) -> int:

@@ -1,4 +1,4 @@
-"""The course of a batch, as workers registered it: answers, tokens, the limit of requests in flight, and how many were.
+"""The progress of a batch over time, as workers registered it: answers, tokens, requests in flight and their limit.
 
 Each registration adds to the sample of its batch, its model and its time (`add_sums` in batches.sql).
 """
@@ -26,7 +26,7 @@ _FORGET_MAX = 5_000
 _READ_MAX = 4_000
 _RECENT = timedelta(minutes=15)
 _RATES_MIN = 4
-"""Fewer steps say nothing of how much the pace changes."""
+"""With fewer steps, the variation of the pace is unknown."""
 _LONGEST = timedelta(days=365)
 
 
@@ -44,7 +44,7 @@ class BatchSample:
     cached_tokens: int
     output_tokens: int
     limit: int | None
-    """Requests that may be in flight, over all workers that registered something; None if none of them says."""
+    """Maximum number of requests in flight over all workers that registered something; None if unknown."""
     in_flight: int | None
 
     @property
@@ -60,7 +60,7 @@ _COLUMNS = tuple(BatchSample.__dataclass_fields__)
 
 
 class Range(NamedTuple):
-    """When a batch will have its answers, at the fastest and the slowest of its recent pace."""
+    """When a batch will have its answers, at its fastest and at its slowest recent pace."""
 
     earliest: datetime
     latest: datetime
@@ -73,7 +73,7 @@ class BatchSamples:
         self._database = database
 
     async def read(self, batch_id: str) -> list[BatchSample]:
-        """The oldest first, by model; of a batch with very many, the newest."""
+        """By model, the oldest first. If a batch has very many, only the newest."""
         rows = await self._database.ask(SQL["read"], {"batch_id": batch_id, "limit": _READ_MAX})
         found = []
         for row in reversed(rows):
@@ -92,7 +92,7 @@ class BatchSamples:
 
 
 def together(samples: Iterable[BatchSample]) -> list[BatchSample]:
-    """Those of all models in one, step by step."""
+    """The samples of all models added up, for each step."""
     by_time: defaultdict[datetime, list[BatchSample]] = defaultdict(list)
     for one in samples:
         by_time[one.at].append(one)
@@ -117,7 +117,7 @@ def _add(same: Sequence[BatchSample]) -> BatchSample:
 
 
 def eta_range(batch: Batch, pace: Pace | None, samples: Sequence[BatchSample]) -> Range | None:
-    """How early and how late the batch may be done, by the better and the worse quarter of its recent steps.
+    """The earliest and the latest end, by the fastest and the slowest quarter of the recent steps.
 
     None if unknown: it does not run, or it has not run long enough.
     """

@@ -1,4 +1,4 @@
--- The course of a batch: what was registered when, and how many requests were in flight.
+-- The progress of a batch over time: what was registered when, and how many requests were in flight.
 
 -- name: read
 SELECT model, at, seconds, completed, failed, input_tokens, cached_tokens, output_tokens, load

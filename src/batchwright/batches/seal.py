@@ -1,10 +1,10 @@
-"""Headers of a batch's creator, encrypted for the time that the batch takes: AES-256-GCM, bound to the batch's family.
+"""Encrypts the headers of a batch's creator while the batch runs: AES-256-GCM, bound to the batch's family.
 
     1 byte version · 12 bytes nonce · ciphertext and tag
 
 The key is 32 bytes in base64, one line of a file or an environment variable. A file may have several lines: the first
-encrypts and all decrypt, so that a key can be exchanged while batches run. With the embedded database a key is made in
-its folder, beside the data.
+encrypts and all decrypt, so that a key can be replaced while batches run. With the embedded database a key is created
+in its folder, beside the data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KeySource(NamedTuple):
 
 
 class Seal:
-    """Encrypts and decrypts the headers of batches. Keys are read when they are needed, and shown by nothing."""
+    """Encrypts and decrypts the headers of batches. Keys are read when they are needed, and never shown."""
 
     def __init__(self, source: KeySource, environment: Mapping[str, str] | None = None) -> None:
         self._source = source
@@ -52,7 +52,7 @@ class Seal:
         return "Seal()"
 
     def close(self, headers: Mapping[str, str], family: str) -> bytes:
-        """ConfigurationError if there is no key: headers are never stored in clear, and never dropped."""
+        """Encrypt. ConfigurationError if there is no key: headers are never stored in plain text, and never dropped."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # here: it takes 30 ms, and few need it
 
         key = self._keys()[0]
@@ -60,7 +60,7 @@ class Seal:
         return _VERSION + nonce + AESGCM(key).encrypt(nonce, orjson.dumps(dict(headers)), family.encode())
 
     def open(self, sealed: bytes, family: str) -> dict[str, str]:
-        """ConfigurationError if none of the keys fits."""
+        """Decrypt. ConfigurationError if none of the keys fits."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -77,7 +77,7 @@ class Seal:
         )
 
     def fingerprint(self, headers: Mapping[str, str]) -> str:
-        """A fingerprint that equal headers share; without the key, headers cannot be guessed from it."""
+        """The same for equal headers; without the key, headers cannot be guessed from it."""
         text = orjson.dumps(dict(headers), option=orjson.OPT_SORT_KEYS)
         return hmac.new(self._keys()[0], text, hashlib.sha256).hexdigest()
 
@@ -126,7 +126,7 @@ class CreatorHeaders:
 
     @property
     def digest(self) -> dict[str, str]:
-        """What an idempotency key identifies besides the body."""
+        """What an idempotency key identifies in addition to the body."""
         return {"passed_on": self.seal.fingerprint(self.headers)} if self.headers else {}
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ def _decode(text: str) -> bytes | None:
 
 
 def _make(file: Path) -> None:
-    """On the disk before anything is encrypted by it; of several processes that make one, the first wins."""
+    """Create a key, and sync it before anything is encrypted with it. If several processes do, the first one wins."""
     unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

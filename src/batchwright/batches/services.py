@@ -1,4 +1,4 @@
-"""What the routes of batches work with."""
+"""The objects that the HTTP routes and pages of batches use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchwright.files.store import Files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchServices:
-    """Of one HTTP server."""
+    """The services of one HTTP server."""
 
     batches: Batches
     core: Core

@@ -1,4 +1,4 @@
-"""How batches are run: limits of their input, where workers keep their files, and how long what is left stays."""
+"""Settings of batches: limits of their input, where workers keep files, and how long data is kept after the end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BatchSettings:
                 raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("checkpoint_seconds", "shared_checkpoint_seconds"):
             if not 0 < getattr(self, name) <= 60:
-                raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it goes from above 0 to 60")
+                raise ConfigurationError(f"batches.{name} is {getattr(self, name)}; it must be above 0, and at most 60")
         for name in (
             "work_dir_reserve",
             "cancel_grace_seconds",

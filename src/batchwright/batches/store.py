@@ -54,13 +54,13 @@ _WAITS = {
 _RACES_MAX = 10
 _UNFINISHED_MAX = 10
 PATIENCE_SECONDS = 3600.0
-"""A batch that only needs its files written waits at least this long for the store, also after its window."""
+"""A batch whose files are left to write waits at least this long for the store, even after its window."""
 RESENDS_MAX = 3
 """How often lines that have no answer are resent when the files must be written."""
 _IDLE = AtWork(0, 0.0)
 _RATE_SECONDS = 60.0
 _SERVED_SECONDS = 300.0
-"""A worker that was seen within this time counts as serving its models: it may only be restarting."""
+"""A worker that was seen within this time counts as serving its models: it may be restarting."""
 _ALIVE_SECONDS = 30.0
 """A worker without a heartbeat for longer is dead."""
 _RATE_SEGMENTS = 500
@@ -71,7 +71,7 @@ _STALLED_GAPS = 3.0
 _ENDED_TODAY_MAX = 5_000
 _SEGMENTS_PER_PAGE = 5_000
 SMALL_MAX = 1_000
-"""The course of a batch with no more requests is sampled only if it takes longer than ten seconds."""
+"""The progress of a batch with no more requests than this is sampled only if it takes longer than ten seconds."""
 SHARDS_GRACE_SECONDS = 1.5
 """After the deadline, or after the grace of a cancellation, shards have this long to end by themselves."""
 
@@ -113,7 +113,7 @@ class Batch:
     """Requests of each model: `total`, as planned, and `completed` and `failed` so far."""
     error_summary: Any
     resends: int
-    """How often lines without an answer were sent again."""
+    """How often lines without an answer were resent."""
     overflow_cost: float = 0.0
     """Estimated cost of the shards that went to a provider because the batch would be late."""
     stop_reason: str | None
@@ -136,16 +136,16 @@ class Batch:
     cancelling_at: datetime | None
     cancelled_at: datetime | None
     waiting_reason: str | None
-    """What kept it waiting when a worker last looked: `store`, `disk`, `key` or `credential`."""
+    """What it waited for when a worker last checked: `store`, `disk`, `key` or `credential`."""
     waiting_message: str | None
     origin: dict[str, Any] | None
-    """Of a batch of `batch run`: the file, the server and more that its command needs to resume it."""
+    """For a batch of `batch run`: the file, the server and other values that the command needs to resume it."""
     waits: bool
     """Whether that was in the last minutes."""
 
     @property
     def waits_for(self) -> str | None:
-        """What it waits for, in words; None if it makes progress, as far as is known."""
+        """What it waits for, as text; None if it makes progress, as far as is known."""
         if not self.waits or self.has_ended:
             return None
         return f"{_WAITS[self.waiting_reason or '']}: {self.waiting_message}"
@@ -190,7 +190,7 @@ class NewBatch:
     origin: Mapping[str, Any] | None = None
     """What a command needs to resume it, if it is private to one."""
     sealed_headers: bytes | None = field(default=None, repr=False)
-    """Encrypted; a retry without any has those of the batch that it repeats."""
+    """Encrypted; a retry without any uses those of the batch that it retries."""
     id: str = field(default_factory=lambda: f"batch_{new_id().hex}")
     job_id: JobId = field(default_factory=lambda: new_id())
 
@@ -201,18 +201,18 @@ class Pace(NamedTuple):
     rate: float | None
     now: datetime
     ahead: int = 0
-    """Answers that are ready at a provider, as it says, and will be fetched when its job has ended."""
+    """Answers that a provider reports as ready; they are fetched when its job has ended."""
     silent_seconds: float = 0.0
     """Seconds since the last answer, counting only time in which a worker could get one."""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether far fewer answers come than the rate says, so that it says nothing about the future."""
+        """Whether answers have stopped arriving, so that the rate does not predict the end."""
         return self.silent_seconds > max(STALLED_SECONDS, _STALLED_GAPS / self.rate if self.rate else 0.0)
 
 
 class Control(NamedTuple):
-    """What steers the workers of a batch, and how far it is; seconds are from now, by the database's clock."""
+    """What workers must know about a batch while they send it; seconds are counted from now by the database's clock."""
 
     id: str
     status: str
@@ -271,7 +271,7 @@ class Segment(NamedTuple):
 
 
 Name = tuple[str, int, int, int]
-"""Of a registered range: batch, shard, claim, and its number in the journal."""
+"""The name of a registered range: batch, shard, claim, and its number in the journal."""
 
 
 class Position(NamedTuple):
@@ -286,12 +286,12 @@ class Registered(NamedTuple):
 
     taken: set[Name]
     behind: dict[Name, Position]
-    """Refused, because less of their journal is registered than their writer believes: where it must continue."""
+    """Refused, because less of their journal is registered than their writer assumes: where it must continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A range of a journal that is safely written, and the claim in whose name it is registered."""
+    """A range of a journal that is synced, and the claim under which it is registered."""
 
     batch_id: str
     shard: int
@@ -338,7 +338,7 @@ class Ending:
 
 
 class WrongJob(Fatal):
-    """A manually enqueued job: it would resend every line of the batch."""
+    """The job was enqueued manually; it would resend every line of the batch."""
 
 
 def require_own_job(ctx: Context, batch_id: str, job_id: UUID) -> None:
@@ -348,7 +348,7 @@ def require_own_job(ctx: Context, batch_id: str, job_id: UUID) -> None:
 
 
 def later_priority(priority: int) -> int:
-    """Of all shards of a batch but the first, before which the first ones of others go."""
+    """The priority of all shards of a batch but the first, so that the first shards of other batches go before them."""
     return min(9, priority + 1)
 
 
@@ -388,8 +388,8 @@ class Batches:
     ) -> tuple[Batch, bool]:
         """Create the batch together with its job; returns it and whether it is new. After a lost answer, call it again.
 
-        The same idempotency key with the same digest returns the first batch; with another one it is a Conflict. From
-        an ended batch `instead_of` whose place this one takes, the key is taken first.
+        The same idempotency key with the same digest returns the first batch; another digest is a Conflict. If
+        `instead_of` names an ended batch, the new batch takes over its key.
         """
         async with self.queue.database.transaction() as session:
             if instead_of is not None:
@@ -409,8 +409,8 @@ class Batches:
                     return _batch(rows[0]), True
                 if known := await self._find_known(params, session):
                     return known, known.id == new.id
-                # Its key was cleared between the two statements, so it can be taken now.
-        raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
+                # The key was cleared between the two statements, so it is free now.
+        raise Conflict("other requests are using this Idempotency-Key at this moment; send the request again")
 
     async def find_repeated(self, new: NewBatch) -> Batch | None:
         """The existing batch with this idempotency key; with another digest it is a Conflict."""
@@ -418,7 +418,7 @@ class Batches:
         return await self._find_known(params, None) if new.idempotency_key is not None else None
 
     async def find_unfinished(self, file: str) -> list[Batch]:
-        """Batches of `batch run` that began with the file of this path and have not ended, the newest first."""
+        """Batches of `batch run` with the file at this path that have not ended, the newest first."""
         params = {"file": file, "limit": _UNFINISHED_MAX}
         return [_batch(row) for row in await self.queue.database.ask(SQL["unfinished"], params)]
 
@@ -548,8 +548,8 @@ class Batches:
         return (_batch(rows[0][:-1]), bool(rows[0][-1])) if rows else None
 
     async def served_queues(self) -> set[str]:
-        """The queues of shards that workers claim from, those of the last minutes included; one that ends in a slash
-        stands for all below it."""
+        """The queues of shards that workers claim from, or did in the last minutes. A name that ends in a slash means
+        all queues below it."""
         params = {"shard": SHARD, "below": SHARD_QUEUE, "silent_seconds": _SERVED_SECONDS}
         return {queue for (queue,) in await self.queue.database.ask(SQL["served"], params)}
 
@@ -574,7 +574,7 @@ class Batches:
         return _batch(rows[0]) if rows else None
 
     async def resend(self, id: str) -> int | None:
-        """From finalizing back to in_progress, because lines have no answer; None if that was done often enough."""
+        """From finalizing back to in_progress, because lines have no answer; None if that has happened too often."""
         rows = await self.queue.database.ask(SQL["resend"], {"id": id, "resends_max": RESENDS_MAX})
         return int(rows[0][0]) if rows else None
 
@@ -610,7 +610,7 @@ class Batches:
         return BatchStatus(rows[0][0]) if rows else None
 
     async def repair(self, batch: Batch, ending: Ending, *, session: Session | None = None) -> bool:
-        """Give an ended batch the files that it lacks, unless another process has done that since it was read."""
+        """Set the files of an ended batch, unless another process has done that since it was read."""
         params = {"id": batch.id, "manifest_before": _json(batch.manifest), **ending.as_params()}
         return bool(await self.queue.database.ask(SQL["repair"], params, session))
 
@@ -698,7 +698,7 @@ class Batches:
             after = found[-1].id
         return found
 
-    # Shards that go elsewhere -----------------------------------------------------------------------------------
+    # Shards that are split or redirected ------------------------------------------------------------------------
 
     async def open_shards(self, job_id: UUID) -> Sequence[OpenShard]:
         """In the order of their numbers."""
@@ -706,7 +706,7 @@ class Batches:
         return [OpenShard(one.id, Shard(**one.payload), one.is_untouched) for one in children]
 
     async def split(self, held: owned.Held, kept: Shard, given: Mapping[UUID, Shard], *, batch_priority: int) -> bool:
-        """Let others have branches of a shard; False if the shard is lost. After a lost answer, call it again."""
+        """Give branches of a shard to other workers; False if the shard is lost. After a lost answer, call it again."""
         return await self.queue.split(
             (held.id, held.claim),
             held.worker,
@@ -717,7 +717,7 @@ class Batches:
 
     @retry_deadlocks
     async def redirect(self, batch: Batch, one: OpenShard, shard: Shard, cost: float, *, cost_max: float) -> bool:
-        """Give a shard that no worker has begun to its provider; False if that costs too much, or it was begun."""
+        """Give a shard that no worker has started to its provider; False if that costs too much, or it was started."""
         assert shard.provider is not None
         to = provider_queue(batch.queue, shard.provider)
         params = {"id": batch.id, "cost": cost, "cost_max": cost_max}
@@ -736,15 +736,15 @@ class Batches:
     async def stalled(
         self, after: tuple[datetime, str], *, limit: int, session: Session | None = None
     ) -> Sequence[Stalled]:
-        """One page, by the end of their window and their id."""
+        """One page of batches that need the watchdog, by the end of their window and their id."""
         params = {"after_time": after[0], "after_id": after[1], "limit": limit}
         return [Stalled(*row) for row in await self.queue.database.ask(SQL["stalled"], params, session)]
 
     @retry_deadlocks
     async def stop_queued_shards(self, job_id: UUID, reason: str, *, wake: bool) -> None:
-        """Cancel the shards that no worker has; some may have come back since the batch is stopping.
+        """Cancel the shards that no worker has; workers may have returned some since the batch began to stop.
 
-        `wake` lets those at a provider look at once: one that was just being put off has not heard of it.
+        `wake` makes those at a provider run at once: a shard that was just being snoozed has missed the order to stop.
         """
         async with self.queue.database.transaction() as session:
             await self._stop_shards(job_id, reason, session, wake=wake)

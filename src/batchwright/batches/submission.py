@@ -31,24 +31,24 @@ async def store_input(files: Files, path: Path, *, tenant: str, bytes_max: int, 
 async def create(
     batches: Batches, catalog: Catalog, new: NewBatch, *, must_be_served: bool, instead_of: str | None = None
 ) -> tuple[Batch, bool]:
-    """The batch with its job, and whether it is new. Its id is made before: a commit whose answer was lost is repeated.
+    """Create the batch with its job; returns it and whether it is new. After a lost answer, the same id is sent again.
 
-    One that must be served is refused while no worker has ever run batches. `instead_of` names an ended batch whose
-    idempotency key this one gets.
+    With `must_be_served` it is refused while no worker has ever run batches. `instead_of` names an ended batch whose
+    idempotency key this one takes over.
     """
-    from batchwright.batches.operations import process_job  # here, because its schemas take a while to be built
+    from batchwright.batches.operations import process_job  # here, because building its schemas takes a while
 
     (job,) = await catalog.prepare([process_job(new, must_be_served=must_be_served)])
     return await retry_unavailable(lambda: batches.create(new, job, instead_of=instead_of), tries_max=_TRIES_MAX)
 
 
 async def is_served(catalog: Catalog) -> bool:
-    """Whether some worker has said that it runs batches; it may be down at the moment."""
+    """Whether some worker has registered that it runs batches; it may be down at the moment."""
     return await catalog.is_published(PROCESS)
 
 
 async def check_retry(files: Files, batch: Batch, codes: Sequence[str] | None) -> None:
-    """Refuse to ask the failed lines of a batch again where there are none, or where they cannot be known."""
+    """Refuse to retry a batch that has no failed lines, or whose failed lines cannot be determined."""
     if not batch.has_ended:
         raise Conflict(f"Cannot retry a batch with status '{batch.status.value}'; wait for its end, or cancel it.")
     if batch.error_file_id is None or batch.done == batch.completed:
@@ -65,7 +65,7 @@ async def check_retry(files: Files, batch: Batch, codes: Sequence[str] | None) -
 
 
 def retry_of(batch: Batch, codes: Sequence[str] | None, **values: Any) -> NewBatch:
-    """A batch that asks the failed lines of another again; it has files of its own."""
+    """A new batch that resends the failed lines of another; it has its own files."""
     return NewBatch(
         tenant=batch.tenant,
         endpoint=batch.endpoint,
@@ -83,7 +83,7 @@ def retry_of(batch: Batch, codes: Sequence[str] | None, **values: Any) -> NewBat
 
 
 def idempotency(route: str, key: str | None, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Idempotency keys belong to the route, and identify the body that first came with them."""
+    """A key is unique within its route; the digest identifies the body that first came with it."""
     if key is None:
         return {}
     digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).digest()

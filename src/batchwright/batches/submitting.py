@@ -1,4 +1,4 @@
-"""How Python code makes a batch: its options, checked, and requests that go to the store and the database."""
+"""Creates batches for Python code: checks the options, and writes requests to the store and the database."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _TENANT_CHARACTERS_MAX = 100
 
 
 class BatchOptions(TypedDict, total=False):
-    """What `submit()` and `batch()` take beside the requests."""
+    """Options of `submit()` and `batch()`."""
 
     endpoint: str | None
-    """Where requests go that name no `url`; by default /v1/chat/completions."""
+    """The endpoint of requests that have no `url`; by default /v1/chat/completions."""
     headers: Mapping[str, str]
-    """Headers for the model server, of those that a gateway's `passthrough_headers` names."""
+    """Headers for the model server; only those that a gateway's `passthrough_headers` names."""
     idempotency_key: str | None
-    """The same key with the same requests is the same batch, also after a crash."""
+    """The same key with the same requests returns the same batch, also after a crash."""
     max_in_flight: int | None
-    """Requests in flight at the same time, per model and worker process."""
+    """Maximum number of requests in flight, per model and worker process."""
     metadata: Mapping[str, str] | None
     model: str | None
-    """The model of requests that name none."""
+    """The model of requests that do not name one."""
     priority: int
-    """From 0 (first) to 9 (last); 5 unless said otherwise."""
+    """From 0 (first) to 9 (last); by default 5."""
     tenant: str
     window: str
-    """The time in which it must be done, from `1m` to `30d`; `24h` unless said otherwise."""
+    """The time in which the batch must end, from `1m` to `30d`; by default `24h`."""
 
 
 class Wanted(NamedTuple):
@@ -83,7 +83,7 @@ class Wanted(NamedTuple):
 
 
 async def submit(part: BatchesPart, file: Path, wanted: Wanted) -> str:
-    """The id of the batch. If there is one of this key, the file is not stored again."""
+    """Create the batch and return its id. If a batch with this key exists, the file is not stored again."""
     endpoint, sha256 = await asyncio.to_thread(_look_at, file, wanted)
     values = {**wanted.values, "endpoint": endpoint}
     passed_on = CreatorHeaders(part.seal, _select_headers(part, wanted.headers))
@@ -127,9 +127,9 @@ async def create_batch(part: BatchesPart, new: NewBatch) -> str:
 
 
 async def require_workers(part: BatchesPart) -> None:
-    """No worker would ever run it if no gateway is configured, neither here nor in any worker so far.
+    """Refuse a batch that no worker would run, because no gateway is configured here or in any worker so far.
 
-    Asked before the requests are read: that may take long, and an iterable can be read only once.
+    Call this before the requests are read: that may take long, and an iterable can be read only once.
     """
     if not part.core.settings.has_gateways and not await is_served(part.core.catalog):
         raise ConfigurationError(f"no worker runs batches: {NO_GATEWAY}\nand start: batchwright up")

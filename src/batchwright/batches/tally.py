@@ -15,7 +15,7 @@ Tokens = tuple[int, int, int, int]
 
 
 class LineStatus(IntEnum):
-    """How a line ended: with a success, with the error of this request, by the deadline or by a cancellation."""
+    """How a line ended: with success, with an error of its request, by the deadline or by a cancellation."""
 
     OK = 0
     FAILED = 1
@@ -29,7 +29,7 @@ class LineStatus(IntEnum):
 
 
 _OK = LineStatus.OK
-"""Looked up with every line, which takes five times as long through the enum."""
+"""Used for every line; access through the enum takes five times as long."""
 _STATUSES_OF_CODES = {"batch_cancelled": LineStatus.CANCELLED, "batch_expired": LineStatus.EXPIRED}
 
 
@@ -50,7 +50,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """The other way round; what is absent is nothing."""
+        """Reads what `as_json` wrote; absent sums are 0."""
         known = {each.name for each in fields(cls)}
         errors = {code: (int(count), str(sample)) for code, (count, sample) in found.get("errors", {}).items()}
         return cls(**{**{name: value for name, value in found.items() if name in known}, "errors": errors})
@@ -95,14 +95,14 @@ class Tally:
         self.lines += len(lines)
 
     def add_error(self, code: str, sample: str, count: int = 1) -> None:
-        """The first codes are counted by name, the rest together."""
+        """Count an error. The first codes are counted by name, all others together as `other`."""
         if code not in self.errors and len(self.errors) - (OTHER in self.errors) >= CODES_MAX:
             code = OTHER
         before, first = self.errors.get(code, (0, sample))
         self.errors[code] = (before + count, first)
 
     def add_errors(self, other: Tally) -> None:
-        """Only the errors of another tally."""
+        """Add only the errors of another tally."""
         for code, (count, sample) in other.errors.items():
             self.add_error(code, sample, count)
 

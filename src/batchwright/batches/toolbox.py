@@ -1,4 +1,4 @@
-"""What everything that works for batches in one worker process shares."""
+"""The objects that all code for batches shares in one worker process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchwright.files.store import Files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolbox:
-    """Made once by the runtime, and handed to those who plan, send and write."""
+    """Created once by the runtime, and passed to the code that plans, sends and writes."""
 
     batches: Batches
     counts: BatchCounts

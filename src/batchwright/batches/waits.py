@@ -15,7 +15,7 @@ CREDENTIAL = "credential"
 DISK = "disk"
 KEY = "key"
 STORE = "store"
-_TOLD_MAX = 1000
+_LOGGED_MAX = 1000
 
 
 def reason_to_wait(error: BaseException) -> str | None:
@@ -30,21 +30,21 @@ class Waits:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self._told: OrderedDict[str, str] = OrderedDict()
+        self._logged: OrderedDict[str, str] = OrderedDict()
 
     async def note(self, batch_id: str, reason: str, message: str) -> bool:
         """The batch cannot continue now; returns whether it may keep waiting."""
-        if self._told.get(batch_id) != reason:
-            self._told[batch_id] = reason
+        if self._logged.get(batch_id) != reason:
+            self._logged[batch_id] = reason
             log.warning("batch %s waits: %s", batch_id, message)
-            if len(self._told) > _TOLD_MAX:
-                self._told.popitem(last=False)
+            if len(self._logged) > _LOGGED_MAX:
+                self._logged.popitem(last=False)
         try:
             return await self._batches.note_wait(batch_id, reason, message)
         except DatabaseError:
             return True
 
     def end(self, batch_id: str) -> None:
-        """What it waited for is there."""
-        if self._told.pop(batch_id, None) is not None:
+        """What the batch waited for is available."""
+        if self._logged.pop(batch_id, None) is not None:
             log.info("batch %s resumes", batch_id)

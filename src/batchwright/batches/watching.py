@@ -1,4 +1,4 @@
-"""How far a batch is, for Python code that follows it or waits for its end."""
+"""The progress of a batch, for Python code that follows it or waits for its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProgress:
-    """How far a batch is."""
+    """The progress of a batch."""
 
     id: str
     status: BatchStatus
@@ -33,10 +33,10 @@ class BatchProgress:
     input_tokens: int
     output_tokens: int
     eta: datetime | None
-    """When it will be done at the recent pace, if that can be known."""
+    """When it will end at the recent pace; None if unknown."""
     is_paused: bool
     waits_for: str | None
-    """What it cannot continue without at the moment."""
+    """What it waits for at the moment, if anything."""
     problems: Sequence[Mapping[str, Any]]
     """Why it failed as a whole: `code`, `message`, `line`."""
 
@@ -46,7 +46,7 @@ class BatchProgress:
 
     @property
     def done(self) -> int:
-        """Requests that have ended, well or not."""
+        """Requests that have ended, successfully or not."""
         return self.completed + self.failed + self.expired + self.cancelled
 
     @property
@@ -55,7 +55,7 @@ class BatchProgress:
 
 
 async def changed(part: BatchesPart, id: str, seen: BatchProgress | None) -> BatchProgress:
-    """The progress of a batch as soon as it is another one than this."""
+    """Wait until the progress differs from `seen`, and return it."""
     pause = PAUSE_SECONDS_MIN
     while True:
         batch = await part.batches.get(id, tenant=None)
@@ -72,7 +72,7 @@ async def read_file(part: BatchesPart, id: str, which: Literal["error", "output"
 
 
 async def ended(part: BatchesPart, id: str) -> Batch:
-    """Waits for the end. The files of a batch that failed half-way have what was answered until then."""
+    """Wait for the end. The files of a batch that failed half-way hold the answers until then."""
     seen: BatchProgress | None = None
     while seen is None or not seen.has_ended:
         seen = await changed(part, id, seen)

@@ -1,9 +1,9 @@
 """A limit on requests in flight that finds out how much load a model server can handle.
 
-    starting    doubles each round trip; overload leads to recovering, no more throughput to holding
-    recovering  was halved by overload; adds an eighth of the ceiling per round trip until it reaches it, then holds
-    holding     stays for some round trips, then probes
-    probing     adds 1, 2, 4, … per round trip; overload leads to recovering, no more throughput back to holding
+    starting    doubles each round trip. On overload: recovering. When throughput stops rising: holding.
+    recovering  was halved by overload. Adds an eighth of the ceiling per round trip. At the ceiling: holding.
+    holding     stays for some round trips. Then: probing.
+    probing     adds 1, 2, 4, … per round trip. On overload: recovering. When throughput stops rising: holding.
 
 Time is passed in, so a simulation runs as fast as it can.
 """
@@ -77,8 +77,8 @@ class AdaptiveLimit:
 
     It grows only if the limit was reached. Overload halves it, at most once per round trip: signals of requests that
     were sent before the last cut say nothing new. The number in flight when the refused request was sent marks the
-    ceiling, so recovery is quick. Growth that brings no throughput is undone, because a server that queues instead
-    of refusing shows its limit in no other way. Each unsuccessful probe doubles the time to the next.
+    ceiling, so recovery is quick. Growth that does not raise throughput is undone, because a server that queues
+    instead of refusing shows its limit in no other way. Each unsuccessful probe doubles the time to the next.
     """
 
     GAIN_MIN = 0.15
@@ -106,7 +106,7 @@ class AdaptiveLimit:
         self._cuts_in_a_row = 0
         self._quiet_until = now
         self._hold_rounds = self.HOLD_ROUNDS[0]
-        self._once = 0.0
+        self._past_ceiling = 0.0
         self._phase_since = now
         self._round_seconds = 0.0
         self._step = 1.0
@@ -221,8 +221,8 @@ class AdaptiveLimit:
     def _be_patient(self) -> None:
         """Delay the next probe, but probe soon if the server handles far less load than before: it may recover."""
         few, many = self.HOLD_ROUNDS
-        self._once = max(self._ceiling, 0.9 * self._once)
-        self._hold_rounds = min(2 * self._hold_rounds, many if self._ceiling > self._once / 2 else 2 * few)
+        self._past_ceiling = max(self._ceiling, 0.9 * self._past_ceiling)
+        self._hold_rounds = min(2 * self._hold_rounds, many if self._ceiling > self._past_ceiling / 2 else 2 * few)
 
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase = phase

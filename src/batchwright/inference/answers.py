@@ -5,11 +5,11 @@ long.
 
 The status and whether we had connected decide, never the name of an exception:
 
-    answer       2xx with a JSON object, 3xx, 4xx, too large,      written down as it is
+    answer       2xx with a JSON object, 3xx, 4xx, too large,      recorded as it is
                  cut off by the deadline
-    unavailable  no connection, 429, 502, 503, 529                 waited for until the deadline
-    counted      other 5xx, 408, no or half an answer, not JSON,   sent again up to max_retries times
-                 2xx that holds an error and no result
+    unavailable  no connection, 429, 502, 503, 529                 retried until the deadline
+    counted      other 5xx, 408, no or half an answer, not JSON,   resent up to max_retries times
+                 2xx with an error and no result
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def _check(body: bytes) -> tuple[bytes, bool, _Top]:
     """The body as one line. A body that is not a JSON object becomes a JSON string of its text.
 
-    JSON allows no raw line break inside a string, so in a checked body each one stands between tokens.
+    JSON allows no raw line break inside a string, so in a checked body each one is between tokens.
     """
     try:
         if not body.isascii():
@@ -244,7 +244,7 @@ def _decode_odd(body: bytes) -> _Top:
     try:
         return _decode_top(body)
     except msgspec.DecodeError:
-        _decode_object(body)  # A number such as 1e999, which JSON allows but no float can hold, only spoils the usage.
+        _decode_object(body)  # A number such as 1e999 is valid JSON but fits no float: only the usage is unknown.
         return _EMPTY
 
 
@@ -257,7 +257,8 @@ def _find_problem(reply: Reply, is_object: bool, top: _Top) -> tuple[str | None,
         message = f"the server answered {status}{where}; redirects are not followed, correct the gateway's url"
         return "redirect_refused", message
     if not is_object:
-        what = "HTML, as a web site or a proxy does" if _HTML.match(reply.body) else "something that is no JSON object"
+        is_html = _HTML.match(reply.body) is not None
+        what = "HTML, as a web site or a proxy does" if is_html else "something that is not a JSON object"
         return "invalid_response", f"the server answered {status} with {what}"
     if 200 <= status < 300 and top.is_error:
         return "error_in_response", f"the server answered {status}, but with an error and no result"
@@ -297,8 +298,8 @@ _FAILURES = {
 
 
 def _read_usage(found: Any) -> Usage:
-    """Chat, completions and embeddings say prompt and completion, responses say input and output, and some rerankers
-    say the total alone, which is all input."""
+    """Chat, completions and embeddings report prompt and completion tokens, responses report input and output tokens,
+    and some rerankers report only a total, which is all input."""
     if type(found) is _Counts:
         return _sum_up(found)
     if not isinstance(found, dict):

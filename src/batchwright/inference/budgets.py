@@ -1,12 +1,12 @@
 """Requests and tokens per minute and calls in flight, shared by all workers through the database.
 
-A budget is a bucket in a row, of a gateway or of a provider. There are two ways to take from it:
+The budget of a gateway or a provider is a bucket, stored in one row. There are two ways to take from it:
 
-    RateBudget.reserve   one request: now, in 3.2 s, or not yet and when to ask again; one round trip
+    RateBudget.reserve   one request: send it now, in 3.2 s, or not yet and when to try again; one round trip
     Budget.take          a second's worth at a time, which one process spends by itself; for the dispatcher of batches
 
-Both see what the other took. A prompt's tokens are estimated when it is sent, and corrected by the server's count.
-That may leave a debt: then nothing is sent until it is paid. A server that refuses stops all senders.
+Both see what the other took. A prompt's tokens are estimated when it is sent, and corrected with the server's count.
+That may leave a debt: then nothing is sent until the refill has paid it. A server that refuses stops all senders.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _TOLERANCE_SECONDS = 0.001
 _WAIT_SECONDS_MIN = 0.05
 _STEP_SECONDS_MIN = 0.01
 _HUNGRY = 6
-"""After this many unsuccessful looks (two seconds), a process joins the queue with a debt, as reservations do."""
+"""After this many unsuccessful attempts (about two seconds), a process takes what it needs as a debt, as reservations
+do."""
 _DEBT_SECONDS_MAX = 120.0
 _SECOND = 1.0
 _MINUTE = 60.0
@@ -109,7 +110,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A refusal: nothing was taken. Ask again after this time."""
+    """A refusal: nothing was taken. Try again after this time."""
 
     seconds: float
     reason: Lack
@@ -128,7 +129,7 @@ class BudgetState:
     share: float = 1.0
     """The share of the rate that applies now; a refusal by the server cuts it."""
     line_seconds: float = 0.0
-    """How far ahead the turns of refused callers reach."""
+    """Time until the turn of the last refused caller in line."""
     blocked_until: datetime | None = None
     wait_seconds: float = 0.0
     """When the next request may be sent."""
@@ -141,7 +142,7 @@ class BudgetState:
         elif self.reason == "blocked" and self.blocked_until is not None:
             said = f"the server refused; nothing is sent until {self.blocked_until:%H:%M:%S} UTC"
         elif self.reason == "concurrency":
-            said = f"all {self.concurrency} calls at a time are in flight"
+            said = f"the maximum of {self.concurrency} calls is in flight"
         else:
             said = f"its {self.reason} per minute are used up; the next may be sent in {self.wait_seconds:.1f} s"
         return said if self.share >= 1 else f"{said} (at {self.share:.0%} of the rate, after a refusal)"
@@ -159,7 +160,7 @@ class _Bucket:
         self.name = f"{name} {rate.requests:g} {rate.tokens:g}" if is_limited else name
         self._requests_worth = rate.requests if rate.requests < _UNLIMITED else 0.0
         self._tokens_worth = rate.tokens if rate.tokens < _UNLIMITED else 0.0
-        self._told: tuple[float | None, float | None] = (None, None)
+        self._stored_limits: tuple[float | None, float | None] = (None, None)
         """The server's own limits when they were last stored."""
         self._params = {
             "name": self.name,
@@ -206,9 +207,7 @@ class _Bucket:
                 requests_back=requests_back,
                 tokens_back=tokens_back,
                 is_refused=feedback.is_refused,
-                retry_after=None
-                if feedback.retry_after is None
-                else min(feedback.retry_after, RETRY_AFTER_SECONDS_MAX),
+                retry_after=retry_after,
                 seconds_ago=feedback.seconds_ago,
                 cut_to=CUT_TO,
                 share_min=SHARE_MIN,
@@ -230,20 +229,20 @@ class _Bucket:
         limits = (found.requests.limit_per_second, found.tokens.limit_per_second)
         is_short = found.requests.is_below(self._requests_worth) or found.tokens.is_below(self._tokens_worth)
         if found.is_refused or is_short or self._is_news(*limits):
-            self._told = limits
+            self._stored_limits = limits
             return found
         return NO_FEEDBACK
 
     def _is_news(self, requests: float | None, tokens: float | None) -> bool:
         """Whether a server newly reports that it allows less than is configured, or no longer does."""
-        if (requests, tokens) in (self._told, (None, None)):
+        if (requests, tokens) in (self._stored_limits, (None, None)):
             return False
         is_lower = (requests or _UNLIMITED) < self._requests_worth or (tokens or _UNLIMITED) < self._tokens_worth
-        return is_lower or self._told != (None, None)
+        return is_lower or self._stored_limits != (None, None)
 
 
 class RateBudget:
-    """One budget that is asked before every request."""
+    """A budget in which every request is reserved by itself."""
 
     def __init__(self, database: Database, name: str, limits: RateLimits) -> None:
         self._bucket = _Bucket(database, name, limits.rate)
@@ -357,7 +356,7 @@ class _Purse:
     """How often in a row the budget was empty."""
 
     @property
-    def lacks(self) -> bool:
+    def is_short(self) -> bool:
         return self.requests < 1 or self.tokens <= 0
 
 
@@ -382,12 +381,12 @@ class Budget:
         """Wait until another request with this number of tokens may be sent; False if it is no longer wanted."""
         purse = self._purse
         async with self._turn:
-            while purse.lacks or purse.wait_seconds > 0:
+            while purse.is_short or purse.wait_seconds > 0:
                 if not is_wanted():
                     return False
-                if purse.lacks:
+                if purse.is_short:
                     await self._refill()
-                if purse.lacks or purse.wait_seconds > 0:
+                if purse.is_short or purse.wait_seconds > 0:
                     seconds = _SECOND * random.uniform(0.2, 0.5)
                     await self._pause(min(seconds, purse.wait_seconds or seconds))
                     purse.wait_seconds = max(0.0, purse.wait_seconds - seconds)
@@ -423,7 +422,7 @@ class Budget:
             await self._bucket.settle(feedback=feedback)
 
     async def _refill(self) -> None:
-        """Take what we lack of a second's worth, and pay our debt. What we have enough of stays in the bucket."""
+        """Take what is missing to a second's worth, and pay our debt. Leave in the bucket what we have enough of."""
         purse, bucket = self._purse, self._bucket
         if self._telling is not None:
             await asyncio.wait([self._telling])

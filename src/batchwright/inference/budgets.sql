@@ -1,4 +1,4 @@
--- Rates that all workers share: a bucket per gateway or provider that holds what one second brings, and at least one
+-- Rates that all workers share: a bucket per gateway or provider. It holds the refill of one second, and at least one
 -- request. A level below zero is a debt. A statement that changes a budget locks its row first, and then its slots.
 
 -- part: held
@@ -99,8 +99,8 @@ SELECT is_granted, CASE WHEN is_granted THEN wait ELSE extract(epoch FROM turn -
 FROM answered
 
 -- name: take
--- Takes what is available, up to the wanted amount; while others wait in line, only every other time. A caller that
--- has found nothing for long gets all that it wants, as a debt, and waits until the debts before it are paid.
+-- Takes what is available, up to the wanted amount. While others wait in line, half of the calls take nothing. A caller
+-- that has found nothing for a while gets all that it wants, as a debt, and waits until the debts before it are paid.
 WITH :held,
 :level,
 :waits,

@@ -3,7 +3,7 @@
     begin ── the intent is committed
       └─ sent once
            ├─ settle ── answers and cost, in one commit
-           └─ fail ──── refused, lost, or of no use; it may have cost something all the same
+           └─ fail ──── refused, lost, or unusable; it may have cost something anyway
 
 A call that began but neither settled nor failed belongs to a process that died: it may have been paid for.
 """
@@ -126,7 +126,7 @@ def share_usage(call: Call, usage: Usage) -> dict[bytes, Usage]:
 
 
 def error_of(answer: Answer, *, inputs: int) -> OperationError | None:
-    """What an answer means for the work. Only here do statuses and codes become categories.
+    """What an answer means for the work: the one place that turns statuses and codes into error classes.
 
     Messages hold the status, a machine's code and the request's id, and nothing else of what the server wrote, which
     may repeat the prompt or the key.

@@ -103,7 +103,7 @@ class RemoteEmbedder:
             try:
                 answer = await self._sender.ask(URL, self._body([text], is_base64))
             except Refused as error:
-                if not self._is_without_base64(error, is_base64):
+                if not self._stop_base64(error, is_base64):
                     raise
             else:
                 (vector,) = parse_embeddings(answer, 1)
@@ -128,13 +128,13 @@ class RemoteEmbedder:
         try:
             await self._sender.pay(call, URL, self._body(list(texts.values()), is_base64), read, ledger)
         except Refused as error:
-            if not self._is_without_base64(error, is_base64):
+            if not self._stop_base64(error, is_base64):
                 raise
             return await self.pay(texts, ledger)
         return [key for key in texts if key not in usable]
 
-    def _is_without_base64(self, error: Refused, was_asked: bool) -> bool:
-        """Whether the server refused base64, so that the same request may work without it."""
+    def _stop_base64(self, error: Refused, was_asked: bool) -> bool:
+        """If the server refused base64, stop asking for it; returns whether the same request may work without it."""
         if not was_asked or error.param != "encoding_format":
             return False
         self._is_base64 = False
@@ -144,16 +144,16 @@ class RemoteEmbedder:
         return embedding_body(self.model, texts, self.asked_dimensions, is_base64=is_base64)
 
     def learn(self, vector: bytes) -> None:
-        """How many dimensions the model has; raises SchemaInvalid for a vector that has others."""
+        """Note the model's number of dimensions; raises SchemaInvalid for a vector with another number."""
         found = dimensions_of(vector)
         if self.dimensions is None:
             self.dimensions = found
         elif found != self.dimensions:
-            message = f"the model {self.model} gave {found} dimensions; {self.dimensions} were asked for or came before"
+            message = f"the model {self.model} returned {found} dimensions instead of {self.dimensions}"
             raise SchemaInvalid(message, code="wrong_dimensions")
 
     def _packs(self, texts: Mapping[bytes, str]) -> Iterator[dict[bytes, str]]:
-        """As many texts as a request may hold. A text that exceeds the limit by itself is sent alone."""
+        """Groups of as many texts as a request may hold. A text that exceeds the limit by itself is sent alone."""
         pack: dict[bytes, str] = {}
         tokens = 0
         for key, text in texts.items():

@@ -10,7 +10,7 @@ from batchwright.inference.settings import seconds
 REFUSED = 429
 _MINUTE = 60.0
 _RESET_SECONDS_MAX = 300.0
-"""If a server announces a longer pause than this, it is asked again after this time."""
+"""If a server announces a longer pause than this, we try again after this time."""
 
 
 @dataclass(frozen=True, slots=True)

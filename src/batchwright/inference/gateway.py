@@ -205,7 +205,7 @@ class Gateway:
         length = response.content_length
         body: bytes | None
         try:
-            if length is not None and length <= most:  # cannot be exceeded, and to read it in one go is cheaper
+            if length is not None and length <= most:  # the body cannot be longer, and reading it at once is cheaper
                 body = bytes(await response.bytes())
             else:
                 body = await _stream(response, most)
@@ -310,7 +310,7 @@ def _describe_connect_timeout(settings: GatewaySettings, limits: InferenceSettin
 
 
 def reference(header: str, value: str, environment: Mapping[str, str]) -> Key | None:
-    """The place of a fixed header's value; None if the text is the value itself."""
+    """Where a fixed header's value is read from; None if the text is the value itself."""
     what = f"the header {header}"
     if value.startswith(ENVIRONMENT):
         return Key(what, None, value.removeprefix(ENVIRONMENT), environment, is_word=False)
@@ -381,7 +381,7 @@ def _text(value: memoryview | None) -> str | None:
 
 
 def _options(settings: GatewaySettings, limits: InferenceSettings) -> dict[str, Any]:
-    """No proxies from the environment, no redirects, no cookies, no decompression: what we ask is what is sent.
+    """No proxies from the environment, no redirects, no cookies, no decompression: requests are sent as they are built.
 
     Idle connections are dropped before a server drops them (uvicorn: 5 s), which would cost an attempt.
     """

@@ -101,8 +101,8 @@ def _check_name(setting: str, name: str, forbidden: frozenset[str]) -> None:
         raise ConfigurationError(f"{setting} has {name[:100]!r}, which is not a header name; write it like x-team")
     if name in _FOR_US & forbidden:
         raise ConfigurationError(
-            f"{setting} has {name}, which its sender means for this API and not for the model server; for a key of the "
-            "model server use api_key_file or headers"
+            f"{setting} has {name}, which is meant for this API and not for the model server; for a key of the model "
+            "server use api_key_file or headers"
         )
     if name in forbidden:
-        raise ConfigurationError(f"{setting} has {name}, which is set for each request by itself; remove it")
+        raise ConfigurationError(f"{setting} has {name}, which is set automatically for each request; remove it")

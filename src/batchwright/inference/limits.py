@@ -24,9 +24,9 @@ class Slots:
     """Room for a fixed number at a time; a slot may weigh more than one.
 
     Slots of one owner are first come, first served. Between owners, the one whose slots weighed less while others
-    waited goes first: a slot's mark is its weight added to its owner's last mark, or to the last mark served, and the
-    lowest mark is next. So an owner that wants little passes one that waits for much, until it has had as much. No
-    owner waits forever.
+    waited goes first. A slot's mark is its weight added to its owner's last mark, or to the last mark served if that
+    is higher; the lowest mark is next. So an owner that needs little overtakes one that waits for a lot, until both
+    have had the same. No owner waits forever.
 
     A slot that weighs more than the whole capacity passes alone. A slot that is given back twice is never counted
     twice: `broken` then says so, and the process should stop taking work.
@@ -151,7 +151,7 @@ class CircuitBreaker:
         return self._failures >= self.FAILURES
 
     def wait_seconds(self, now: float) -> float:
-        """0 means: send now. An open breaker admits one probe; the other callers ask again soon."""
+        """0 means: send now. An open breaker admits one probe; the other callers check again soon."""
         if self._failures < self.FAILURES:
             return 0.0
         if now < self._quiet_until:
@@ -232,7 +232,7 @@ class Limits:
     def broken(self) -> str | None:
         """The first invariant that does not hold; from then on this process should take no more work.
 
-        The lease thread asks too, while models are added.
+        The lease thread calls this too, while the event loop may be adding models.
         """
         models = list(self._models.values())
         every = (self.total, self.bytes, *self._endpoints.values(), *(model.slots for model in models))

@@ -1,6 +1,6 @@
 """Vectors computed in this process: no key, no network, no cost.
 
-The weights and the vocabulary are those in the wheel of wordllama. Its code stays unloaded: it brings an HTTP client,
+The weights and the vocabulary are those in the wheel of wordllama. Its code is not imported: it loads an HTTP client,
 sets up logging for the whole process, and takes several times as long for the same vectors.
 """
 

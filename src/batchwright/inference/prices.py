@@ -75,7 +75,7 @@ def find_model_price(model: str, *, lane: Lane, overrides: Mapping[str, Price]) 
 
     `provider/model` is looked up in that provider's list. A name alone is looked up only in the lists of those who
     make the models themselves, because several sell the same open model at different prices. None where the list has
-    no price for this lane: batches may still be sent at the realtime price, which the caller knows better.
+    no price for this lane: batches may still be billed at the realtime price, and only the caller knows that.
     """
     found = look_up(overrides, names_of(model))
     if found is not None:

@@ -54,9 +54,9 @@ class Sender:
         try:
             values = await _values_in(answer, call, read)
         except OperationError as error:
-            await _see_through(ledger.fail(call, error, answer))
+            await _write_even_if_cancelled(ledger.fail(call, error, answer))
             raise
-        await _see_through(ledger.settle(call, values, answer.usage, answer))
+        await _write_even_if_cancelled(ledger.settle(call, values, answer.usage, answer))
 
     async def ask(self, url: str, body: Mapping[str, Any]) -> bytes:
         """Send a request whose answer is not stored, such as for a search query."""
@@ -69,8 +69,8 @@ class Sender:
     def _require_gateway(self, model: str | None) -> Gateway:
         if self._gateway is None:
             raise ConfigurationError(
-                f"only a provider's batch API has the model {model!r} here, which answers hours later; for answers at "
-                "once configure a server for it"
+                f"only a provider's batch API serves the model {model!r}, and it answers hours later; for immediate "
+                "answers configure a server for it"
             )
         return self._gateway
 
@@ -78,7 +78,7 @@ class Sender:
 async def run_all(jobs: Iterable[Callable[[], Awaitable[None]]], *, concurrency: int) -> None:
     """Run all jobs to their end, a limited number at a time, and then raise the worst error.
 
-    An error of one job cancels no other. But after an error that every job would meet, no further job starts.
+    An error of one job cancels no other. But after an error that every job would get, no further job starts.
     """
     waiting, errors = iter(jobs), list[Exception]()
 
@@ -103,7 +103,7 @@ async def settle_here(
     ledger: Ledger,
     turns: asyncio.Semaphore,
 ) -> None:
-    """Work that runs in a thread of this process, in batches that are settled one by one.
+    """Run work in a thread of this process, in batches that are settled one by one.
 
     Callers take turns: many threads at once would starve the event loop.
     """
@@ -157,7 +157,7 @@ async def _values_in(answer: Answer, call: Call, read: Read) -> Mapping[bytes, b
     return await asyncio.to_thread(read, answer.body)
 
 
-async def _see_through(writing: Coroutine[Any, Any, None]) -> None:
+async def _write_even_if_cancelled(writing: Coroutine[Any, Any, None]) -> None:
     """Record what has been paid for, even if the work is cancelled now."""
     task = asyncio.ensure_future(writing)
     try:

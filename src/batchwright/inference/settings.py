@@ -137,7 +137,7 @@ class GatewaySettings:
             raise ConfigurationError("overflow_provider and overflow_cost_max belong together; write both")
         if self.overflow_cost_max is not None and not 0 < self.overflow_cost_max < inf:
             raise ConfigurationError(
-                f"overflow_cost_max is {self.overflow_cost_max}; it is the most that a batch may cost, above 0"
+                f"overflow_cost_max is {self.overflow_cost_max}; write the maximum cost of a batch, above 0"
             )
         named = [name for name in ("api_key_name", "api_key_file", "api_key_env") if getattr(self, name) is not None]
         if len(named) > 1:
@@ -195,7 +195,7 @@ class InferenceSettings:
             )
         if self.bytes_in_flight_max < self.response_bytes_max or self.response_bytes_max < 1024:
             raise ConfigurationError(
-                f"response_bytes_max is {self.response_bytes_max}; it goes from 1024 to bytes_in_flight_max "
+                f"response_bytes_max is {self.response_bytes_max}; it must be from 1024 to bytes_in_flight_max "
                 f"({self.bytes_in_flight_max})"
             )
         if not 0 < self.connect_timeout < inf:

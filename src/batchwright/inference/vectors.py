@@ -49,10 +49,11 @@ def read_vectors(body: bytes, count: int) -> list[bytes | None]:
     try:
         data = _decode(body).data
     except msgspec.DecodeError:
-        raise SchemaInvalid("the answer is not that of /v1/embeddings", code="invalid_output") from None
+        raise SchemaInvalid("the answer does not have the format of /v1/embeddings", code="invalid_output") from None
     placed = {place if one.index is None else one.index: one.embedding for place, one in enumerate(data)}
     if len(data) != count or placed.keys() != set(range(count)):
-        raise SchemaInvalid(f"{len(data)} vectors came for {count} inputs, or not one for each", code="wrong_count")
+        message = f"the answer has {len(data)} vectors for {count} inputs, or not one for each"
+        raise SchemaInvalid(message, code="wrong_count")
     raw = [_floats(placed[place]) for place in range(count)]
     if len({len(vector) for vector in raw}) > 1:
         raise SchemaInvalid("the vectors of one answer differ in their dimensions", code="wrong_dimensions")

@@ -89,7 +89,7 @@ def read(endpoint: str, raw: bytes) -> Ask:
     try:
         body = _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"the body is not what {endpoint} takes: {error}") from error
+        raise InvalidInput(f"the body is not valid for {endpoint}: {error}") from error
     if body.stream:
         raise InvalidInput("the simulator does not stream; leave `stream` out", param="stream")
     if not body.model and endpoint != MODERATIONS:
@@ -204,5 +204,5 @@ def _text_of(one: Any) -> bytes:
     if isinstance(one, str):
         return one.encode()
     if isinstance(one, list) and all(isinstance(number, int) for number in one):
-        return b"".join(b"%4d" % (number % 10_000) for number in one)  # four bytes each, as the token that it is
+        return b"".join(b"%4d" % (number % 10_000) for number in one)  # four bytes each, so that it counts as one token
     raise InvalidInput(f"an input is {type(one).__name__}, but must be a text or a list of token numbers")

@@ -109,7 +109,7 @@ class Counters:
         self.received = 0
 
     def renewed(self, asked_max: int) -> Counters:
-        """Reset the counts, while connections and requests continue."""
+        """New counters that keep the open connections and the requests in flight."""
         fresh = Counters(asked_max)
         fresh.connections_opened = fresh.connections_max = self.connections_opened - self.connections_closed
         fresh.in_flight = fresh.in_flight_max = self.in_flight

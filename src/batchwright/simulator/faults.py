@@ -1,4 +1,4 @@
-"""Faults on demand: what can go wrong, how a rule is written, and which requests it hits."""
+"""Faults on demand: the kinds of faults, how a rule is written, and which requests it hits."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def parse(text: str) -> Fault:
     for part in rest:
         name, equals, value = part.partition("=")
         if not equals or name not in allowed:
-            raise InvalidInput(f"fault {text!r}: {part!r} is not understood; {kind} takes {', '.join(sorted(allowed))}")
+            raise InvalidInput(
+                f"fault {text!r}: {part!r} is not understood; {kind} accepts {', '.join(sorted(allowed))}"
+            )
         values[name] = _number(text, name, value) if name in _NUMBERS else value
     return Fault(kind=kind, **values)
 
@@ -163,7 +165,7 @@ def spoil(fault: Fault, body: bytes) -> bytes:
         case "empty":
             return b""
         case "error_body":
-            message = fault.message or "the simulator was told to fail inside a 200"
+            message = fault.message or "a fault rule asks for an error in an answer with status 200"
             error = {"message": message, "type": "server_error", "param": None, "code": fault.code or "engine_error"}
             return orjson.dumps({"error": error})
         case "not_json":

@@ -24,7 +24,7 @@ Owner = TypeVar("Owner")
 
 
 class Ticket(Generic[Owner]):
-    """One request on its way through the server."""
+    """One request in the server."""
 
     __slots__ = (
         "arrived_at",
@@ -96,7 +96,7 @@ class Station(Generic[Owner]):
         """Remove the ticket that `next_at` refers to."""
         self.advance(at)
         due, _, seat = heapq.heappop(self._seats)
-        self._served = max(self._served, due)  # a rounding error must not keep it waiting
+        self._served = max(self._served, due)  # a rounding error must not delay the next one
         self._resize(self.count - 1)
         ticket = seat.ticket
         assert ticket is not None

@@ -229,7 +229,7 @@ class Simulator:
             exchange.held.cancel()
         if not exchange.is_counted:
             return
-        exchange.is_counted = False  # its model may finish it at this very moment
+        exchange.is_counted = False  # its model may finish it at the same moment
         where = "held"
         work = exchange.work
         if isinstance(work, Work) and (ticket := work.ticket) is not None:
@@ -287,7 +287,7 @@ class Simulator:
     def _fail(self, exchange: Exchange, fault: Fault) -> None:
         """Faults that happen before the model does any work."""
         if (status := fault.status) is not None:
-            message = fault.message or f"the simulator was told to answer {status}"
+            message = fault.message or f"a fault rule asks for status {status}"
             extra = _retry_after(fault.retry_after if fault.retry_after is not None else 1 if status == 429 else None)
             exchange.send(status, error_body(status, message, code=fault.code), extra)
         elif fault.kind == "hang":
@@ -427,7 +427,7 @@ class Simulator:
                 self.reset()
                 return 200, b"{}"
         if path.encode() in _ENDPOINTS or path in _CONTROL:
-            return 405, error_body(405, f"{path} does not take {verb}")
+            return 405, error_body(405, f"{path} does not accept {verb}")
         return 404, error_body(404, f"there is nothing at {path}", code="unknown_url")
 
     def _fault_list(self) -> dict[str, Any]:
@@ -462,7 +462,7 @@ def _only(found: Mapping[str, str], *known: str) -> Sequence[tuple[str, str]]:
 def _rules(body: bytes) -> list[str]:
     rules = _object(body).get("faults")
     if not isinstance(rules, list) or not all(isinstance(one, str) for one in rules):
-        raise InvalidInput('send {"faults": ["429:0.05:retry_after=2"]}; an empty list ends them')
+        raise InvalidInput('send {"faults": ["429:0.05:retry_after=2"]}; an empty list removes all rules')
     return rules
 
 

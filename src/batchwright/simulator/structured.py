@@ -104,7 +104,7 @@ def example(schema: Any, seed: int, *, param: str = "the schema") -> Any:
     try:
         return _Writer(schema, random.Random(seed), param).value(schema, 0)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise InvalidInput(f"{param}: this is no JSON schema: {error}", param="response_format") from error
+        raise InvalidInput(f"{param}: this is not a JSON schema: {error}", param="response_format") from error
 
 
 class _Writer:
@@ -123,7 +123,7 @@ class _Writer:
         if not isinstance(schema, dict):
             raise self._refusal(f"{schema!r} allows nothing")
         if depth > _DEPTH_MAX:
-            raise self._refusal("it holds itself without an end")
+            raise self._refusal("it contains itself without an end")
         if refused := sorted(set(_REFUSED) & schema.keys()):
             raise self._refusal(f"'{refused[0]}' is not permitted")
         if "const" in schema:
@@ -144,7 +144,7 @@ class _Writer:
         return self._typed(schema, self._type(schema, depth), depth)
 
     def _one_of(self, schema: Mapping[str, Any], name: str, depth: int) -> Any:
-        """Any of them; at great depth the simplest one."""
+        """A value that fits any of them; at great depth, the simplest one."""
         rest = {key: value for key, value in schema.items() if key != name}
         ways = (
             sorted(schema[name], key=_weight) if depth >= _DEPTH else self._dice.sample(schema[name], len(schema[name]))

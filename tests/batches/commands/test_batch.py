@@ -156,7 +156,7 @@ def test_submit_says_that_nobody_is_there_to_run_it(inside: Inside, tmp_path: Pa
         (["--metadata", "=x"], "metadata '': a name has 1 to 64 characters, and a value at most 512"),
         (["--window", "1y"], "Invalid value: '1y'."),
         (["--window", "30s"], "Invalid value: '30s'."),
-        (["--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),
+        (["--endpoint", "/v1/images"], "--endpoint '/v1/images' is not supported in batches"),
         (["--idempotency-key", ""], "--idempotency-key has 0 characters"),
         (["--tenant", ""], "--tenant has 0 characters"),
     ],
@@ -271,7 +271,7 @@ def test_show_tells_counts_errors_tokens_cost_and_files(
     batch = ended(database_url, folder, MIXED)
     found = inside.json("batch", "show", batch.id)
     assert (found["status"], found["done"], found["completed"], found["failed"]) == ("completed", 3, 2, 1)
-    words = "the simulator was told to answer 400"
+    words = "a fault rule asks for status 400"
     assert found["error_summary"] == [{"code": "odd", "count": 1, "sample_custom_id": "bad", "message": words}]
     assert found["cost"] == batch.input_tokens + batch.output_tokens > 0
     shown = inside("batch", "show", batch.id)[1]

@@ -89,7 +89,8 @@ def test_an_endpoint_that_takes_no_batches_is_told_once_with_those_that_do(
     code, out, err = inside("batch", command, str(file))
     assert (code, out) == (1, "")
     assert err.startswith(
-        f"error: {file}: '/v1/images/generations' takes no batches; use one of /v1/chat/completions, /v1/completions, "
+        f"error: {file}: '/v1/images/generations' is not supported in batches; "
+        "use one of /v1/chat/completions, /v1/completions, "
     )
     assert err.count("\n") == 1
 
@@ -211,7 +212,10 @@ def test_models_without_a_gateway_are_said_to_fail(
     [
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
         (["."], ". cannot be read: Is a directory"),
-        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches; use one of /v1/chat"),
+        (
+            ["in.jsonl", "--endpoint", "/v1/images"],
+            "--endpoint '/v1/images' is not supported in batches; use one of /v1/chat",
+        ),
     ],
 )
 def test_what_cannot_be_checked_is_said(inside: Inside, tmp_path: Path, arguments: list[str], complaint: str) -> None:

@@ -36,7 +36,10 @@ def test_its_output_can_be_checked_and_is_only_requests(inside: Inside, tmp_path
     ("arguments", "complaint"),
     [
         (["--count", "0"], "Invalid value for '--count'"),
-        (["--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches; use one of /v1/chat/completions"),
+        (
+            ["--endpoint", "/v1/images"],
+            "--endpoint '/v1/images' is not supported in batches; use one of /v1/chat/completions",
+        ),
     ],
 )
 def test_an_example_that_cannot_be_made_says_why(inside: Inside, arguments: list[str], complaint: str) -> None:

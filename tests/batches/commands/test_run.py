@@ -134,7 +134,7 @@ def test_one_file_may_mix_the_endpoints_of_its_lines(
     write(tmp_path / "in.jsonl", [request("chat"), {**lines[0], "url": "/v1/audio/speech"}, *lines[1:]])
     code, out, _ = inside(*command(simulator, "--force"))
     assert code == 1
-    assert "'/v1/audio/speech' takes no batches: it answers with audio" in " ".join(out.split())
+    assert "'/v1/audio/speech' is not supported in batches: it answers with audio" in " ".join(out.split())
 
 
 @pytest.mark.thorough
@@ -670,7 +670,7 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["-"], "standard input cannot be read twice; write it to a file"),
         (["in.jsonl", "--window", "soon"], "Invalid value: 'soon'."),
         (["in.jsonl", "--again", "--retry-failed"], "--again sends every line again"),
-        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' takes no batches"),
+        (["in.jsonl", "--endpoint", "/v1/images"], "--endpoint '/v1/images' is not supported in batches"),
         ([], "name a FILE of requests, or a batch to --resume; for a first file: batchwright batch example"),
         (["in.jsonl", "--resume", "batch_1"], "--resume takes FILE from the batch; leave FILE out"),
         (["--resume", "batch_1"], "there is no batch 'batch_1'"),

@@ -153,6 +153,13 @@ def test_the_code_of_an_error_is_the_servers_if_it_looks_like_one(error, code):
     assert error_code_of(line) == (code, "a")
 
 
+@pytest.mark.parametrize("tail", [b"}", b"}\n", b',"cursor":"12:345"}\n'])
+def test_the_code_of_an_error_is_found_without_a_newline_and_before_a_cursor(tail):
+    body = b'{"error": {"code": "too_long", "message": "}},\\"error\\":null}"}}'
+    line = answered(ID, "a", judged(400, body)).removesuffix(b"}\n") + tail
+    assert error_code_of(line) == ("too_long", "a")
+
+
 def test_a_body_without_an_error_has_its_status_as_code():
     assert error_code_of(answered(ID, "a", judged(404, b'{"detail": "Not Found"}'))) == ("http_404", "a")
 

@@ -213,7 +213,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(found, change, data):
         assert offsets(path, start) == list(range(hit))
         with pytest.raises(StorageError, match=f"no whole record at byte {start}"):
             list(scan(path, verify=True))
-        with pytest.raises(StorageError, match=f"record at byte {start} does not have its checksum"):
+        with pytest.raises(StorageError, match=f"record at byte {start} has a wrong checksum"):
             read_line(path, start)
 
 

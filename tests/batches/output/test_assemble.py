@@ -256,7 +256,7 @@ def test_a_record_that_was_damaged_since_is_noticed_as_it_is_copied(stage):
     content[(start + end) // 2] ^= 1
     path.write_bytes(content)
     assembly = batch.assemble()
-    with pytest.raises(StorageError, match=f"record at byte {start} does not have its checksum"):
+    with pytest.raises(StorageError, match=f"record at byte {start} has a wrong checksum"):
         lines_of(assembly.output())
 
 

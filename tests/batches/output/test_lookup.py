@@ -98,6 +98,30 @@ async def test_answers_in_a_shared_store_are_found_while_the_batch_runs(database
         assert not found.answers_elsewhere
 
 
+async def test_answers_that_were_just_removed_do_not_fail_a_search(database_url, tmp_path, monkeypatch):
+    shared = {"storage": {"url": f"file://{tmp_path / 'shared'}"}, "batches": {"shared_checkpoint_seconds": 0.1}}
+    async with staged(database_url, tmp_path, simulator=SLOWLY, **shared) as stage:
+        stage.work()
+        id = await stage.submit([request(f"r{n}") for n in range(30)])
+        running = await stage.until(id, lambda batch: batch.completed >= 1)
+        search = services(stage).lines
+        for journal in (tmp_path / "gone.seg", None):  # a journal that goes before it is opened, then an object
+            monkeypatch.setattr(type(search._segments), "find_journal", lambda self, segment, path=journal: path)
+            if journal is None:
+                segments = await search._batches.segments(id)
+                await stage.batchwright.store.delete(*[one.key for one in segments if one.key])
+                monkeypatch.setattr(type(search._batches), "segments", returns(segments))
+            found = await search.find(running, "r", limit=50)
+            assert [line.answer for line in found.lines] == [None] * 30
+
+
+def returns(value):
+    async def call(*args, **options):
+        return value
+
+    return call
+
+
 async def test_a_stored_file_is_searched_block_by_block(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         stage.work()

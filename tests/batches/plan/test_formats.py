@@ -38,7 +38,7 @@ def packed(*names: str) -> bytes:
         (b"<!doctype html>\n<html>\n", "looks like HTML or XML, "),
         (orjson.dumps(REQUESTS), "is one JSON array; write each of its elements on a line of its own: jq -c '.[]' "),
         (orjson.dumps(REQUESTS, option=orjson.OPT_INDENT_2), "is one JSON array; "),
-        (orjson.dumps(REQUESTS[0], option=orjson.OPT_INDENT_2), "has JSON objects that go over several lines; "),
+        (orjson.dumps(REQUESTS[0], option=orjson.OPT_INDENT_2), "has JSON objects that span several lines; "),
         (str(REQUESTS[0]).encode() + b"\n", "has Python objects in its lines, not JSON: write them with json.dumps"),
         (gzip.compress(GOOD), "is compressed with gzip; unpack it first: gunzip -c "),
         (packed("[Content_Types].xml", "xl/workbook.xml"), "is an Excel file "),

@@ -186,7 +186,9 @@ def test_each_endpoint_needs_its_own_field(endpoint, name):
 
 
 def test_an_endpoint_without_batches_is_refused_with_the_ones_that_have_them():
-    with pytest.raises(InvalidInput, match="'/v1/images' takes no batches; use one of /v1/chat/completions, "):
+    with pytest.raises(
+        InvalidInput, match="'/v1/images' is not supported in batches; use one of /v1/chat/completions, "
+    ):
         LineCheck("/v1/images")
 
 
@@ -279,7 +281,9 @@ def test_audio_is_taken_by_url_and_only_where_the_answer_is_json(url):
 
 
 def test_speech_is_refused_with_the_reason():
-    with pytest.raises(InvalidInput, match="'/v1/audio/speech' takes no batches: it answers with audio, and a line of"):
+    with pytest.raises(
+        InvalidInput, match="'/v1/audio/speech' is not supported in batches: it answers with audio, and a line of"
+    ):
         LineCheck("/v1/audio/speech")
 
 
@@ -290,6 +294,6 @@ def test_each_line_of_a_mixed_batch_is_held_against_its_own_endpoint():
     assert param == "body.input"
     ((code, param, message),) = found(line(url="/v1/images"), MIXED)
     assert (code, param) == ("invalid_url", "url")
-    assert message.startswith("The URL '/v1/images' takes no batches; use one of /v1/chat/completions, ")
+    assert message.startswith("The URL '/v1/images' is not supported in batches; use one of /v1/chat/completions, ")
     assert found(line(url="/v1/images", body={"messages": []}), MIXED)[1][1] == "body.model"
     assert found(line(url=3), MIXED)[0][:2] == ("invalid_type", "url")

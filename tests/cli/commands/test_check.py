@@ -116,11 +116,11 @@ async def test_a_store_that_the_machines_of_workers_do_not_share_is_a_warning(
     await Workers(queue.database).register(id="a", host="here", operations=["batch.process"], **about)
     await Workers(queue.database).register(id="b", host="elsewhere", operations=["greet"], **about)
     folder = f"{tmp_path.resolve()}/files"
-    assert await found() == ("ok", f"{folder} takes, lists, reads and deletes objects")
+    assert await found() == ("ok", f"{folder} stores, lists, reads and deletes objects")
     await Workers(queue.database).register(id="c", host="there", operations=["batch.process"], **about)
     assert await found() == ("warning", f"{folder} is a folder of this machine, and batches run on here, there")
     monkeypatch.setenv("BATCHWRIGHT_STORAGE_URL", f"file://{tmp_path}/shared")
-    assert await found() == ("ok", f"{tmp_path.resolve()}/shared takes, lists, reads and deletes objects")
+    assert await found() == ("ok", f"{tmp_path.resolve()}/shared stores, lists, reads and deletes objects")
 
 
 @pytest.mark.parametrize("fault", ["whole", 503])

@@ -1,10 +1,10 @@
 """Registers what journals hold: once a second, one transaction for all shards of a worker.
 
-    take what was appended → bring it to the disk → upload it, where machines share a store → register it, fenced
+    take what was appended → sync it to disk → upload it, if machines share a store → register it, fenced
 
 Other processes see only what is registered. A registration whose answer was lost is resent unchanged.
 The ranges of a journal are registered without gaps. A database that has lost commits, in a failover or a crash, refuses
-the next one and says how far it knows the journal; the journal is registered again from there.
+the next range and returns how much of the journal it has; registration continues from there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UPLOADS_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Whose journal it is: a shard of a batch, and the claim that fences what is registered of it."""
+    """The owner of a journal: a shard of a batch, and the claim that fences its registrations."""
 
     batch_id: str
     shard: int
@@ -53,18 +53,18 @@ class Owner:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Account:
-    """The journal of one claim, and what of it is registered."""
+    """The journal of one claim, and how much of it is registered."""
 
     owner: Owner
     journal: Journal
     seq: int = 0
     lines: int = 0
     is_lost: bool = False
-    """Another claim has the shard: nothing of this journal is taken any more."""
+    """Another claim has the shard: nothing more of this journal is registered."""
     pending: JournalRange | None = None
     registered_at: float = field(default_factory=time.monotonic)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a range of it is on its way. Shards that end at the same moment must not wait for one another."""
+    """Held while a range is being registered. Shards that end at the same moment must not wait for one another."""
 
     @property
     def registered_bytes(self) -> int:
@@ -111,10 +111,10 @@ class Checkpoints:
         self._uploads = asyncio.Semaphore(UPLOADS_MAX)
 
     async def open(self, owner: Owner) -> Account:
-        """A journal in the work folder. It is registered by `flush`, and regularly from `watch` on.
+        """Open a journal in the work folder. `flush` registers it, and after `watch` it is registered regularly.
 
-        A file that is there already belongs to a claim that the database has lost, and whose number it has given again:
-        what it holds is registered first.
+        If the file exists, the database has lost the claim that wrote it, and has reused its number. What the file
+        holds is registered first.
         """
         path = self._workspace.journal(owner.batch_id, owner.shard, owner.journal_number)
         account = Account(owner=owner, journal=await asyncio.to_thread(Journal, path, self.syncer))
@@ -147,13 +147,13 @@ class Checkpoints:
             log.exception("answers are not registered yet")
 
     def _warn_once(self, error: DatabaseError | StorageError) -> None:
-        """Once for each outage; what a store does is said batch by batch."""
+        """Once for each outage. An unavailable store is logged for each batch elsewhere."""
         if not self._is_behind and not isinstance(error, StorageUnavailable):
             log.warning("answers are not registered yet: %s", error)
         self._is_behind = True
 
     async def flush(self, account: Account) -> None:
-        """Register everything, however long the database or the store is down; or find that the shard is lost."""
+        """Register everything, however long the database or the store is down; stop if the shard is lost."""
         while not account.is_settled and not account.is_lost:
             try:
                 await self.register([account])
@@ -164,7 +164,7 @@ class Checkpoints:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def register(self, accounts: Sequence[Account]) -> None:
-        """Whatever can be registered is, also if this raises because something else cannot be uploaded."""
+        """Register all that can be uploaded; then raise, if something could not be."""
         async with AsyncExitStack() as turns:
             for one in sorted(accounts, key=id):
                 await turns.enter_async_context(one.turn)
@@ -198,12 +198,12 @@ class Checkpoints:
                 one.is_lost = True
 
     async def _go_back(self, account: Account, row: Registration, position: Position) -> None:
-        """The database has less of the journal than it had confirmed, or more: register what lies behind that."""
+        """The database has less of the journal than it had confirmed, or more: register what comes after that."""
         account.seq, account.pending = position.seq, None
         if position.byte >= row.end:
             return
         log.warning(
-            "batch %s: the database has lost registered answers; shard %d is registered again from byte %d on",
+            "batch %s: the database has lost registered answers; registering shard %d again from byte %d",
             row.batch_id,
             row.shard,
             position.byte,

@@ -4,9 +4,9 @@
     failed       {"id", "custom_id", "response": null, "error": {"code", "message", "status_code"?, "body"?}}
     unanswered   {"id", "custom_id", "response": null, "error": {"code", "message"}}
 
-A body is spliced in byte for byte: it was checked to be one line of JSON when it came, and nothing is read or written
-again that could change a digit of it. Only U+0085, U+2028 and U+2029 are escaped, because many readers split lines at
-them. Every line ends with a newline.
+A body is spliced in byte for byte: it was checked to be one line of JSON when it arrived, and it is never decoded and
+encoded again, which could change its digits. Only U+0085, U+2028 and U+2029 are escaped, because many readers split
+lines at them. Every line ends with a newline.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MESSAGES = {
 _CODE_CHARACTERS_MAX = 64
 _WORDS_CHARACTERS_MAX = 300
 _ID_PREFIX = "batch_"
+_ID_START = len(b'{"id":"')
+_OFFSET_DIGITS = 10
 _LINE_ID = re.compile(rb'\{"id":"batch_req_([0-9a-f]+)[0-9a-f]{10}"')
 _REQUEST_ID_PREFIX = "batch_req_"
 _NOTHING = b'""'
@@ -43,7 +45,7 @@ _NO_RESPONSE = _NULL_AND_ERROR + b'{"code":'
 _RESPONSE = b',"response":'
 _STATUS = b'{"status_code":'
 _SUCCESS = _STATUS + b"2"
-_END_OF_ANSWER = b'},"error":null}\n'
+_END_OF_BODY = b'},"error":null'
 _END_OF_FAILURE = b"}\n"
 _MESSAGE = b',"message":'
 _TAILS = {
@@ -53,7 +55,7 @@ _TAILS = {
 
 
 class RequestIds:
-    """The ids of a batch's lines: each combines the batch and the line's place in the input, and never changes.
+    """The ids of a batch's lines: each combines the batch and the line's offset in the input, and never changes.
 
     >>> ids = RequestIds("batch_0123456789abcdef0123456789abcdef")
     >>> ids.in_files(4096)
@@ -76,7 +78,8 @@ class RequestIds:
     def on_the_wire(self, offset: int) -> str:
         """The id as model servers get it: some silently refuse ids that are not UUIDs.
 
-        It is the batch's, with the line's place in the last ten digits: the first 22 find a batch in the server's log.
+        It is the batch's id, with the line's offset in the last ten digits. Search a server's log for the first 22
+        digits to find all requests of a batch.
         """
         return f"{self._on_the_wire}{self._last_digits ^ offset:010x}"
 
@@ -87,13 +90,23 @@ def request_id(batch_id: str, offset: int) -> str:
 
 
 def batch_id_of(line: bytes) -> str | None:
-    """The batch that wrote a line, of which the beginning is enough; None if none did.
+    """The id of the batch that wrote a line; None if none did. The beginning of the line is enough.
 
     >>> batch_id_of(b'{"id":"batch_req_0123456789abcdef0123456789abcdef0000001000","custom_id":')
     'batch_0123456789abcdef0123456789abcdef'
     """
     found = _LINE_ID.match(line)
     return None if found is None else f"{_ID_PREFIX}{found[1].decode()}"
+
+
+def offset_of(line: bytes) -> int:
+    """The offset of a line's request in the input.
+
+    >>> offset_of(b'{"id":"batch_req_0123456789abcdef0123456789abcdef0000001000","custom_id":')
+    4096
+    """
+    end = line.index(b'"', _ID_START)
+    return int(line[end - _OFFSET_DIGITS : end], 16)
 
 
 def answered(id: str, custom_id: str, answer: Answer) -> bytes:
@@ -113,15 +126,15 @@ def answered(id: str, custom_id: str, answer: Answer) -> bytes:
 
 
 def unanswered(id: str, custom_id: str, code: str) -> bytes:
-    """The line of a request that was never sent, or whose answer was not waited for."""
+    """The line of a request that was never sent, or was aborted."""
     return one_line(b"".join((b'{"id":"', id.encode(), _CUSTOM_ID, dumps(custom_id), _TAILS[code])))
 
 
 def error_code_of(line: bytes) -> tuple[str, str]:
     """The code and the custom_id of a failed line.
 
-    The server's own code is taken if it looks like one, else its type, else the status. Only the parts that are wanted
-    are decoded: a body may be nested so deeply that it passed alone, and would not inside its envelope.
+    The server's own code is used if it looks like one, else its type, else the status. Only the needed parts are
+    decoded: a body may be nested so deeply that it can be decoded alone, but not inside its envelope.
     """
     head, _, rest = line.partition(_RESPONSE)
     custom_id = _decode_head(head + b"}").custom_id
@@ -129,8 +142,7 @@ def error_code_of(line: bytes) -> tuple[str, str]:
         start = len(_NO_RESPONSE) + 1
         return rest[start : rest.index(b'"', start)].decode(), custom_id
     status = rest[len(_STATUS) : rest.index(b",")].decode()
-    body = rest[rest.index(_BODY) + len(_BODY) : -len(_END_OF_ANSWER)]
-    return _code_in(body) or f"http_{status}", custom_id
+    return _code_in(_find_body(rest)) or f"http_{status}", custom_id
 
 
 def words_of(line: bytes) -> tuple[str, str]:
@@ -138,7 +150,7 @@ def words_of(line: bytes) -> tuple[str, str]:
     code, _ = error_code_of(line)
     _, _, rest = line.partition(_RESPONSE)
     if not rest.startswith(_NO_RESPONSE):
-        return code, words_in(rest[rest.index(_BODY) + len(_BODY) : -len(_END_OF_ANSWER)])
+        return code, words_in(_find_body(rest))
     try:
         message, body = _decode_failure(rest[len(_NULL_AND_ERROR) : -len(_END_OF_FAILURE)]).parts()
     except (msgspec.DecodeError, RecursionError):
@@ -148,7 +160,7 @@ def words_of(line: bytes) -> tuple[str, str]:
 
 
 def words_in(body: bytes) -> str:
-    """What a server says in the body of an error, in one line; nothing, if it says nothing for people."""
+    """The server's message in the body of an error, in one line; empty if there is none."""
     try:
         found = _decode_any(body)
     except (msgspec.DecodeError, RecursionError):
@@ -157,7 +169,7 @@ def words_in(body: bytes) -> str:
 
 
 def custom_id_of(line: bytes) -> str:
-    """Whose line it is; nothing else of it is decoded."""
+    """The custom_id of a line; nothing else of it is decoded."""
     return _decode_head(line.partition(_RESPONSE)[0] + b"}").custom_id
 
 
@@ -166,8 +178,13 @@ def is_success(line: bytes) -> bool:
     return line.partition(_RESPONSE)[2].startswith(_SUCCESS)
 
 
+def _find_body(response: bytes) -> bytes:
+    """The body of an answer. A cursor may follow the envelope's last field, and the newline may have been removed."""
+    return response[response.index(_BODY) + len(_BODY) : response.rindex(_END_OF_BODY)]
+
+
 def _failure(code: str, answer: Answer) -> bytes:
-    """What went wrong, and what the server sent of an answer, if anything."""
+    """What went wrong, and what the server sent, if anything."""
     parts = [_RESPONSE, _NO_RESPONSE, dumps(code), _MESSAGE, dumps(MESSAGES.get(code, answer.message))]
     if answer.status is not None:
         parts.append(b',"status_code":%d' % answer.status)
@@ -214,7 +231,7 @@ def _is_code(name: object) -> bool:
 
 
 def _find_words(found: Any) -> str:
-    """`{"error": {"message"}}` is OpenAI's, `{"message"}` and `{"detail"}` are those of servers in Python."""
+    """OpenAI's format is `{"error": {"message"}}`; servers in Python use `{"message"}` and `{"detail"}`."""
     if isinstance(found, str):
         return found
     if isinstance(found, list):

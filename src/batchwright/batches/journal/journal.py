@@ -1,15 +1,15 @@
-"""What a claim of a shard has finished, one file per claim: lines are appended, never changed.
+"""The finished lines of a shard, one file per claim: lines are appended, never changed.
 
     <shard>.<claim>.seg   record, record, ...
     record                crc32 u32, length u32, offset i64, status u8, four tokens u32, then the finished line
 
-A record is written before its slot is freed, and those that come together by one call, so that a killed process loses
-what was in flight and no more; one thread brings the files to the disk soon after, so that a power cut loses a
-twentieth of a second. The crc covers all that follows it. Whatever a crash left behind the last whole record is refused
-by it and never read.
+A record is written before its slot is freed, so a killed process loses only what was in flight. Records that finish
+together are written by one call. One thread syncs the files to disk soon after, so a power cut loses a twentieth of a
+second at most. The crc covers everything that follows it: what a crash left after the last whole record has a wrong crc
+and is never read.
 
-A line's place in the input, its offset, is its identity. Where a file holds more than what is registered, the rest
-counts only if somebody copies it into his own journal.
+A line's place in the input, its offset, is its identity. Lines that are in a file but not registered count only if
+another claim copies them into its own journal.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _sync_data = os.fdatasync if sys.platform == "linux" else os.fsync
 
 
 _OK = LineStatus.OK
-"""Looked up with every line, which takes five times as long through the enum."""
+"""Used for every line; access through the enum takes five times as long."""
 _STATUSES = tuple(LineStatus)
 
 
 Line = tuple[int, LineStatus, bytes, Usage]
-"""A finished line: its offset, how it ended, the line itself and its tokens."""
+"""A finished line: its offset, its status, the line itself and its tokens."""
 
 
 class JournalRange(NamedTuple):
@@ -70,7 +70,7 @@ class JournalRange(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """A record: where it begins in its file, what it says of the line, and how long the line is, newline included."""
+    """A record without its line: its position in the file, and the length (newline included), status and tokens."""
 
     position: int
     length: int
@@ -91,7 +91,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 class Journal:
     """The file that one claim appends to. Only one object at a time may write to a file; others are refused.
 
-    A file that is there already is cut to its last whole record and continued.
+    An existing file is truncated after its last whole record and continued.
     """
 
     def __init__(self, path: Path, syncer: Syncer | None = None) -> None:
@@ -158,15 +158,15 @@ class Journal:
         return self.size - self._taken
 
     def take(self) -> JournalRange:
-        """What was appended since the last call; to register it, sync it first."""
+        """What was appended since the last call; sync it before you register it."""
         taken = JournalRange(self._taken, self.size, self._tally)
         self._taken, self._tally = self.size, Tally()
         return taken
 
     def sync(self) -> int:
-        """Bring everything appended so far to the disk and answer how many bytes that are. Blocks."""
+        """Sync everything appended so far to disk and return the number of bytes. Blocks."""
         with self._lock:
-            self._is_dirty = False  # before the size is read: a caller that finds it set has appended before that
+            self._is_dirty = False  # before the size is read: a writer that still sees True has appended before that
             self._lines_seen = self.lines
             size = self.size
             if size <= self.synced:
@@ -200,14 +200,14 @@ class Journal:
 
     def _sync_file(self) -> None:
         _sync_data(self._descriptor)
-        if os.fstat(self._descriptor).st_nlink == 0:  # what is in it now ends with this process
+        if os.fstat(self._descriptor).st_nlink == 0:  # its content is lost when this process ends
             raise FileNotFoundError(errno.ENOENT, "it was deleted while in use")
         if not self._is_listed:
             sync_folder(self.path.parent)
             self._is_listed = True
 
     def _take_back(self, problem: OSError) -> NoReturn:
-        """Remove what was written of a record; a file with half a record at its end takes no more."""
+        """Remove a half-written record. If that fails too, nothing more can be appended."""
         error = _storage_error(self.path, problem)
         try:
             os.ftruncate(self._descriptor, self.size)
@@ -227,7 +227,7 @@ class Journal:
 
 
 class Syncer:
-    """One thread that brings dirty journals to the disk: within a twentieth of a second, or after a number of lines."""
+    """One thread that syncs dirty journals to disk: within a twentieth of a second, or after a number of lines."""
 
     def __init__(self, *, seconds: float = SYNC_SECONDS) -> None:
         self._seconds = seconds
@@ -238,7 +238,7 @@ class Syncer:
         self._thread: threading.Thread | None = None
 
     async def sync(self, journal: Journal) -> int:
-        """Bytes of the journal that are on the disk, at least all that were appended before this call."""
+        """Wait until everything appended before this call is on the disk; returns the number of synced bytes."""
         if journal.synced >= journal.size:
             return journal.synced
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -247,7 +247,7 @@ class Syncer:
         return await done
 
     def notice(self, journal: Journal, *, hurry: bool = False, waiting: asyncio.Future[int] | None = None) -> bool:
-        """A journal has something to sync; False if the syncing thread has ended."""
+        """Note that a journal has something to sync; False if the syncing thread has ended."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -293,9 +293,9 @@ def open_to_read(path: Path) -> int:
 
 
 def scan(path: Path, start: int = 0, end: int | None = None, *, verify: bool = False) -> Iterator[Record]:
-    """The records of a range that is known to be whole; where it is not, this raises StorageError.
+    """The records of a range of whole records; raises StorageError where it is damaged.
 
-    Without `verify` only the headers are looked at; a line is checked when it is read.
+    Without `verify` only the headers are read; a line is checked when it is read.
     """
     with _open_file(path) as descriptor:
         yield from scan_open(descriptor, path, start, end, verify=verify)
@@ -313,7 +313,7 @@ def scan_open(
 
 
 def valid_end(path: Path, start: int = 0) -> int:
-    """Where the last valid record ends, from `start` on, which is known to be the end of one."""
+    """Where the last valid record ends. `start` must be the end of a record."""
     with _open_file(path) as descriptor:
         return _valid_end(descriptor, path, start)
 
@@ -321,7 +321,8 @@ def valid_end(path: Path, start: int = 0) -> int:
 def sound_ranges(path: Path, start: int, end: int) -> list[tuple[int, int]]:
     """What is left of a range that a disk has damaged: the records whose checksums match.
 
-    Behind a damaged one it continues where that says that it ends. If even this is wrong, the rest has no checksums.
+    After a damaged record, the search continues where its header says that it ends. If the header is damaged too, no
+    later checksum matches.
     """
     ranges = []
     with _open_file(path) as descriptor:
@@ -338,7 +339,7 @@ def sound_ranges(path: Path, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def read_open(descriptor: int, path: Path, position: int, length: int, offset: int) -> bytes:
-    """The line of a record of which this is known, from a file that is open; `path` is only for messages."""
+    """The line of the record with this position, length and offset in an open file; `path` is only for messages."""
     try:
         record = os.pread(descriptor, HEADER_BYTES + length, position)
     except OSError as error:
@@ -347,7 +348,7 @@ def read_open(descriptor: int, path: Path, position: int, length: int, offset: i
         expected = (crc32(memoryview(record)[_CRC_BYTES:]), length, offset)
         if _IDENTITY.unpack_from(record) == expected:
             return record[HEADER_BYTES:]
-    raise StorageError(f"the journal {path} is damaged: the record at byte {position} does not have its checksum")
+    raise StorageError(f"the journal {path} is damaged: the record at byte {position} has a wrong checksum")
 
 
 def tally_of(path: Path, start: int, end: int) -> Tally:
@@ -371,7 +372,7 @@ def _cap(count: int | None) -> int:
 
 
 def _walk(descriptor: int, path: Path, start: int, end: int, verify: bool) -> Generator[Record, None, int]:
-    """Records until `end`, or until the first that is not whole or, on request, does not have its checksum.
+    """Records until `end`, or until the first that is cut off or, if `verify` is set, has a wrong checksum.
 
     Returns where the last good one ends.
     """
@@ -415,7 +416,7 @@ def _valid_end(descriptor: int, path: Path, start: int) -> int:
 
 
 def _sync_one(journal: Journal) -> int | Exception:
-    """Whatever happens to one journal must not end the thread of all."""
+    """A failure of one journal must not end the thread that syncs all of them."""
     try:
         return journal.sync()
     except Exception as error:
@@ -454,5 +455,5 @@ def _explain_errors(path: Path) -> Iterator[None]:
 def _storage_error(path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     if error.errno in FULL:
-        return StorageFull(f"no room for the journal {path}: {reason}; free some, or point the work folder elsewhere")
+        return StorageFull(f"no room for the journal {path}: {reason}; free some space, or set batches.work_dir")
     return StorageUnavailable(f"the journal {path} cannot be used: {reason}")

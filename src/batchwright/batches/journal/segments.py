@@ -1,4 +1,4 @@
-"""Finds the bytes of answers: of registered ranges, and of what the database does not know."""
+"""Finds the bytes of answers: registered ranges, and answers that the database does not know."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Segments:
         self._store = store
 
     async def fetch(self, segments: Sequence[Segment]) -> list[Piece]:
-        """Registered ranges in the same order; what is not here is downloaded, once."""
+        """Registered ranges in the same order; those that are not on this machine are downloaded, once."""
         return [self._find_here(segment) or await self._download(segment) for segment in segments]
 
     def is_lost(self, segment: Segment) -> bool:
-        """Whether it was in the work folder of this machine and nowhere else, and is not there any more."""
+        """Whether it was only in the work folder of this machine, and is gone."""
         return segment.key is None and segment.host == self._workspace.id and self._find_here(segment) is None
 
     def find_journal(self, segment: Segment) -> Path | None:
-        """The journal that it is a range of, if that is in the work folder of this machine."""
+        """The journal of this range, if it is in the work folder of this machine."""
         if segment.host != self._workspace.id:
             return None
         path = self._workspace.journal(segment.batch_id, segment.shard, segment.claim)
@@ -57,7 +57,7 @@ class Segments:
         shard: int | None = None,
         is_wanted: Callable[[int], bool] = lambda journal_number: True,
     ) -> Mapping[int, Sequence[Piece]]:
-        """What no row covers, by shard: the ends of journals of this machine, and objects of the store."""
+        """What no row covers, by shard: the tails of journals of this machine, and objects of the store."""
         found: defaultdict[int, list[Piece]] = defaultdict(list)
         for number, piece in await asyncio.to_thread(self._find_tails, batch_id, segments, shard, is_wanted):
             found[number].append(piece)
@@ -66,7 +66,7 @@ class Segments:
             if stored.key not in known and stored.key.endswith(JOURNAL):
                 number, journal_number = journal_of_key(stored.key)
                 if is_wanted(journal_number):
-                    with suppress(NotFound):  # the collector of garbage was quicker
+                    with suppress(NotFound):  # the garbage collector has just removed it
                         found[number].append(await self._fetch_stray(batch_id, stored.key))
         return found
 

@@ -1,9 +1,9 @@
-"""What others left: answers that were written to a journal, or uploaded, and that the database does not know.
+"""Answers that earlier claims wrote to a journal, or uploaded, and that the database does not know.
 
 A journal may hold more than what is registered of it: its writer died before the next checkpoint, or lost its claim; or
-the database has lost the registration, in a failover. Such answers are paid for and as good as any. The heir copies
-those that it lacks into its own journal, and registers them in its own name. What is on another machine only, nobody
-can see, and those lines are sent again.
+the database lost the registration in a failover. Such answers are valid, and were paid for. The next owner of the shard
+copies those that it lacks into its own journal, and registers them under its own claim. It cannot see answers that are
+only on another machine: those lines are resent.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class UnregisteredAnswers:
     async def recover_for_shard(
         self, owner: Owner, journal: Journal, offsets: set[int], *, is_wanted: Callable[[int], bool]
     ) -> tuple[set[int], int]:
-        """Which of these lines have their answer, and how many answers were copied into the journal for that.
+        """Which of these lines have an answer, and how many answers were copied into the journal.
 
-        Of the shard's journals only those are read whose number is wanted: the others have answers to other lines.
+        Only journals of the shard with a wanted number are read: the others have answers to other lines.
         """
         known = await self._batches.segments(owner.batch_id, shard=owner.shard)
         segments = [one for one in known if is_wanted(one.claim)]
@@ -43,15 +43,15 @@ class UnregisteredAnswers:
         copied = await asyncio.to_thread(_copy, strays, journal, offsets - answered)
         return answered | copied, len(copied)
 
-    async def recover_for_batch(self, heir: Owner, models: Mapping[int, str], missing: set[int]) -> int:
-        """Store what can be found of these lines in the name of the batch's own job; returns how many were found.
+    async def recover_for_batch(self, owner: Owner, models: Mapping[int, str], missing: set[int]) -> int:
+        """Register what can be found of these lines under the claim of the batch's own job; returns how many.
 
         All shards have ended. `models` are theirs, by number.
         """
-        segments = await self._batches.segments(heir.batch_id)
+        segments = await self._batches.segments(owner.batch_id)
         total = 0
-        for shard, strays in (await self._segments.find_unregistered(heir.batch_id, segments)).items():
-            account = await self._checkpoints.open(replace(heir, shard=shard, model=models.get(shard, heir.model)))
+        for shard, strays in (await self._segments.find_unregistered(owner.batch_id, segments)).items():
+            account = await self._checkpoints.open(replace(owner, shard=shard, model=models.get(shard, owner.model)))
             try:
                 copied = await asyncio.to_thread(_copy, strays, account.journal, missing)
                 await self._checkpoints.flush(account)

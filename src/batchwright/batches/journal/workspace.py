@@ -1,12 +1,12 @@
 """The work folder of a machine: one folder per batch, with its input, its plan and the journals of its shards.
 
-    work/id                         who we are: journals are registered under this name
+    work/id                         the id of this folder: journals are registered under it
     work/<batch>/input.jsonl        linked or downloaded once, read by every worker of this machine
     work/<batch>/model_map.json     with plans/ and rejected.plan: the plan, as the planner wrote or the store kept it
     work/<batch>/<shard>.<claim>.seg
     work/<batch>/in_use             flocked (shared) by every worker that uses it; the collector locks it exclusively
 
-All of it can be restored, except journals that are not registered yet: those hold answers that were paid for.
+All of it can be restored, except journals that are not registered yet, which hold answers that were paid for.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def segments_folder(batch_id: str, shard: int | None = None) -> str:
 def segment_key(batch_id: str, shard: int, claim: int, host: str, start: int, end: int) -> str:
     """Where the store keeps a range of a journal.
 
-    It is named by its machine and its bytes, which never change: a writer that tries again, and a zombie that comes
-    too late, put the same object once more. After a failover that lost commits two machines may have the same claim
-    number; then their journals differ, and so do their keys.
+    It is named after its machine and its byte range, whose content never changes: a retry, or a late zombie, puts the
+    same object again. After a failover that lost commits, two machines may have the same claim number; then their
+    journals differ, and so do their keys.
     """
     return f"{segments_folder(batch_id, shard)}/{claim}.{host[:_HOST_DIGITS]}.{start}-{end}{JOURNAL}"
 
@@ -68,7 +68,7 @@ def journal_of_key(key: str) -> tuple[int, int]:
 
 
 class InputDamaged(StorageError):
-    """The object is not the one that was put: a part of a file would look like a whole one with fewer lines."""
+    """The object has another size than the file that was stored: a part of it would look like a whole file."""
 
 
 class Workspace:
@@ -96,7 +96,7 @@ class Workspace:
         return self._id
 
     def require(self) -> None:
-        """Refuse a folder that cannot be used: a worker with it would fail shard after shard, quicker than others."""
+        """Refuse a folder that cannot be used: a worker with it would fail shard after shard, and claim the next."""
         try:
             make_folders(self.root)
             if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
@@ -126,7 +126,7 @@ class Workspace:
         return sorted(found)
 
     def has_room(self) -> bool:
-        """Whether another batch may be begun here."""
+        """Whether another batch may be started here."""
         if time.monotonic() - self._measured_at > _USED_SECONDS:
             self._used = _bytes_below(self.root)
             self._measured_at = time.monotonic()
@@ -134,7 +134,7 @@ class Workspace:
 
     @contextmanager
     def use(self, batch_id: str) -> Iterator[Path]:
-        """Keep the folder from being collected."""
+        """Keep the garbage collector from removing the folder."""
         descriptor = self._lock(self.folder(batch_id))
         try:
             yield self.folder(batch_id)
@@ -143,7 +143,7 @@ class Workspace:
 
     @staticmethod
     def _lock(folder: Path) -> int:
-        """A lock on the file that is there now: one that we waited for may have gone with its folder."""
+        """A lock on the file that exists now: the file that we waited for may have been removed with its folder."""
         while True:
             make_folders(folder)
             with suppress(FileNotFoundError):
@@ -224,7 +224,7 @@ class Workspace:
         return folder
 
     async def keep_plan(self, batch_id: str, store: Store) -> None:
-        """Put the plan into the store, the model map last."""
+        """Put the plan into the store, the model map last, because a plan without it does not count."""
         folder = self.folder(batch_id)
         names = [f"{PLANS}/{path.name}" for path in plan_paths(folder)]
         for name in (*names, REJECTED, MODEL_MAP):
@@ -232,9 +232,9 @@ class Workspace:
 
     @asynccontextmanager
     async def _preparing(self, batch_id: str) -> AsyncIterator[None]:
-        """One at a time on this machine.
+        """One task at a time on this machine.
 
-        No thread waits for it: many shards begin together, and the one that holds it may need the last thread.
+        No thread waits for the lock: many shards begin together, and its holder may need the last free thread.
         """
         descriptor = os.open(self.folder(batch_id) / _PREPARING, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -256,7 +256,7 @@ def _lock_now(descriptor: int) -> bool:
 
 
 async def fetch_object(store: Store, key: str, path: Path) -> None:
-    """Under another name first: a file that is there is whole."""
+    """Fetch an object into a file, under another name first: a file that exists is complete."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     local = store.local_path(key)
     try:

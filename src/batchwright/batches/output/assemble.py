@@ -2,8 +2,8 @@
 
     plans, pieces → index → fill what is missing → counts, output file, error file
 
-The index has 21 bytes per line: its offset, its length, where its record is, and how it ended. Lines are then copied
-one by one out of the journals, each checked as it passes, so that memory does not grow with the answers. The first
+The index has 21 bytes per line: its offset, its length, where its record is, and its status. Lines are then copied one
+by one from the journals, and each is checked on the way, so that memory does not grow with the answers. The first
 record of a line wins; a record of a line that is not in the plan is refused.
 """
 
@@ -64,7 +64,7 @@ class Counts(NamedTuple):
 def assemble(
     batch_id: str, input: Path, *, plans: Iterable[Path], rejected: Path | None = None, pieces: Sequence[Piece]
 ) -> Assembly:
-    """Find every line that the plans hold in the pieces, which come in the order of their registration. Blocks."""
+    """Find every line of the plans in the pieces, which are in the order of their registration. Blocks."""
     index = _Index(plans, rejected)
     paths = list(dict.fromkeys(piece.path for piece in pieces))
     numbers = {path: number for number, path in enumerate(paths)}
@@ -95,7 +95,7 @@ class Assembly:
         self.duplicates = 0
         """Records that lost against an earlier one of the same line."""
         self.tally = Tally()
-        """Sums over what the files will hold: the records that won, the rejected lines and, once filled, the rest."""
+        """Sums over the lines of both files: first records, rejected lines and, once they are filled, missing ones."""
 
     @property
     def total(self) -> int:
@@ -103,17 +103,17 @@ class Assembly:
 
     @property
     def missing(self) -> int:
-        """Lines without a record; a batch that ends as it should has none."""
+        """Number of lines without a record; a batch that completes normally has none."""
         return self.index.kinds.count(_MISSING)
 
     @property
     def missing_offsets(self) -> set[int]:
-        """The same lines, by their places in the input."""
+        """The offsets of these lines."""
         return {offset for offset, kind in zip(self.index.offsets, self.index.kinds, strict=True) if kind == _MISSING}
 
     @property
     def counts(self) -> Counts:
-        """How every line ended; raises Conflict while lines are missing and no one has said what became of them."""
+        """How the lines ended; raises Conflict while lines are missing and `fill` was not called."""
         self._refuse_gaps()
         tally = self.tally
         counts = Counts(tally.completed, tally.failed, tally.expired, tally.cancelled, self.total)
@@ -130,7 +130,7 @@ class Assembly:
         return self.tally.completed < self.total
 
     def fill(self, code: str) -> None:
-        """Say what became of the missing lines: batch_expired, batch_cancelled or batch_failed."""
+        """Set the error code of the missing lines: batch_expired, batch_cancelled or batch_failed."""
         assert self.filler is None, "what is missing is filled once"
         assert code in MESSAGES, f"{code} has no message"
         self._add_fillers(_MISSING, code)
@@ -146,7 +146,7 @@ class Assembly:
         return self._chunks(is_output=False)
 
     def take(self, found: Record, number: int, files: _Files) -> None:
-        """One record, of the file with this number."""
+        """Add one record of the file with this number."""
         was = self.index.put(found, number)
         if was == _MISSING:
             self.tally.add(found.status, found.tokens)
@@ -182,7 +182,7 @@ class Assembly:
         if self.filler is None and self.missing:
             raise Conflict(
                 f"{self.missing} of {self.total} lines of batch {self.batch_id} have no record: "
-                "finish them, or say with fill() what became of them"
+                "finish them, or set their error code with fill()"
             )
 
     async def _chunks(self, *, is_output: bool) -> AsyncIterator[bytes]:
@@ -197,7 +197,7 @@ class Assembly:
 def manifest(
     counts: Counts, *, input_sha256: str, output_sha256: str | None, error_sha256: str | None
 ) -> dict[str, Any]:
-    """The proof that nothing was lost: every line is in one of the files, and these are their checksums."""
+    """Proof that nothing was lost: every line is in one of the files, and these are their checksums."""
     return {
         "version": MANIFEST_VERSION,
         "lines": counts.total,
@@ -215,14 +215,14 @@ class _Index:
         packed.sort()
         self.offsets = array("q", (one >> _LENGTH_BITS + 1 for one in packed))
         self.lengths = array("I", (one >> 1 & 2**_LENGTH_BITS - 1 for one in packed))
-        """Of the line in the input; of the line in the journal once that is known."""
+        """Length of the line in the input; once its record is found, of the line in the journal."""
         self.kinds = bytearray(_REJECTED if one & 1 else _MISSING for one in packed)
         self.places = array("q", bytes(8 * len(packed)))
         if any(map(int.__eq__, self.offsets, self.offsets[1:])):
             raise StorageError("the plans hold a line twice")
 
     def put(self, found: Record, number: int) -> int | None:
-        """Note where the record of a line is, unless it has one; returns what was known, None if it is unexpected."""
+        """Note where the record of a line is, unless one is known; returns what was known, None for a foreign line."""
         at = bisect_left(self.offsets, found.offset)
         if at == len(self.offsets) or self.offsets[at] != found.offset or self.kinds[at] == _REJECTED:
             return None
@@ -238,20 +238,20 @@ class _Index:
 
 
 class _Copy:
-    """One pass over one of the files; threads build the chunks, one after the other."""
+    """One pass that writes one of the files; threads build the chunks, one after the other."""
 
     def __init__(self, assembly: Assembly, is_output: bool) -> None:
         self._assembly = assembly
         self._index = assembly.index
         self._wanted = (at for at, kind in enumerate(self._index.kinds) if (kind == LineStatus.OK) is is_output)
         self._rest = b""
-        """Of the last line: what did not fit into its chunk."""
+        """The part of the last line that did not fit into its chunk."""
         self._files = _Files(assembly.paths)
         self._input: _Input | None = None
         self._lock = threading.Lock()
 
     def next_chunk(self) -> bytes:
-        """A MiB, the last one less; nothing at the end."""
+        """One MiB, or less for the last chunk; empty at the end."""
         parts, size = list[bytes](), 0
         with self._lock:
             while size < _CHUNK_BYTES and (line := self._rest or self._next_line()):
@@ -262,7 +262,7 @@ class _Copy:
         return b"".join(parts)
 
     def close(self) -> None:
-        """The lock is for a pass that was cancelled while its thread was reading."""
+        """The lock waits for the thread of a cancelled pass, which may still be reading."""
         with self._lock:
             self._files.close()
             if self._input is not None:
@@ -291,7 +291,7 @@ class _Copy:
 
 
 class _Files:
-    """Open journals by number; where they are too many, the one that was opened first is closed."""
+    """Open journals by number; if there are too many, the one that was opened first is closed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -342,5 +342,5 @@ def _entries(plan: Path) -> Iterator[Entry]:
 
 
 def _pack(offset: int, length: int, is_rejected: int) -> int:
-    """As one number, which sorts by offset."""
+    """Pack an entry into one number, which sorts by offset."""
     return (offset << _LENGTH_BITS | length) << 1 | is_rejected

@@ -1,9 +1,9 @@
-"""The end of a batch: from what is registered to the two files, the manifest and the last move.
+"""The end of a batch: writes the two files and the manifest from the registered answers.
 
-    segments → assembly → answers that nobody registered → output and error file into the store → one compare-and-set
+    segments → assembly → unregistered answers → output and error file into the store → one compare-and-set
 
-The files get new ids at every try, and their rows are written in the commit that ends the batch: what a try that died
-has uploaded is known to nobody, and the garbage collector takes it.
+The files get new ids at every attempt, and their rows are written in the commit that ends the batch. No row names what
+an attempt that died has uploaded, so the garbage collector removes it.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class Finalizer:
         self._unregistered = unregistered
         self._segments = Segments(workspace, files.store)
 
-    async def gather(self, batch: Batch, heir: Owner) -> Assembly:
+    async def gather(self, batch: Batch, owner: Owner) -> Assembly:
         """Find the record of every line. If some have none, look for unregistered answers."""
         assembly = await self._assemble(batch, await self._batches.segments(batch.id))
         if assembly.missing and self._unregistered is not None:
             models = {one.number: one.model for one in await self.shards(batch)}
-            if await self._unregistered.recover_for_batch(heir, models, assembly.missing_offsets):
+            if await self._unregistered.recover_for_batch(owner, models, assembly.missing_offsets):
                 assembly = await self._assemble(batch, await self._batches.segments(batch.id))
         return assembly
 
     async def salvage(self, batch: Batch) -> Assembly:
-        """The same for a batch that has ended, without registering anything. Nobody looks at it later: what is lost
-        for certain is left out, to keep the rest."""
+        """The same for a batch that has ended, without registering anything. Answers that are certainly lost are left
+        out, because there is no later attempt that could wait for them."""
         segments = [one for one in await self._batches.segments(batch.id) if not self._segments.is_lost(one)]
         unregistered = await self._segments.find_unregistered(batch.id, segments)
         strays = [piece for pieces in unregistered.values() for piece in pieces]
@@ -112,14 +112,14 @@ class Finalizer:
         return assembly
 
     async def _fetch_input(self, batch: Batch) -> Path:
-        """Only lines without an answer need it; if it is gone, those who ask for one will find out."""
+        """Only lines without an answer need the input; if it is gone, reading such a line raises NotFound."""
         file = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
         with suppress(NotFound, InputDamaged):
             await self._workspace.fetch_input(batch.id, self._files.store, file.key, file.bytes)
         return self._workspace.input(batch.id)
 
     async def write(self, batch: Batch, assembly: Assembly) -> Result:
-        """Put the files into the store; an empty one is none."""
+        """Put the files into the store; an empty file is not written."""
         counts = assembly.counts
         output = await self._put(batch, "output", assembly.output) if assembly.has_output else None
         error = await self._put(batch, "error", assembly.errors) if assembly.has_errors else None

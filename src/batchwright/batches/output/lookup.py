@@ -1,9 +1,9 @@
 """Finds lines of a batch by their custom_id: the request beside its answer, while the batch runs and afterwards.
 
-    input file ── text in custom_id ──▶ requests ──▶ answers: of the output and error files, or of journals before
+    input file ── text in custom_id ──▶ requests ──▶ answers: in the output and error files; before the end, in journals
 
-Files are searched for the bytes of the text, and only lines that hold them are read. The search is bounded in time:
-what it has not looked at by then, it says.
+Files are searched for the bytes of the text, and only lines that hold them are read. The search has a time limit; if it
+is reached, the result says that it is incomplete.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,7 @@ Data = bytes | mmap.mmap
 
 
 class _Id(msgspec.Struct):
-    """The one field that names a line; the rest is skipped."""
+    """The field that identifies a line; the decoder skips all others."""
 
     custom_id: str
 
@@ -77,7 +78,7 @@ class _Hit(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Quest:
+class _Query:
     """The search terms, and the deadline of the search."""
 
     text: str
@@ -85,11 +86,11 @@ class _Quest:
     limit: int
     until: float
     only: frozenset[str] | None = None
-    """Where the lines are known already: their custom_ids."""
+    """If the lines are already known, their custom_ids."""
 
     @property
     def needles(self) -> list[bytes]:
-        """The text as JSON may write it: as it is, or with all but ASCII escaped."""
+        """The text as it may be written in JSON: as it is, or with everything but ASCII escaped."""
         written = [msgspec.json.encode(self.text), json.dumps(self.text).encode()]
         return list(dict.fromkeys(one if self.is_exact else one[1:-1] for one in written))
 
@@ -104,7 +105,7 @@ class _Quest:
 
 
 class LineSearch:
-    """Lines of batches of all tenants."""
+    """Finds lines in batches of all tenants."""
 
     def __init__(self, batches: Batches, files: Files, workspace: Workspace) -> None:
         self._batches = batches
@@ -112,21 +113,21 @@ class LineSearch:
         self._workspace = workspace
         self._segments = Segments(workspace, files.store)
         self._examples: OrderedDict[str, dict[str, bytes]] = OrderedDict()
-        """By error file, which never changes: an open page asks for them every second."""
+        """By error file, which never changes: an open page reads them every second."""
 
     async def find(
         self, batch: Batch, text: str, *, is_exact: bool = False, limit: int = 20, seconds_max: float = SECONDS_MAX
     ) -> Lookup:
-        """Lines whose custom_id holds this text, or is it."""
-        quest = _Quest(text, is_exact, limit, time.monotonic() + seconds_max)
+        """Lines whose custom_id contains this text, or equals it if `is_exact` is set."""
+        query = _Query(text, is_exact, limit, time.monotonic() + seconds_max)
         found = Lookup()
         try:
             input = await self._files.get(batch.input_file_id, tenant=None, also_gone=True)
-            hits = await self._search(input, quest, found, self._workspace.input(batch.id))
+            hits = await self._search(input, query, found, self._workspace.input(batch.id))
             found.lines = [FoundLine(hit.custom_id, hit.offset, hit.line) for hit in hits]
         except NotFound:
             found.input_gone = True
-        await self._add_answers(batch, quest, found)
+        await self._add_answers(batch, query, found)
         return found
 
     async def find_errors(self, batch: Batch, custom_ids: Sequence[str]) -> dict[str, bytes]:
@@ -147,39 +148,39 @@ class LineSearch:
             for custom_id in custom_ids:
                 if time.monotonic() > until:
                     break
-                hits = await self._search(file, _Quest(custom_id, True, 1, until), Lookup())
+                hits = await self._search(file, _Query(custom_id, True, 1, until), Lookup())
                 answers |= {hit.custom_id: hit.line for hit in hits}
         except NotFound:
             return {}
         return answers
 
-    async def _add_answers(self, batch: Batch, quest: _Quest, found: Lookup) -> None:
+    async def _add_answers(self, batch: Batch, query: _Query, found: Lookup) -> None:
         if batch.has_ended and (batch.output_file_id or batch.error_file_id):
             for id in (batch.output_file_id, batch.error_file_id):
                 if id is not None:
-                    await self._add_from_file(id, quest, found)
+                    await self._add_from_file(id, query, found)
         elif batch.segments_gone_at is None and found.lines:
-            await self._add_from_journals(batch, quest, found)
+            await self._add_from_journals(batch, query, found)
 
-    async def _add_from_file(self, id: str, quest: _Quest, found: Lookup) -> None:
+    async def _add_from_file(self, id: str, query: _Query, found: Lookup) -> None:
         try:
             file = await self._files.get(id, tenant=None)
             known = {line.custom_id: line for line in found.lines if line.answer is None}
             if not found.input_gone:
-                quest = replace(quest, only=frozenset(known), limit=len(known))
-            hits = await self._search(file, quest, found)
+                query = replace(query, only=frozenset(known), limit=len(known))
+            hits = await self._search(file, query, found)
         except NotFound:
             return
         for hit in hits:
             line = known.get(hit.custom_id)
-            if line is None and found.input_gone and len(found.lines) < quest.limit:
+            if line is None and found.input_gone and len(found.lines) < query.limit:
                 line = FoundLine(hit.custom_id)
                 found.lines.append(line)
             if line is not None:
                 line.answer = hit.line
 
-    async def _add_from_journals(self, batch: Batch, quest: _Quest, found: Lookup) -> None:
-        """In the order of their registration: the first record of a request counts."""
+    async def _add_from_journals(self, batch: Batch, query: _Query, found: Lookup) -> None:
+        """Add answers from journals, in the order of their registration: the first record of a request counts."""
         wanted = {line.offset: line for line in found.lines if line.offset is not None}
         segments = await self._batches.segments(batch.id, limit=_SEGMENTS_MAX)
         here: dict[Path, list[Segment]] = {}
@@ -190,62 +191,63 @@ class LineSearch:
                 here.setdefault(path, []).append(segment)
             else:
                 elsewhere.append(segment)
-        answers = await asyncio.to_thread(_read_records, here, set(wanted), lambda: quest.is_over)
+        answers = await asyncio.to_thread(_read_records, here, set(wanted), lambda: query.is_over)
         for segment in elsewhere:
-            if quest.is_over or len(answers) == len(wanted):
+            if query.is_over or len(answers) == len(wanted):
                 break
             if segment.key is None:
                 found.answers_elsewhere = True
                 continue
-            data = await self._files.store.read(segment.key, 0, segment.end - segment.start)
-            answers |= await asyncio.to_thread(_read_stored, data, segment, set(wanted) - set(answers))
+            with suppress(NotFound):  # the garbage collector has just removed it
+                data = await self._files.store.read(segment.key, 0, segment.end - segment.start)
+                answers |= await asyncio.to_thread(_read_stored, data, segment, set(wanted) - set(answers))
         for offset, answer in answers.items():
             wanted[offset].answer = answer
-        found.is_complete &= not quest.is_over
+        found.is_complete &= not query.is_over
 
-    async def _search(self, file: File, quest: _Quest, found: Lookup, copy: Path | None = None) -> list[_Hit]:
-        """In a file of this machine if it is one, otherwise while it is downloaded."""
+    async def _search(self, file: File, query: _Query, found: Lookup, copy: Path | None = None) -> list[_Hit]:
+        """Search a file on this machine if there is one, otherwise while downloading it."""
         path = self._files.store.local_path(file.key)
         for place in (copy, path):
             if place is not None and await asyncio.to_thread(place.is_file):
-                hits = await asyncio.to_thread(_search_file, place, quest)
+                hits = await asyncio.to_thread(_search_file, place, query)
                 break
         else:
-            hits = await self._search_stored(file, quest)
-        is_full = quest.only is None and not quest.is_exact and len(hits) >= quest.limit
-        found.is_complete &= not quest.is_over and not is_full
+            hits = await self._search_stored(file, query)
+        is_full = query.only is None and not query.is_exact and len(hits) >= query.limit
+        found.is_complete &= not query.is_over and not is_full
         return hits
 
-    async def _search_stored(self, file: File, quest: _Quest) -> list[_Hit]:
+    async def _search_stored(self, file: File, query: _Query) -> list[_Hit]:
         hits: list[_Hit] = []
         rest, base = b"", 0
         async for part in self._files.content(file):
             data = rest + part
             end = data.rfind(b"\n") + 1
-            hits += await asyncio.to_thread(_search_block, data[:end], quest, base)
+            hits += await asyncio.to_thread(_search_block, data[:end], query, base)
             rest, base = data[end:], base + end
-            if quest.is_over or len(hits) >= quest.limit:
-                return hits[: quest.limit]
-        return [*hits, *_hits(rest, quest, base)][: quest.limit]
+            if query.is_over or len(hits) >= query.limit:
+                return hits[: query.limit]
+        return [*hits, *_hits(rest, query, base)][: query.limit]
 
 
-def _search_file(path: Path, quest: _Quest) -> list[_Hit]:
+def _search_file(path: Path, query: _Query) -> list[_Hit]:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return []
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return list(_hits(data, quest, 0))
+            return list(_hits(data, query, 0))
 
 
-def _search_block(data: bytes, quest: _Quest, base: int) -> list[_Hit]:
-    return list(_hits(data, quest, base))
+def _search_block(data: bytes, query: _Query, base: int) -> list[_Hit]:
+    return list(_hits(data, query, base))
 
 
-def _hits(data: Data, quest: _Quest, base: int) -> Iterator[_Hit]:
+def _hits(data: Data, query: _Query, base: int) -> Iterator[_Hit]:
     """Matching lines, in order; each is read once, even if it contains the text several times."""
     position, count, size = 0, 0, len(data)
-    needles = quest.needles
-    while position < size and count < quest.limit and not quest.is_over:
+    needles = query.needles
+    while position < size and count < query.limit and not query.is_over:
         places = [place for needle in needles if (place := data.find(needle, position)) >= 0]
         if not places:
             return
@@ -254,7 +256,7 @@ def _hits(data: Data, quest: _Quest, base: int) -> Iterator[_Hit]:
         end = data.find(b"\n", place)
         end = size if end < 0 else end
         line = bytes(data[start:end])
-        if (custom_id := _custom_id(line)) is not None and quest.matches(custom_id):
+        if (custom_id := _custom_id(line)) is not None and query.matches(custom_id):
             count += 1
             yield _Hit(custom_id, base + start, line)
         position = end + 1
@@ -275,8 +277,8 @@ def _read_records(here: dict[Path, list[Segment]], wanted: set[int], is_over: Ca
             break
         try:
             descriptor = open_to_read(path)
-        except StorageError:
-            continue  # the collector was quicker
+        except (NotFound, StorageError):
+            continue  # the garbage collector has just removed it
         try:
             for segment in segments:
                 _take(descriptor, path, segment.start, segment.end, wanted, answers)
@@ -286,7 +288,7 @@ def _read_records(here: dict[Path, list[Segment]], wanted: set[int], is_over: Ca
 
 
 def _read_stored(data: bytes, segment: Segment, wanted: set[int]) -> dict[int, bytes]:
-    """The same in a stored piece, which is read as the file that it was."""
+    """The same for a stored piece, which is written to a temporary file first."""
     answers: dict[int, bytes] = {}
     with tempfile.TemporaryFile() as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""Gives an ended batch the files that it lacks, or that lack answers, while its answers are still there."""
+"""Writes the files of an ended batch again, if they are missing or lack answers, while its answers are still kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNANSWERED = {
 
 
 async def repair(batches: Batches, files: Files, workspace: Workspace, id: str, *, tenant: str | None = None) -> Batch:
-    """Write its files and its manifest; its status stays. Broken off at any point, it can be done again."""
+    """Write its files and its manifest; its status stays. If this is interrupted, it can be repeated."""
     batch = await batches.get(id, tenant=tenant)
     _refuse_unless_repairable(batch)
     finalizer = Finalizer(batches, files, workspace)

@@ -1,7 +1,7 @@
 """Finished lines while their batch still runs, in the order in which they were registered.
 
 A cursor is `segment:byte`: a registered range of a journal, and the byte of that journal at which the next record
-begins. It stays good until the ranges are removed, an hour after the end of the batch.
+begins. It stays valid until the ranges are removed, an hour after the end of the batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Lines(NamedTuple):
 class _Read(NamedTuple):
     lines: list[bytes]
     ends: list[int]
-    """Behind each line: where the next record begins."""
+    """For each line, where the next record begins."""
 
 
 class Results:
@@ -69,7 +69,7 @@ class Results:
     ) -> Lines:
         """Lines from the cursor on, as many as fit, but at least one if there is one.
 
-        With cursors, each line has one more field, which says where to continue behind it.
+        With cursors, each line has one more field, which says where to continue after it.
         """
         found: list[bytes] = []
         room = bytes_max
@@ -120,7 +120,7 @@ def _read_file(path: Path, segment: Segment, start: int, room: int) -> _Read:
 
 
 def _read_stored(data: bytes, segment: Segment, start: int, room: int) -> _Read:
-    """A stored piece begins where its range does; it is small, and read as the file that it was."""
+    """A stored piece begins where its range does; it is small, so it is written to a temporary file and read there."""
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()

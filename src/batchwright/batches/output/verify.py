@@ -1,4 +1,4 @@
-"""Holds the files of an ended batch against its manifest: checksums, counts, and every custom_id exactly once."""
+"""Compares the files of an ended batch with its manifest: checksums, counts, and every custom_id exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Seen:
     sha256: str = ""
     lines: int = 0
     digests: set[bytes] = field(default_factory=set)
-    """Of the custom_ids: their own bytes would take the most memory of all."""
+    """Digests of the custom_ids, because the ids themselves would need too much memory."""
 
 
 async def verify(files: Files, batch: Batch) -> list[Finding]:
@@ -53,7 +53,7 @@ class _Reader:
         self.findings: list[Finding] = []
 
     async def read(self, name: str, custom_id: Callable[[bytes], str], lines: int | None = None) -> _Seen | None:
-        """None if it cannot be read; a file that the batch does not have is an empty one."""
+        """None if it cannot be read; a file that the batch does not have counts as empty."""
         id = self._ids[name]
         if id is None:
             self.findings.append(_judge_absence(name, lines))
@@ -65,7 +65,7 @@ class _Reader:
             return None
         try:
             seen = await _read(self._files.content(file), custom_id)
-        except (NotFound, ValueError) as error:  # what msgspec cannot decode is a ValueError, be it JSON or text
+        except (NotFound, ValueError) as error:  # msgspec raises a ValueError for invalid JSON and for invalid text
             self.findings.append(Finding(name, Level.ERROR, f"{id} cannot be read: {error}"))
             return None
         self.findings.append(self._judge(name, id, seen, lines))
@@ -87,15 +87,15 @@ def _judge_absence(name: str, lines: int | None) -> Finding:
 
 
 def _judge_ids(total: int, output: _Seen, errors: _Seen, input: _Seen | None, *, is_part: bool) -> Finding:
-    """A batch that repeats another has only a part of the input's lines."""
+    """A batch that retries another has only a part of the input's lines."""
     found = output.digests | errors.digests
     twice = output.lines + errors.lines - len(found)
     if twice:
-        return Finding("custom_ids", Level.ERROR, f"{twice} are there more than once")
+        return Finding("custom_ids", Level.ERROR, f"{twice} occur more than once")
     if len(found) != total:
         return Finding("custom_ids", Level.ERROR, f"there are {len(found)}, and the manifest says {total}")
     if input is None:
-        return Finding("custom_ids", Level.OK, f"all {total} exactly once; the input is not there to be compared")
+        return Finding("custom_ids", Level.OK, f"all {total} exactly once; there is no input to compare with")
     strange, missing = len(found - input.digests), len(input.digests - found)
     if strange or (missing and not is_part):
         text = f"{missing} of the input are in no file, and {strange} are not from the input"

@@ -1,4 +1,4 @@
-"""What the server said of lines that failed, out of a batch's error file."""
+"""Reads the server's messages for failed lines from a batch's error file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from batchwright.errors import NotFound, StorageError
 from batchwright.files.store import Files
 
 _BYTES_MAX = 8 * 1024 * 1024
-"""So much of an error file is looked at: the frequent errors are near its beginning."""
+"""Only the beginning of an error file is read: frequent errors occur there too."""
 
 
 async def read_words(files: Files, error_file_id: str | None, codes: Collection[str]) -> dict[str, str]:
-    """By code, the words of the first line that failed with it; a file that cannot be read has none."""
+    """By code, the message of the first line that failed with it; empty if the file cannot be read."""
     found: dict[str, str] = {}
     if error_file_id is None or not codes:
         return found

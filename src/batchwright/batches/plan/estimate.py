@@ -1,4 +1,4 @@
-"""What a batch will need, estimated from its input alone; every number of tokens is a rule of thumb."""
+"""Estimates the tokens and the cost of a batch from its input; all numbers of tokens are rules of thumb."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Estimate:
     written: int
     """Requests whose answers have tokens."""
     bounded: int
-    """Of those, requests that set a maximum."""
+    """The number of those that set a maximum."""
     cost: float | None
     """Without any cache; None if the model has no price."""
     cost_cached: float | None

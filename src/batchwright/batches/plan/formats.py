@@ -88,7 +88,7 @@ def _explain_text(head: bytes) -> str | None:
 
 
 def _parse(line: str) -> Any:
-    """None of a line that is not JSON."""
+    """None for a line that is not JSON."""
     try:
         return decode(line)
     except (DecodeError, RecursionError):
@@ -118,7 +118,7 @@ def _explain_broken_objects(lines: Sequence[str]) -> str | None:
     if all(line.startswith("{'") for line in lines):
         return "has Python objects in its lines, not JSON: write them with json.dumps"
     if len(lines) > 1 and _UNFINISHED.search(lines[0]):
-        return "has JSON objects that go over several lines; write each on one line: jq -c . {file} > requests.jsonl"
+        return "has JSON objects that span several lines; write each on one line: jq -c . {file} > requests.jsonl"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Looks at an input file before anything is sent: every problem, and what it will take.
+"""Checks an input file before anything is sent: every problem, and an estimate of tokens and cost.
 
 All of it is synchronous: run it in a thread or in a child process.
 """
@@ -35,7 +35,7 @@ class Inspection:
     rejected: int
     """Requests for models without a gateway: they will fail."""
     problems: Sequence[Problem]
-    """The first of them."""
+    """The first problems."""
     problems_total: int
     estimates: Sequence[Estimate]
     output_tokens: int
@@ -43,7 +43,7 @@ class Inspection:
 
 
 class _Url(msgspec.Struct):
-    """The one field of a line that says where it goes; the rest is skipped."""
+    """The field of a line that says where it goes; the decoder skips all others."""
 
     url: str | None = None
 
@@ -87,13 +87,13 @@ def find_endpoint(file: Path, named: str | None) -> str:
                 found = url
             elif url not in ENDPOINTS:
                 refused = refused or url
-    if found is None and refused is not None:  # said once, and not for every line
+    if found is None and refused is not None:  # reported once, not for every line
         raise InvalidInput(f"{file}: {why_refused(refused[:_SHOWN_CHARACTERS_MAX])}")
     return found or DEFAULT_ENDPOINT
 
 
 def _read_url(line: bytes) -> str | None:
-    """None for an unreadable line: the check of the line reports what is wrong."""
+    """None for an unreadable line: the check of the lines reports what is wrong."""
     try:
         return _line.decode(line).url
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -23,12 +23,12 @@ from batchwright.errors import InvalidInput
 
 CUSTOM_ID_BYTES_MAX = 512
 _SHOWN_CHARACTERS_MAX = 100
-MODEL_CHARACTERS_MAX = 176  # a queue is named after the model, below a private one of 17; its name has 200
+MODEL_CHARACTERS_MAX = 176  # a queue's name has up to 200; this one is named after the model, below a private one of 17
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One entry of a batch's `errors.data`, in OpenAI's words where they are on record; `line` counts from 1."""
+    """One entry of a batch's `errors.data`, with OpenAI's message if it is known; `line` counts from 1."""
 
     code: str
     line: int | None
@@ -40,7 +40,7 @@ class Problem:
 
 
 class GoodLine(NamedTuple):
-    """What the plan needs of a good line; `inputs` counts the texts to embed and is 0 elsewhere."""
+    """What the plan needs of a good line; `inputs` is the number of texts to embed, and 0 for other endpoints."""
 
     custom_id: str
     model: str
@@ -50,7 +50,7 @@ class GoodLine(NamedTuple):
     repeated_bytes: int = 0
     """Bytes that the model reads beside the prompt: the query once more for each document after the first."""
     output_tokens_max: int | None = None
-    """Tokens that the answer may have, if the request says so."""
+    """Maximum number of tokens of the answer, if the request sets one."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -58,7 +58,7 @@ class GoodLine(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line that fails the batch; its `custom_id`, if it has a usable one, still makes later ones duplicates."""
+    """A line that fails the batch. Its `custom_id`, if usable, still counts when duplicates are searched."""
 
     custom_id: str | None
     problems: list[Problem]
@@ -78,23 +78,23 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """How the requests of one endpoint look."""
+    """The format of the requests of one endpoint."""
 
     title: str
     needs: tuple[Need, ...]
     before: tuple[str, ...] = ()
-    """Fields that come before those in the prompt."""
+    """Fields that come before the needs in the prompt."""
     formats: frozenset[bytes] | None = None
-    """Values of `response_format` whose answer is JSON; None: that field says nothing about that."""
+    """Values of `response_format` whose answer is JSON; None if every answer is."""
     counts_inputs: bool = False
     is_ordered: bool = True
     """Whether requests are ordered by the beginning of their prompt, because a prefix cache may help."""
     is_text: bool = True
-    """Whether the model reads the fields as text; how many tokens something else has is not known beforehand."""
+    """Whether the model reads the fields as text; for anything else the number of tokens is unknown beforehand."""
     has_output: bool = True
     """Whether answers have tokens that the model wrote."""
     maxima: tuple[str, ...] = ()
-    """Fields that say how many tokens an answer may have; the first that is there counts."""
+    """Fields that set the maximum number of tokens of an answer; the first one that is present counts."""
     repeats_first: bool = False
     """Whether the model reads the first need once for each item of the second."""
 
@@ -146,29 +146,29 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/rerank": _RERANK,
     "/v1/audio/transcriptions": _AUDIO,
     "/v1/audio/translations": _AUDIO,
-    # The same under the other paths of vLLM, which its own examples mix.
+    # The same under vLLM's other paths, which its own examples mix.
     "/score": _SCORE,
     "/rerank": _RERANK,
     "/v2/rerank": _RERANK,
 }
 DEFAULT_ENDPOINT = "/v1/chat/completions"
 MIXED = "mixed"
-"""The endpoint of a batch whose lines each name their own; only the command line and Python make such batches."""
+"""The endpoint of a batch whose lines have different ones; only the command line and Python create such batches."""
 NO_JSON = {"/v1/audio/speech": "it answers with audio, and a line of an output file holds JSON"}
-"""Endpoints that are refused for a reason of their own."""
+"""Endpoints that are refused, with the reason."""
 
 
 def why_refused(url: str) -> str:
-    """Why an endpoint takes no batches, and which ones do."""
+    """Why an endpoint is not supported in batches, and which ones are."""
     reason = f": {NO_JSON[url]}" if url in NO_JSON else ""
-    return f"{url!r} takes no batches{reason}; use one of {', '.join(ENDPOINTS)}"
+    return f"{url!r} is not supported in batches{reason}; use one of {', '.join(ENDPOINTS)}"
 
 
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _DEPTH_ADVISED = 500
 _ESCAPES = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _FRAMES_MAX = 400
-"""Calls that may be under way when a line is read, so that less nesting than Python's limit is too deep."""
+"""Stack frames that may be in use when a line is read: they lower the nesting that Python's limit allows."""
 _STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 _TOKEN_DIGITS_MAX = 9
 
@@ -284,7 +284,7 @@ class LineCheck:
         problems = [Problem(line=number, **fault) for fault in self._faults(fields, body)]
         if problems:
             return BadLine(_usable_custom_id(fields.get("custom_id")), problems)
-        # Nothing is wrong where an earlier one of several equal keys was off: drop it and read the line again.
+        # Only an earlier one of several equal keys was wrong, and the last one counts: decode without the earlier ones.
         clean = _line.decode(encode({**fields, "body": body}))
         request = self._readers[clean.url].read(clean)
         assert request is not None, "a line without a fault can be read"
@@ -302,7 +302,7 @@ class LineCheck:
             yield _type_fault("body", "an object", fields["body"])
 
     def _endpoint(self, fields: Fields) -> Endpoint | None:
-        """What the body is held against: the batch's endpoint, or the line's own, as far as that is known."""
+        """The endpoint to check the body against: the batch's, or in a mixed batch the line's own, if it is known."""
         if self.url != MIXED:
             return ENDPOINTS[self.url]
         url = fields.get("url")
@@ -332,7 +332,7 @@ class LineCheck:
 
 
 class _Reader:
-    """Takes what the plan needs out of the lines of one endpoint."""
+    """Reads what the plan needs from lines of one endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -343,7 +343,7 @@ class _Reader:
         )
 
     def read(self, line: _Line) -> GoodLine | None:
-        """None if the body is not as the endpoint needs it."""
+        """None if the body does not have what the endpoint needs."""
         body, endpoint = line.body, self._endpoint
         if endpoint.formats is not None and bytes(body.response_format) not in endpoint.formats:
             return None
@@ -443,7 +443,7 @@ def _json_problem(number: int, why: str | None = None) -> Problem:
 
 
 def _find_half_surrogate(line: bytes) -> str | None:
-    """The first escape of half a character, which many writers let through and no UTF-8 can hold."""
+    """The first escape of half a character, which many programs write although UTF-8 cannot represent it."""
     high: re.Match[bytes] | None = None
     for escape in _ESCAPES.finditer(line):
         code = int(escape[1] or b"0", 16)
@@ -462,7 +462,7 @@ def _half(line: bytes, escape: re.Match[bytes]) -> str:
 
 
 def _explain_depth(line: bytes) -> str:
-    """Where nesting goes beyond what is read for sure, which follows from Python's limit of calls."""
+    """Where the nesting exceeds the depth that can always be read, which depends on Python's recursion limit."""
     depth, most = 0, sys.getrecursionlimit() - _FRAMES_MAX
     for token in _BRACKETS.finditer(line):
         depth += _STEPS.get(token[0], 0)
@@ -473,7 +473,7 @@ def _explain_depth(line: bytes) -> str:
 
 
 def _column(line: bytes, position: int) -> int:
-    """As editors count: characters, from 1."""
+    """The column as editors count it: characters, from 1."""
     return len(line[:position].decode("utf-8", "replace")) + 1
 
 
@@ -497,7 +497,7 @@ def _count_inputs(required: bytes) -> int:
 
 
 def _count_items(value: bytes) -> int:
-    """Of an array; anything else is one."""
+    """The number of items of an array; anything else counts as one."""
     return len(_items.decode(value)) if value[:1] == b"[" else 1
 
 

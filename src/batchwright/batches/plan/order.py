@@ -4,8 +4,9 @@ A prompt becomes a chain: one hash per full block of 256 bytes, each seeded with
 agree exactly as far as their prompts do. Sorted by chain, requests that share any leading blocks are neighbours.
 Requests and families that share nothing more keep the order of the input, so that a file is read from front to back.
 
-Prompts are compared as the bytes of their JSON fields. What a model would see as equal, and this does not: other white
-space or key order inside `messages`, other escapes of the same character, content as a string against content parts.
+Prompts are compared as the bytes of their JSON fields. So some prompts that are equal for a model differ here: those
+with other white space or key order inside `messages`, other escapes of the same character, or content as a string
+instead of content parts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def chain(prompt: bytes) -> bytes:
 
 
 def order(chains: Sequence[bytes]) -> Order:
-    """Side by side what shares most; otherwise in the order of the input."""
+    """Put requests that share most side by side; otherwise keep the order of the input."""
     if not chains:
         return Order([], array("I"), array("B"))
     in_chain_order = sorted(range(len(chains)), key=chains.__getitem__)
@@ -63,7 +64,8 @@ def order(chains: Sequence[bytes]) -> Order:
 def _by_first_occurrence(positions: list[int], shared: array[int], start: int, end: int) -> tuple[list[int], list[int]]:
     """A range of the chain order, its branches sorted by their first request; and what neighbours share.
 
-    The range shares a prefix and branches where it ends. Each call goes deeper, so there are at most 64 within another.
+    The requests of the range share a prefix and branch where it ends. Each recursion is a block deeper, so there are at
+    most 64 levels.
     """
     if end - start == 1:
         return [positions[start]], []
@@ -84,7 +86,7 @@ def group(shared: Sequence[int]) -> array[int]:
     """Numbers the runs of two or more neighbours whose deepest shared prefix is the same, and at least 1 KB long.
 
     The deepest prefix that a request shares with any other is shared with a neighbour. Two neighbours are in one group
-    if what they share is as deep as what either shares with the other side.
+    if they share at least as much with each other as with their other neighbours.
     """
     groups = array("I", bytes(4 * len(shared)))
     last = 0

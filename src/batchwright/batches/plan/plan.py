@@ -2,7 +2,8 @@
 
     read(file, rules) → Draft(problems, models) → write(draft, folder) → model_map.json, plans/*.plan
 
-Bodies are never kept: a request costs its plan entry, eight bytes per 256 of its prompt, and a digest of its custom_id.
+Bodies are not kept in memory: a request needs its plan entry, eight bytes per 256 of its prompt, and a digest of its
+custom_id.
 All of it is synchronous: run it in a thread or in a child process.
 """
 
@@ -57,9 +58,9 @@ class InputLimits:
     models_max: int = 64
     """Models in one file, each with a plan and shards of its own."""
     problems_kept: int = 1000
-    """Problems that are kept word for word; all are counted."""
+    """Number of problems that are kept in full; all are counted."""
     requests_max: int = 50_000
-    """Lines that are not blank; reading stops at the first one beyond. With blank ones, ten times as many."""
+    """Lines that are not blank; reading stops at the first one beyond. Including blank lines, ten times as many."""
 
     def __post_init__(self) -> None:
         if not 0 < self.line_bytes_max <= _LENGTH_MAX:
@@ -70,7 +71,7 @@ class InputLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What one batch allows; `models` are those with a gateway, or None where one gateway takes every model."""
+    """What one batch allows; `models` are those with a gateway, or None if one gateway serves every model."""
 
     endpoint: str
     limits: InputLimits = field(default_factory=InputLimits)
@@ -109,7 +110,7 @@ class ModelDraft:
         self.silent = 0
         """Requests whose answers have no tokens, such as embeddings."""
         self.maxima = array("q")
-        """Tokens that the answers of the others may have, as far as the requests say so."""
+        """Maximum tokens of the other answers, for requests that set one."""
 
     def add(self, offset: int, length: int, request: GoodLine, chained: bytes) -> None:
         self.offsets.append(offset)
@@ -156,7 +157,7 @@ class Draft:
 
     @property
     def total(self) -> int:
-        """Lines that the batch answers for."""
+        """Number of lines of the batch."""
         return len(self.rejected) + sum(len(model.offsets) for model in self.models.values())
 
     def plan(self, model: str) -> ModelPlan:
@@ -168,7 +169,7 @@ class _Line(NamedTuple):
     number: int
     offset: int
     length: int
-    data: bytes | None  # empty: a blank line; None: too long to look at
+    data: bytes | None  # empty for a blank line, None for a line that is too long
 
 
 def digest_of(custom_id: str) -> bytes:
@@ -206,7 +207,7 @@ def write(draft: Draft, folder: Path, providers: Mapping[str, ProviderPlan] | No
 
 
 def model_map(draft: Draft, plans: dict[str, ModelPlan]) -> dict[str, Any]:
-    """The source's three keys, and ours: what is in each plan, and how many lines no gateway takes."""
+    """The file names of models, the numbers of lines in all and without a gateway, and what each plan holds."""
     names = {model: safe_name(model) for model in plans}
     return {
         "model_to_safe": names,
@@ -280,7 +281,7 @@ class _Pass:
         return self.rules.only is None or digest_of(custom_id) in self.rules.only
 
     def _remember(self, custom_id: str, number: int) -> bool:
-        """Digests, because 50,000 ids of 512 bytes would take the most memory of all."""
+        """False for a duplicate. Digests are kept, because 50,000 ids of 512 bytes would need too much memory."""
         digest = digest_of(custom_id)
         if digest in self.seen:
             self.problems.add(_duplicate_problem(custom_id, number))

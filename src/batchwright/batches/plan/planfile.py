@@ -1,6 +1,6 @@
 """The files of a plan: one per model, one of rejected lines, and the model map, which is written last.
 
-    model_map.json          there is a plan if, and only if, this file is there
+    model_map.json          a plan exists if, and only if, this file does
     rejected.plan           lines whose model no gateway serves, in input order
     plans/<safe name>.plan  16 bytes per request, in the order in which to send them
 
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 
 def safe_name(model: str) -> str:
-    """A file name for a model; the eight hex digits keep names apart that look alike without their odd characters.
+    """A file name for a model; the eight hex digits distinguish models whose names differ only in replaced characters.
 
     >>> safe_name("org/model-A:1")
     'org_model_A_1-5150ca27'
@@ -55,7 +55,7 @@ def plan_path(folder: Path, safe: str) -> Path:
 
 
 def plan_paths(folder: Path) -> list[Path]:
-    """The plans that the model map names; others are of a planner that knew other models, and died."""
+    """The plans that the model map names; others were left by a planner that knew other models, and died."""
     names = orjson.loads((folder / MODEL_MAP).read_bytes())["safe_to_model"]
     return sorted(plan_path(folder, safe) for safe in names)
 
@@ -76,7 +76,7 @@ def read_entries(file: Path, start: int = 0, count: int | None = None) -> list[E
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """All or nothing, and on the disk when this returns, once the folder is synced too."""
+    """Write all or nothing, and sync it; once the folder is synced too, the file survives a crash."""
     unfinished = file.with_name(file.name + ".tmp")
     with open_private(unfinished, "wb") as target:
         target.write(data)

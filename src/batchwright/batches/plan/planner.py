@@ -1,7 +1,7 @@
 """Plans an input file: a small one in a thread, a large one in a process of its own.
 
-Checking 200 MB of lines takes a second of processor time and some 400 bytes per line. In a thread both would be the
-worker's: what it sends meanwhile would slow down, and the memory would stay with it long after.
+Checking 200 MB of lines takes a second of CPU time and about 400 bytes per line. In a thread of the worker, this would
+slow down the requests that it sends meanwhile, and the worker would keep the memory for long.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ APART_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What became of a file: a plan in its folder, or problems and no plan."""
+    """The result for a file: a plan in its folder, or problems and no plan."""
 
     problems: dict[str, Any] | None = None
     total: int = 0
     requests: Mapping[str, int] = field(default_factory=dict)
-    """Of each model; those of models without a gateway are only in the total."""
+    """Requests of each model; those for models without a gateway are only in the total."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ async def make(input: Path, rules: Rules, folder: Path, *, size: int) -> Planned
 
 
 async def run_apart(function: Callable[..., T], *args: Any, size: int) -> T:
-    """Work on a file of this size: in a thread, or, if it is large, in a process; then all must be picklable."""
+    """Run work on a file of this size: in a thread, or in a process if it is large. All arguments must be picklable."""
     if size < APART_BYTES:
         return await asyncio.to_thread(function, *args)
     return await _run_in_process(function, *args)
@@ -68,7 +68,7 @@ async def _run_in_process(function: Callable[..., T], *args: Any) -> T:
     assert child.stdin is not None
     assert child.stdout is not None
     try:
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the latter is uvloop's; the exit code tells
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the second is uvloop's; see the exit code
             child.stdin.write(pickle.dumps((function, args)))
             await child.stdin.drain()
         said = await child.stdout.read()
@@ -87,12 +87,12 @@ def _run_child() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a signal to all processes of a service is meant for the worker
     function, args = pickle.load(sys.stdin.buffer)  # noqa: S301 (our own parent)
     end_with_parent(signal.SIGKILL)
-    threading.Thread(target=_wait_for_the_end, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     sys.stdout.buffer.write(pickle.dumps(function(*args)))
 
 
-def _wait_for_the_end() -> None:
-    """Of the parent. Its end of the pipe stays open while it lives; nobody else may then be writing the same plan."""
+def _exit_with_parent() -> None:
+    """Exit when the parent dies, which closes its end of the pipe: another process may then write the same plan."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

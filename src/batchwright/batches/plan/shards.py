@@ -1,9 +1,9 @@
 """Cuts the plan of a batch into shards, each the work of one child job.
 
-    plan ──▶ shards of 1,000, which have numbers ──▶ branches: smaller and smaller, for several workers
+    plan ──▶ numbered shards of 1,000 requests ──▶ branches of decreasing size, for several workers
 
-A shard may be divided: before it is handed out, so that several workers end at the same time; and while it runs, when
-others have nothing to do. Its branches have its number, so that a search for the answers of a shard finds all of them.
+A shard may be divided: before any worker claims it, so that several workers end at the same time; and while it runs,
+when other workers are idle. Its branches have its number, so that a search for the answers of a shard finds them all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from batchwright.batches.plan.planfile import MODEL_MAP, Entry, plan_path, read_
 SHARD_BYTES_MAX = 16 * 1024 * 1024
 SHARD_REQUESTS_MAX = 1000
 BRANCH_REQUESTS_MIN = 64
-"""Shards are divided before they are handed out only into branches of about this size: each costs some statements."""
+"""Minimum size of the branches into which shards are divided before they are claimed: each costs some statements."""
 _BRANCHES_PER_WORKER = 2
-"""A branch is such a part of each worker's share of what is left: the earlier ones are large, the last ones small."""
+"""A branch has this fraction of each worker's share of what is left: early branches are large, the last ones small."""
 _CLAIMS_PER_ROUND = 1_000_000
 _CLAIMS_PER_BRANCH = 100_000_000
 _CLAIMS_OF_SHARDS = 1_000_000_000_000
@@ -33,7 +33,7 @@ class ProviderPlan:
 
     provider: str
     model: str
-    """As the provider calls it."""
+    """The provider's name for the model."""
     requests_max: int
     bytes_max: int
 
@@ -54,23 +54,23 @@ class Shard:
     batch_id: str
     model: str
     number: int
-    """In the batch; branches have that of their shard."""
+    """The shard's number in the batch; branches have that of their shard."""
     start: int
     count: int
     branch: int = 0
-    """How far behind the beginning of its shard it begins; so no two branches have the same."""
+    """The distance of its start from the start of its shard, so it is unique among the branches; 0 for the first."""
     donors: Sequence[int] = ()
-    """The branches that it was a part of: their journals may hold answers to its lines."""
+    """The branches from which it was split: their journals may hold answers to its lines."""
     round: int = 0
-    """How often the batch was sent before because lines had no answer at its end."""
+    """How often lines of the batch were resent before, because they had no answer at its end."""
     provider: str | None = None
-    """The outside provider that answers its requests; unset, a server of our own does."""
+    """The outside provider that answers its requests; None if a server of our own does."""
     provider_model: str | None = None
-    """What the provider calls the model."""
+    """The provider's name for the model."""
 
     @property
     def name(self) -> str:
-        """In its batch."""
+        """Its name in the batch."""
         return f"{self.number}-{self.branch}" if self.branch else str(self.number)
 
     def journal_number(self, claim: int) -> int:
@@ -98,12 +98,12 @@ class Shard:
 
 
 def last_journal_number(claim: int) -> int:
-    """The journals that the batch's own job writes, for what it finds at the end, come after those of all shards."""
+    """The number of a journal that the batch's own job writes at the end; it is above those of all shards."""
     return _CLAIMS_OF_SHARDS + claim
 
 
 def shards_of(batch_id: str, folder: Path, *, workers: int = 1) -> Iterator[Shard]:
-    """The shards of a planned batch; the same plan gives the same shards. For several workers they are divided."""
+    """The shards of a planned batch, divided for several workers. The same plan gives the same shards."""
     found = orjson.loads((folder / MODEL_MAP).read_bytes())
     number = 0
     for model, safe in sorted(found["model_to_safe"].items()):
@@ -125,7 +125,7 @@ def shards_of(batch_id: str, folder: Path, *, workers: int = 1) -> Iterator[Shar
 
 
 def divide(shard: Shard, entries: Sequence[Entry], workers: int) -> Iterator[Shard]:
-    """Branches for this many workers; `entries` is the whole plan of the model. One worker has it whole."""
+    """Divide a shard for this number of workers; `entries` is the model's whole plan. For one worker it stays whole."""
     place, end = shard.start, shard.start + shard.count
     while workers > 1 and end - place > BRANCH_REQUESTS_MIN:
         size = max(BRANCH_REQUESTS_MIN, (len(entries) - place) // (_BRANCHES_PER_WORKER * workers))
@@ -140,7 +140,7 @@ def divide(shard: Shard, entries: Sequence[Entry], workers: int) -> Iterator[Sha
 def cut(
     entries: Sequence[Entry], *, requests_max: int = SHARD_REQUESTS_MAX, bytes_max: int = SHARD_BYTES_MAX
 ) -> Iterator[PlanRange]:
-    """Shards of at most this many requests and bytes, in plan order; a line longer than `bytes_max` has its own.
+    """Shards of at most this many requests and bytes, in plan order; a longer line gets its own shard.
 
     A full shard ends where a group ends, if one does after the shard is three quarters full.
     """
@@ -165,5 +165,5 @@ def _end(entries: Sequence[Entry], start: int, requests_max: int, bytes_max: int
 
 
 def is_boundary(entries: Sequence[Entry], end: int) -> bool:
-    """Whether no group continues across the beginning of this entry."""
+    """Whether a group begins or none continues at this entry."""
     return entries[end].group == 0 or entries[end].group != entries[end - 1].group

@@ -1,1 +1,1 @@
-"""From a shard to answers: whose turn it is, the requests in flight, and the life of a shard."""
+"""From a shard to answers: the order of requests, the requests in flight, and the life of a shard."""

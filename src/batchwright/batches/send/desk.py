@@ -1,10 +1,10 @@
-"""What a worker process knows of the outside providers that answer requests of batches.
+"""What a worker process knows about the outside providers that answer requests of batches.
 
-    model_gateways ─▶ plans ─▶ shards, each as large as a job there may be ─▶ prepare ─▶ files of requests, inspected
+    model_gateways ─▶ plans ─▶ shards, each as large as a job there may be ─▶ prepare ─▶ checked files of requests
 
-The requests of a shard have their own file in the store. It is written once, before any worker can send it, and
-each of its lines has the id of the line in our result files as its custom_id: no provider refuses that, and it says
-which line an answer is for.
+The requests of a shard have their own file in the store. It is written once, before any worker can send it. The
+custom_id of each of its lines is the id of that line in our result files: every provider accepts it, and it identifies
+the line of an answer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from batchwright.providers.tasks import Tasks
 from batchwright.storage import Store, Stored
 
 UNSUPPORTED = "unsupported_by_provider"
-"""The code of what a provider could not take, in the errors of a batch."""
+"""The code of requests that a provider does not accept, in the errors of a batch."""
 _BYTES_SHARE = 0.9
-"""Of what a provider takes: its own form of a request may be longer than OpenAI's."""
+"""The share of a provider's size limit that we use: its own format of a request may be longer than OpenAI's."""
 _CHUNK_BYTES = 1024 * 1024
 _UNLIMITED = 2**40
 _NO_KEY = "bw-" + "0" * 26
@@ -45,7 +45,7 @@ _NO_KEY = "bw-" + "0" * 26
 
 @dataclass(frozen=True)
 class Desk:
-    """Made once by the runtime."""
+    """Created once by the runtime."""
 
     directory: Directory
     jobs: RemoteJobs
@@ -54,7 +54,7 @@ class Desk:
 
     @cached_property
     def plans(self) -> Mapping[str, ProviderPlan]:
-        """Models that go to a provider; ConfigurationError if that is none that can answer them."""
+        """Models that go to a provider; ConfigurationError if the provider is unknown or cannot answer requests."""
         return {model: self._plan(model, one.provider, one) for model, one in self.models.items() if one.provider}
 
     @cached_property
@@ -64,7 +64,7 @@ class Desk:
         return {model: self._plan(model, one.overflow_provider or "", one) for model, one in found.items()}
 
     def cost_max(self, model: str) -> float:
-        """What all shards of a batch may cost that go there because it would be late."""
+        """Maximum cost of all shards of a batch that go to a provider because it would be late."""
         return self.models[model].overflow_cost_max or 0.0
 
     @property
@@ -79,8 +79,8 @@ class Desk:
         if "completion" not in abilities.task_types:
             able = ", ".join(self.directory.can_do("completion"))
             raise ConfigurationError(
-                f'model_gateways."{model}" has the provider {provider!r}, which answers no such requests; '
-                f"there are {able}"
+                f'model_gateways."{model}" has the provider {provider!r}, which does not answer such requests; '
+                f"use one of {able}"
             )
         bytes_max = int((abilities.request_bytes_max or _UNLIMITED) * _BYTES_SHARE)
         if settings.provider_tokens_max is not None:
@@ -92,10 +92,10 @@ class Desk:
             bytes_max=bytes_max,
         )
 
-    # Before a batch begins --------------------------------------------------------------------------------------
+    # While a batch is planned -----------------------------------------------------------------------------------
 
     async def prepare(self, batch: Batch, shards: Sequence[Shard], input: Path, folder: Path) -> list[Problem]:
-        """Write the requests of the shards that go to a provider; what their providers could not take, by line."""
+        """Write the requests of the shards that go to a provider; returns those that a provider does not accept."""
         problems: list[Problem] = []
         for shard in shards:
             if shard.provider is None:
@@ -115,7 +115,7 @@ class Desk:
         return problems
 
     async def write_requests(self, shard: Shard, name: str, descriptor: int, entries: Sequence[Entry]) -> Stored:
-        """The lines as one file in the store, under a name that was never used for other lines."""
+        """Write the lines as one file into the store, under a name that was never used for other lines."""
         ids = RequestIds(shard.batch_id)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -130,7 +130,7 @@ class Desk:
         request = self.request(_NO_KEY, shard, shard.name, endpoint, size=stored.size)
         return [*adapter.validate(request)] or await adapter.inspect(request)
 
-    # While its shards are there ---------------------------------------------------------------------------------
+    # While its shards are at a provider -------------------------------------------------------------------------
 
     def request(self, key: str, shard: Shard, name: str, endpoint: str, size: int | None = None) -> contract.Request:
         uri = f"file:{requests_key(shard, name)}"
@@ -149,7 +149,7 @@ class Desk:
         return Errand(self.jobs, adapter, row, request, owner, held, pace)
 
     async def find_hold(self, provider: str) -> Hold | None:
-        """Whether the provider refuses our credential. When that is due it is tried, by one process at a time."""
+        """The hold if the provider refuses our credential. When a check is due, one process tries the credential."""
         hold = (await self.jobs.holds()).get(provider)
         if hold is None or hold.try_seconds > 0 or not await self.jobs.may_try(provider):
             return hold
@@ -166,7 +166,7 @@ class Desk:
 
 
 def requests_key(shard: Shard, name: str) -> str:
-    """Where the store keeps the requests of a shard; what is below a batch is removed with its answers."""
+    """Where the store keeps the requests of a shard; they are removed with the answers of the batch."""
     return f"batches/{shard.batch_id}/provider/{name}.jsonl"
 
 
@@ -199,13 +199,13 @@ def _translate(
     for one in found:
         line = None if one.line is None else _line_number(descriptor, entries[one.line - 1].offset)
         message = one.message if one.line is None else one.message.removeprefix(f"line {one.line}: ")
-        text = f"{provider} cannot take this: {message}"
+        text = f"{provider} does not accept this: {message}"
         problems.append(Problem(code=UNSUPPORTED, line=line, message=text, param=one.param))
     return problems
 
 
 def _line_number(descriptor: int, offset: int) -> int:
-    """From 1; blank lines count."""
+    """The number of a line, counted from 1; blank lines count."""
     number, position = 1, 0
     while position < offset:
         data = os.pread(descriptor, min(_CHUNK_BYTES, offset - position), position)

@@ -1,4 +1,4 @@
-"""Whether answers can be kept: nothing is sent whose answer may find no room on the disk of the work folder."""
+"""Whether answers can be stored: nothing is sent while the disk of the work folder has no room for the answer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 RESERVE_BYTES = 64 * 1024 * 1024
-"""Beside the answers in flight, for plans, files and the database, which may be on the same disk."""
+"""Kept free in addition to the answers in flight, for plans, files and the database, which may be on the same disk."""
 LOOK_SECONDS = 0.25
 REFUSED_SECONDS = 2.0
-"""How long an answer that found no room counts as trouble; while there is none, it is tried again more often."""
+"""How long an answer that found no room counts as trouble; writing it is retried more often than that."""
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write there."""
+    """Bytes that this user can still write there."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 class Disk:
-    """The disk of the work folder, looked at a few times a second."""
+    """The disk of the work folder, measured a few times a second."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Disk:
         self._refused: tuple[str, float] | None = None
 
     def refuse(self, trouble: str) -> None:
-        """An answer found no room, whatever was measured: say so for as long as a look is good for."""
+        """An answer found no room, whatever was measured: report that for REFUSED_SECONDS."""
         self._refused = trouble, self._clock()
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong, while too little is free."""
+        """Why nothing is sent; None while enough is free."""
         if self._refused is not None:
             trouble, at = self._refused
             if self._clock() - at < REFUSED_SECONDS:
@@ -55,7 +55,7 @@ class Disk:
         return self._shortage
 
     def has_room(self, in_flight: int) -> bool:
-        """Whether the answers to this many bytes in flight fit, and those to one more request."""
+        """Whether this many bytes in flight, with their expected answers, still fit on the disk."""
         if (now := self._clock()) - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._free = self._measure(self.folder)
@@ -64,6 +64,6 @@ class Disk:
             return True
         self._shortage = (
             f"the disk of the work folder {self.folder} has {self._free >> 20} MiB left, and "
-            f"{(self._reserve + in_flight) >> 20} are needed to keep answers; free some, or set batches.work_dir"
+            f"{(self._reserve + in_flight) >> 20} are needed to keep answers; free some space, or set batches.work_dir"
         )
         return False

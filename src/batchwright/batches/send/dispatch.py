@@ -20,9 +20,9 @@ from batchwright.inference.gateway import Gateway, Gateways
 from batchwright.inference.limits import Limits
 
 FIRST_SHARDS_MAX = 16
-"""Shards that may be the first of their batch, in one claim."""
+"""Maximum number of shards in one claim, if they may be the first of their batch."""
 _PRIORITY_LAST = 9
-"""At this priority the first shards of a batch are not distinguishable from the others."""
+"""At this priority the first shards of a batch cannot be distinguished from the others."""
 
 
 class Dispatcher:
@@ -43,7 +43,7 @@ class Dispatcher:
         self.counts = counts
         self.disk = disk
         self.on_demand: Callable[[], None] = lambda: None
-        """Called when a sender is running dry, so that the next shard may be claimed."""
+        """Called when a sender has few requests left, so that the next shard may be claimed."""
         self.senders: dict[str, Sender] = {}
         self._preparing: Counter[str] = Counter()
         self._budgets = budgets or {}
@@ -71,7 +71,7 @@ class Dispatcher:
         return any(gateway.settings.concurrency_total for gateway in self.gateways.all())
 
     def divide_totals(self, workers: int | None) -> None:
-        """Divide the gateways' limits among all workers; until the workers are counted, one request is right."""
+        """Divide the gateways' limits among all workers; until the workers are counted, allow one request."""
         totals: dict[str, int] = {}
         for gateway in self.gateways.all():
             if total := gateway.settings.concurrency_total:
@@ -80,7 +80,7 @@ class Dispatcher:
             self.limits.limit_endpoint(endpoint, 1 if workers is None else max(1, total // workers))
 
     def passes_through(self, model: str) -> Sequence[str]:
-        """The headers of creators that the model's gateway wants."""
+        """The headers of creators that are passed through to the model's gateway."""
         gateway = self.gateways.of(model)
         return () if gateway is None else gateway.settings.passthrough_headers
 
@@ -88,11 +88,11 @@ class Dispatcher:
         return self.gateways.of(model) is not None
 
     def wanted(self, model: str, priority: int, free: int) -> int:
-        """How many shards of this model and priority to claim, of which `free` more can be held.
+        """How many shards of this model and priority to claim; `free` more can be held.
 
-        Those that nothing in hand is more urgent than, for they may be the first of their batch; else one, as soon as
-        less than two rounds of requests are left to send. An idle sender takes one, so that others have theirs too; and
-        none while another is being prepared, which may take long.
+        Several, if no shard that is held is more urgent: they may be the first of their batch. Otherwise one, as soon
+        as less than two rounds of requests are left to send. An idle sender claims only one, so that other workers get
+        some too; and none while another shard is being prepared, which may take long.
         """
         if self.broken or not self.serves(model):
             return 0
@@ -107,7 +107,7 @@ class Dispatcher:
 
     @contextmanager
     def prepare(self, model: str) -> Iterator[Callable[[], None]]:
-        """A shard of this model is in hand and brings its requests soon; call what is yielded when they are there."""
+        """A shard of this model is held, and its requests will follow; call what is yielded when they are queued."""
         self._preparing[model] += 1
         is_over = False
 
@@ -124,7 +124,7 @@ class Dispatcher:
             end()
 
     def begin(self, work: Work, entries: list[Entry], *, priority: int) -> None:
-        """Queue the shard's requests; `work.quiet` says when all of them are through."""
+        """Queue the shard's requests; `work.quiet` is set when all of them have ended."""
         weight = self._weights.get(work.tenant, 1)
         self._sender(work.model).add(work, entries, priority=priority, weight=weight)
 

@@ -1,6 +1,6 @@
-"""How the model servers of one process answer: how long nothing has come, and what came instead.
+"""How the model servers of one process answer: the time since the last answer, and failures since then.
 
-For people who watch a run: the view must show that a server is slow or failing, instead of nothing.
+For people who watch a run: the view must show that a server is slow or failing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Complaint(NamedTuple):
     status: int | None
     attempts: int
     words: str
-    """What the server said, or what happened, at the first of them."""
+    """The server's message, or what happened, at the first of them."""
 
     @property
     def short(self) -> str:
@@ -38,7 +38,7 @@ class Complaint(NamedTuple):
 
 
 class Health:
-    """What the senders of a process note of their servers; times are those of their clock."""
+    """What the senders of a process observe; times are those of their clock."""
 
     def __init__(self, now: float) -> None:
         self._began_at: float | None = None
@@ -59,7 +59,7 @@ class Health:
         self._hear(now)
 
     def failed(self, answer: Answer, now: float) -> None:
-        """A request got no result. A permanent refusal by the server is an answer, too; anything else may be resent."""
+        """A request got no result. A permanent refusal counts as an answer; after other failures it may be resent."""
         kind = answer.code, answer.status
         if answer.verdict is Verdict.ANSWER:
             self._hear(now)

@@ -1,9 +1,9 @@
-"""Shards of a batch that would be late, and that no worker has begun, go to an outside provider instead.
+"""Sends shards of a late batch that no worker has started to an outside provider.
 
-    too slow for its window ─▶ shards that nobody has begun, the last first ─▶ what would they cost? ─▶ over there
+    too slow for its window ─▶ shards that no worker has started, the last first ─▶ estimate the cost ─▶ redirect
 
-Off unless a model has an `overflow_provider`. All of a batch together may cost `overflow_cost_max`, by an estimate that
-is committed with each shard that goes; where no price is known, none goes.
+Off unless a model has an `overflow_provider`. All shards of a batch together may cost `overflow_cost_max`. The estimate
+is committed with each shard that is redirected; if the price is unknown, none is.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ from batchwright.providers.prices import cost, find_price
 
 OUTPUT_TOKENS = 1000
 """Assumed length of an answer whose request sets no maximum; deliberately high, because it costs money."""
-_TOLD_MAX = 1000
+_REPORTED_MAX = 1000
 _MAXIMA = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 class Overflow:
-    """Sends shards over, for all batches of a worker process."""
+    """Redirects shards to providers, for all batches of a worker process."""
 
     def __init__(self, tools: Toolbox, desk: Desk) -> None:
         self._tools = tools
         self._desk = desk
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     async def relieve(self, control: Control, rate: float, ctx: Context) -> None:
-        """Send as many shards to the provider as the batch is too slow for, at this rate of answers per second."""
+        """Redirect as many shards as cannot be answered in time, at this rate of answers per second."""
         batch = await self._tools.batches.get(control.id, tenant=None)
         if not self._desk.overflows.keys() & set(batch.models or ()):
             return
         spent = batch.overflow_cost
         shards = await self._tools.batches.open_shards(batch.job_id)
-        away = sum(one.shard.count for one in shards if one.shard.provider is not None)
-        late = control.total - control.done - away - rate * control.seconds_left * EXPRESS_SHARE
+        redirected = sum(one.shard.count for one in shards if one.shard.provider is not None)
+        late = control.total - control.done - redirected - rate * control.seconds_left * EXPRESS_SHARE
         for one in reversed(shards):
             if late <= 0:
                 return
             if not one.is_untouched or one.shard.model not in self._desk.overflows:
                 continue
-            if (cost := await self._send(batch, one, spent, ctx)) is not None:
+            if (cost := await self._redirect(batch, one, spent, ctx)) is not None:
                 late -= one.shard.count
                 spent += cost
 
-    async def _send(self, batch: Batch, one: OpenShard, spent: float, ctx: Context) -> float | None:
-        """Give a shard to its provider, if nothing prevents it; returns what it may cost."""
+    async def _redirect(self, batch: Batch, one: OpenShard, spent: float, ctx: Context) -> float | None:
+        """Give a shard to its provider, if nothing prevents it; returns its estimated cost."""
         plan, most = self._desk.overflows[one.shard.model], self._desk.cost_max(one.shard.model)
         shard = replace(one.shard, provider=plan.provider, provider_model=plan.model)
         found = await self._weigh(batch, shard, most - spent)
         if isinstance(found, str):
-            self._stay(ctx, shard, found)
+            self._report(ctx, shard, found)
             return None
         if not await self._tools.batches.redirect(batch, one, shard, found, cost_max=most):
-            return None  # another worker has begun it, or sent others over meanwhile
+            return None  # another worker has started it, or redirected others meanwhile
         text = f"{shard.count} requests go to {plan.provider}, because the batch would be late"
         ctx.emit("batch.overflowed", text, model=shard.model, cost=found, provider=plan.provider, shard=shard.number)
         return found
 
     async def _weigh(self, batch: Batch, shard: Shard, left: float) -> float | str:
-        """What a shard may cost at its provider, with its requests written; or why it must not go."""
+        """The estimated cost of a shard at its provider, with its requests written; or why it must not go there."""
         plan, input = self._desk.overflows[shard.model], self._tools.workspace.input(batch.id)
         if (missing := self._desk.directory.get(plan.provider).missing_credentials()) is not None:
             return missing
@@ -88,9 +88,9 @@ class Overflow:
                 return f"a shard of {len(entries)} requests is too large for {plan.provider}"
             price = self._price(shard, await asyncio.to_thread(_guess_usages, input, entries))
             if price is None:
-                return f"what {plan.model} costs at {plan.provider} is not known"
+                return f"the price of {plan.model} at {plan.provider} is unknown"
             if price > left:
-                return f"all of it would cost more than {self._desk.cost_max(shard.model)}"
+                return f"the overflow would cost more than {self._desk.cost_max(shard.model)}"
             if problems := await self._desk.prepare(batch, [shard], input, folder):
                 return f"line {problems[0].line}: {problems[0].message}"
         return price
@@ -103,18 +103,18 @@ class Overflow:
         costs = [cost(price, one) for one in usages]
         return None if None in costs else sum(one or 0.0 for one in costs)
 
-    def _stay(self, ctx: Context, shard: Shard, why: str) -> None:
-        """Report each reason why a shard stays only once."""
-        if (shard.batch_id, why) not in self._told:
-            if len(self._told) >= _TOLD_MAX:
-                self._told.clear()
-            self._told.add((shard.batch_id, why))
-            text = f"shard {shard.number} would be late, and does not go to {shard.provider}: {why}"
+    def _report(self, ctx: Context, shard: Shard, why: str) -> None:
+        """Report each reason why shards are not redirected only once."""
+        if (shard.batch_id, why) not in self._reported:
+            if len(self._reported) >= _REPORTED_MAX:
+                self._reported.clear()
+            self._reported.add((shard.batch_id, why))
+            text = f"shard {shard.number} would be late, but is not sent to {shard.provider}: {why}"
             ctx.emit("batch.overflow_refused", text, level="warning", model=shard.model, shard=shard.number)
 
 
 def _guess_usages(input: Path, entries: Sequence[Entry]) -> list[Usage]:
-    """What each of these requests may need at most, by a rule of thumb. Blocks."""
+    """The estimated maximum usage of each of these requests. Blocks."""
     usages = []
     descriptor = os.open(input, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -2,10 +2,10 @@
 
     plan a job ─▶ stage ─▶ submit once ─▶ poll, Snooze … ─▶ results into the journal ─▶ Done
         ▲                                                         │
-        └──────── lines that failed for a reason which may pass, once ──┘
+        └──────────── lines with a temporary failure, once ───────┘
 
-Each run does what can be done now and gives the shard back, so that a worker may have many, and any can continue.
-When the batch must stop, the job is cancelled there, and its results so far are fetched.
+Each run does what can be done now and snoozes the shard, so that a worker may have many, and any worker can continue.
+When the batch must stop, the job is cancelled at the provider, and its results so far are fetched.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OPEN = (BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
 _PASSING = ("rate_limited", "transient")
 _FULL = "rate_limited"
 _UNDONE = ("batch_cancelled", "batch_expired", "missing_result")
-"""Codes of requests that a provider has not come to."""
+"""Codes of requests that a provider has not processed."""
 _MISSING = {"code": "missing_result", "message": "The provider has no result for this request."}
 _CODE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -75,7 +75,7 @@ class ProviderShardRun(ShardClaim):
         self._batch: Batch
         self._traceparent: str | None = None
         self._is_complete = False
-        """Every line has its answer."""
+        """Whether every line has its answer."""
 
     async def advance(self, control: Control, traceparent: str | None) -> Outcome:
         self._traceparent = traceparent
@@ -91,7 +91,7 @@ class ProviderShardRun(ShardClaim):
             now = (await self._tools.batches.controls([control.id])).get(control.id)
             if not isinstance(outcome, Snooze) or now is None or _must_stop(now) == must_stop:
                 return outcome
-            control = now  # it was ordered to stop meanwhile, and nothing would wake it
+            control = now  # the batch was ordered to stop meanwhile, and nothing else would wake this shard
 
     async def _do_next(self, control: Control, must_stop: bool) -> Outcome:
         if control.status not in _OPEN:
@@ -113,7 +113,7 @@ class ProviderShardRun(ShardClaim):
         return Done(progress=(self.shard.count, self.shard.count))
 
     async def _plan_job(self, rows: Sequence[RemoteJob]) -> list[RemoteJob]:
-        """Commit the intent to have the lines without an answer answered; nothing if there are none."""
+        """Commit the intent of a job for the lines without an answer; empty if there are none."""
         shard, name = self.shard, self.shard.name
         if rows or shard.round:
             if (waiting := await self._find_shortage()) is not None:
@@ -142,7 +142,7 @@ class ProviderShardRun(ShardClaim):
             if isinstance(progress, Ready):
                 if (waiting := await self._wait_for_room()) is not None:
                     return waiting
-                progress = await self._bring_home(errand, progress.status, rows, must_stop)
+                progress = await self._fetch_results(errand, progress.status, rows, must_stop)
         except CredentialRefused as refused:
             await self._desk.hold(refused)
             text = f"{refused.provider} refuses its credential: {refused.error}; its work waits"
@@ -172,8 +172,10 @@ class ProviderShardRun(ShardClaim):
 
     # Its results ------------------------------------------------------------------------------------------------
 
-    async def _bring_home(self, errand: Errand, status: Status, rows: Sequence[RemoteJob], must_stop: bool) -> Progress:
-        """Write all results into the journal and register them, then end the job. Repeated, it adds what is missing."""
+    async def _fetch_results(
+        self, errand: Errand, status: Status, rows: Sequence[RemoteJob], must_stop: bool
+    ) -> Progress:
+        """Write all results into the journal and register them, then end the job. A repetition adds what is missing."""
         sent = sum(not _was_full(row) for row in rows)
         may_repeat = not must_stop and (sent < SENT_MAX + self.shard.round or _is_full(status))
         async with self._open_ledger() as ledger:
@@ -218,7 +220,7 @@ class ProviderShardRun(ShardClaim):
         return find_price(directory.settings(row.provider).prices, directory.kind(row.provider).name, row.model)
 
     async def _give_up(self, errand: Errand, error: Mapping[str, Any]) -> None:
-        """There is no job, and will be none. If the batch stops, the code that writes its files fills them in."""
+        """There will be no job: its lines fail. If the batch stops, the code that writes its files adds the lines."""
         if error.get("code") != "cancelled":
             async with self._open_ledger() as ledger:
                 for entry in ledger.pending:
@@ -231,7 +233,7 @@ class ProviderShardRun(ShardClaim):
 
     @asynccontextmanager
     async def _open_ledger(self) -> AsyncIterator[Ledger]:
-        """Its lines and their answers; what was added is registered at the end, after an error by the next claim."""
+        """Its lines and their answers. What was added is registered at the end; after an error, by the next claim."""
         batch = self._batch
         with self._tools.workspace.use(batch.id):
             descriptor = await self._open_input(batch)
@@ -249,7 +251,7 @@ class ProviderShardRun(ShardClaim):
             finally:
                 os.close(descriptor)
 
-    # What errands tell us ---------------------------------------------------------------------------------------
+    # Callbacks of errands ---------------------------------------------------------------------------------------
 
     def describe(self, row: RemoteJob, job: Job | None) -> None:
         return None
@@ -258,10 +260,10 @@ class ProviderShardRun(ShardClaim):
         return None
 
     async def referred(self, row: RemoteJob, session: Session) -> None:
-        """There is nothing to be written together with it."""
+        """Nothing else is written in the same commit."""
 
     async def is_wanted(self) -> bool:
-        """Staging may have taken a while, and the batch may have been cancelled, paused or late since."""
+        """Staging may have taken a while: the batch may have been cancelled or paused, or its window may have ended."""
         control = (await self._tools.batches.controls([self.shard.batch_id])).get(self.shard.batch_id)
         return control is not None and not _must_stop(control) and not control.is_paused
 
@@ -295,7 +297,7 @@ class Ledger:
         return offset in self._answered
 
     def keep(self, offset: int, answer: Answer) -> None:
-        """Write its line, as that of an answer from a server of our own."""
+        """Write the line of an answer, like one from a server of our own."""
         entry = self._entries[offset]
         custom_id, _, _ = split(os.pread(self.descriptor, entry.length, offset))
         line = answered(self._ids.in_files(offset), custom_id, answer)
@@ -305,7 +307,7 @@ class Ledger:
 
 
 class Harvest:
-    """The results of a job on their way into the journal, counted."""
+    """Writes the results of a job into the journal and counts them."""
 
     def __init__(self, ledger: Ledger, bill: Bill, *, must_stop: bool, may_repeat: bool, seconds: float) -> None:
         self.bill = bill
@@ -319,10 +321,10 @@ class Harvest:
         self._seconds = seconds
 
     def take(self, result: Result) -> Answer | None:
-        """Keep a result, if it is the answer to a line that has none and will not be sent again."""
+        """Write a result, if its line has no answer and will not be resent."""
         offset = self._ledger.offset_of(result.key)
         if offset is None:
-            log.warning("batch %s: an answer is for none of its lines", self._ledger.account.owner.batch_id)
+            log.warning("batch %s: an answer belongs to none of its lines", self._ledger.account.owner.batch_id)
             return None
         self.total += 1
         self.succeeded += result.value is not None
@@ -338,13 +340,13 @@ class Harvest:
         return answer
 
     def close(self) -> None:
-        """After the last result. A line that is sent no more has an answer, or it would be sent for ever."""
+        """Call this after the last result. Lines that are not resent get an answer, or they would be resent forever."""
         if not self._must_stop and not self._may_repeat:
             for entry in self._ledger.pending:
                 self._ledger.keep(entry.offset, _failure(_MISSING))
 
     def _leaves(self, error: Mapping[str, Any]) -> bool:
-        """Whether a line stays without an answer: it is sent again, or the batch's own end says why it has none."""
+        """Whether a line stays without an answer: it is resent, or the end of the batch explains why it has none."""
         if self._must_stop:
             return error.get("code") in _UNDONE
         return self._may_repeat and error.get("kind") in _PASSING
@@ -369,7 +371,7 @@ def _age(row: RemoteJob) -> float:
 
 
 def _answer(result: Result, seconds: float) -> Answer:
-    """A result as if a server of our own had answered; its words are judged by the same rules."""
+    """A result as an answer, as if a server of our own had sent it: judged by the same rules."""
     found: Mapping[str, Any] = result.value or result.error or {}
     match found.get("response"):
         case {"status_code": int() as status, "body": body, **rest}:
@@ -382,7 +384,7 @@ def _answer(result: Result, seconds: float) -> Answer:
 
 
 def _failure(error: Mapping[str, Any]) -> Answer:
-    """What a provider says instead of an answer."""
+    """A provider's error as an answer."""
     code = str(error.get("code") or "")
     return Answer(
         verdict=Verdict.ANSWER,

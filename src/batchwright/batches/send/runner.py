@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 CONTROL_SECONDS = 0.5
 NOTE_SECONDS = 30.0
-"""How often a batch whose disk is full is noted to wait."""
+"""How often it is noted that a batch waits for room on the disk."""
 RELIEVE_SECONDS = 10.0
-"""How often a batch that would be late is looked at for shards that a provider could do."""
+"""How often shards of a batch that would be late are redirected to a provider."""
 _COUNT_WORKERS_SECONDS = 5.0
 
 
@@ -94,10 +94,10 @@ class ShardRunner:
         await asyncio.gather(*self._helpers, *self._errands, return_exceptions=True)
         await asyncio.to_thread(self.checkpoints.syncer.close)
 
-    # What runs ask for ------------------------------------------------------------------------------------------
+    # Calls of runs ----------------------------------------------------------------------------------------------
 
     def add(self, run: ShardRun) -> None:
-        """From now on the run hears of changes to its batch."""
+        """From now on the run is informed of changes to its batch."""
         if not self._helpers:
             self._helpers = [
                 asyncio.create_task(self._control(), name="batch control"),
@@ -110,34 +110,34 @@ class ShardRunner:
         self._sending.discard(run)
 
     def needs_express(self, control: Control, ctx: Context) -> bool:
-        """Whether a batch would be late at its pace. Then some of it may go to a provider, in the background."""
+        """Whether a batch would be late at its pace. If so, a background task may redirect shards to a provider."""
         pace = self._paces.setdefault(control.id, RecentPace())
         is_late = pace.needs_express(control)
         if is_late and self.desk.overflows and time.monotonic() >= self._relieve_at.get(control.id, 0.0):
             self._relieve_at[control.id] = math.inf
-            self._do_aside(self._relieve(control, pace.rate, ctx))
+            self._run_in_background(self._relieve(control, pace.rate, ctx))
         return is_late
 
     async def _relieve(self, control: Control, rate: float, ctx: Context) -> None:
         try:
             await self._overflow.relieve(control, rate, ctx)
         except (BatchwrightError, OSError) as error:
-            log.warning("batch %s would be late, and cannot be relieved now: %s", control.id, error)
+            log.warning("batch %s would be late, and its shards cannot be redirected now: %s", control.id, error)
         finally:
             self._relieve_at[control.id] = time.monotonic() + RELIEVE_SECONDS
 
     def end_window(self, batch_id: str) -> None:
-        """Tell a batch that its window has ended, in the background."""
-        self._do_aside(self.tools.batches.stop(batch_id, "deadline"))
+        """Order a batch to stop because its window has ended, in the background."""
+        self._run_in_background(self.tools.batches.stop(batch_id, "deadline"))
 
-    def _do_aside(self, doing: Coroutine[Any, Any, object]) -> None:
+    def _run_in_background(self, doing: Coroutine[Any, Any, object]) -> None:
         errand = asyncio.create_task(doing)
         self._errands.add(errand)
         errand.add_done_callback(self._finish_errand)
 
     def _finish_errand(self, errand: asyncio.Task[object]) -> None:
         self._errands.discard(errand)
-        self.dispatcher.on_demand()  # shards that no worker had are cancelled: the batch may be due
+        self.dispatcher.on_demand()  # shards that no worker had were cancelled, so the batch's own job may be due
         if not errand.cancelled() and (error := errand.exception()) is not None:
             log.warning("a step of a batch failed, and upkeep retries it: %s", error)
 
@@ -155,7 +155,7 @@ class ShardRunner:
                 log.exception("reading the controls of batches failed")
 
     async def _steer(self) -> None:
-        """Only what is held now: a shard that comes in while the controls are read has none among them."""
+        """Apply controls only to shards that are held now: they may lack the batch of a shard that is added later."""
         held = set(self._sending)
         for run in held:
             run.watch()
@@ -172,25 +172,25 @@ class ShardRunner:
         await self._share_work()
 
     async def _share_work(self) -> None:
-        """Give a part of what is not sent yet to workers that have nothing to do."""
+        """Give a part of the unsent requests to idle workers."""
         for gift in await self._sharing.choose(self._sending):
-            self._do_aside(self._give(gift))
+            self._run_in_background(self._give(gift))
 
     async def _give(self, gift: Gift) -> None:
         if await gift.run.share(gift.requests, gift.parts):
             self._ring([gift.run.queue])
 
     async def _note_full_disk(self, batch_ids: set[str]) -> None:
-        """The dispatcher sends nothing while too little is free; users see why."""
+        """Note why the dispatcher sends nothing while too little is free, so that users see it."""
         disk, in_flight = self.dispatcher.disk, self.dispatcher.limits.bytes.in_use
-        disk.has_room(in_flight)  # no other code looks if every slot is taken or none is needed
+        disk.has_room(in_flight)  # no other code measures while all slots are taken or none is needed
         if (trouble := disk.trouble) is not None and time.monotonic() - self._noted_at >= NOTE_SECONDS:
             self._noted_at = time.monotonic()
             for id in batch_ids:
                 await self.tools.waits.note(id, DISK, trouble)
 
     async def _divide_totals(self) -> None:
-        """Gateways with a limit over all workers are divided among those that live."""
+        """Divide the limits of gateways among live workers."""
         while self.dispatcher.has_totals:
             try:
                 workers = await live_workers(self.tools.batches.queue.database, SHARD)

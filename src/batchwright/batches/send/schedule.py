@@ -2,15 +2,16 @@
 
     class       express (the first 256 requests of a batch, or the batch is at risk) before bulk, but 1 of 20 is bulk
       priority    the lowest number first
-        tenant      take turns, each as many in a row as it weighs
+        tenant      take turns; each sends as many requests in a row as its weight
           batch       take turns
             retries that are due, then the shards by number
               followers whose leader was answered, then the plan
 
-Retries go in the class that their batch has by then, and are not counted for it.
+A retry has the class that its batch has at that time, and does not count towards the first 256.
 
-Only batches that may send now are in the turns, so a hand-out costs the same however much is queued. What time alone
-makes ready, a retry or the followers of a leader that is too old, waits in its batch, and the batch has one alarm.
+Only batches that can send now are in the turns, so choosing a request takes the same time however much is queued. What
+becomes ready only by time, a retry or the followers of a leader that takes too long, waits in its batch, which has one
+alarm.
 
 Nothing here reads a clock or waits: times are those of the caller's monotonic clock.
 """
@@ -36,7 +37,7 @@ BULK_EVERY = 20
 LEADER_SECONDS = 30.0
 
 IDLE_BATCHES_MAX = 1024
-"""How many batches are remembered after their last backlog: the next one must not make them express again."""
+"""How many batches are remembered after their last backlog: their next shard must not be express again."""
 
 PRIORITY = 5
 
@@ -56,7 +57,7 @@ class Item:
     backlog: Backlog
     tries: int = 0
     refusals: int = 0
-    """Both are for the dispatcher to count; never read or written here."""
+    """The sender counts both; this module never reads or writes them."""
     is_in_flight: bool = False
     followers: Followers | None = None
     """The entries that wait for it, if it leads a group."""
@@ -64,7 +65,7 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class Followers:
-    """Entries `start` to `end` of a backlog: a group without its first, for which they wait no longer than `due`."""
+    """Entries `start` to `end` of a backlog: a group without its leader, for which they wait until `due` at most."""
 
     backlog: Backlog
     start: int
@@ -75,22 +76,22 @@ class Followers:
 
 @dataclass(eq=False, slots=True)
 class Backlog:
-    """What the schedule holds of one shard; the schedule changes it, others read it."""
+    """The requests of one shard in the schedule; the schedule changes it, others read it."""
 
     batch: str
     shard: int
-    """Shards of a batch take turns by this."""
+    """The shards of a batch are sent in this order."""
     unsent: int = 0
     in_flight: int = 0
     retrying: int = 0
-    """Waiting for their next try, whether or not it is due."""
+    """Requests that wait for a retry, whether or not it is due."""
     offered: Sequence[Entry] = ()
-    """Set aside, until it is known whether another worker has them."""
+    """Entries that are set aside until it is known whether another worker gets them."""
     is_withdrawn: bool = False
     _entries: Sequence[Entry] = ()
     _position: int = 0
     _released: list[list[int]] = field(default_factory=list)
-    """Followers that wait no more, as [start, end] in a heap: disjoint, so that the first start may grow in place."""
+    """Followers that no longer wait, as a heap of [start, end]: disjoint, so that the first start may grow in place."""
 
     @property
     def left(self) -> int:
@@ -99,7 +100,7 @@ class Backlog:
 
     @property
     def is_empty(self) -> bool:
-        """Every request has its final answer, or was withdrawn or given to another worker."""
+        """Whether every request has its final answer, or was withdrawn or given to another worker."""
         return not (self.in_flight or self.unsent or self.retrying or self.offered)
 
     @property
@@ -109,12 +110,12 @@ class Backlog:
 
     @property
     def untouched(self) -> int:
-        """Entries at the end that wait for no other, except the very first entry, which stays."""
+        """Number of entries at the end that are in no group that has begun; the first entry of all is not counted."""
         return len(self._entries) - max(1, self._position)
 
     @property
     def leads_next(self) -> bool:
-        """The next entry leads a group."""
+        """Whether the next entry leads a group."""
         entries, here = self._entries, self._position
         return not self._released and here + 1 < len(entries) and 0 != entries[here].group == entries[here + 1].group
 
@@ -150,7 +151,7 @@ class Backlog:
         self._entries, self.offered = (*self._entries, *self.offered), ()
 
     def take_all(self, held: list[Followers]) -> list[Entry]:
-        """Everything unsent, in plan order; `held` are the followers that still wait. This ends the backlog."""
+        """Take everything unsent, in plan order; `held` are the followers that still wait. This ends the backlog."""
         parts = [*self._released, *([each.start, each.end] for each in held), [self._position, len(self._entries)]]
         taken = [entry for start, end in sorted(parts) for entry in self._entries[start:end]]
         self._entries, self._position, self._released = (), 0, []
@@ -193,30 +194,30 @@ class Schedule:
         leader_seconds: float = LEADER_SECONDS,
     ) -> None:
         self.in_flight = 0
-        """Handed out and not yet answered, of all batches."""
+        """Requests that are handed out and not yet answered, of all batches."""
         self.retrying = 0
-        """Waiting for their next try, of all batches."""
+        """Requests that wait for a retry, of all batches."""
         self.unsent = 0
-        """Never handed out, of all batches."""
+        """Requests that were never handed out, of all batches."""
         self.followers_max: int | None = None
-        """While this many entries wait for their leaders, no other group begins: a cache that holds fewer prefixes than
-        there are leaders under way would have lost each by the time when its followers come."""
+        """While this many entries wait for their leaders, no other group begins. If more leaders are in flight than the
+        server's cache can hold prefixes, the cache loses a prefix before its followers are sent."""
         self._express_requests = express_requests
         self._passed_over_max = bulk_every - 1
         self._leader_seconds = leader_seconds
         self._active: dict[str, _Batch] = {}
         self._capped: set[_Batch] = set()
-        """Of those that have a backlog, the ones with a limit of requests in flight."""
+        """Batches that have a backlog and a limit of requests in flight."""
         self._idle: OrderedDict[str, _Batch] = OrderedDict()
         self._tenants: WeakValueDictionary[str, _Tenant] = WeakValueDictionary()
         self._express = _Turns()
         self._bulk = _Turns()
         self._passed_over = 0
-        """Express hand-outs since the last one of bulk, while bulk had work too."""
+        """Express requests since the last bulk request, while there were bulk requests too."""
         self._waiting = 0
         """Entries that wait for their leaders, of all batches."""
         self._parked: dict[_Batch, None] = {}
-        """Out of the turns, because their next entry leads another group and enough entries wait already."""
+        """Batches that are out of the turns, because their next entry leads a group and enough entries wait already."""
         self._alarms: list[tuple[float, int, _Batch]] = []
         self._sequence = count()
 
@@ -228,7 +229,7 @@ class Schedule:
     @property
     def held_back(self) -> int:
         """Unsent entries beyond the next two rounds, of batches with a limit of requests in flight."""
-        if not self._capped:  # asked before every request
+        if not self._capped:  # read before every request
             return 0
         return sum(max(0, batch.unsent - 2 * (batch.in_flight_max or 0)) for batch in self._capped)
 
@@ -244,8 +245,8 @@ class Schedule:
     ) -> Backlog:
         """Queues the unsent entries of a shard, in plan order.
 
-        Priority is the batch's and weight the tenant's, and the latest word counts; None leaves them as they are, which
-        is 5 and 1 for a new one.
+        Priority is the batch's and weight the tenant's; the latest value applies. None leaves them unchanged: 5 and 1
+        for new ones.
         """
         found = self._find_or_make(batch)
         if any(other.shard == shard and not other.is_withdrawn for other in found.backlogs):
@@ -282,13 +283,13 @@ class Schedule:
         return item
 
     def finished(self, item: Item) -> None:
-        """The request has its final answer; if it led a group, the others may go."""
+        """The request has its final answer; if it led a group, its followers may be sent."""
         batch = self._land(item)
         self._close_if_empty(batch, item.backlog)
         self._place(batch)
 
     def again(self, item: Item, due: float) -> bool:
-        """Puts the request back, not to be sent before `due`; False if its backlog was withdrawn, and it is dropped."""
+        """Puts the request back, to be resent at `due` or later; False if it is dropped with its withdrawn backlog."""
         batch = self._land(item)
         backlog = item.backlog
         if backlog.is_withdrawn:
@@ -302,7 +303,7 @@ class Schedule:
         return not backlog.is_withdrawn
 
     def withdraw(self, backlog: Backlog) -> list[Item]:
-        """Takes back what waits for a retry, then what was never sent, in plan order; what is in flight stays."""
+        """Removes what waits for a retry, then what was never sent, in plan order; what is in flight stays."""
         if backlog.is_empty or backlog.is_withdrawn:
             backlog.is_withdrawn = True
             return []
@@ -317,7 +318,7 @@ class Schedule:
         return taken
 
     def offer(self, backlog: Backlog, count: int) -> Sequence[Entry]:
-        """Sets up to this many of the last entries aside, whose groups have not begun; `conclude` must follow."""
+        """Sets aside up to this many of the last entries, of groups that have not begun; `conclude` must follow."""
         assert not backlog.offered, f"shard {backlog.shard} of batch {backlog.batch} has an offer out already"
         if backlog.is_withdrawn or not (count := min(count, backlog.untouched)) > 0:
             return ()
@@ -331,7 +332,7 @@ class Schedule:
         return backlog.offered
 
     def conclude(self, backlog: Backlog, *, is_given: bool) -> None:
-        """Another worker has taken the offer, or the lines are sent here after all."""
+        """Ends an offer: another worker gets the entries, or they are sent here after all."""
         batch, count = self._active[backlog.batch], len(backlog.offered)
         if is_given or backlog.is_withdrawn:
             backlog.offered = ()
@@ -352,9 +353,9 @@ class Schedule:
         at_risk: bool | None = None,
         in_flight_max: int | Unchanged | None = UNCHANGED,
     ) -> None:
-        """Changes what is given. `in_flight_max` is the most that the batch may have in flight here, None any.
+        """Changes the given values. `in_flight_max` limits the batch's requests in flight here; None means no limit.
 
-        A batch without a backlog here is remembered with it, so this may be called before the first one comes.
+        The values of a batch without a backlog are remembered, so this may be called before its first shard is added.
         """
         found = self._find_or_make(batch)
         if priority is not None and priority != found.priority:
@@ -368,14 +369,14 @@ class Schedule:
         self._place(found)
 
     def next_due(self, now: float) -> float | None:
-        """When time alone next makes something ready that is not ready now: a retry is due, or a leader too old."""
+        """When something that is not ready now becomes ready by time: a retry is due, or a leader takes too long."""
         self._wake(now)
         due = min((batch.next_due() for batch in self._active.values() if batch.may_send), default=inf)
         return None if due == inf else due
 
     @property
     def next_retry(self) -> float | None:
-        """When the first of the requests that wait for a retry may be sent; for people, it changes nothing."""
+        """When the first of the requests that wait for a retry may be sent; only for display."""
         return min((batch.retries[0][0] for batch in self._active.values() if batch.retries), default=None)
 
     def _find_or_make(self, name: str) -> _Batch:
@@ -461,7 +462,7 @@ class Schedule:
         return batch
 
     def _place(self, batch: _Batch) -> None:
-        """Puts a batch into the turns of its class, or takes it out, after whatever happened to it."""
+        """Puts a batch into the turns of its class, or takes it out; call this after every change."""
         turns = None
         if (batch.ready or batch.due) and (batch.in_flight_max is None or batch.may_send):
             is_express = batch.at_risk or batch.handed_out < self._express_requests
@@ -480,7 +481,7 @@ class Schedule:
     def _wake(self, now: float) -> None:
         while self._alarms and self._alarms[0][0] <= now:
             due, _, batch = heappop(self._alarms)
-            # A timer that was replaced by an earlier one does nothing: the earlier one has set the next.
+            # An alarm that was replaced by an earlier one does nothing: the earlier one has set the next.
             if due == batch.alarm:
                 self._waiting -= batch.waiting
                 batch.wake(now)
@@ -492,7 +493,7 @@ class Schedule:
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """What the schedule knows of a batch."""
+    """What the schedule knows about a batch."""
 
     name: str
     tenant: _Tenant
@@ -501,16 +502,16 @@ class _Batch:
     in_flight: int = 0
     in_flight_max: int | None = None
     handed_out: int = 0
-    """Requests, their retries not counted."""
+    """Number of requests, without retries."""
     backlogs: set[Backlog] = field(default_factory=set)
     ready: list[tuple[int, Backlog]] = field(default_factory=list)
     """A heap of the backlogs that have an entry that waits for no other."""
     due: deque[Item] = field(default_factory=deque)
     """Retries whose time has come."""
     retries: list[tuple[float, int, Item]] = field(default_factory=list)
-    """A heap of the others."""
+    """A heap of retries that are not due yet."""
     followers: deque[Followers] = field(default_factory=deque)
-    """In the order of their leaders; the first still waits, and is the first to be due."""
+    """In the order of their leaders; the first one still waits, and is due first."""
     waiting: int = 0
     """Entries that wait for their leaders."""
     alarm: float = inf
@@ -522,7 +523,7 @@ class _Batch:
 
     @property
     def leads_next(self) -> bool:
-        """Its next entry leads a group. While enough others wait for their leaders, no other group begins."""
+        """Whether its next entry leads a group. While enough entries wait for their leaders, no other group begins."""
         return not self.due and self.ready[0][1].leads_next
 
     @property
@@ -577,7 +578,7 @@ class _Batch:
 
 
 class _Tenant:
-    """A tenant of these batches; it is remembered as long as one of its batches is."""
+    """A tenant of these batches; remembered as long as one of its batches is."""
 
     def __init__(self) -> None:
         self.weight = 1
@@ -588,7 +589,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self.levels: dict[int, _Level] = {}
-        """By priority; there is no empty one."""
+        """By priority; none of them is empty."""
 
     def join(self, batch: _Batch) -> None:
         if (level := self.levels.get(batch.priority)) is None:
@@ -611,7 +612,7 @@ class _Level:
     def __init__(self) -> None:
         self.tenants: OrderedDict[_Tenant, OrderedDict[_Batch, None]] = OrderedDict()
         self._turns_left = 0
-        """Of the first tenant; 0 before its first turn."""
+        """Turns that the first tenant has left; 0 before its first turn."""
 
     def join(self, batch: _Batch) -> None:
         self.tenants.setdefault(batch.tenant, OrderedDict())[batch] = None

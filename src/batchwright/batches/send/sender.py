@@ -4,8 +4,8 @@
     serve     read the line → send
     conclude  judge → journal, or back into the schedule → give the slots back; for all answers of a turn together
 
-A request that must wait before it is sent again waits in the schedule, without a slot. What a shard has not sent when
-it must stop is not written anywhere: the code that writes the result files knows why it is missing.
+A request that waits for a retry is in the schedule, without a slot. If a shard must stop, requests that were not sent
+are not recorded: the code that writes the result files knows why they have no answer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Shared:
     disk: Disk
     health: Health
     on_demand: Callable[[], None]
-    """Called when a sender is running dry, so that the next shard may be claimed."""
+    """Called when a sender has few requests left, so that the next shard may be claimed."""
     clock: Callable[[], float]
 
 
@@ -79,15 +79,15 @@ class Sender:
         self._loop = asyncio.get_running_loop()
         self._shared = shared
         self._answered: list[Answered] = []
-        """In this turn of the event loop; they are concluded together at its end."""
+        """Answers of this turn of the event loop; they are concluded together at its end."""
         self._has_asked = False
-        """Since the last shard came, that there is little left to send was said once."""
+        """Whether `on_demand` was called since the last shard was added."""
 
     @property
     def is_low(self) -> bool:
         """Whether less than two rounds of requests are left to send.
 
-        What batches with a limit of their own hold back does not count: free slots could not send it.
+        Requests that a batch's own limit holds back do not count: free slots could not send them.
         """
         schedule = self.schedule
         enough = 2 * self.limit.adaptive.limit
@@ -112,18 +112,18 @@ class Sender:
         self.wake.set()
         work.look()
 
-    # Start one request after the other ----------------------------------------------------------------------------
+    # Starting requests --------------------------------------------------------------------------------------------
 
     async def _pump(self) -> None:
         try:
             await self._pump_on()
-        except Exception:  # no caller awaits this task: what it leaves behind must be retried
+        except Exception:  # no caller awaits this task, so its shards must be retried
             log.exception("the sender of %s failed", self.model)
             for work in list(self.work.values()):
                 work.stop(End.BROKEN)
 
     async def _pump_on(self) -> None:
-        """As fast as the limits allow."""
+        """Start requests as fast as the limits allow."""
         limits, limit, schedule, disk = self._shared.limits, self.limit, self.schedule, self._shared.disk
         while True:
             if not disk.has_room(limits.bytes.in_use):
@@ -141,7 +141,8 @@ class Sender:
                 await self._launch(item, permit)
 
     async def _idle(self, now: float) -> None:
-        """Until there may be something to send; `now` is when there was nothing, for a later look would miss some."""
+        """Wait until there may be something to send. `now` is when there was nothing: with a later time, something that
+        became ready in between would be missed."""
         due = self.schedule.next_due(now)
         await self._rest(None if due is None else max(0.0, due - now))
 
@@ -165,10 +166,10 @@ class Sender:
         return True
 
     async def _launch(self, item: Item, permit: Permit) -> None:
-        """With the model's slot taken, wait for everything else that a request needs, and start it."""
+        """With the model's slot taken, wait for the other slots that a request needs, and start it."""
         backlog, length = item.backlog, item.entry.length
         work = self.work[backlog]
-        if self.budget is not None:  # first, because this may take long, and holds nothing that others wait for
+        if self.budget is not None:  # first: this may take long, and nothing is held that other models need
             await self.budget.take(_guess_tokens(item.entry), lambda: not backlog.is_withdrawn)
         while (pause := self.limit.wait_seconds(self.clock())) and not backlog.is_withdrawn:
             await self._rest(min(pause, ABORT_SECONDS))
@@ -190,7 +191,7 @@ class Sender:
     # One request --------------------------------------------------------------------------------------------------
 
     async def _serve(self, work: Work, item: Item, permit: Permit) -> None:
-        """One request, once; its answer waits for the others of this turn of the event loop."""
+        """Send a request once; its answer waits for the others of this turn of the event loop."""
         try:
             began = self.clock()
             custom_id, request = work.request(item.entry, began)
@@ -210,10 +211,10 @@ class Sender:
             del work.tasks[item]
         self._end(work, [(item, permit)])
 
-    # The answers of a turn of the event loop, together --------------------------------------------------------------
+    # The answers of one turn of the event loop --------------------------------------------------------------------
 
     def _conclude(self) -> None:
-        """Write the answers by one call for each journal, and give their slots back."""
+        """Write the answers with one call per journal, and give their slots back."""
         groups: dict[Work, list[Answered]] = {}
         for one in self._answered:
             groups.setdefault(one[0], []).append(one)
@@ -244,7 +245,7 @@ class Sender:
             health.succeeded(now)
 
     def _end(self, work: Work, requests: Sequence[tuple[Item, Permit]]) -> None:
-        """Give back what requests held that were answered, or are to be sent again."""
+        """Give back the slots of requests that were answered or will be resent."""
         schedule = self.schedule
         for item, permit in requests:
             permit.give_back()
@@ -254,7 +255,7 @@ class Sender:
         work.look()
 
     def _judge(self, one: Answered, now: float) -> Line | None:
-        """The line for the journal; None if the request is sent again, or it is too late for it."""
+        """The line for the journal; None if the request is resent, or it is too late for it."""
         work, item, _, sent, custom_id, answer = one
         self.limit.heard(sent, answer, now)
         if self.budget is not None:
@@ -271,9 +272,9 @@ class Sender:
         return offset, _OK if answer.succeeded else _FAILED, line, answer.usage
 
     def _pause_before_another(self, item: Item, answer: Answer) -> float | None:
-        """How long to wait before it is sent again; None if this is its answer."""
+        """How long to wait before it is resent; None if this is its final answer."""
         settings = self.gateway.settings
-        if answer.verdict is Verdict.UNAVAILABLE:  # a busy server is waited for until the deadline
+        if answer.verdict is Verdict.UNAVAILABLE:  # retried until the deadline
             item.refusals += 1
             attempt = item.refusals
         else:
@@ -292,7 +293,7 @@ class Sender:
         except StorageFull as error:
             if work.journal.broken is not None:
                 raise
-            self._shared.disk.refuse(str(error))  # the pump may wait for the very slots that these answers hold
+            self._shared.disk.refuse(str(error))  # the pump may be waiting for the slots that these answers hold
             return False
         return True
 
@@ -305,7 +306,7 @@ class Sender:
         return [(item, permit) for item, permit in requests if item not in work.tasks]
 
     async def _hold(self, work: Work, item: Item, permit: Permit, line: Line, answer: Answer) -> None:
-        """A line is lost only if the shard must end before there is room."""
+        """Retry to write a line; it is lost only if the shard must end before there is room."""
         try:
             while True:
                 if self._keep(work, [line]):
@@ -322,7 +323,8 @@ class Sender:
 
 
 def _note_abortion(work: Work, item: Item) -> None:
-    """At the deadline the server may have worked on it; otherwise the code that writes the files says why."""
+    """Record an aborted request at the deadline, because the server may have worked on it. In other cases the code that
+    writes the files adds the reason."""
     if work.end is End.DEADLINE:
         offset = item.entry.offset
         custom_id, _ = work.request(item.entry, work.deadline)

@@ -1,6 +1,6 @@
 """The life of a shard on a worker: recover earlier answers, send the rest, register them, and settle.
 
-    look at the batch → input and plan → what was answered before → send → checkpoint → Done | Snooze
+    check the batch → fetch input and plan → recover earlier answers → send → checkpoint → Done | Snooze
 
 It ends early when its batch must stop or pause, at the deadline, when the worker stops, or when another worker
 has it. Whatever was answered is registered before it ends. While the disk is full, it waits.
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAUSED_SECONDS = (1.0, 60.0)
-"""A shard of a paused batch sleeps as long as the pause has lasted, within these bounds. Resuming wakes it, but not if
-its worker is just putting it to sleep: then that is what it costs."""
+"""A shard of a paused batch sleeps as long as the pause has lasted, within these bounds. Resuming the batch wakes it,
+except while its worker is just putting it to sleep: then it sleeps for this time."""
 NO_ROOM_SECONDS = 30.0
 _HANDED_BACK = {End.BROKEN: "system_error", End.FULL: "system_error", End.LEAVE: "none", End.LOST: "none"}
-"""Shards that end like this are given back; why, in the words of the metric."""
+"""Shards that end like this are given back; the values are the reasons in the metric."""
 _LAST_WORDS_SECONDS = 1.5
 
 
 class ShardClaim(ABC):
-    """What every claim of a shard has, for any kind of server: its journal, its lines, and what errors mean."""
+    """What all claims of shards share, for any kind of server: the journal, the lines, and the handling of errors."""
 
     def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
         self.shard = shard
@@ -73,11 +73,11 @@ class ShardClaim(ABC):
 
     @property
     def attributes(self) -> tracing.Attributes:
-        """How its spans are named."""
+        """The attributes of its spans."""
         return {"batch.id": self.shard.batch_id, "tenant.id": self._ctx.tenant, "batch.shard": self.shard.number}
 
     async def begin(self, traceparent: str | None) -> Outcome:
-        """All of it; what goes wrong becomes what is to be done about it."""
+        """Run the claim; an error becomes an outcome, or an exception that decides how to retry."""
         ctx, shard, tools = self._ctx, self.shard, self._tools
         try:
             control = (await tools.batches.controls([shard.batch_id])).get(shard.batch_id)
@@ -101,12 +101,12 @@ class ShardClaim(ABC):
 
     @abstractmethod
     async def advance(self, control: Control, traceparent: str | None) -> Outcome:
-        """Do what comes next; the batch is as `control` says."""
+        """Do the next step; `control` is the current state of the batch."""
 
     # Before -----------------------------------------------------------------------------------------------------
 
     async def _find_shortage(self) -> str | None:
-        """Why nothing can be begun in the work folder now."""
+        """Why nothing can be started in the work folder now; None if there is room."""
         disk, workspace = self._dispatcher.disk, self._tools.workspace
         if not disk.has_room(self._dispatcher.limits.bytes.in_use):
             return disk.trouble
@@ -140,7 +140,7 @@ class ShardClaim(ABC):
         )
 
     async def _recover(self, account: Account, entries: list[Entry]) -> set[int]:
-        """The offsets that have their answer from an earlier claim."""
+        """The offsets of lines that an earlier claim has answered."""
         offsets = {entry.offset for entry in entries}
         unregistered = self._runner.unregistered
         answered, copied = await unregistered.recover_for_shard(
@@ -153,21 +153,21 @@ class ShardClaim(ABC):
             self._ctx.emit("batch.answers_adopted", text, answers=copied)
         return answered
 
-    # What goes wrong --------------------------------------------------------------------------------------------
+    # Errors -----------------------------------------------------------------------------------------------------
 
     async def _wait(self, reason: str, message: str) -> Outcome:
-        """No answer is lost, so this costs time but no attempt, until the window ends."""
+        """Snooze until the store or the disk is available: no answer is lost, so this uses up no attempt."""
         await self._tools.waits.note(self.shard.batch_id, reason, message)
         self._give_back("db_transient" if reason == STORE else "system_error")
         return Snooze(AWAY_SECONDS if reason == STORE else NO_ROOM_SECONDS, message)
 
     async def _wait_for_room(self) -> Outcome | None:
-        """If there is none."""
+        """The outcome if there is no room; None if there is."""
         trouble = await self._find_shortage()
         return None if trouble is None else await self._wait(DISK, trouble)
 
     def _give_back(self, reason: str) -> None:
-        """Count and trace that a shard is given back, once it is: it may have been lost or have ended meanwhile."""
+        """Count and trace that a shard is given back, after it was settled: it may have been lost or have ended."""
 
         def tell(verb: Verb | None) -> None:
             if verb in ("snooze", "retry", "release"):
@@ -203,11 +203,11 @@ class ShardRun(ShardClaim):
     def __init__(self, runner: ShardRunner, ctx: Context, shard: Shard) -> None:
         super().__init__(runner, ctx, shard)
         self._account: Account
-        """Its journal; this, its lines and the work are there as soon as it sends."""
+        """Its journal. This, `_entries` and `_work` are set before anything is sent."""
         self._entries: list[Entry]
         self._work: Work
         self._recovered_bytes = 0
-        """The beginning of its journal, with answers that it took over."""
+        """Size of the beginning of its journal, which holds the answers that it recovered."""
         self._end_preparing: Callable[[], None]
         self._batch_queue: str
         self._batch_priority = 0
@@ -267,7 +267,7 @@ class ShardRun(ShardClaim):
         return await self._conclude()
 
     async def _open_headers(self, batch: Batch) -> dict[str, str]:
-        """Those of the batch's creator that the model's gateway wants; nothing is sent without them."""
+        """The headers of the batch's creator that its gateway passes through; nothing is sent without them."""
         if not (wanted := self._dispatcher.passes_through(self.shard.model)):
             return {}
         sealed = await self._tools.batches.sealed_headers(batch.id)
@@ -308,7 +308,7 @@ class ShardRun(ShardClaim):
                 await self._checkpoints.flush(self._account)
 
     def watch(self) -> None:
-        """Look at what this worker knows by itself, and say how far the shard is."""
+        """Check what this worker knows without the database, and report the progress of the shard."""
         work = self._work
         if self._ctx.stopping:
             work.stop(End.LEAVE)
@@ -319,7 +319,7 @@ class ShardRun(ShardClaim):
             self._ctx.progress(work.total - work.backlog.left, work.total)
 
     def follow(self, control: Control | None) -> None:
-        """Follow the orders of the batch: stop, pause, limits."""
+        """Apply the state of the batch: stop, pause, limits."""
         work = self._work
         if control is None:
             work.stop(End.LOST)
@@ -344,9 +344,9 @@ class ShardRun(ShardClaim):
 
     @property
     def spare(self) -> int:
-        """Requests that it could give to other workers.
+        """Number of requests that it could give to other workers.
 
-        None before the answers that it recovered are registered: a worker that gets their lines would recover them too.
+        0 until the answers that it recovered are registered: a worker that gets their lines would recover them too.
         """
         if self._is_sharing or self._work.end is not None or self._account.is_lost:
             return 0
@@ -386,7 +386,7 @@ class ShardRun(ShardClaim):
         return [places[offered[one.start].offset] for one in firsts]
 
     async def _give(self, given: Mapping[UUID, Shard], kept: Shard) -> bool:
-        """Until the database says whether that is done; or until the shard ends, which sends none of it then."""
+        """Retry until the database has answered, or until the shard ends, which then sends none of these requests."""
         held = Held(self._ctx.job_id, self._ctx.claim, self._ctx.worker)
         while True:
             try:
@@ -409,7 +409,7 @@ class ShardRun(ShardClaim):
         sender.wake.set()
 
     def _end_at_deadline(self) -> None:
-        """By the clock, not by the next look: what is in flight ends by its own timeout, or is aborted soon after."""
+        """Called by a timer, without waiting for the next control: requests in flight time out, or are aborted soon."""
         self._work.stop(End.DEADLINE)
         asyncio.get_running_loop().call_later(ABORT_SECONDS, self._work.abort)
         self._runner.end_window(self.shard.batch_id)
@@ -424,12 +424,12 @@ class ShardRun(ShardClaim):
         match work.end:
             case None:
                 return Done(progress=(work.total, work.total))
-            case End.DEADLINE:  # before another worker can join its shards and find lines without an answer or a reason
+            case End.DEADLINE:  # before the batch can resume and find lines without an answer or a reason
                 await batches.stop(work.batch_id, "deadline")
                 return Done()
             case End.STOP:
                 return Done()
-            case End.LOST:  # if the claim is ours all the same, the rest must be sent; if it is not, this is refused
+            case End.LOST:  # if the claim is still ours, the rest must be sent; if it is not, this is refused
                 return Snooze(0, End.LOST.value)
             case End.PAUSE:  # what was in flight may have taken longer than the pause
                 control = (await batches.controls([work.batch_id])).get(work.batch_id)

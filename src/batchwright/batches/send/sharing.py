@@ -1,8 +1,8 @@
 """Decides when a worker gives a part of its requests to others, because those are idle.
 
-A worker that has more than a second of work left looks whether others that serve the same model have none, while no
-shard waits for them. Each of those should have as much as it keeps for itself. Nobody is sent anything: a part becomes
-a shard of its own, and an idle worker claims it. The giver may claim it too, once it has little left itself.
+A worker that has more than a second of work left checks whether other workers of the same model are idle, while no
+shard waits for them. Each of those should get as much as the giver keeps. A part becomes a shard of its own, and an
+idle worker claims it. The giver may claim it too, once it has little left itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from batchwright.batches.store import SHARD
 from batchwright.engine.workers import Workers
 
 WORTH_SECONDS = 1.0
-"""What a worker sends in less time than this it keeps: to hand a part over takes a good part of that."""
+"""A worker keeps what it can send in less time than this: giving a part away takes a large part of that."""
 PART_MIN = 16
-"""Requests in a part: each costs some statements."""
+"""Minimum number of requests in a part, because each part costs some statements."""
 _PAUSE_SECONDS = (0.4, 8.0)
-"""How long not to ask again after no worker was idle; doubles each time."""
+"""Pause after no worker was idle; doubles each time."""
 
 
 class Gift(NamedTuple):
-    """What a shard should give to others."""
+    """What a shard should give to other workers."""
 
     run: ShardRun
     requests: int
@@ -33,7 +33,7 @@ class Gift(NamedTuple):
 
 
 class Sharing:
-    """For all shards of a worker process."""
+    """Decides for all shards of a worker process."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -41,7 +41,7 @@ class Sharing:
         """By queue: until when it is not checked, and for how long."""
 
     async def choose(self, sending: set[ShardRun]) -> list[Gift]:
-        """At most one gift of each queue; `sending` may change meanwhile."""
+        """At most one gift per queue; `sending` may change meanwhile."""
         gifts = []
         for queue in self._find_busy(sending):
             idle = await self._workers.count_idle(queue, SHARD)
@@ -70,7 +70,7 @@ class Sharing:
 
 
 def _choose_gift(runs: list[ShardRun], idle: int) -> Gift | None:
-    """Of the shard that can give most: so much that each of the idle would have as much as stays here."""
+    """A gift of the shard that can give most: so much that each idle worker gets as much as stays here."""
     run = max(runs, key=lambda run: run.spare, default=None)
     if run is None:
         return None

@@ -1,4 +1,4 @@
-"""One shard in this worker's hands: what its requests need, and why it stops."""
+"""One shard that this worker holds: what its requests need, and why it stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _AHEAD_BYTES = 256 * 1024
 _GAP_BYTES_MAX = 4096
-"""Lines are taken to be wanted one after the other if no more than this is between them."""
+"""Lines count as consecutive if no more than this is between them."""
 
 
 class End(Enum):
@@ -38,10 +38,10 @@ class End(Enum):
 
 
 class Lines:
-    """Lines of an input file, by their places.
+    """Lines of an input file, by their offsets.
 
-    Where lines are wanted one after the other, what follows is read along. A call of the kernel gives the interpreter's
-    lock away, and to get it back from the client's thread costs more than to read.
+    For consecutive lines, the following ones are read ahead. A system call releases the interpreter lock, and taking it
+    back from the HTTP client's thread costs more than reading.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -63,14 +63,14 @@ class Lines:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Work:
-    """One shard in this worker's hands."""
+    """One shard that this worker holds."""
 
     batch_id: str
     tenant: str
     place: int
     """Where the shard begins in the plan."""
     total: int
-    """Requests of the shard, those answered before included."""
+    """Requests of the shard, including those that were answered before."""
     model: str
     traceparent: str | None
     deadline: float
@@ -80,14 +80,14 @@ class Work:
     lines: Lines = field(init=False, repr=False)
     journal: Journal
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Of the batch's creator, for the model server."""
+    """Headers of the batch's creator, for the model server."""
     ids: RequestIds = field(init=False, repr=False)
     backlog: Backlog = field(init=False)
     sender: Sender = field(init=False)
     end: End | None = None
     tasks: dict[Item, asyncio.Task[None]] = field(default_factory=dict)
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nothing is in flight, and nothing will be sent any more."""
+    """Set when nothing is in flight and nothing more will be sent."""
 
     def __post_init__(self) -> None:
         self.ids = RequestIds(self.batch_id)
@@ -106,21 +106,22 @@ class Work:
         )
 
     def stop(self, reason: End) -> None:
-        """Send nothing more of this shard; what is in flight may end."""
+        """Send nothing more of this shard; requests in flight may finish."""
         if self.end is None:
             self.end = reason
             self.sender.schedule.withdraw(self.backlog)
             self.look()
 
     def look(self) -> None:
-        """Check after every event whether the shard is done."""
+        """Check whether the shard is done; call this after every event."""
         if self.backlog.is_empty:
             self.quiet.set()
 
     def abort(self) -> None:
-        """Close the connections of what is in flight.
+        """Close the connections of requests in flight.
 
-        A task that is cancelled before its first step never runs, and would keep its slots: let all of them begin.
+        A task that is cancelled before its first step never runs, and would keep its slots. So all of them are started
+        first.
         """
         loop = asyncio.get_running_loop()
         for task in list(self.tasks.values()):

@@ -1,4 +1,4 @@
-"""The garbage collector: what no user can see and no batch needs any more goes, a little at a time.
+"""The garbage collector: removes data that no user can see and no batch needs any more, a little at a time.
 
                 expiry            10 minutes, no batch reads it
     file ───────────────▶ deleted ─────────────────────────────▶ object, then row
@@ -10,12 +10,12 @@
                               10 minutes                        30 days
     upload ── ended or expired ────────▶ objects, rows of parts ────────▶ row
 
-    object or work folder without a row, a day or an hour old ─▶ gone, if it is ours
+    object or work folder without a row, a day or an hour old ─▶ removed, if it is ours
 
-Nothing that a user can see is ever without its bytes: first it becomes invisible, then the bytes go, then the row that
-knows of them, each committed before the next. So whatever fails when, the next sweep finds the rest, and two sweeps at
-the same time do no harm. What has no row is only known by that absence, and a store or work folder may be shared with
-another database by mistake: such things go only where this database was the first to leave its name.
+Users never see a file whose bytes are gone: first the file becomes invisible, then its bytes are removed, then its row,
+and each step is committed before the next. So after any failure the next sweep finds the rest, and two sweeps at the
+same time do no harm. An object without a row may belong to another database, if two of them share a store or a work
+folder by mistake. So such objects are removed only if this database was the first to leave its name there.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ SQL = statements(__package__, "collector.sql", parts=JOBS_VIEW)
 log = logging.getLogger(__name__)
 
 COMPONENT = "garbage-collector"
-"""For `open_store(component=…)`: by this name the metric of the store knows what is deleted here."""
+"""For `open_store(component=…)`: the store's metric counts deletions by the collector under this name."""
 OWNER = "database"
-"""The object of the store, and the file of the work folder, that name the database to which all of it belongs."""
+"""The object in the store, and the file in the work folder, with the name of the database that they belong to."""
 
 _EVERY_SECONDS = 600.0
 _UNKNOWN_EVERY_SECONDS = 6 * 3600.0
 _HALF_WRITTEN_EVERY_SECONDS = 3600.0
-# Rescue waits for its turn behind a round, and the server ends a transaction that was silent for ten seconds. So no
-# step begins later than this in a round, and none waits longer than that for the store or the disk.
+# Rescue cannot run during a round, and the server ends a transaction that is idle for ten seconds. So no step begins
+# later than _ROUND_SECONDS_MAX in a round, and none waits longer than _PATIENCE_SECONDS for the store or the disk.
 _ROUND_SECONDS_MAX = 1.0
 _PATIENCE_SECONDS = 3.0
 _ROWS = 500
 _FOLDERS = 10
-# Some stores delete one by one, and a step that never ends in time would be begun for ever.
+# Some stores delete objects one by one, and a step that is too large to end in time would be repeated forever.
 _FILES = 50
 _OBJECTS = 200
 _OBJECTS_LISTED = 1_000
 _SEGMENTS = 5_000
-# A request that saw the file before it was deleted has ended by then.
+# Any request that saw the file before it was deleted has ended after this time.
 _GRACE_SECONDS = 600.0
 _HOUR_SECONDS = 3600.0
 _DAY_SECONDS = 86_400.0
@@ -103,20 +103,20 @@ _NONE = Amount()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What was removed, or what would be."""
+    """What was removed or, in a dry run, would be."""
 
     expired_files: Amount = _NONE
-    """Files whose time was over; their bytes are counted when they go."""
+    """Files that expired; their bytes are counted when they are removed."""
     deleted_files: Amount = _NONE
     ended_batches: Amount = _NONE
-    """Batches of which no answers, plans and journals are left."""
+    """Batches whose answers, plans and journals were removed."""
     batch_objects: Amount = _NONE
     """Plans and answers that the store kept for them."""
     batch_segments: Amount = _NONE
-    """Rows that said where their answers are."""
+    """Rows that name the places of their answers."""
     work_folders: Amount = _NONE
     upload_parts: Amount = _NONE
-    """Parts of uploads that have ended; a completed one has its file."""
+    """Parts of uploads that have ended; a completed upload has its file."""
     idempotency_keys: Amount = _NONE
     old_batches: Amount = _NONE
     """Batches that users can no longer retrieve."""
@@ -124,7 +124,7 @@ class Collected:
     unknown_objects: Amount = _NONE
     """Objects that no row names."""
     half_written: Amount = _NONE
-    """What killed writers left in the store's folder; a dry run does not look for it."""
+    """Unfinished objects of killed processes in the store's folder; a dry run does not look for them."""
 
     @property
     def bytes(self) -> int:
@@ -165,14 +165,14 @@ class Collector:
         return [Round(name, every, functools.partial(self._round, _Sweep(chores))) for name, every, chores in sweeps]
 
     async def collect(self, dry_run: bool) -> Collected:
-        """All of it once; a dry run changes nothing and says what would be removed."""
+        """Collect everything once; a dry run changes nothing and returns what would be removed."""
         sweep = _Sweep([*self._chores(), *self._orphan_chores(), self._remove_half_written], is_dry=dry_run)
         while await sweep.chore(sweep, self._queue.database) or sweep.next_chore():
             pass
         return sweep.collected()
 
     def _chores(self) -> list[_Chore]:
-        """In this order; a dry run foresees what each of them leaves to the later ones."""
+        """In this order; a dry run considers what each chore would leave to the later ones."""
         return [
             self._expire_files,
             self._remove_files,
@@ -195,7 +195,7 @@ class Collector:
         ]
 
     async def _round(self, sweep: _Sweep, session: Session) -> bool:
-        """Go on with one chore, to its end or for as much as a round may do; what it changed is committed then."""
+        """Continue one chore, to its end or until the round's time is up; its changes are then committed."""
         until = time.monotonic() + _ROUND_SECONDS_MAX
         has_more = True
         try:
@@ -239,7 +239,7 @@ class Collector:
         sweep.note("deleted_files", len(sizes), sum(sizes))
         return len(rows) == _FILES
 
-    # What uploads leave behind ----------------------------------------------------------------------------------
+    # Uploads ----------------------------------------------------------------------------------------------------
 
     async def _expire_uploads(self, sweep: _Sweep, session: Session) -> bool:
         if sweep.is_dry:
@@ -247,7 +247,7 @@ class Collector:
         return await self._uploads.expire(limit=_ROWS, session=session) == _ROWS
 
     async def _remove_parts(self, sweep: _Sweep, session: Session) -> bool:
-        """What the folder of an upload holds, also the part of a writer that died before it had a row."""
+        """Everything in the folder of an upload, also a part whose writer died before its row was written."""
         before = sweep.place
         rows = await self._page(sweep, session, "upload_leftovers", limit=1, grace_seconds=_GRACE_SECONDS)
         for _, id in rows:
@@ -267,10 +267,10 @@ class Collector:
         sweep.note("old_uploads", len(ids))
         return len(rows) == _ROWS
 
-    # What batches leave behind ----------------------------------------------------------------------------------
+    # Leftovers of batches ---------------------------------------------------------------------------------------
 
     async def _let_segments_go(self, sweep: _Sweep, session: Session) -> bool:
-        """From now on no process reads them; they are removed in a later transaction."""
+        """Make segments unreadable; they are removed in a later transaction."""
         if sweep.is_dry:
             return False
         return len(await self._ask(session, "let_segments_go", **self._kept, limit=_ROWS)) == _ROWS
@@ -284,7 +284,7 @@ class Collector:
         return bool(rows)
 
     async def _clear(self, sweep: _Sweep, session: Session, id: str) -> bool:
-        """One step for one batch; whether it was the last."""
+        """Do one step for one batch; returns whether it was the last."""
         found = await self._remove_some(sweep, f"{_BATCHES}/{id}")
         sweep.note("batch_objects", len(found), sum(one.size for one in found))
         if len(found) == _OBJECTS:
@@ -319,7 +319,7 @@ class Collector:
         return len(folders) == _FOLDERS
 
     async def _remove_folder(self, sweep: _Sweep, id: str) -> None:
-        """Unless it is in use: then it is stale, and goes in a later sweep."""
+        """Remove a folder unless it is in use: then a later sweep removes it."""
         async with asyncio.timeout_at(sweep.until):
             size = await asyncio.to_thread(self._workspace.size, id)
             if size is None:
@@ -331,7 +331,7 @@ class Collector:
         if is_gone:
             sweep.note("work_folders", 1, size)
 
-    # What is old ------------------------------------------------------------------------------------------------
+    # Old rows and keys ------------------------------------------------------------------------------------------
 
     async def _clear_keys(self, of: str, sweep: _Sweep, session: Session) -> bool:
         sweep.place = sweep.place or ("", "")
@@ -343,7 +343,7 @@ class Collector:
         return len(rows) == _ROWS
 
     async def _remove_batches(self, sweep: _Sweep, session: Session) -> bool:
-        """Release its jobs in the same transaction or before: they could not be found later."""
+        """Disown its jobs in the same transaction: later they could not be found."""
         keep_seconds = self._batches_days * _DAY_SECONDS
         rows = await self._page(sweep, session, "old_batches", limit=1, keep_seconds=keep_seconds, **self._kept)
         for _, id, job_id, is_free in rows:
@@ -354,7 +354,7 @@ class Collector:
             sweep.note("old_batches", int(is_free))
         return bool(rows)
 
-    # What has no row --------------------------------------------------------------------------------------------
+    # Objects without a row --------------------------------------------------------------------------------------
 
     async def _remove_unknown_files(self, sweep: _Sweep, session: Session) -> bool:
         found = await self._next_objects(sweep, FILES)
@@ -365,7 +365,7 @@ class Collector:
         return len(found) == _OBJECTS_LISTED
 
     async def _remove_unknown_leftovers(self, folder: str, known_ids: str, sweep: _Sweep, session: Session) -> bool:
-        """Of batches and uploads that are gone, and what a lost writer put back when all was removed."""
+        """Objects of batches and uploads whose row is gone, and those that a late writer put after the removal."""
         found = await self._next_objects(sweep, folder)
         now, name = await self._read_clock(session)
         old = [one for one in found if _OWNER_ID.fullmatch(_owner_of(one)) and now - one.modified_at > _OBJECT_AGE]
@@ -386,14 +386,18 @@ class Collector:
         return False
 
     async def _owns_store(self, sweep: _Sweep, name: str) -> bool:
-        """Not every store can create an object only if there is none; here that would hardly matter."""
+        """Whether this database was the first to leave its name in the store.
+
+        Not every store can create an object only if it does not exist. A race between two databases is so unlikely that
+        a check before is enough.
+        """
         async with asyncio.timeout_at(sweep.until):
             is_free = await self._store.head(OWNER) is None
             if is_free and not sweep.is_dry:
                 await self._store.put(OWNER, name.encode())
             is_ours = is_free or await self._store.read(OWNER, 0, 100) == name.encode()
         if not is_ours:
-            _tell_owner(str(self._store))
+            _warn_of_owner(str(self._store))
         return is_ours
 
     def _owns_work_folder(self, name: str, is_dry: bool) -> bool:
@@ -402,7 +406,7 @@ class Collector:
             _create_once(path, name)
         is_ours = not path.exists() or path.read_text() == name
         if not is_ours:
-            _tell_owner(str(self._workspace.root))
+            _warn_of_owner(str(self._workspace.root))
         return is_ours
 
     # ------------------------------------------------------------------------------------------------------------
@@ -413,7 +417,7 @@ class Collector:
     async def _page(
         self, sweep: _Sweep, session: Session, name: str, *, limit: int = _ROWS, **params: Any
     ) -> list[Row]:
-        """The next rows of a walk; whatever happens to them, the walk continues behind them."""
+        """The next rows of a walk; whatever happens to them, the walk continues after them."""
         after, after_id = sweep.place or _BEGINNING
         place = {"after": after, "after_id": after_id}
         rows = await self._ask(session, name, **place, **params, is_dry=sweep.is_dry, limit=limit)
@@ -443,7 +447,7 @@ class Collector:
         return found
 
     async def _remove_some(self, sweep: _Sweep, folder: str) -> list[Found]:
-        """The next objects of a folder, from where the last step stopped; as many as a step may take, or the last."""
+        """Remove the next objects of a folder, from where the last step stopped; fewer than the limit are the last."""
         after, sweep.inside = sweep.inside, None
         is_inside = after is not None and after.startswith(f"{folder}/")
         found = await self._list(sweep, folder, after if is_inside else None, _OBJECTS)
@@ -459,11 +463,11 @@ class Collector:
 
 
 class _Sweep:
-    """One way along some chores: which one it is at, how far that has come, and what was found."""
+    """One pass over some chores: the current chore, its position, and what was found."""
 
     def __init__(self, chores: Sequence[_Chore], *, is_dry: bool = False) -> None:
         self.is_dry = is_dry
-        self.until: float | None = None  # by the event loop's clock: how long the store and the disk are waited for
+        self.until: float | None = None  # when to stop waiting for the store and the disk, by the event loop's clock
         self.found: dict[str, Amount] = {}
         self._chores = chores
         self._begin(0)
@@ -473,7 +477,7 @@ class _Sweep:
         return self._chores[self._turn]
 
     def next_chore(self) -> bool:
-        """Whether there is one before the sweep starts again."""
+        """Begin the next chore; False if the sweep starts again from the first."""
         self._begin((self._turn + 1) % len(self._chores))
         return self._turn > 0
 
@@ -496,7 +500,7 @@ _Chore = Callable[[_Sweep, Session], Awaitable[bool]]
 
 
 def _list_folders(root: Path, after: str) -> list[tuple[str, datetime]]:
-    """The next folders of batches by name, and when something was last put into them."""
+    """The next folders of batches by name, and when each was last changed."""
     try:
         with os.scandir(root) as entries:
             names = sorted(one.name for one in entries if one.name > after and _BATCH_ID.fullmatch(one.name))
@@ -510,7 +514,7 @@ def _list_folders(root: Path, after: str) -> list[tuple[str, datetime]]:
 
 
 def _is_old_file(one: Found, now: datetime) -> bool:
-    """By its id as well: an object may be a link to a file that was old before."""
+    """Judge by the time in its id as well: an object may be a link to a file that was already old."""
     match = _FILE_KEY.fullmatch(one.key)
     if match is None or object_key(match[1]) != one.key:
         return False
@@ -523,7 +527,7 @@ def _owner_of(one: Found) -> str:
 
 
 def _create_once(path: Path, text: str) -> None:
-    """All or nothing; a second writer changes nothing."""
+    """Write the file completely or not at all; a second writer changes nothing."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     write_private(draft, text)
     with suppress(FileExistsError):
@@ -531,10 +535,10 @@ def _create_once(path: Path, text: str) -> None:
     draft.unlink()
 
 
-def _tell_owner(place: str) -> None:
+def _warn_of_owner(place: str) -> None:
     log.warning(
-        "%s belongs to another database, so what no row names stays there; give each database its own, or delete %r "
-        "in it if that one is gone for good",
+        "%s belongs to another database, so objects that no row names are kept; give each database its own, or delete "
+        "%r in it if the other database is gone for good",
         place,
         OWNER,
     )

@@ -1,5 +1,5 @@
--- What nobody needs any more. Each walk follows an index from where the last step stopped, so that what must stay is
--- passed once and never makes a statement longer; `is_dry` also finds what an earlier step would have let go.
+-- Data that is no longer needed. Each walk follows an index from where the last step stopped, so rows that must stay are
+-- read once and do not slow down later statements. `is_dry` also finds what an earlier step would have released.
 
 -- part: ended
 coalesce(batch.completed_at, batch.failed_at, batch.expired_at, batch.cancelled_at)
@@ -7,8 +7,8 @@ coalesce(batch.completed_at, batch.failed_at, batch.expired_at, batch.cancelled_
 -- part: open
 batch.status IN ('validating', 'in_progress', 'finalizing', 'cancelling')
 
--- Its files could not be written, and its answers are all there is; or lines failed for want of answers, and some of
--- those may yet be found.
+-- Its files could not be written, so its answers are all there is; or lines failed because they had no answers, and some
+-- of those may still be found.
 -- part: repairable
 (batch.in_progress_at IS NOT NULL AND batch.status IN ('failed', 'expired', 'cancelled')
     AND (batch.manifest IS NULL OR jsonb_exists(batch.error_summary, 'batch_failed')))
@@ -33,8 +33,9 @@ UPDATE batchwright.file SET deleted_at = expires_at, idempotency_key = NULL
 WHERE id = ANY(%(ids)s) AND deleted_at IS NULL AND expires_at <= :now
 RETURNING id
 
--- A batch reads its input until it ends or can no longer be repaired; one that repeats another also reads the error
--- file of that one; what other parts still read is in file_use. Scalar subqueries, because the planner cannot turn them into a scan of all batches.
+-- A batch reads its input until it ends or can no longer be repaired; a retry also reads the error file of the batch that
+-- it retries; what other parts still read is in file_use. Scalar subqueries, because the planner cannot turn them into a
+-- scan of all batches.
 -- name: deleted_files
 WITH asked AS MATERIALIZED (
     SELECT first.error_file_id AS id
@@ -185,7 +186,7 @@ UPDATE batchwright.batch SET idempotency_key = NULL, idempotency_digest = NULL
 WHERE id = ANY(%(ids)s) AND idempotency_key IS NOT NULL
 RETURNING id
 
--- A batch stays as long as its job is open, or one that repeats it.
+-- A batch is kept as long as its job or a retry of it is open.
 -- name: old_batches
 WITH old AS MATERIALIZED (
     (

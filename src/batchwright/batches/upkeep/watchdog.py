@@ -1,4 +1,4 @@
-"""Handles batches that are stuck: late ones, those that do not stop, and those whose job is gone."""
+"""Ends batches that no worker ends: late ones, those that do not stop, and those whose job is gone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 _EVERY_SECONDS = 0.5
 _PAGE = 200
 _TURN_SECONDS = 1.0
-"""The upkeep session stays open while a turn lasts, and other rounds wait."""
+"""Time limit of one turn: the upkeep session stays open meanwhile, and other rounds wait."""
 _WAKE_SECONDS = 5.0
-"""This long after a batch was ordered to stop, shards are woken that were being snoozed at that moment."""
+"""Until this long after the order to stop, queued shards are woken: some were just being snoozed when it came."""
 _START = (datetime(1, 1, 1, tzinfo=UTC), "")
 _ENDED = {None, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 
@@ -43,11 +43,11 @@ class Watchdog:
         return [Round("batches", _EVERY_SECONDS, self.look)]
 
     async def look(self, session: Session) -> bool:
-        """Check one page of batches; True when the next turn must continue behind it."""
+        """Check one page of batches; True if the next turn must continue after it."""
         began = time.monotonic()
         page = await self._batches.stalled(self._after, limit=_PAGE, session=session)
         for batch in page:
-            self._after = (batch.expires_at, batch.id)  # first: one that cannot be helped must not be in the way
+            self._after = (batch.expires_at, batch.id)  # first: a batch that always fails must not block the others
             try:
                 await self._help(batch)
             except DatabaseUnavailable:
@@ -77,16 +77,16 @@ class Watchdog:
             await self._batches.stop_queued_shards(batch.job_id, "the batch stops", wake=is_new)
 
     def _is_over_everywhere(self, batch: Stalled) -> bool:
-        """A provider takes its time to cancel a job, and what that has done by then is paid for."""
+        """A provider needs time to cancel a job, and the results until then are paid for."""
         return max(batch.stopped_seconds or 0.0, batch.late_seconds) >= self._provider_grace
 
     def _must_be_over(self, batch: Stalled) -> bool:
-        """Whatever the reason for stopping, nothing outlives the window, except what is fetched from a provider."""
+        """Whatever the reason for stopping, shards end with the window, except those at a provider."""
         grace = self._grace.get(batch.stop_reason or "", float("inf"))
         return (batch.stopped_seconds or 0.0) >= grace or batch.late_seconds >= SHARDS_GRACE_SECONDS
 
     async def _expire(self, batch: Stalled) -> None:
-        """Its window was over before a worker came to it; nothing was planned, so there is nothing to write."""
+        """Its window ended before a worker picked it up; nothing was planned, so there are no files to write."""
 
         async def move(session: Session) -> BatchStatus | None:
             status = await self._batches.expire_unstarted(batch.id, session=session)
@@ -98,8 +98,10 @@ class Watchdog:
         await self._endings.write_now(batch.id, batch.tenant, move, "expired_dequeue")
 
     async def _fail(self, batch: Stalled) -> None:
-        """Its job ended without ending it, e.g. by killing every process that ran it. Registered answers stay."""
-        log.error("batch %s is %s, and its job is %s: it fails", batch.id, batch.status, batch.job_status or "gone")
+        """Its job ended without ending the batch, e.g. because it killed every process. Registered answers are kept."""
+        log.error(
+            "batch %s is %s, but its job is %s: the batch fails", batch.id, batch.status, batch.job_status or "gone"
+        )
         message = "The job of this batch could not be run; nothing was sent."
         if batch.status != BatchStatus.VALIDATING:
             message = "The job of this batch could not be run; `batchwright batch repair` writes what was answered."

@@ -141,8 +141,8 @@ class Aws(Protocol):
         }
         if is_bad:
             fault = job.faults.get("failed")
-            told = None if fault is None else fault.message
-            shown["FailureReason"] = told or outcome.item.problem or "Unsupported media format."
+            message = None if fault is None else fault.message
+            shown["FailureReason"] = message or outcome.item.problem or "Unsupported media format."
         return {**shown, "CompletionTime": job.ends_at} if stage.is_end else shown
 
     def _shown(self, job: Job) -> Answer:

@@ -82,7 +82,7 @@ class ItemResult:
 
     item: Item
     status: int
-    told: str | None = None
+    fault_message: str | None = None
     """The message of the fault that made it fail."""
 
     @property
@@ -91,7 +91,8 @@ class ItemResult:
 
     @property
     def message(self) -> str:
-        return self.told or self.item.problem or f"{self.item.id} failed with {self.status}, as its input asks"
+        asked = f"{self.item.id} failed with {self.status}, as its input asks"
+        return self.fault_message or self.item.problem or asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +123,11 @@ class Job:
     run_seconds: float
     cancel_seconds: float
     window_seconds: float = math.inf
-    """When the provider gives up."""
+    """How long after its start the provider gives up."""
     begun_at: float | None = None
     cancelled_at: float | None = None
     problems: Sequence[Mapping[str, Any]] = ()
-    """Why validation fails it."""
+    """Why the job fails in validation."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
     publish: Callable[[Job], None] | None = None
@@ -206,8 +207,8 @@ class Job:
         if self.problems:
             return self.problems[0].get("code"), self.problems[0]["message"]
         fault = self.faults.get("failed")
-        told = "The job failed, as a fault asks."
-        return (None, told) if fault is None else (fault.code, fault.message or told)
+        usual = "The job failed because of a fault rule."
+        return (None, usual) if fault is None else (fault.code, fault.message or usual)
 
     def spoil(self, parts: Sequence[bytes]) -> list[bytes]:
         """The first line or file cut in half, if a fault asks for it."""

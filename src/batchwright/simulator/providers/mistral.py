@@ -1,4 +1,4 @@
-"""Mistral's batch jobs: files and lines as at OpenAI, but its own format of jobs."""
+"""Mistral's batch jobs: files and lines in OpenAI's format, jobs in its own."""
 
 from __future__ import annotations
 

@@ -162,10 +162,10 @@ class OpenAI(Protocol):
             "request_counts": {"total": counts.total, "completed": counts.succeeded, "failed": counts.failed},
             "metadata": job.body.get("metadata"),
         }
-        return self._spoken(batch, job)
+        return self._in_dialect(batch, job)
 
-    def _spoken(self, batch: dict[str, Any], job: Job) -> dict[str, Any]:
-        """The batch in this dialect."""
+    def _in_dialect(self, batch: dict[str, Any], job: Job) -> dict[str, Any]:
+        """The batch as this service shows it."""
         return batch
 
     def _outputs(self, job: Job, stage: Stage) -> dict[str, str | None]:
@@ -242,7 +242,7 @@ class Together(OpenAI):
     def _file(self, file: File) -> dict[str, Any]:
         return {**super()._file(file), "FileType": "jsonl", "Processed": True}
 
-    def _spoken(self, batch: dict[str, Any], job: Job) -> dict[str, Any]:
+    def _in_dialect(self, batch: dict[str, Any], job: Job) -> dict[str, Any]:
         kept = ("id", "endpoint", "input_file_id", "output_file_id", "error_file_id")
         status = {"finalizing": "in_progress", "cancelling": "in_progress"}.get(batch["status"], batch["status"])
         return {
@@ -277,8 +277,8 @@ def _errors(job: Job, stage: Stage) -> dict[str, Any] | None:
     if stage is not Stage.FAILED:
         return None
     code, message = job.why()
-    told = {"code": code or "server_error", "message": message, "line": None, "param": None}
-    return {"object": "list", "data": list(job.problems) or [told]}
+    error = {"code": code or "server_error", "message": message, "line": None, "param": None}
+    return {"object": "list", "data": list(job.problems) or [error]}
 
 
 def _read(data: bytes, endpoint: str) -> tuple[list[Item], list[Mapping[str, Any]]]:

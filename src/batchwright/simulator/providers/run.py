@@ -14,7 +14,7 @@ from batchwright.simulator.providers.world import ProviderSettings
 async def running(
     settings: ProviderSettings | None = None, *, port: int = 0, signed_port: int = 0, **values: Any
 ) -> AsyncIterator[Server]:
-    """A contract server in this loop, on free ports. Without settings its clock stands still until it is moved.
+    """A contract server in this loop, on free ports. Without settings its clock is stopped until `advance` moves it.
 
     >>> async with running(faults=["drop:route=openai.create:times=1"]) as providers:
     ...     await submit(providers.urls["openai"])

@@ -193,7 +193,7 @@ class Server:
     def _nothing(self, call: Call) -> Refused:
         name, _, rest = call.path[1:].partition("/")
         if self._protocols[name].has(f"/{rest}"):
-            return Refused(405, f"{call.path} does not take {call.verb}")
+            return Refused(405, f"{call.path} does not accept {call.verb}")
         return Refused(404, f"there is nothing at {call.path}")
 
     def _is_known(self, key: str | None) -> bool:
@@ -211,7 +211,7 @@ class Server:
         elif fault.kind == "expired_url":
             call.reply(refuse(Refused(403, "the signed URL has expired", "AuthenticationFailed")))
         else:
-            call.reply(refuse(self._told(fault)))
+            call.reply(refuse(self._make_refusal(fault)))
 
     def _spoil(self, call: Call, fault: Fault, good: Answer, refuse: Refuse) -> None:
         """The request has been carried out; only its answer goes wrong."""
@@ -227,11 +227,11 @@ class Server:
             case "not_json":
                 call.reply(Answer(200, b"<html><body><h1>Bad Gateway</h1></body></html>", "text/html"))
             case _:
-                call.reply(refuse(self._told(fault)))
+                call.reply(refuse(self._make_refusal(fault)))
 
-    def _told(self, fault: Fault) -> Refused:
+    def _make_refusal(self, fault: Fault) -> Refused:
         status = int(fault.kind) if fault.kind.isdecimal() else 500
-        refused = Refused(status, fault.message or f"the simulator was told to answer {status}", fault.code)
+        refused = Refused(status, fault.message or f"a fault rule asks for status {status}", fault.code)
         if (wait := fault.retry_after) is not None:
             later = wait.removeprefix("date+")
             refused.headers["retry-after"] = (
@@ -362,8 +362,8 @@ def _answered(handler: Handler, refuse: Refuse) -> Answer:
         return refuse(Refused(400, f"the request is not understood: {error!r}"))
 
 
-def _refuse(told: tuple[int, str, str]) -> Answer:
-    raise Refused(*told)
+def _refuse(refusal: tuple[int, str, str]) -> Answer:
+    raise Refused(*refusal)
 
 
 def _plain_error(refused: Refused) -> Answer:

@@ -1,4 +1,4 @@
-"""The HTTP side of the contract server: the simulator's parser, but keeps all headers and sends any content type."""
+"""The HTTP side of the contract server: like the simulator's, but it keeps all headers and sends any content type."""
 
 from __future__ import annotations
 
