@@ -46,15 +46,14 @@ class _Window:
     load: int = 0
     was_full: bool = False
 
-    def add(self, in_flight: int, limit: int) -> None:
+    def add(self, in_flight: int, limit: int, now: float, round_seconds: float) -> bool:
+        """Count an answer; True if the window is over."""
         self.answers += 1
         self.load += in_flight
         if in_flight >= limit:
             self.was_full = True
-
-    def is_over(self, now: float, round_seconds: float) -> bool:
         rounds = 1 if self.answers >= self.answers_wanted else 4
-        return now - self.since >= rounds * max(round_seconds, 1e-6)
+        return now - self.since >= rounds * (round_seconds or 1e-6)
 
     def seen(self, now: float) -> _Load:
         return _Load(self.load / max(self.answers, 1), self.answers / max(now - self.since, 1e-6))
@@ -104,7 +103,8 @@ class AdaptiveLimit:
         self._ceiling = float(most)
         self._cut_at = float("-inf")
         self._cuts_in_a_row = 0
-        self._quiet_until = now
+        self.quiet_until = now
+        """Until then nothing is sent: the server refused several requests in a row and answered none."""
         self._hold_rounds = self.HOLD_ROUNDS[0]
         self._past_ceiling = 0.0
         self._phase_since = now
@@ -119,10 +119,6 @@ class AdaptiveLimit:
         """Recent response time; 0 before the first answer."""
         return self._round_seconds
 
-    def wait_seconds(self, now: float) -> float:
-        """How long to send nothing, because the server refused several requests in a row and answered none."""
-        return self._quiet_until - now if now < self._quiet_until else 0.0
-
     def answered(self, sent: Sent, now: float) -> None:
         """The model answered a request: the only sign of progress."""
         self._cuts_in_a_row = 0
@@ -131,11 +127,9 @@ class AdaptiveLimit:
         if self.phase is _STARTING and self.limit < self._most and sent.in_flight >= self.limit // 2:
             self._set_limit(self._limit + 1)
         window = self._window
-        if now >= window.since:
-            window.add(sent.in_flight, self.limit)
-            if window.is_over(now, usual):
-                self._window = _Window(now, self.WINDOW_ANSWERS)
-                self._step_on(window.seen(now), window.was_full, now)
+        if now >= window.since and window.add(sent.in_flight, self.limit, now, usual):
+            self._window = _Window(now, self.WINDOW_ANSWERS)
+            self._step_on(window.seen(now), window.was_full, now)
 
     def overloaded(self, sent: Sent, now: float) -> None:
         """A 429, a 503 or a timeout: the request found the server full."""
@@ -145,7 +139,7 @@ class AdaptiveLimit:
         self._cuts_in_a_row += 1
         if self._cuts_in_a_row > 1:
             first, longest = self.PAUSE_SECONDS
-            self._quiet_until = now + min(first * 2.0 ** min(self._cuts_in_a_row - 2, 20), longest)
+            self.quiet_until = now + min(first * 2.0 ** min(self._cuts_in_a_row - 2, 20), longest)
         if self.phase is Phase.PROBING:
             self._be_patient()
         elif self.phase is not Phase.STARTING:

@@ -193,7 +193,9 @@ class ModelLimit:
 
     def wait_seconds(self, now: float) -> float:
         """How long to send nothing to this model; 0 means: send now, for this may be the probe of an open breaker."""
-        return self.adaptive.wait_seconds(now) or self.breaker.wait_seconds(now)
+        if now < (quiet_until := self.adaptive.quiet_until):
+            return quiet_until - now
+        return self.breaker.wait_seconds(now)
 
     def sent(self, now: float) -> Sent:
         """Call this when a request is sent, while its slot is held."""
