@@ -6,8 +6,10 @@ A thousand processes do not fit on one machine, so a few processes send what idl
 the real pace, each worker with a row and connections of its own.
 """
 
-from benchmarks.fleet import thousand
+from benchmarks.fleet import behind, thousand
 from benchmarks.tools import sections
 
 if __name__ == "__main__":
-    sections.main("thousand", "A thousand idle workers.", (thousand,), server_settings={"max_connections": "3500"})
+    sections.main(
+        "thousand", "A thousand idle workers.", (thousand, behind), server_settings={"max_connections": "3500"}
+    )

@@ -73,6 +73,7 @@ def make_tables(runs: Runs) -> dict[str, list[str]]:
         "limits": _table(["what PostgreSQL has", "of it"], [[limit.name, limit.shown] for limit in LIMITS]),
         "breaks": _breaks(requests, jobs),
         "thousand": _thousand(runs),
+        "behind": _behind(runs),
     }
 
 
@@ -367,6 +368,21 @@ def _thousand(runs: Runs) -> list[str]:
         cells = [show(found.get(name), count) for pair in pairs for name in pair]
         rows.append([f"{fleet:,}", *cells, show(found.get(f"connections_{fleet}"), whole)])
     return _table(["workers", "transactions/s", "expected", "PostgreSQL, % of a core", "expected", "connections"], rows)
+
+
+def _behind(runs: Runs) -> list[str]:
+    found = runs.get("thousand", {}).get("figures", {})
+    columns = {
+        "behind_workers": ("workers", whole),
+        "behind_clients": ("connections to PgBouncer", whole),
+        "behind_connections": ("sessions of PostgreSQL", whole),
+        "behind_wait_ms": ("mean wait for a session, ms", count),
+        "behind_transactions": ("transactions/s", count),
+        "behind_core_percent": ("PostgreSQL, % of a core", count),
+        "behind_pooler_core_percent": ("PgBouncer, % of a core", count),
+    }
+    row = [show(found.get(name), form) for name, (_, form) in columns.items()]
+    return _table([label for label, _ in columns.values()], [row])
 
 
 COEFFICIENTS = (

@@ -3,9 +3,10 @@
     python -m benchmarks.fleet.crowd COUNT
 
 Each has a row and three connections of its own, as an idle worker keeps them, and runs the real upkeep, heartbeat and
-counts. Threads, pools and everything that waits for jobs are left out, so that a thousand of them take part of a core.
-The settings come from the environment. It prints a line when all workers have started, and ends when its standard input
-does, without cleaning up: the database is removed then.
+counts. Behind a pooler in transaction mode it has two connections and no doorbell, as a real one has there. Threads,
+pools and everything that waits for jobs are left out, so that a thousand of them take part of a core. The settings
+come from the environment. It prints a line when all workers have started, and ends when its standard input does,
+without cleaning up: the database is removed then.
 """
 
 import asyncio
@@ -52,20 +53,22 @@ async def main(count: int) -> None:
 async def start_idle(client: AsyncBatchwright, like: Worker) -> list[asyncio.Task[None]]:
     """Add a worker with the operations and rounds of `like`."""
     id = worker_id()
-    statements, lease, bell = [await connect(client) for _ in range(3)]
+    statements, lease = [await connect(client) for _ in range(2)]
     database = Database(Single(statements))
     workers, leased = Workers(database), Workers(Database(Single(lease)))
     upkeep = Upkeep(Queue(database), like._processes, like._operations, like._duties.rounds, name=id)
     await workers.register(**{**like._columns(), "id": id})
-    await bell.execute(f"LISTEN {CHANNEL}")
     rings = asyncio.Event()
-    running = (
+    running = [
         upkeep.run(),
         look(upkeep, like, rings),
         beat(leased, id, upkeep, like),
         CountsWriter(database, id, like.counts).run(),
-        hear(bell, rings),
-    )
+    ]
+    if client.pool.route.keeps_sessions:
+        bell = await connect(client)
+        await bell.execute(f"LISTEN {CHANNEL}")
+        running.append(hear(bell, rings))
     return [asyncio.create_task(each) for each in running]
 
 
@@ -94,7 +97,10 @@ async def hear(bell: psycopg.AsyncConnection[Row], rings: asyncio.Event) -> None
 
 async def connect(client: AsyncBatchwright) -> psycopg.AsyncConnection[Row]:
     arguments = connect_arguments(client.settings.database)
-    return await psycopg.AsyncConnection.connect(client.pool.url, autocommit=True, prepare_threshold=0, **arguments)
+    threshold = 0 if client.pool.route.prepares else None
+    return await psycopg.AsyncConnection.connect(
+        client.pool.url, autocommit=True, prepare_threshold=threshold, **arguments
+    )
 
 
 class Single:

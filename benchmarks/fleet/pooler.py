@@ -91,13 +91,14 @@ async def migrate(url: str) -> None:
 
 
 @contextmanager
-def pgbouncer(folder: Path, url: str) -> Iterator[tuple[str, psutil.Process]]:
+def pgbouncer(folder: Path, url: str, *options: str) -> Iterator[tuple[str, psutil.Process]]:
     """Start PgBouncer in front of that database; its pool applies our settings, as docs/operating.md advises."""
     parts = conninfo_to_dict(url)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     query = "; ".join(f"SET {name} = ''{value}''" for name, value in session_settings(DatabaseSettings()).items())
     target = " ".join(f"{name}={parts[name]}" for name in ("host", "port", "user", "password") if parts.get(name))
+    lines = "\n".join(options)
     text = f"""
 [databases]
 * = {target} connect_query='{query}'
@@ -108,6 +109,7 @@ listen_addr = 127.0.0.1
 listen_port = {port}
 pool_mode = transaction
 unix_socket_dir =
+{lines}
 """
     folder.chmod(0o755)
     (file := folder / "pgbouncer.ini").write_text(text)
