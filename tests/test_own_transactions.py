@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from batchwright import AsyncBatchwright, Batchwright, NewJob, NotFound
-from batchwright.db.doorbell import CHANNEL
+from batchwright.db.doorbell import CHANNEL, Ring
 from batchwright.errors import ConfigurationError, Conflict
 from batchwright.settings import load_settings
 from tests.db.pgbouncer import IGNORING, pgbouncer
@@ -81,7 +81,7 @@ def hearing(url: str):
         def heard() -> list[str]:
             # What was committed before is there when a later statement of any session has been answered.
             connection.execute("SELECT 1")
-            return [ring.payload for ring in connection.notifies(timeout=0)]
+            return [Ring.read(ring.payload).queue for ring in connection.notifies(timeout=0)]
 
         yield heard
 

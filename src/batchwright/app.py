@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -156,10 +157,12 @@ class AsyncBatchwright(Core):
     async def _enqueue_own(self, jobs: Sequence[NewJob]) -> list[JobId]:
         """The ids are created here, so a call whose answer was lost can be repeated."""
 
+        began = time.monotonic()
+
         async def enqueue() -> list[JobId]:
             rows = await self.catalog.prepare(jobs)
             enqueued = await self.queue.enqueue(rows)
-            self.doorbell.ring({row["queue"] for row in rows})
+            self.doorbell.ring({row["queue"] for row in rows}, age_seconds=time.monotonic() - began)
             return [one.id for one in enqueued]
 
         return await retry_unavailable(enqueue, tries_max=_ENQUEUE_TRIES_MAX)

@@ -10,7 +10,7 @@ from batchwright import NewJob
 from batchwright.app import VERSION
 from batchwright.db.check import Level, check_database
 from batchwright.db.database import Blocking, Database, Pool, complete
-from batchwright.db.doorbell import Doorbell, listen
+from batchwright.db.doorbell import Doorbell, Ring, listen
 from batchwright.db.migrate import migrate
 from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.operations.registry import Registry
@@ -42,7 +42,7 @@ async def test_a_standby_is_an_error_with_its_remedy(cluster):
 
 async def test_jobs_leases_doorbell_and_checks_move_to_the_server_that_was_promoted(cluster):
     held, begun, may_end = held_operation()
-    rings: list[str] = []
+    rings: list[Ring] = []
     async with Pool(DATABASE, cluster.url) as pool:
         queue = Queue(Database(pool), EngineSettings(lease_seconds=6.0))
         listening = asyncio.create_task(listen(DATABASE, cluster.url, rings.append))
@@ -66,7 +66,7 @@ async def test_jobs_leases_doorbell_and_checks_move_to_the_server_that_was_promo
 async def ring(pool, rings):
     """The first rings after a failover may find nobody: who listens has to connect again."""
     doorbell = Doorbell(pool)
-    while "after" not in rings:
+    while "after" not in {ring.queue for ring in rings}:
         doorbell.ring(["after"])
         await asyncio.sleep(0.02)
     await doorbell.close()

@@ -18,6 +18,7 @@ from psycopg import sql
 
 from batchwright import NewJob
 from batchwright.db.database import Database, Pool, connect_arguments
+from batchwright.db.doorbell import Ring
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.cron import Cron, preview
 from batchwright.engine.queue import EngineSettings, Queue
@@ -412,7 +413,7 @@ async def test_the_ring_for_new_jobs_comes_with_the_commit(queue, clock, schedul
         async with queue.database.transaction() as session:
             await schedules.fire_due(session)
             assert [ring async for ring in ear.notifies(timeout=0.05)] == []
-        assert [ring.payload async for ring in ear.notifies(timeout=10, stop_after=1)] == ["slow"]
+        assert [Ring.read(ring.payload).queue async for ring in ear.notifies(timeout=10, stop_after=1)] == ["slow"]
 
 
 # Five at once, and clocks that step -----------------------------------------------------------------------------------

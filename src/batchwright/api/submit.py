@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -33,8 +34,9 @@ async def submit(
     """Enqueue all jobs or none. Their ids are chosen first, so a commit whose answer was lost can be repeated."""
     places = (f"jobs.{place}." if "jobs" in body else "" for place in range(len(jobs)))
     rows = [await _prepared(core, place, job) for place, job in zip(places, jobs, strict=True)]
+    began = time.monotonic()
     ids = await retry_unavailable(lambda: _once(core, rows, tenant, key, body), tries_max=_TRIES_MAX)
-    core.doorbell.ring({row["queue"] for row in rows})
+    core.doorbell.ring({row["queue"] for row in rows}, age_seconds=time.monotonic() - began)
     # Compare ids: the last try may have found the jobs that the try before it created.
     return Submitted(ids, not {row["id"] for row in rows}.isdisjoint(ids))
 

@@ -23,7 +23,7 @@ from uuid import UUID
 import orjson
 
 from batchwright.db.database import Row, Session, translate_errors
-from batchwright.db.doorbell import CHANNEL
+from batchwright.db.doorbell import ring_at_commit
 from batchwright.db.statements import statements
 from batchwright.engine.catalog import Catalog
 from batchwright.engine.cron import Cron, preview
@@ -194,7 +194,7 @@ class Schedules:
             ((now,),) = await self._run(session, "now")
             (fired,) = await self._enqueue(session, [_new_job(found, now)])
             await self._run(session, "run", id=found.id, job_id=fired.id)
-            await self._ring(session, [fired])
+            await ring_at_commit(session, [fired.queue])
             return fired.id
 
     async def _template(self, job: NewJob, tick_field: str | None, tenant: str, now: datetime) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Schedules:
         fires: list[_Fire] = []
         for *row, now in rows:
             fires += await self._fire(session, _schedule(row), now, share)
-        await self._ring(session, fires)
+        await ring_at_commit(session, (fire.queue for fire in fires))
         return len(fires)
 
     async def _fire(self, session: Session, schedule: Schedule, now: datetime, limit: int) -> Sequence[_Fire]:
@@ -294,11 +294,6 @@ class Schedules:
         rows = await self._catalog.prepare(jobs, session=session)
         enqueued = await self._queue.enqueue(rows, session=session)
         return [_Fire(one.id, row["queue"]) for one, row in zip(enqueued, rows, strict=True)]
-
-    async def _ring(self, session: Session, fires: Sequence[_Fire]) -> None:
-        """Ring inside the transaction, unlike other enqueues: the commit sends the ring, and schedules fire rarely."""
-        if queues := sorted({fire.queue for fire in fires}):
-            await self._run(session, "ring", channel=CHANNEL, queues=queues)
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,3 @@ WHERE id = %(id)s
 
 -- name: run
 UPDATE batchwright.schedule SET last_job_id = %(job_id)s, fires = fires + 1 WHERE id = %(id)s
-
--- name: ring
-SELECT pg_notify(%(channel)s, queue) FROM unnest(%(queues)s::text[]) AS queue

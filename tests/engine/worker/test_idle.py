@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from batchwright.db.doorbell import Doorbell, ring_at_commit
+from batchwright.engine.catalog import Catalog
 from batchwright.engine.jobs import NewJob
 from batchwright.engine.named_queues import NamedQueues
 from batchwright.engine.queue import Queue
+from batchwright.engine.worker import lanes
 from batchwright.engine.worker.lease import Holder, Lease
 from batchwright.states import JobStatus
-from tests.support import DATABASE, make_worker, noop, put, put_one, raw, working
+from tests.support import BASIC, DATABASE, make_worker, noop, put, put_one, raw, working
 
 NOTHING_TO_HOLD = (0, 7)
 
@@ -74,6 +77,30 @@ async def test_a_job_for_which_nobody_rang_is_found(idle, queue):
 async def test_a_job_of_a_queue_that_is_new_is_found(idle, queue):
     id = await put_in(queue, "never seen before")
     await success(queue, id)
+
+
+@pytest.mark.direct("the doorbell needs a session")
+@pytest.mark.parametrize("rings", ["with the commit", "after it"])
+async def test_a_job_that_is_committed_late_starts_when_its_ring_is_heard(pool, queue, monkeypatch, rings):
+    """It was written before other jobs that are claimed until it is committed; the next full scan is an hour away."""
+    monkeypatch.setattr(lanes, "_SCAN_SECONDS_MIN", 3600.0)
+    monkeypatch.setattr(lanes, "_SCAN_SECONDS_MAX", 3600.0)
+    doorbell = Doorbell(pool)
+    async with working(pool, noop, poll_seconds_min=0.01, poll_seconds_max=0.02) as worker, asyncio.timeout(20):
+        await success(queue, await put_one(queue))
+        async with queue.database.transaction() as session:
+            rows = await Catalog(queue.database, BASIC).prepare([NewJob("noop")])
+            began = time.monotonic()
+            ((late, _),) = await queue.enqueue(rows, session=session)
+            ((written,),) = await session.rows("SELECT clock_timestamp()")
+            if rings == "with the commit":
+                await ring_at_commit(session, ["default"])
+            while worker._lanes._marks["default", 5].run_after <= written:
+                await success(queue, await put_one(queue))
+        if rings == "after it":
+            doorbell.ring(["default"], age_seconds=time.monotonic() - began)
+        await success(queue, late)
+    await doorbell.close()
 
 
 async def test_jobs_that_are_not_due_or_paused_or_private_are_no_reason_to_claim(idle, queue):

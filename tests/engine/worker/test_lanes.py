@@ -95,6 +95,37 @@ def test_the_full_scan_forgets_the_watermarks():
     assert set(marks(lanes).values()) == {NOWHERE}
 
 
+def test_a_ring_says_how_far_to_look_back_in_its_queue():
+    lanes = lanes_of("a", "b")
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
+    horizon = marks(lanes)["b", 5]
+    since = NOW - timedelta(seconds=2)
+    lanes.look_back("a", since)
+    lanes.look_back("a", NOW - timedelta(seconds=1))
+    lanes.look_back("b", NOW)
+    assert marks(lanes)["a", 5] == (since, UUID(int=0))
+    assert marks(lanes)["b", 5] == horizon, "a later time moves nothing"
+
+
+def test_a_ring_that_is_heard_during_a_claim_counts_for_the_next_one():
+    """That claim may not have seen the commit that the ring is for."""
+    lanes = lanes_of("a")
+    opened = lanes.open(10, {})
+    since = NOW - timedelta(seconds=2)
+    lanes.look_back("a", since)
+    lanes.move_on(opened, Claimed(NOW, []), 10, 0.001)
+    assert marks(lanes)["a", 5] == (since, UUID(int=0))
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
+    assert marks(lanes)["a", 5].run_after > since, "once is enough"
+
+
+def test_no_watermark_passes_a_commit_of_our_own():
+    """A parent that it releases has the time when the commit began."""
+    lanes = lanes_of("a")
+    lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001, committing_seconds=3.0)
+    assert marks(lanes)["a", 5].run_after < NOW - timedelta(seconds=3)
+
+
 def test_a_ring_for_a_queue_never_seen_makes_the_worker_look_around():
     lanes = lanes_of("a")
     lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)

@@ -1,8 +1,10 @@
 """Where a worker looks for jobs: its queues at every priority, each with a watermark after which the search continues.
 
 Everything before a watermark has been examined. This keeps a claim fast when many dead rows are at the head of the
-index. Jobs that become claimable before it (after a freed key, a late commit or a released lock) are found by the full
-scan, which runs every second, or less often when it is slow.
+index. A job is written before it is committed, so it may appear before a watermark: the ring for it says how far to
+look back, and the watermarks do not pass our own commits. All other jobs that become claimable there (after a freed
+key, a released lock, or a late commit whose ring was lost) are found by the full scan, which runs every second, or less
+often when it is slow.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Protocol
 from uuid import UUID
 
@@ -60,6 +62,8 @@ class Lanes:
         self._besides = besides
         self._queues: list[str] = list(queues or ())
         self._marks: dict[tuple[str, int], Watermark] = {}
+        self._late: dict[str, datetime] = {}
+        """By queue, since when jobs may have appeared that the last claim did not see."""
         self._scan_at = 0.0
         self._is_scan_asked = False
         self._is_scanning = False
@@ -73,6 +77,10 @@ class Lanes:
     def scan_soon(self) -> None:
         """Make the next claim a full scan, even if one is in progress: that one may have passed the place already."""
         self._is_scan_asked = True
+
+    def look_back(self, queue: str, since: datetime) -> None:
+        """Let the next claim search this queue from that time on, even if one is in progress."""
+        self._late[queue] = min(since, self._late.get(queue, since))
 
     def begin_scan(self) -> None:
         """Forget the watermarks, so that the following claim is a full scan."""
@@ -103,6 +111,7 @@ class Lanes:
     def open(self, slots: int, running: Mapping[str, int]) -> list[Lane]:
         """All priorities of all queues with free capacity; the queues take turns at being first."""
         self._turn += 1
+        self._lower_marks()
         start = self._turn % len(self._queues) if self._queues else 0
         order = self._queues[start:] + self._queues[:start]
         room = {
@@ -116,11 +125,29 @@ class Lanes:
             if (quota := self._quota(name, priority, room[name], running.get(name, 0))) > 0
         ]
 
+    def _lower_marks(self) -> None:
+        for queue, since in self._late.items():
+            for priority in PRIORITIES:
+                if (mark := self._marks.get((queue, priority))) is not None and mark.run_after > since:
+                    self._marks[queue, priority] = Watermark(since, _NIL)
+        self._late.clear()
+
     def _quota(self, queue: str, priority: int, room: int, running: int) -> int:
         return room
 
-    def move_on(self, lanes: Sequence[Lane], claimed: Claimed, slots: int, took_seconds: float) -> None:
-        """Remember how far each lane was searched; a margin covers commits that were still in progress.
+    def move_on(
+        self,
+        lanes: Sequence[Lane],
+        claimed: Claimed,
+        slots: int,
+        took_seconds: float,
+        *,
+        committing_seconds: float = 0.0,
+    ) -> None:
+        """Remember how far each lane was searched.
+
+        A margin covers commits that were still in progress. It grows with our own: `committing_seconds` is how long the
+        oldest of them had taken when the claim was sent.
 
         Keyed jobs do not move a watermark: they may have been found by their key, far ahead of their lane.
         """
@@ -132,7 +159,7 @@ class Lanes:
                 latest = last.setdefault((claim.queue, claim.priority), claim)
                 if (claim.run_after, claim.id.int) > (latest.run_after, latest.id.int):
                     last[claim.queue, claim.priority] = claim
-        horizon = Watermark(claimed.at - _MARGIN, _NIL)
+        horizon = Watermark(claimed.at - _MARGIN - timedelta(seconds=committing_seconds), _NIL)
         for lane in lanes:
             name = (lane.queue, lane.priority)
             if len(claimed.jobs) < slots and per_queue[lane.queue] < lane.quota:

@@ -86,6 +86,11 @@ class Runner:
         on_commit = functools.partial(site.counts.observe, "settle_seconds")
         self._settler = Settler(site.queue, site.worker, self._end_settled, on_commit)
 
+    @property
+    def committing_seconds(self) -> float:
+        """How long the oldest commit that is not answered yet has taken so far; 0 if there is none."""
+        return self._settler.oldest_seconds
+
     def open(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._outbox.start()
@@ -226,10 +231,11 @@ class Runner:
                 return set()
             return {settle.claim.id}
 
+        began = time.monotonic()
         moved, is_doubtful = await self._settler.send(attempt)
         self._account(settle, self._find_running(settle.claim), bool(moved), not is_doubtful)
         if moved:
-            self._doorbell.ring({row["queue"] for row in rows})
+            self._doorbell.ring({row["queue"] for row in rows}, age_seconds=time.monotonic() - began)
 
     def _react(self, running: Running, error: BaseException) -> Settle:
         try:

@@ -42,6 +42,13 @@ class Settler:
         """Not the context of the job that happens to submit first: its name must not appear on log lines of others."""
         self._pending: list[Settle] = []
         self._task: asyncio.Task[None] | None = None
+        self._under_way: dict[object, float] = {}
+        """When each commit that is not answered yet began."""
+
+    @property
+    def oldest_seconds(self) -> float:
+        """How long the oldest commit that is not answered yet has taken so far; 0 if there is none."""
+        return time.monotonic() - min(self._under_way.values()) if self._under_way else 0.0
 
     def submit(self, settle: Settle) -> None:
         self._pending.append(settle)
@@ -79,7 +86,11 @@ class Settler:
             self._on_commit(time.perf_counter() - began)
             return moved
 
-        return await retry_unavailable(attempt, on_failure=doubt), is_doubtful
+        self._under_way[attempt] = time.monotonic()
+        try:
+            return await retry_unavailable(attempt, on_failure=doubt), is_doubtful
+        finally:
+            del self._under_way[attempt]
 
     async def _commit(self, batch: Sequence[Settle]) -> None:
         try:

@@ -21,7 +21,7 @@ from typing import Any
 from zlib import crc32
 
 from batchwright.db.database import Blocking, Database, Pool, complete
-from batchwright.db.doorbell import Doorbell, listen
+from batchwright.db.doorbell import Doorbell, Ring, listen
 from batchwright.db.retry import retry_unavailable
 from batchwright.db.sessions import Route, describe_routes
 from batchwright.engine.catalog import Catalog
@@ -469,7 +469,7 @@ class Worker:
             freed, self._runner.freed_keys = self._runner.freed_keys, freed
         try:
             with self._claim_under_way():
-                asked = time.monotonic()
+                asked, committing = time.monotonic(), self._runner.committing_seconds
                 claimed = await self.queue.claim(self.id, lanes, self._startable_types(), slots, freed_keys=freed)
                 self._start(claimed.jobs, asked)
         except BaseException:
@@ -477,7 +477,7 @@ class Worker:
             raise
         if claimed.without_keys:
             self._runner.freed_keys |= freed
-        known.move_on(lanes, claimed, slots, time.monotonic() - began)
+        known.move_on(lanes, claimed, slots, time.monotonic() - began, committing_seconds=committing)
         return len(claimed.jobs)
 
     def _start(self, claims: Sequence[Claim], asked: float) -> bool:
@@ -559,9 +559,12 @@ class Worker:
         self._upkeep.pace = fleet_pace(peers, self.settings.poll_seconds_max)
         self._peers_changed.set()
 
-    def _hear_ring(self, queue: str) -> None:
-        if self._serves(queue):
-            self._wake.set()
+    def _hear_ring(self, ring: Ring) -> None:
+        for lanes in (self._lanes, self._lanes_on_demand):
+            if lanes is not None and lanes.serves(ring.queue):
+                if ring.since is not None:
+                    lanes.look_back(ring.queue, ring.since)
+                self._wake.set()
 
     def _serves(self, queue: str) -> bool:
         on_demand = self._lanes_on_demand
