@@ -93,7 +93,7 @@ chaos-queue: .venv/ready ## Kill workers of a queue
 chaos-tasks: .venv/ready ## Kill workers of tasks
 	$(BIN)/python -m tests.chaos.tasks $(ARGS)
 
-siege: .venv/ready ## Attack the HTTP server in every way, while an honest client uses it
+siege: .venv/ready ## Attack the HTTP server in every way, while a normal client uses it
 	$(BIN)/python -m tests.siege.siege $(ARGS)
 
 ##@ Measure

@@ -190,7 +190,9 @@ def _route(method: str, path: str, route: dict[str, Any], scopes: dict[str, Any]
             kind = _type(schema) if schema else "no body"
             answers.append(f"`{status}` {kind}")
     errors = [status for status in route["responses"] if int(status) >= 400]
-    lines.append(f"Responses: {', '.join(answers)}; errors: {', '.join(f'`{status}`' for status in errors) or 'none'}.\n")
+    lines.append(
+        f"Responses: {', '.join(answers)}; errors: {', '.join(f'`{status}`' for status in errors) or 'none'}.\n"
+    )
     return lines
 
 
