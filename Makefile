@@ -1,10 +1,10 @@
-# Everything a developer types. Needs Python 3.11 with venv, and make; the rest is installed into .venv.
+# The commands for developers. They need make and Python 3.11 with venv, and install everything else into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# The suite starts a thousand processes; where this is set, each of them would compile Batchwright anew.
+# The suite starts a thousand processes. With this variable, each of them would compile Batchwright again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# `make help` prints the targets that have a text behind `##`, under the headings that stand alone in `##@` lines.
+# `make help` prints the targets that have a text after `##`, under the headings in the `##@` lines.
 .DEFAULT_GOAL := help
 
 .PHONY: bench bench-batch bench-idle bench-ingest bench-lists bench-plan bench-queue bench-scale bench-thousand bench-web chaos \
@@ -18,7 +18,7 @@ help: ## List the targets
 		/^[a-zA-Z0-9_-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@printf '\nARGS="..." passes arguments on to chaos and bench targets, such as make bench-idle ARGS=--json\n'
 
-# `make demo ARGS=--keep` stays up, with its dashboard to be looked at.
+# `make demo ARGS=--keep` keeps running, so that you can look at its dashboard.
 demo: .venv/ready ## Run the demos: a batch and documents, with a killed worker
 	@$(BIN)/batchwright demo $(ARGS)
 	@$(if $(ARGS),,$(BIN)/batchwright demo --documents)
@@ -28,7 +28,7 @@ test: .venv/ready ## Run everything that continuous integration runs
 	@$(MAKE) --no-print-directory --jobs 2 lint collect
 	$(BIN)/pytest -n 4 --dist loadgroup
 
-# What pytest makes of the tests before it runs them: once here, and not once in each of its processes.
+# Compile the tests for pytest once here, instead of once in each of its processes.
 collect: .venv/ready
 	@$(BIN)/pytest --collect-only --quiet --quiet > /dev/null
 
@@ -40,7 +40,7 @@ lint: .venv/ready ## Run ruff, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# Other servers repeat what sends statements, without what goes through commands and programs or needs no database.
+# Other servers repeat only the tests of statements. These use commands or programs, or need no database.
 ABOVE_STATEMENTS := $(addprefix --ignore tests/,\
 	batches/commands batches/test_pages.py chaos cli conformance demo examples inference ingest/commands \
 	ingest/test_pages.py perturbed providers/commands providers/test_pages.py siege simulator storage telemetry \
@@ -49,27 +49,27 @@ test-postgres16: .venv/ready ## Run the tests of statements on PostgreSQL 16
 	BATCHWRIGHT_TEST_POSTGRES_MAJOR=16 $(BIN)/pytest -n 4 --dist loadgroup tests/access tests/db tests/engine tests/upgrade \
 		tests/test_list_plans.py tests/test_states.py
 
-# What `make test` shows on one provider, on the others; and what takes long. Chaos has the machine to itself: its workers
-# must keep their leases, and requests that it counts are sent again when one is late.
+# The tests that `make test` runs on one provider, on all others, and the long tests. The chaos tests run alone: their
+# workers must keep their leases, and late requests are resent, which changes the counts.
 test-thorough: .venv/ready ## Run the long tests, and those of every provider
 	BATCHWRIGHT_TEST_THOROUGH=1 $(BIN)/pytest -n 4 --dist loadgroup -m 'thorough and not chaos'
 	BATCHWRIGHT_TEST_THOROUGH=1 $(BIN)/pytest -m 'thorough and chaos'
 
-# The server that BATCHWRIGHT_TEST_DATABASE_URL names, without the embedded one, which `make test` has covered.
+# Only the server that BATCHWRIGHT_TEST_DATABASE_URL names; `make test` covers the embedded one.
 test-external: .venv/ready ## Run the tests on the server of BATCHWRIGHT_TEST_DATABASE_URL
 	BATCHWRIGHT_TEST_SERVERS=external $(BIN)/pytest -n 3 --dist loadgroup $(ABOVE_STATEMENTS)
 
-# Every statement and every call delayed at random, on changing seeds, until MINUTES are over or something fails.
+# Every statement and every call is delayed at random, with changing seeds, until MINUTES are over or a test fails.
 test-perturbed: .venv/ready ## Delay every statement and call at random; MINUTES=30 SEED=7
 	$(BIN)/python -m tests.perturbed.run --minutes $(or $(MINUTES),30) $(addprefix --seed ,$(SEED)) $(ARGS)
 
-# Whole batches on real model servers. What cannot be built here is skipped, and says why.
+# Whole batches on real model servers. A server that cannot be built here is skipped, with the reason.
 test-models: .venv/ready ## Run whole batches on real model servers; builds them first
 	test -e .venv-models/ready || { sh tests/models/build.sh && touch .venv-models/ready; } || true
 	BATCHWRIGHT_TEST_MODELS=1 $(BIN)/pytest -rs tests/models
 
 ##@ Kill and break
-chaos: chaos-queue chaos-batches chaos-crowd chaos-documents chaos-failover chaos-tasks ## Run all kill tests but chaos-hosts
+chaos: chaos-queue chaos-batches chaos-crowd chaos-documents chaos-failover chaos-tasks ## Run all chaos tests except chaos-hosts
 
 chaos-batches: .venv/ready ## Kill workers of a large batch
 	$(BIN)/python -m tests.chaos.batches $(ARGS)
@@ -83,7 +83,7 @@ chaos-documents: .venv/ready ## Kill workers of documents
 chaos-failover: .venv/ready ## Fail over the database for half an hour
 	$(BIN)/python -m tests.chaos.failover $(ARGS)
 
-# Two hosts in network namespaces, of which one is cut off; needs root and `ip`, so `make chaos` leaves it out.
+# One of two hosts in network namespaces is cut off. Needs root and `ip`, so `make chaos` leaves it out.
 chaos-hosts: .venv/ready ## Cut off one of two hosts; needs root and ip
 	$(BIN)/python -m tests.chaos.hosts $(ARGS)
 
@@ -93,7 +93,7 @@ chaos-queue: .venv/ready ## Kill workers of a queue
 chaos-tasks: .venv/ready ## Kill workers of tasks
 	$(BIN)/python -m tests.chaos.tasks $(ARGS)
 
-siege: .venv/ready ## Attack the HTTP server in every way at once, beside an honest client
+siege: .venv/ready ## Attack the HTTP server in every way, while a normal client uses it
 	$(BIN)/python -m tests.siege.siege $(ARGS)
 
 ##@ Measure
@@ -135,11 +135,11 @@ docs: .venv/docs ## Write the generated pages, build the site and check its link
 screenshots: .venv/ready ## Take the pictures of the dashboard for the docs; needs Chromium
 	$(BIN)/python docs/screenshots.py $(ARGS)
 
-# The lists of prices, from the newest litellm that the package index has.
+# The lists of prices come from the newest litellm on the package index.
 prices: .venv/ready ## Update the lists of prices
 	$(BIN)/python tools/prices.py $(ARGS)
 
-# Pinned versions stay; `make lock ARGS=--upgrade` takes the newest. Every file of every version has its hash.
+# Pinned versions stay; `make lock ARGS=--upgrade` upgrades them. Every file of every version has its hash.
 lock: ## Pin the dependencies again, with hashes
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/pip install --quiet --disable-pip-version-check uv
@@ -152,7 +152,7 @@ lock: ## Pin the dependencies again, with hashes
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Apart from the rest, because `make test` can do without it: it has twelve thousand icons to unpack.
+# A separate target, because `make test` does not need it, and it unpacks twelve thousand icons.
 .venv/docs: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
@@ -163,5 +163,5 @@ lock: ## Pin the dependencies again, with hashes
 	.venv-bench/bin/pip install --quiet --disable-pip-version-check --editable '.[documents]'
 	@touch $@
 
-clean: ## Remove environments, caches and what was built
+clean: ## Remove environments, caches and build results
 	rm -rf build .venv .venv-bench .venv-lock .venv-models .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Write the pages that follow from code, figures or other pages: lifecycles, settings, the HTTP reference and others.
+"""Write the pages that are generated from code, figures or other pages, such as lifecycles and the HTTP reference.
 
 `python docs/generate.py` writes them; with `--check` it only says whether they are up to date.
 """
@@ -57,7 +57,7 @@ def _lifecycle(lifecycle: Lifecycle) -> str:
         verbs = ", ".join(move.verb for move in lifecycle.moves if (move.source, move.target) == (source, target))
         lines.append(f"    {source} --> {target}: {verbs}")
     lines += [f"    {state} --> [*]" for state in sorted(lifecycle.terminal)]
-    lines += ["```\n", "| state | what it means |", "|---|---|"]
+    lines += ["```\n", "| state | meaning |", "|---|---|"]
     lines += [f"| `{state}` | {meaning} |" for state, meaning in lifecycle.meanings.items()]
     lines += ["", "| verb | from | to | when |", "|---|---|---|---|"]
     lines += [f"| {move.verb} | `{move.source}` | `{move.target}` | {move.why} |" for move in lifecycle.moves]
@@ -70,7 +70,7 @@ def configuration() -> str:
         "Generated from the settings classes by `make docs`.\n",
         f"Settings come from the file `batchwright.toml`, or the one that `{PREFIX}CONFIG` names, then from the",
         "environment, then from flags. Later ones override earlier ones.\n",
-        "A setting whose name has a unit of time in it takes a number in that unit, or a duration such as",
+        "If a setting has a unit of time in its name, its value is a number in that unit, or a duration such as",
         '`"90s"`, `"5m"`, `"1h"`, `"2d"` or `"1h30m"`.\n',
         "```toml",
         'operations = ["shop.jobs"]',
@@ -190,7 +190,9 @@ def _route(method: str, path: str, route: dict[str, Any], scopes: dict[str, Any]
             kind = _type(schema) if schema else "no body"
             answers.append(f"`{status}` {kind}")
     errors = [status for status in route["responses"] if int(status) >= 400]
-    lines.append(f"Answers: {', '.join(answers)}; errors: {', '.join(f'`{status}`' for status in errors) or 'none'}.\n")
+    lines.append(
+        f"Responses: {', '.join(answers)}; errors: {', '.join(f'`{status}`' for status in errors) or 'none'}.\n"
+    )
     return lines
 
 

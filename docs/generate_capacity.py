@@ -45,9 +45,9 @@ def read_runs(folder: Path = FIGURES) -> dict[str, dict[str, Any]]:
 
 
 def capacity(runs: Runs | None = None) -> str:
-    """The page, with what stands between the marks written anew.
+    """The page, with new text between the marks.
 
-    A figure that no run has measured is named as such, and so is all that follows from it.
+    A figure that no run has measured appears as "not measured", and so does everything that depends on it.
     """
     tables = make_tables(read_runs() if runs is None else runs)
     return _GENERATED.sub(
@@ -59,8 +59,8 @@ def capacity(runs: Runs | None = None) -> str:
 def make_tables(runs: Runs) -> dict[str, list[str]]:
     """By the name of their mark."""
     known = {each.name: each.value(runs) for each in COEFFICIENTS}
-    requests = [reckon_requests(known, per_day) for per_day in REQUESTS]
-    jobs = [reckon_jobs(known, per_second) for per_second in JOBS]
+    requests = [calculate_requests(known, per_day) for per_day in REQUESTS]
+    jobs = [calculate_jobs(known, per_second) for per_second in JOBS]
     return {
         "sources": _sources(runs),
         "coefficients": _coefficients(runs),
@@ -70,7 +70,7 @@ def make_tables(runs: Runs) -> dict[str, list[str]]:
         "request storage": _request_storage(requests),
         "jobs": _fleet_table("jobs/s", jobs),
         "job storage": _job_storage(jobs),
-        "limits": _table(["what PostgreSQL has", "of it"], [[limit.name, limit.shown] for limit in LIMITS]),
+        "limits": _table(["resource", "limit"], [[limit.name, limit.shown] for limit in LIMITS]),
         "breaks": _breaks(requests, jobs),
         "thousand": _thousand(runs),
         "behind": _behind(runs),
@@ -81,13 +81,13 @@ def make_tables(runs: Runs) -> dict[str, list[str]]:
 
 
 def given(function: Callable[..., float], *values: Number) -> Number:
-    """The function of these values; None if one of them is not known."""
+    """The result of the function for these values; None if one of them is not known."""
     return None if any(value is None for value in values) else function(*values)
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """One number that the page reckons with: `scale` times a figure of a benchmark."""
+    """One number that the page calculates with: `scale` times a figure of a benchmark."""
 
     name: str
     meaning: str
@@ -103,7 +103,7 @@ class Coefficient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What one scale needs; cores, rates and the network at the peak, sizes by day."""
+    """What one load needs: cores, rates and the network at the peak, sizes by day."""
 
     what: str
     per_second: float
@@ -124,7 +124,7 @@ class Needs:
     network_per_second: Number = None
 
 
-def reckon_requests(known: Mapping[str, Number], per_day: float) -> Needs:
+def calculate_requests(known: Mapping[str, Number], per_day: float) -> Needs:
     peak = PEAK * per_day / DAY_SECONDS
     in_flight = peak * ANSWER_SECONDS
     work_cores = given(lambda us: peak * us / 1e6, known["request_worker_us"])
@@ -150,7 +150,7 @@ def reckon_requests(known: Mapping[str, Number], per_day: float) -> Needs:
     )
 
 
-def reckon_jobs(known: Mapping[str, Number], per_second: float) -> Needs:
+def calculate_jobs(known: Mapping[str, Number], per_second: float) -> Needs:
     per_day = per_second * DAY_SECONDS
     in_flight = per_second * RUN_SECONDS
     work_cores = given(lambda us: per_second * us / 1e6, known["job_python_us"])
@@ -187,7 +187,7 @@ def _of_postgres(
     per_day: float,
     work: tuple[Number, Number],
 ) -> dict[str, Number]:
-    """Processor and log: of upkeep, of each worker by the second, and of each piece of work."""
+    """CPU and log: of upkeep, of each worker per second, and of each request or job."""
     (each_core, each_log), (work_us, work_log) = each, work
     core = given(lambda n, upkeep, each: upkeep + n * each, workers, known["idle_core_all"], each_core)
     log = given(lambda n, upkeep, each: upkeep + n * each, workers, known["idle_log_all"], each_log)
@@ -200,7 +200,7 @@ def _of_postgres(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What the PostgreSQL that the page measures everything by has of one thing."""
+    """How much of one resource the PostgreSQL server has that the page compares all loads with."""
 
     name: str
     need: Callable[[Needs], Number]
@@ -209,7 +209,7 @@ class Limit:
 
 
 def find_breaks(needs: Needs) -> str:
-    """What is short first, most of all ahead; or what comes closest to it."""
+    """The limits that this load exceeds, the most exceeded one first; or the limit that it is closest to."""
     shares = [(limit, given(lambda need, limit=limit: need / limit.amount, limit.need(needs))) for limit in LIMITS]
     measured = sorted(((share, limit.name) for limit, share in shares if share is not None), reverse=True)
     unknown = [limit.name for limit, share in shares if share is None]
@@ -217,7 +217,7 @@ def find_breaks(needs: Needs) -> str:
     said = [f"**{', then '.join(over)}**"] if over else []
     if not over and measured:
         share, name = measured[0]
-        said.append(f"nothing; {name} comes closest ({_factor(share)})")
+        said.append(f"nothing; the closest is {name} ({_factor(share)})")
     if unknown:
         said.append(f"{NOT_MEASURED}: {', '.join(unknown)}")
     return "; ".join(said)
@@ -235,7 +235,7 @@ def show(value: Number, form: Callable[[float], str]) -> str:
 
 
 def count(value: float) -> str:
-    """Three digits of it."""
+    """The value with three digits."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -296,13 +296,13 @@ def _coefficients(runs: Runs) -> list[str]:
         ]
         for each in COEFFICIENTS
     )
-    return _table(["name", "what", "value", "from"], rows)
+    return _table(["name", "meaning", "value", "source"], rows)
 
 
 def _shares(runs: Runs) -> list[str]:
     found = runs.get("scale", {}).get("figures", {})
     rows = ([f"{workers}", show(found.get(f"share_{workers}"), unit("%"))] for workers in SHARED)
-    return _table(["workers", "requests per second, of the ideal"], rows)
+    return _table(["workers", "requests per second, share of the ideal"], rows)
 
 
 def _fleet_table(first: str, scales: Sequence[Needs]) -> list[str]:
@@ -357,7 +357,7 @@ def _job_storage(scales: Sequence[Needs]) -> list[str]:
 def _breaks(requests: Sequence[Needs], jobs: Sequence[Needs]) -> list[str]:
     rows = [[f"{each.what} requests per day", find_breaks(each)] for each in requests]
     rows += [[f"{each.what} jobs/s", find_breaks(each)] for each in jobs]
-    return _table(["scale", "more than that server has"], rows)
+    return _table(["load", "exceeded limits"], rows)
 
 
 def _thousand(runs: Runs) -> list[str]:
@@ -399,7 +399,7 @@ COEFFICIENTS = (
     Coefficient("idle_connections", "connections of an idle worker", "idle", "connections", count),
     Coefficient(
         "connection_bytes",
-        "memory of PostgreSQL for a connection, shared memory apart",
+        "memory of PostgreSQL for a connection, without shared memory",
         "idle",
         "connection_bytes",
         size,
@@ -442,7 +442,9 @@ COEFFICIENTS = (
         "busy_core", "cores of PostgreSQL for a worker that has requests", "scale", "busy_core_percent", count, 0.01
     ),
     Coefficient("busy_log", "write-ahead log of a worker that has requests", "scale", "busy_wal_bytes", rate),
-    Coefficient("share", "one batch on the most workers measured, of the ideal", "scale", "share", unit("%")),
+    Coefficient(
+        "share", "requests per second of one batch on eight workers, share of the ideal", "scale", "share", unit("%")
+    ),
 )
 
 ASSUMPTIONS = (
@@ -451,12 +453,12 @@ ASSUMPTIONS = (
     ("requests in flight per worker", f"{IN_FLIGHT} (`inference.concurrency`)"),
     ("a request and its answer", f"{size(REQUEST_BYTES)} and {size(ANSWER_BYTES)}"),
     ("files are kept", f"{FILE_DAYS:g} days"),
-    ("a job waits for something else", f"{RUN_SECONDS} s"),
+    ("time of a job, almost all of it spent waiting", f"{RUN_SECONDS} s"),
     ("jobs at once per worker", f"{SLOTS} (`worker.concurrency`)"),
     ("jobs are kept", f"{JOB_DAYS:g} days (`retention.succeeded_days`)"),
-    ("a worker uses of its core", f"at most {100 * BUSY:g} %"),
+    ("CPU of a worker", f"at most {100 * BUSY:g} % of a core"),
     ("connections of a busy worker", f"at most {CONNECTIONS_MAX} (`database.pool_size` and 2)"),
-    ("sessions that a pooler keeps", f"at most {POOLED}"),
+    ("sessions of a pooler", f"at most {POOLED}"),
 )
 
 LIMITS = (
@@ -470,7 +472,7 @@ LIMITS = (
         name="connections",
         need=lambda needs: given(lambda n: n * CONNECTIONS_MAX, needs.workers),
         amount=500,
-        shown="500, for workers that may all be busy",
+        shown="500, if all workers are busy",
     ),
     Limit(name="disk", need=lambda needs: needs.disk_kept, amount=2e12, shown=size(2e12)),
     Limit(name="write-ahead log", need=lambda needs: needs.log_per_second, amount=50e6, shown=rate(50e6)),

@@ -18,7 +18,7 @@ Notes = Callable[[type], dict[str, str]]
 
 
 def providers(notes_of: Notes) -> str:
-    """The page, with what stands between the marks written anew."""
+    """The page, with new text between the marks."""
     kinds = list(find_adapters().values())
     lines = [
         "Generated from the adapters by `make docs`.\n",

@@ -28,7 +28,7 @@ _ARROW = re.compile(r"^\s+(\S+) --> (\S+?)(?:: (.*))?$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
-    """List every decision note, the newest first, and every example."""
+    """Add every decision note, the newest first, and every example to the navigation."""
     shelves = {name: pages for shelf in config.nav for name, pages in shelf.items()}
     notes = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"), reverse=True)
     shelves["Decisions"][1:] = [f"decisions/{note.name}" for note in notes]
@@ -43,7 +43,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Links as the site has them, and charts without a script."""
+    """Change links to those of the site, and state diagrams to tables."""
     place = page.file.src_uri
     source = _SOURCES.get(place, f"docs/{place}")
     charted = _CHART.sub(lambda found: chart(found[1]), markdown)

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard for the docs, light and dark, taken of `batchwright demo` while it runs.
+"""Take pictures of the dashboard for the docs, light and dark, while `batchwright demo` runs.
 
 `make screenshots` writes them into docs/images. They show real jobs and a real batch of the demo.
 """
@@ -50,7 +50,7 @@ async def main() -> None:
 
 @asynccontextmanager
 async def demo() -> AsyncIterator[str]:
-    """A demo that stays until we are done; its address."""
+    """Run a demo until the pictures are taken, and yield its address."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "batchwright", "demo", "--keep", "--requests", str(REQUESTS)),
         stdout=asyncio.subprocess.PIPE,
@@ -73,9 +73,9 @@ async def demo() -> AsyncIterator[str]:
 
 
 async def furnish(http: httpx.AsyncClient) -> dict[str, str]:
-    """Jobs that succeed, fail and wait beside the demo's batch; answers the pages worth a picture."""
+    """Create jobs that succeed, fail and wait, beside the batch of the demo; return the pages for the pictures."""
     await until(lambda: knows(http, OPERATION), "the demo's workers have published no operation")
-    for n in range(12):  # tables that are not there, so that the inbox has something to show
+    for n in range(12):  # tables that do not exist, so that the inbox is not empty
         await submit(http, n % 3)
     await submit(http, 0, delay_seconds=3600)
     plan = {"name": "nightly-embeddings", "cron": "0 2 * * *", "timezone": "Europe/Berlin"}

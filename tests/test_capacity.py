@@ -96,14 +96,14 @@ def test_workers_follow_from_their_processor_where_waiting_needs_fewer(generator
     known = {each.name: each.value(runs()) for each in generator.COEFFICIENTS}
     # 2,314.8/s * 10 s in flight need 86 workers; at 10 ms of a core each, of which 70 % may be used, 34; at 40 ms 133.
     workers = [
-        generator.reckon_requests({**known, "request_worker_us": us}, 10**8).workers for us in (140, 10_000, 40_000)
+        generator.calculate_requests({**known, "request_worker_us": us}, 10**8).workers for us in (140, 10_000, 40_000)
     ]
     assert workers == [86, 86, 133]
 
 
 def test_what_breaks_first_is_what_is_exceeded_most(generator):
     tables = generator.make_tables(runs())
-    assert row(tables, "breaks", "100,000 requests per day")[1] == "nothing; connections comes closest (2 %)"
+    assert row(tables, "breaks", "100,000 requests per day")[1] == "nothing; the closest is connections (2 %)"
     assert row(tables, "breaks", "1,000,000,000 requests per day")[1] == "**connections (17.2 times)**"
     assert row(tables, "breaks", "10,000 jobs/s")[1] == "**disk (3.6 times), then connections (2.0 times)**"
 

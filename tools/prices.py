@@ -10,7 +10,7 @@ less that discount, and says `derived`.
 `src/batchwright/inference/prices.json` has the usual prices of chat and embedding models, by the provider's name in the
 source, with the batch prices beside them where they are known.
 
-Everything else stays out: a price that is unknown is better than one that is wrong.
+All other prices are left out: an unknown price is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROVIDERS = {
     "openai": ("openai", ""),
     "vertex": ("vertex_ai", "vertex_ai/"),
 }
-"""The source's word for each of our providers, and what stands before the names of its models."""
+"""The source's name for each of our providers, and the prefix of its models' names."""
 MAKERS = {
     "anthropic": "anthropic",
     "cohere": None,
@@ -55,11 +55,11 @@ MAKERS = {
     "voyage": None,
     "xai": None,
 }
-"""Those who sell models of their own, so that the model's name is enough; and our adapter that knows the discount."""
+"""Providers that sell their own models, so that the model's name is enough, and our adapter that knows the discount."""
 HOSTS = {"azure": "azure_openai", "deepseek": None, "fireworks_ai": None, "groq": "groq", "together_ai": None}
-"""Those whose models others have under the same name: only `provider/model` finds them."""
+"""Providers whose models others sell under the same name: only `provider/model` finds them."""
 SPEECH = {"aws": "transcribe/StartTranscriptionJob"}
-"""Only what is priced for the calls that we make: of Azure and Google the source has real-time prices."""
+"""Only prices of the calls that we make: for Azure and Google, the source has only real-time prices."""
 MODES = frozenset({"chat", "completion", "embedding", "responses"})
 FIGURES = {
     "input": "input_cost_per_token",
@@ -71,7 +71,7 @@ _LONG = re.compile(r"input_cost_per_token_above_(\d+)k_tokens")
 
 
 def make_list(source: Mapping[str, Mapping[str, Any]], version: str) -> dict[str, Any]:
-    """The document, from the source's."""
+    """Our list of batch prices, made from the source."""
     kinds = find_adapters()
     prices: dict[str, dict[str, Any]] = {}
     for kind, (word, prefix) in PROVIDERS.items():
@@ -95,7 +95,7 @@ def make_list(source: Mapping[str, Mapping[str, Any]], version: str) -> dict[str
 
 
 def make_model_list(source: Mapping[str, Mapping[str, Any]], version: str, date: str) -> dict[str, Any]:
-    """The document of usual prices, from the source's."""
+    """Our list of usual prices, made from the source."""
     kinds = find_adapters()
     prices: dict[str, dict[str, Any]] = {}
     for provider, kind in sorted((MAKERS | HOSTS).items()):
@@ -121,7 +121,7 @@ def read_model_price(said: Mapping[str, Any], discount: float | None) -> dict[st
     if said["mode"] == "embedding":
         said = {**said, "output_cost_per_token": said.get("output_cost_per_token") or 0}
     usual = {name: value for name, value in said.items() if not name.endswith("_batches")}
-    # Under the names of the batch prices, the usual ones are read as they are.
+    # The usual prices are read in the same way, under the names of the batch prices.
     price = read_price({**usual, **{f"{name}_batches": value for name, value in usual.items()}}, None)
     if price is None:
         return None
@@ -130,7 +130,7 @@ def read_model_price(said: Mapping[str, Any], discount: float | None) -> dict[st
 
 
 def _without_writes(price: dict[str, Any]) -> dict[str, Any]:
-    """Servers do not say how much of a prompt they wrote into their cache, so nobody could use this figure."""
+    """Remove the price of cache writes: servers do not report how much of a prompt they wrote into their cache."""
     return {
         name: _without_writes(value) if isinstance(value, dict) else value
         for name, value in price.items()
@@ -139,7 +139,7 @@ def _without_writes(price: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_theirs(provider: str, name: str, said: Mapping[str, Any]) -> bool:
-    """Whether it is a model for text of this provider; those of one region only are left out."""
+    """Whether it is a text model of this provider; models of a single region are left out."""
     word = str(said.get("litellm_provider")).removesuffix("_chat").removesuffix("-embedding-models")
     is_named = provider in ("fireworks_ai", "groq", "together_ai") or "/" not in name
     return said.get("mode") in MODES and word == provider and is_named
@@ -185,7 +185,7 @@ def _is_ours(word: str, kind: str, name: str, said: Mapping[str, Any]) -> bool:
 
 
 def _without_repetitions(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A version with the price of its model is found by the model's name."""
+    """Remove versions that cost the same as their model: the model's name finds their price."""
     return {
         name: price
         for name, price in found.items()
@@ -198,7 +198,7 @@ def _rounded(value: float) -> float:
 
 
 def write_list(document: Mapping[str, Any]) -> str:
-    """JSON with a line for each model, so that changes can be read."""
+    """JSON with a line for each model, so that people can read a diff."""
     head = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in document.items() if name != "prices"]
     kinds = []
     for kind, models in document["prices"].items():

@@ -1,4 +1,4 @@
-"""Write a travel CSV of any size, the same one each time: python make_large.py --rows 500000 --year 2026."""
+"""Write a travel CSV of any size, with the same content each time: python make_large.py --rows 500000 --year 2026."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 COLUMNS = ["reference", "organisation_unit", "activity", "date", "amount", "unit"]
 FACULTIES = ["ARCH", "BIO", "CHEM", "CIVIL", "ECON", "LIB", "MATH", "MECH", "PHYS"]
-TRIPS = [  # activity, how often, unit, shortest, longest
+TRIPS = [  # activity, frequency, unit, shortest, longest
     ("train", 40, "km", 12, 900),
     ("flight_short_haul", 16, "km", 250, 1500),
     ("hotel", 14, "night", 1, 6),
@@ -22,7 +22,7 @@ TRIPS = [  # activity, how often, unit, shortest, longest
     ("flight_short_haul", 2, "nmi", 140, 800),
     ("car_electric", 2, "mi", 5, 200),
 ]
-SPOILT = [  # what people really write: column, text
+BAD_VALUES = [  # common mistakes: column, text
     ("amount", "1.204,50"),
     ("unit", "kilometers"),
     ("date", "31.05.2026"),
@@ -34,10 +34,10 @@ SPOILT = [  # what people really write: column, text
 
 
 def rows(count: int, year: int, bad: int) -> Iterator[dict[str, str]]:
-    """Every so many rows one is spoilt, so that `bad` of them are, spread over the file."""
+    """Rows of which `bad` are bad, at regular intervals."""
     chance = random.Random(year)
-    spoilt = {count * (place + 1) // (bad + 1) for place in range(bad)}
-    weights = [often for _, often, _, _, _ in TRIPS]
+    bad_rows = {count * (place + 1) // (bad + 1) for place in range(bad)}
+    weights = [frequency for _, frequency, _, _, _ in TRIPS]
     for number in range(count):
         activity, _, unit, shortest, longest = chance.choices(TRIPS, weights)[0]
         amount = chance.uniform(shortest, longest)
@@ -49,8 +49,8 @@ def rows(count: int, year: int, bad: int) -> Iterator[dict[str, str]]:
             "amount": f"{amount:.0f}" if unit == "night" else f"{amount:.1f}",
             "unit": unit,
         }
-        if number in spoilt:
-            column, text = SPOILT[sorted(spoilt).index(number) % len(SPOILT)]
+        if number in bad_rows:
+            column, text = BAD_VALUES[sorted(bad_rows).index(number) % len(BAD_VALUES)]
             row[column] = text
         yield row
 
@@ -58,7 +58,7 @@ def rows(count: int, year: int, bad: int) -> Iterator[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=500_000)
-    parser.add_argument("--bad", type=int, default=7, help="how many rows are spoilt on purpose")
+    parser.add_argument("--bad", type=int, default=7, help="Number of rows that are bad on purpose")
     parser.add_argument("--year", type=int, default=2026)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent / "data" / "travel_large.csv")
     given = parser.parse_args()

@@ -37,11 +37,11 @@ Client = Annotated[AsyncBatchwright, Depends(find_client)]
 
 @app.post("/orders", status_code=201)
 async def create_order(new: NewOrder, batchwright: Client) -> dict[str, object]:
-    """The order and its job are one transaction: both are there after the commit, or neither."""
+    """The order and its job are in one transaction: after it, both exist, or neither."""
     async with open_session() as session, session.begin():
         order = Order(email=new.email, total=new.total)
         session.add(order)
-        await session.flush()  # now it has an id
+        await session.flush()  # sets the id
         job = await batchwright.enqueue(write_receipt, {"order_id": order.id}, connection=session)
         charge(order)
         return {"order": order.id, "job": str(job)}

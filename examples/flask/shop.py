@@ -1,4 +1,4 @@
-"""What the shop stores, by SQLAlchemy; the database is the one that Batchwright uses, too."""
+"""The tables of the shop, with SQLAlchemy, in the same database as Batchwright."""
 
 import os
 from decimal import Decimal
@@ -14,7 +14,7 @@ class Base(DeclarativeBase):
 
 
 class Order(Base):
-    """An order; its receipt is written by a job."""
+    """An order; a job writes its receipt."""
 
     __tablename__ = "flask_order"
     id: Mapped[int] = mapped_column(primary_key=True)

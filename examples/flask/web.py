@@ -15,23 +15,23 @@ app = Flask(__name__)
 
 @cache
 def batchwright() -> Batchwright:
-    """One client per process, opened with its first use: a server that forks must not have one before."""
+    """One client per process, opened when it is first used, because a server must not fork after that."""
     return Batchwright().open()
 
 
 class Declined(Exception):
-    """The bank says no."""
+    """The bank has declined the payment."""
 
 
 @app.post("/orders")
 def create_order() -> tuple[Response, int]:
-    """The order and its job are one transaction: both are there after the commit, or neither."""
+    """The order and its job are in one transaction: after it, both exist, or neither."""
     data = request.get_json(force=True)
     try:
         with Session(engine) as session, session.begin():
             order = Order(email=data["email"], total=Decimal(str(data["total"])))
             session.add(order)
-            session.flush()  # now it has an id
+            session.flush()  # sets the id
             job = batchwright().enqueue(write_receipt, {"order_id": order.id}, connection=session)
             charge(order)
             return jsonify(order=order.id, job=str(job)), 201

@@ -1,10 +1,10 @@
-"""What the shop stores."""
+"""The tables of the shop."""
 
 from django.db import models
 
 
 class Order(models.Model):
-    """An order; its receipt is written by a job."""
+    """An order; a job writes its receipt."""
 
     email = models.EmailField()
     total = models.DecimalField(max_digits=10, decimal_places=2)

@@ -1,4 +1,4 @@
-"""Django's settings; the database is the one that Batchwright uses, too."""
+"""Django's settings; the database is the same as Batchwright's."""
 
 import os
 

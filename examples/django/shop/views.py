@@ -15,18 +15,18 @@ from shop.models import Order
 
 @cache
 def batchwright() -> Batchwright:
-    """One client per process, opened with its first use: a server that forks must not have one before."""
+    """One client per process, opened when it is first used, because a server must not fork after that."""
     return Batchwright().open()
 
 
 class Declined(Exception):
-    """The bank says no."""
+    """The bank has declined the payment."""
 
 
 @csrf_exempt  # an API without cookies
 @require_POST
 def create_order(request: HttpRequest) -> JsonResponse:
-    """The order and its job are one transaction: both are there after the commit, or neither."""
+    """The order and its job are in one transaction: after it, both exist, or neither."""
     data = json.loads(request.body)
     try:
         with transaction.atomic():
