@@ -1,6 +1,6 @@
-"""`batchwright demo`: a batch over three simulated models and two workers, one of which is killed on the way.
+"""`batchwright demo`: a batch over three simulated models and two workers, one of which is killed.
 
-simulated model server, PostgreSQL, two workers ─▶ a file of requests ─▶ a batch ─▶ SIGKILL at a third
+simulated model server, PostgreSQL, two workers ─▶ a file of requests ─▶ a batch ─▶ SIGKILL after a third
 ─▶ the other worker takes over ─▶ a check of the requests that the server got, the tokens saved, and the manifest
 """
 
@@ -121,9 +121,9 @@ class Server:
         return await asyncio.to_thread(self.remote.stats)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Poll the server, until cancelled."""
         while True:
-            with contextlib.suppress(OSError):  # the check of the crew reports that the server is gone
+            with contextlib.suppress(OSError):  # `Stage.check` reports that the server is gone
                 self.in_flight = (await self.stats())["in_flight"]
             await asyncio.sleep(5 * LOOK_SECONDS)
 
@@ -277,10 +277,10 @@ def _check_each_time(stage: Stage, on_look: OnLook) -> OnLook:
 
 
 async def _kill_and_see(stage: Stage, batch: Batch, say: Say) -> Loss:
-    pid = await _choose(stage, batch)
+    pid = await _choose_victim(stage, batch)
     at = await read_clock(stage.batchwright)
     await stage.kill(pid)
-    # Read after the kill: before it, the worker may still end a shard and claim another.
+    # Read them after the kill: until then, the worker may still end a shard and claim another.
     holdings = await _find_holdings(stage.batchwright, JobId(batch.job_id))
     held = holdings.pop(pid, [])
     others = sum(map(len, holdings.values()))
@@ -297,7 +297,7 @@ async def _kill_and_see(stage: Stage, batch: Batch, say: Say) -> Loss:
 
 
 async def _wait_for_takeover(stage: Stage, batch_id: str, held: Sequence[Job], since: datetime) -> float | None:
-    """Seconds until a later claim of one of these shards had an answer; None if the batch needed none."""
+    """Seconds until a later claim of one of these shards had an answer; None if the batch ended without one."""
     lost = [(Shard(**job.payload), job.claims) for job in held]
     while True:
         has_ended = (await stage.batch(batch_id)).has_ended
@@ -324,8 +324,8 @@ async def read_takeover(pool: Pool, batch_id: str, lost: Sequence[tuple[Shard, i
     return seconds
 
 
-async def _choose(stage: Stage, batch: Batch) -> int:
-    """At about a third of the batch: the process id of the worker with the most shards."""
+async def _choose_victim(stage: Stage, batch: Batch) -> int:
+    """Wait for a third of the batch; returns the process id of the worker that then holds the most shards."""
     while True:
         now = await stage.batch(batch.id)
         held = await _find_holdings(stage.batchwright, JobId(batch.job_id))
@@ -349,7 +349,7 @@ def _shards_text(n: int) -> str:
     return f"{n} shard{'' if n == 1 else 's'}"
 
 
-# The end ----------------------------------------------------------------------------------------------------------
+# The report -------------------------------------------------------------------------------------------------------
 
 
 async def _report(stage: Stage, batch: Batch, loss: Loss, requests: int, path: Path) -> Report:
