@@ -1,4 +1,4 @@
-"""Django's command line, for this project."""
+"""Django's command line for this project."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Write a travel CSV of any size, the same one each time: python make_large.py --rows 500000 --year 2026."""
+"""Write a travel CSV of any size, always the same one: python make_large.py --rows 500000 --year 2026."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 COLUMNS = ["reference", "organisation_unit", "activity", "date", "amount", "unit"]
 FACULTIES = ["ARCH", "BIO", "CHEM", "CIVIL", "ECON", "LIB", "MATH", "MECH", "PHYS"]
-TRIPS = [  # activity, how often, unit, shortest, longest
+TRIPS = [  # activity, weight, unit, minimum, maximum
     ("train", 40, "km", 12, 900),
     ("flight_short_haul", 16, "km", 250, 1500),
     ("hotel", 14, "night", 1, 6),
@@ -22,7 +22,7 @@ TRIPS = [  # activity, how often, unit, shortest, longest
     ("flight_short_haul", 2, "nmi", 140, 800),
     ("car_electric", 2, "mi", 5, 200),
 ]
-SPOILT = [  # what people really write: column, text
+SPOILT = [  # mistakes that people make: column, text
     ("amount", "1.204,50"),
     ("unit", "kilometers"),
     ("date", "31.05.2026"),
@@ -34,7 +34,7 @@ SPOILT = [  # what people really write: column, text
 
 
 def rows(count: int, year: int, bad: int) -> Iterator[dict[str, str]]:
-    """Every so many rows one is spoilt, so that `bad` of them are, spread over the file."""
+    """The rows of the file; `bad` of them, evenly spread, are invalid."""
     chance = random.Random(year)
     spoilt = {count * (place + 1) // (bad + 1) for place in range(bad)}
     weights = [often for _, often, _, _, _ in TRIPS]
@@ -58,7 +58,7 @@ def rows(count: int, year: int, bad: int) -> Iterator[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=500_000)
-    parser.add_argument("--bad", type=int, default=7, help="how many rows are spoilt on purpose")
+    parser.add_argument("--bad", type=int, default=7, help="number of invalid rows")
     parser.add_argument("--year", type=int, default=2026)
     parser.add_argument("--to", type=Path, default=Path(__file__).parent / "data" / "travel_large.csv")
     given = parser.parse_args()

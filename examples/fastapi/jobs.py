@@ -1,4 +1,4 @@
-"""What workers run: `batchwright worker jobs.py`."""
+"""The operations of the shop: `batchwright worker jobs.py`."""
 
 from shop import Order, open_session
 

@@ -37,7 +37,7 @@ Client = Annotated[AsyncBatchwright, Depends(find_client)]
 
 @app.post("/orders", status_code=201)
 async def create_order(new: NewOrder, batchwright: Client) -> dict[str, object]:
-    """The order and its job are one transaction: both are there after the commit, or neither."""
+    """Store the order and its job in one transaction: either both exist after it, or neither."""
     async with open_session() as session, session.begin():
         order = Order(email=new.email, total=new.total)
         session.add(order)

@@ -1,4 +1,4 @@
-"""What workers run: `batchwright worker jobs.py`."""
+"""The operations of the shop: `batchwright worker jobs.py`."""
 
 from shop import Order, engine
 from sqlalchemy.orm import Session
@@ -8,7 +8,7 @@ from batchwright import operation
 
 @operation("write_receipt")
 def write_receipt(order_id: int) -> str:
-    """A plain function runs in a thread, where a blocking session is right."""
+    """A plain function runs in a thread, so a blocking session is fine."""
     with Session(engine) as session, session.begin():
         order = session.get_one(Order, order_id)
         order.receipt = f"{order.email} paid {order.total}"

@@ -1,4 +1,4 @@
-"""What the shop stores, by SQLAlchemy; the database is the one that Batchwright uses, too."""
+"""The tables of the shop, with SQLAlchemy; Batchwright uses the same database."""
 
 import os
 from decimal import Decimal

@@ -15,17 +15,17 @@ app = Flask(__name__)
 
 @cache
 def batchwright() -> Batchwright:
-    """One client per process, opened with its first use: a server that forks must not have one before."""
+    """One client per process, opened on first use: a server that forks must not open one before it forks."""
     return Batchwright().open()
 
 
 class Declined(Exception):
-    """The bank says no."""
+    """The bank declines the payment."""
 
 
 @app.post("/orders")
 def create_order() -> tuple[Response, int]:
-    """The order and its job are one transaction: both are there after the commit, or neither."""
+    """Store the order and its job in one transaction: either both exist after it, or neither."""
     data = request.get_json(force=True)
     try:
         with Session(engine) as session, session.begin():

@@ -1,4 +1,4 @@
-"""Django's settings; the database is the one that Batchwright uses, too."""
+"""Django's settings; Batchwright uses the same database."""
 
 import os
 

@@ -15,18 +15,18 @@ from shop.models import Order
 
 @cache
 def batchwright() -> Batchwright:
-    """One client per process, opened with its first use: a server that forks must not have one before."""
+    """One client per process, opened on first use: a server that forks must not open one before it forks."""
     return Batchwright().open()
 
 
 class Declined(Exception):
-    """The bank says no."""
+    """The bank declines the payment."""
 
 
 @csrf_exempt  # an API without cookies
 @require_POST
 def create_order(request: HttpRequest) -> JsonResponse:
-    """The order and its job are one transaction: both are there after the commit, or neither."""
+    """Store the order and its job in one transaction: either both exist after it, or neither."""
     data = json.loads(request.body)
     try:
         with transaction.atomic():

@@ -4,7 +4,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    """Made by `python manage.py makemigrations`."""
+    """Created by `python manage.py makemigrations`."""
 
     initial = True
     dependencies = []
