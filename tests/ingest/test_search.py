@@ -332,7 +332,7 @@ def test_queries_that_cannot_be_searched_for_say_why(query, error, message):
 async def test_options_out_of_range_are_refused(shelf):
     await fill(shelf)
     for options in ({"limit": 0}, {"limit": 101}, {"mode": "magic"}):
-        with pytest.raises(InvalidInput, match="is .*; use "):
+        with pytest.raises(InvalidInput, match=r"is .*; use "):
             await texts(shelf, "a", **options)
 
 

@@ -77,7 +77,11 @@ async def nothing_was_made(stage):
             "endpoit",
             "the option 'endpoit' is unknown; use one of: completion_window, endpoint",
         ),
-        ({"task_type": "completion", "models": ["openai/m"] * 2, "inputs": [URL]}, "models", "openai/m is listed twice"),
+        (
+            {"task_type": "completion", "models": ["openai/m"] * 2, "inputs": [URL]},
+            "models",
+            "openai/m is listed twice",
+        ),
         (transcription(provider="google", models=["long", "long"]), "models", "google/long is listed twice"),
         (transcription(model="a", models=["b"]), "models", "`model` or `models`, not both"),
         (transcription(inputs=[URL, {"filename": "a.wav"}]), "inputs", "input 2 has neither url nor file_id"),
