@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import batchwright
 from batchwright.commands import LazyCommand, app
 from batchwright.simulator import PROFILES
 
@@ -50,6 +52,17 @@ def test_the_tree_has_every_command_that_people_are_told_of() -> None:
         "job cancel",
         "job rerun",
     }
+
+
+def test_the_commands_on_pages_without_data_exist() -> None:
+    """A page without data shows a command. Its words up to the first argument are in the tree."""
+    templates = Path(batchwright.__file__).parent.rglob("*.html")
+    shown = [line for path in templates for line in re.findall(r'command="batchwright ([a-z ]+)', path.read_text())]
+    assert len(shown) >= 5
+    for line in shown:
+        words = tuple(line.split())
+        known = max((words[:n] for n in range(len(words) + 1) if words[:n] in TREE), key=len)
+        assert known in LEAVES, f"batchwright {line}: {' '.join(known)} has no such command"
 
 
 @pytest.mark.parametrize("words", list(TREE), ids=" ".join)

@@ -437,7 +437,7 @@ LISTS = {
     ),
     "costs": Drawn(
         draw=draw_costs, tables=["ingest.commands.costs:_print"], commands=[("ingest", "costs")],
-        whole=["realtime", NUMBER, "$12,345.67", "in all"],
+        whole=["realtime", NUMBER, "$12,345.67", "total"],
     ),
 }  # fmt: skip
 NOT_LISTS = {("ingest", "search")}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +20,11 @@ import pytest
 from rich.console import Console
 
 from batchwright.app import AsyncBatchwright
+from batchwright.batches.plan.shards import Shard
 from batchwright.db.check import Finding, Level
+from batchwright.db.database import Pool
 from batchwright.demo import requests as demo_requests
-from batchwright.demo.batch import Server, Stage
+from batchwright.demo.batch import Server, Stage, read_takeover
 from batchwright.demo.report import Report, print_report
 from batchwright.demo.requests import MODELS, input_order_share, write_requests
 from batchwright.demo.stage import Tethered, own_environment
@@ -241,6 +244,49 @@ def test_the_order_of_the_file_saves_less_than_the_order_of_the_prompts(tmp_path
     lines = sorted(requests_of(path), key=lambda line: line["body"]["messages"][0]["content"])
     ordered.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     assert 0.3 < input_order_share(path) < 0.8 < 0.9 < input_order_share(ordered) < 0.95
+
+
+# The figure of the takeover ---------------------------------------------------------------------------------------
+
+BATCH = f"batch_{1:032x}"
+KILLED_AT = datetime(2026, 7, 1, 12, tzinfo=UTC)
+
+
+async def register(pool: Pool, shard: Shard, claim: int, seconds_after_kill: float) -> None:
+    """Add a registered answer of this claim."""
+    await pool.rows(
+        "INSERT INTO batchwright.batch (id, tenant, job_id, queue, priority, endpoint, input_file_id, "
+        "completion_window, family, created_at, expires_at) VALUES (%(id)s, 'default', gen_random_uuid(), 'batches', "
+        "5, '/v1/chat/completions', 'file-1', '24h', %(id)s, now(), now() + interval '1 day') "
+        "ON CONFLICT DO NOTHING RETURNING id",
+        {"id": shard.batch_id},
+    )
+    await pool.rows(
+        "INSERT INTO batchwright.batch_segment (batch_id, shard, claim, seq, host, start_byte, end_byte, lines, tally, "
+        "registered_at) VALUES (%(id)s, %(shard)s, %(journal)s, 0, 'host', 0, 1, 1, '{}', %(at)s) RETURNING id",
+        {
+            "id": shard.batch_id,
+            "shard": shard.number,
+            "journal": shard.journal_number(claim),
+            "at": KILLED_AT + timedelta(seconds=seconds_after_kill),
+        },
+    )
+
+
+async def test_the_takeover_is_the_first_answer_of_a_later_claim_of_a_lost_shard(pool: Pool) -> None:
+    whole = Shard(batch_id=BATCH, model="m", number=3, start=0, count=1_000)
+    lost, kept = (dataclasses.replace(whole, branch=branch) for branch in (100, 400))
+    held = [(lost, 1)]
+    for shard, claim, seconds in ((lost, 1, -0.1), (whole, 1, -5.2), (kept, 1, -4.0), (kept, 1 + 1, 0.5)):
+        await register(pool, shard, claim, seconds)
+    await register(pool, dataclasses.replace(lost, batch_id=f"batch_{2:032x}"), 2, 0.7)
+    await register(pool, dataclasses.replace(lost, round=1), 1, 0.8)
+    assert await read_takeover(pool, BATCH, held, KILLED_AT) is None
+    await register(pool, lost, 3, 4.5)
+    await register(pool, lost, 2, 3.25)
+    assert await read_takeover(pool, BATCH, held, KILLED_AT) == 3.25
+    assert await read_takeover(pool, BATCH, [(whole, 1)], KILLED_AT) is None
+    assert await read_takeover(pool, BATCH, [], KILLED_AT) is None
 
 
 # What it stands on ------------------------------------------------------------------------------------------------

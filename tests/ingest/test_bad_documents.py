@@ -40,9 +40,9 @@ PDF = make_pdf(["some text"] * 20)
         (make_scan(), "a.pdf", SchemaInvalid, "no_text_layer", "no page of 1 has a text layer"),
         (make_docx("", x=bytes(11_000_000)), "a.docx", Fatal, "unpacked_too_large", "unpacks to 11,000"),
         (make_docx("", **{"word/document.xml": LAUGHS}), "a.docx", Fatal, "damaged_document", "amplification"),
-        (make_pdf(["x"] * 10_000), "a.pdf", Fatal, "too_many_pages", "has 10,000 pages; at most 1,000"),
-        (b"<!DOCTYPE html><html>Sign in</html>", "a.pdf", SchemaInvalid, "wrong_format", "not PDF but html"),
-        (b"sorry, not found", "a.docx", SchemaInvalid, "wrong_format", "not DOCX but text"),
+        (make_pdf(["x"] * 10_000), "a.pdf", Fatal, "too_many_pages", "has 10,000 pages; the limit is 1,000"),
+        (b"<!DOCTYPE html><html>Sign in</html>", "a.pdf", SchemaInvalid, "wrong_format", "html, not PDF"),
+        (b"sorry, not found", "a.docx", SchemaInvalid, "wrong_format", "text, not DOCX"),
         (make_zip({"a.txt": "text"}), "a.docx", SchemaInvalid, "unsupported_format", "is a ZIP archive"),
         (b"\x89PNG\r\n\x1a\n" + bytes(50), "a.txt", SchemaInvalid, "unsupported_format", "is a PNG image"),
         (bytes(range(256)), "a.txt", SchemaInvalid, "unsupported_format", "is binary data"),
@@ -74,7 +74,7 @@ async def test_a_size_that_an_archive_does_not_keep_to_is_found(extract):
 async def test_a_bomb_inside_of_a_pdf_ends_at_the_memory(extract):
     bomb = zlib.compress(b" " * 300_000_000, 1)
     data = make_pdf(["x"], content=bomb)
-    with pytest.raises(Fatal, match=r"perhaps 400 MB of memory are too few|more than 400 MB") as raised:
+    with pytest.raises(Fatal, match=r"more than 400 MB of memory") as raised:
         await extract(data, "a.pdf", limits=replace(SMALL, memory_bytes=400_000_000))
     assert raised.value.code in {"extractor_crash", "out_of_memory"}
 

@@ -173,7 +173,7 @@ class TestEnds:
         found = await shelf.search.search("default", "papers", "document chunk", limit=100)
         assert {hit.name for hit in found.hits} == {"0.txt", "2.txt"}
         assert (await shelf.collections.get("default", "papers")).documents == 2
-        with pytest.raises(Conflict, match="retired already"):
+        with pytest.raises(Conflict, match="already retired"):
             await shelf.collections.retire("default", "papers", document.id)
 
 

@@ -20,7 +20,7 @@ async def slow(ctx):
         case "batch.txt":
             raise Deferred("a batch of 1,200 embeddings", 600, waits_for="batch")
         case "rate.txt":
-            raise RateLimited("the tokens of this minute are used up", retry_after=600, code="rate_budget")
+            raise RateLimited("the token limit of this minute is used up", retry_after=600, code="rate_budget")
         case "retry.txt":
             raise Transient("HTTP 503", code="server_error")
 """
@@ -64,7 +64,7 @@ async def test_steps_that_wait_say_for_what_and_until_when(stage):
     assert batch.message == "waits for a batch: a batch of 1,200 embeddings"
     assert batch.until is not None
     (rate,) = await explained(stage, id, "rate.txt")
-    assert rate.message == "waits for the rate limit: the tokens of this minute are used up"
+    assert rate.message == "waits for the rate limit: the token limit of this minute is used up"
     assert "of 50 after: HTTP 503" in waits["backoff"].message
     assert await explained(stage, id, "good.txt") == []
     run = await stage.part.submission.cancel(id, tenant=None)

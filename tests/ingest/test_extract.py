@@ -155,7 +155,7 @@ async def test_mail_that_breaks_the_rules_is_read(extract):
 async def test_a_wrong_extension_is_noticed_and_the_content_counts(extract):
     text = await extract(make_pdf(["I am a PDF"]), "a.docx")
     assert (text.text, text.format) == ("I am a PDF", "pdf")
-    assert text.warnings == ("a.docx is pdf, whatever its name says",)
+    assert text.warnings == ("a.docx is pdf, although its name has another extension",)
     assert (await extract(make_mail().as_bytes(), "a.txt")).format == "eml"
     assert (await extract("<!doctype html><p>Hello", "a.md")).format == "html"
     assert (await extract("just words", "a.eml")).format == "text"

@@ -329,7 +329,7 @@ async def test_a_model_that_only_a_batch_api_has_goes_through_it(at_provider):
     prompt, _, cost = await events(stage)
     assert (run.prompt_tokens, run.spent, run.reserved) == (prompt, cost, 0)
     assert prompt > 0
-    with pytest.raises(ConfigurationError, match="only a provider's batch API has the model 'embedder'"):
+    with pytest.raises(ConfigurationError, match="only a provider's batch API serves the model 'embedder'"):
         await stage.part.models.find_embedder("embedder", None).embed_query("whales")
 
 

@@ -75,7 +75,7 @@ async def test_a_cancelled_run_ends_with_its_open_documents_and_can_be_taken_up_
     run = await stage.part.submission.cancel(items[0].run_id, tenant=None)
     assert (run.status, run.item_count_done, run.item_count_cancelled) == (RunStatus.CANCELLED, 1, 2)
     await check_counters(stage, run.id)
-    with pytest.raises(Conflict, match="is CANCELLED, and cannot be cancelled"):
+    with pytest.raises(Conflict, match="is already CANCELLED, and cannot be cancelled"):
         await stage.part.submission.cancel(run.id, tenant=None)
     for item in items[1:]:
         assert await bench.queue.claim_job("w", JobId(item.job_id), [ITEM_JOB]) is None

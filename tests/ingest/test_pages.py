@@ -42,7 +42,7 @@ async def test_a_run_is_a_funnel_and_what_it_indexed_is_found_in_its_context(dat
                 await look(page, "/ui/documents/inbox")
                 await page.get_by_role("button", name="Retry all").click()
                 await page.get_by_role("dialog").get_by_role("button", name="Retry all").click()
-                await expect(page.get_by_text("1 documents are tried again.")).to_be_visible()
+                await expect(page.get_by_text("1 documents are retried.")).to_be_visible()
                 await stage.ended(run.id)
                 await page.goto("/ui/documents")
                 await page.get_by_label("Words to find in papers").fill("largest whale")
@@ -56,7 +56,7 @@ async def test_a_run_is_a_funnel_and_what_it_indexed_is_found_in_its_context(dat
                 await look(page, "/ui/documents/collections/papers")
                 await page.goto(f"/ui/documents/runs/{run.id}")
                 await page.get_by_role("button", name="Retry 1 failed").click()
-                await expect(page.get_by_text("1 documents are tried again.")).to_be_visible()
+                await expect(page.get_by_text("1 documents are retried.")).to_be_visible()
             await stage.ended(run.id)
             await _check_scopes(stage, server.url, run.id)
         finally:

@@ -31,7 +31,7 @@ def make(name, after=(), before=(), fingerprint="1"):
         ([make("A"), make("B", ["A"], ["D"])], "names 'D', which is not a step"),
         ([make("A"), make("B", ["A", "C"]), make("C", ["B"])], "steps wait for each other: "),
         ([make("A", ["A"])], "steps wait for each other"),
-        ([make("A"), make("B")], "these steps come first: A, B; only one may"),
+        ([make("A"), make("B")], "only one step may come first, not A, B"),
         ([make("a")], "'a' needs a name of capitals"),
         ([make("A-B")], "needs a name of capitals"),
         ([make("A" * 65)], "needs a name of capitals"),

@@ -181,7 +181,7 @@ async def test_a_running_batch_of_the_same_size_is_adopted_and_must_prove_itself
     assert job == Job(external_id="msgbatch_1", extra={"is_unproved": True})
     ended = Status(phase=Phase.ENDED, raw_status="ended", ending=Ending.EXPIRED)
     anthropic.say(f"{PATH}/msgbatch_1/results", first("bw-2"))
-    with pytest.raises(InDoubt, match="another's"):
+    with pytest.raises(InDoubt, match="belongs to another task"):
         _ = [one async for one in anthropic.adapter.results(anthropic.chat("a", "b"), job, ended)]
     anthropic.say(f"{PATH}/msgbatch_1/results", first("bw-1"))
     assert len([one async for one in anthropic.adapter.results(anthropic.chat("a", "b"), job, ended)]) == 2

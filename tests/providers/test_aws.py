@@ -447,7 +447,7 @@ async def test_keys_that_are_missing_are_named_and_nothing_is_sent(stub, http):
         ({"bucket": "gs://b"}, "s3://bucket/folder"),
         ({"bucket": "s3://"}, "s3://bucket/folder"),
         ({"region": ""}, "region"),
-        ({"access_key_id_env": "A"}, "together"),
+        ({"access_key_id_env": "A"}, "set both"),
         ({"base_url": "nowhere"}, "base_url"),
     ],
 )

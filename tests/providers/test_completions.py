@@ -76,11 +76,11 @@ async def test_only_line_feeds_end_lines_and_long_ones_are_skipped(parts, expect
         ([], "the file has no requests", None),
         ([line("a"), b"{broken"], "line 2: it is not JSON", None),
         ([b"[1]"], "line 1: it is not a JSON object", None),
-        ([line(5)], "line 1: custom_id must be a text", "custom_id"),
-        ([line("")], "line 1: custom_id must be a text", "custom_id"),
+        ([line(5)], "line 1: custom_id must be a string", "custom_id"),
+        ([line("")], "line 1: custom_id must be a string", "custom_id"),
         ([line(body=[])], "line 1: body must be a JSON object", "body"),
-        ([line(url=5)], "line 1: url must be a text", "url"),
-        ([line("a"), line("b"), line("a")], "line 3: the custom_id is that of line 1", "custom_id"),
+        ([line(url=5)], "line 1: url must be a string", "url"),
+        ([line("a"), line("b"), line("a")], "line 3: line 1 has the same custom_id", "custom_id"),
         ([line(url="/v1/embeddings")], "line 1: its url is '/v1/embeddings'", "url"),
         ([line("a"), line("b", body={"model": "other"})], "line 2: its model differs", "body.model"),
         ([line(str(n)) for n in range(4)], "the file has more than 3 requests", None),
@@ -116,14 +116,14 @@ async def test_a_request_that_is_not_for_the_provider_is_refused(tools, changed,
 async def test_a_file_that_is_too_large_is_refused(tools):
     abilities = dataclasses.replace(ABILITIES, request_bytes_max=10)
     (problem,) = completions.check_request(request(tools, line()), abilities, [completions.CHAT])
-    assert "the provider takes 10" in problem.message
+    assert "the provider accepts 10" in problem.message
 
 
 async def test_a_file_that_turns_out_to_be_too_large_is_refused(tools):
     asked = request(tools, line("a"), line("b"), line("c"))
     abilities = dataclasses.replace(ABILITIES, request_bytes_max=asked.inputs[0].bytes - 20)
     (problem,) = await completions.check_lines(tools, asked, abilities)
-    assert "which is what the provider takes" in problem.message
+    assert "the provider's limit" in problem.message
 
 
 async def test_a_file_is_written_anew_with_its_length_known(tools):

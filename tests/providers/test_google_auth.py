@@ -152,7 +152,7 @@ async def test_nothing_of_a_bad_key_file_is_shown(http, tmp_path, server):
         json.dumps({"private_key": elliptic, "client_email": EMAIL, "token_uri": server.url}),
     ):
         file.write_text(content)
-        with pytest.raises(Fatal, match="no readable key file") as caught:
+        with pytest.raises(Fatal, match="cannot be read as the key file") as caught:
             await tokens(http, service_account_file=file).text()
         assert caught.value.scope == "credential"
         assert "PRIVATE" not in str(caught.value)

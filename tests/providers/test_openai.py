@@ -194,7 +194,7 @@ async def test_a_list_is_read_until_it_is_too_old(openai):
 async def test_limits_can_be_set_for_a_compatible_service():
     async with telling("openai", requests_max=1, request_bytes_max=10) as told:
         assert told.adapter.abilities.requests_max == 1
-        assert any("takes 10" in one.message for one in told.adapter.validate(told.chat("a")))
+        assert any("accepts 10" in one.message for one in told.adapter.validate(told.chat("a")))
         problems = await told.adapter.inspect(told.chat("a", "b"))
         assert [one.message[:25] for one in problems] == ["the file has more than 10", "the file has more than 1 "]
     async with telling("openai") as told:

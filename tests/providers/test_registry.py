@@ -94,7 +94,7 @@ def test_two_providers_of_one_name_are_refused(tmp_path):
 async def test_an_unknown_provider_is_refused_with_a_hint(tools):
     with pytest.raises(ConfigurationError, match="no provider 'opnai'; did you mean 'openai'"):
         make_adapter(find_adapters(), "opnai", {}, tools)
-    with pytest.raises(ConfigurationError, match=r"there are .*mistral"):
+    with pytest.raises(ConfigurationError, match=r"use one of: .*mistral"):
         make_adapter(find_adapters(), "zzz", {}, tools)
 
 

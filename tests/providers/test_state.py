@@ -196,7 +196,7 @@ def test_a_failed_end_says_why() -> None:
     )
     assert state.record_end(job, failed, TaskEnding.FAILED)["error"] == "the audio cannot be read"
     expired = state.record_end(job, ended(Ending.EXPIRED), TaskEnding.FAILED)["error"]
-    assert expired == "the job ended without a result: expired (the provider says Done)"
+    assert expired == "the job ended without a result: expired (the provider's status is Done)"
 
 
 def test_recording_leaves_the_old_document_as_it_was() -> None:

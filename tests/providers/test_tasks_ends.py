@@ -157,7 +157,7 @@ async def test_a_task_of_a_type_that_nothing_does_fails_and_says_so(stage):
     stage.work()
     task = await stage.until(id, lambda task: task.has_ended)
     assert task.status is TaskStatus.FAILED
-    assert task.error["message"] == "no provider here supports tasks of the type 'translation'"
+    assert task.error["message"] == "no configured provider supports tasks of the type 'translation'"
 
 
 # Credentials ------------------------------------------------------------------------------------------------------

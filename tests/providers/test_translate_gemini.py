@@ -75,7 +75,7 @@ def test_images_audio_and_files():
 def test_vertex_takes_images_by_url(url):
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
     assert turns(message, has_uris=True)[0]["parts"] == [{"fileData": {"fileUri": url, "mimeType": "image/jpeg"}}]
-    with pytest.raises(Unmapped, match="data URLs only"):
+    with pytest.raises(Unmapped, match="images only as data URLs"):
         turns(message)
 
 

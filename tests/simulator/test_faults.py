@@ -188,11 +188,11 @@ def test_a_rule_reads_as_it_was_written(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("200", "there is no kind '200'; there are 400 to 599, array, bad_json"),
+        ("200", "there is no kind '200'; use 400 to 599, array, bad_json"),
         ("500:2", "rate=2 must be a number from 0 to 1"),
         ("500:nan", "rate=nan must be a number"),
-        ("500:seconds=2", "'seconds=2' is not understood; 500 accepts code, limit"),
-        ("hang:0.1:soon", "'soon' is not understood; hang accepts"),
+        ("500:seconds=2", "'seconds=2' is not an option; 500 accepts code, limit"),
+        ("hang:0.1:soon", "'soon' is not an option; hang accepts"),
         ("big:bytes=1e12", "bytes=1e12 must be a number from 0 to"),
     ],
 )

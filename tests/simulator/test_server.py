@@ -111,8 +111,8 @@ async def test_lengths_without_a_maximum_have_the_median_of_the_profile():
         (CHAT, chat(stream=True), "stream", "does not stream"),
         (CHAT, chat(max_tokens=0), "max_tokens", "max_tokens is 0"),
         (CHAT, chat(n=1000), "n", "n is 1000"),
-        ("/v1/completions", {"model": "m"}, "prompt", "must be a text"),
-        ("/v1/embeddings", {"model": "m", "input": [{}]}, None, "must be a text or a list of token numbers"),
+        ("/v1/completions", {"model": "m"}, "prompt", "must be a string"),
+        ("/v1/embeddings", {"model": "m", "input": [{}]}, None, "must be a string or a list of token numbers"),
         ("/v1/responses", {"model": "m"}, "input", "must provide an input"),
     ],
 )

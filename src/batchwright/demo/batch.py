@@ -1,6 +1,6 @@
-"""`batchwright demo`: a batch over three simulated models and two workers, one of which is killed on the way.
+"""`batchwright demo`: a batch over three simulated models and two workers, one of which is killed.
 
-simulated model server, PostgreSQL, two workers ─▶ a file of requests ─▶ a batch ─▶ SIGKILL at a third
+simulated model server, PostgreSQL, two workers ─▶ a file of requests ─▶ a batch ─▶ SIGKILL after a third
 ─▶ the other worker takes over ─▶ a check of the requests that the server got, the tokens saved, and the manifest
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from batchwright.batches.commands.watch import Lines, OnLook, View, begin_view, 
 from batchwright.batches.local import SenderLoad, Silence
 from batchwright.batches.output.verify import verify
 from batchwright.batches.part import BatchesPart
+from batchwright.batches.plan.shards import Shard
 from batchwright.batches.store import Batch, NewBatch
 from batchwright.batches.submission import create, store_input
 from batchwright.cli.show import number, size
+from batchwright.db.database import Pool
 from batchwright.demo.report import Report, print_report
 from batchwright.demo.requests import CACHE_BLOCKS, MODELS, input_order_share, write_requests
 from batchwright.demo.stage import (
@@ -119,9 +121,9 @@ class Server:
         return await asyncio.to_thread(self.remote.stats)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Poll the server, until cancelled."""
         while True:
-            with contextlib.suppress(OSError):  # the check of the crew reports that the server is gone
+            with contextlib.suppress(OSError):  # `Stage.check` reports that the server is gone
                 self.in_flight = (await self.stats())["in_flight"]
             await asyncio.sleep(5 * LOOK_SECONDS)
 
@@ -275,9 +277,13 @@ def _check_each_time(stage: Stage, on_look: OnLook) -> OnLook:
 
 
 async def _kill_and_see(stage: Stage, batch: Batch, say: Say) -> Loss:
-    pid, held, others = await _choose(stage, batch)
+    pid = await _choose_victim(stage, batch)
     at = await read_clock(stage.batchwright)
     await stage.kill(pid)
+    # Read them after the kill: until then, the worker may still end a shard and claim another.
+    holdings = await _find_holdings(stage.batchwright, JobId(batch.job_id))
+    held = holdings.pop(pid, [])
+    others = sum(map(len, holdings.values()))
     in_flight = await stage.server.count_aborted()
     had = f"it held {_shards_text(len(held))}, and {in_flight} of its requests were in flight"
     say(f"✗ killed worker {pid} with SIGKILL: {had}", "bold red")
@@ -291,32 +297,42 @@ async def _kill_and_see(stage: Stage, batch: Batch, say: Say) -> Loss:
 
 
 async def _wait_for_takeover(stage: Stage, batch_id: str, held: Sequence[Job], since: datetime) -> float | None:
-    """Seconds until a later claim of one of these shards had an answer; None if the batch needed none."""
-    params = {
-        "batch_id": batch_id,
-        "shards": [job.payload["number"] for job in held],
-        "claims": [job.claims for job in held],
-        "since": since,
-    }
+    """Seconds until a later claim of one of these shards had an answer; None if the batch ended without one."""
+    lost = [(Shard(**job.payload), job.claims) for job in held]
     while True:
         has_ended = (await stage.batch(batch_id)).has_ended
-        seconds: float | None
-        ((seconds,),) = await stage.batchwright.pool.rows(SQL["taken_over"], params)
+        seconds = await read_takeover(stage.batchwright.pool, batch_id, lost, since)
         if seconds is not None or has_ended:
             return seconds
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _choose(stage: Stage, batch: Batch) -> tuple[int, list[Job], int]:
-    """At about a third of the batch: the worker with the most shards, its shards, and the number that others hold."""
+async def read_takeover(pool: Pool, batch_id: str, lost: Sequence[tuple[Shard, int]], since: datetime) -> float | None:
+    """Seconds from `since` to the first answer that a later claim registered; None if there is none.
+
+    `lost` is the shards that the dead worker held, each with the number of its claim.
+    """
+    params = {
+        "batch_id": batch_id,
+        "since": since,
+        "shards": [shard.number for shard, _ in lost],
+        "journals": [shard.journal_number(claim) for shard, claim in lost],
+        "ends": [replace(shard, round=shard.round + 1).journal_number(0) for shard, _ in lost],
+    }
+    seconds: float | None
+    ((seconds,),) = await pool.rows(SQL["taken_over"], params)
+    return seconds
+
+
+async def _choose_victim(stage: Stage, batch: Batch) -> int:
+    """Wait for a third of the batch; returns the process id of the worker that then holds the most shards."""
     while True:
         now = await stage.batch(batch.id)
         held = await _find_holdings(stage.batchwright, JobId(batch.job_id))
         if now.has_ended:
             raise BatchwrightError("the batch ended before a worker could be killed; use a larger --requests")
         if held and now.total and now.done >= now.total * _KILL_AT:
-            pid, shards = max(held.items(), key=lambda one: len(one[1]))
-            return pid, shards, sum(map(len, held.values())) - len(shards)
+            return max(held, key=lambda pid: len(held[pid]))
         await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -333,7 +349,7 @@ def _shards_text(n: int) -> str:
     return f"{n} shard{'' if n == 1 else 's'}"
 
 
-# The end ----------------------------------------------------------------------------------------------------------
+# The report -------------------------------------------------------------------------------------------------------
 
 
 async def _report(stage: Stage, batch: Batch, loss: Loss, requests: int, path: Path) -> Report:

@@ -1,4 +1,4 @@
-"""`batchwright demo`: a real batch, a killed worker, and the proof that nothing was lost."""
+"""`batchwright demo`: a real batch, a killed worker, and a check that nothing was lost."""
 
 from __future__ import annotations
 

@@ -19,11 +19,12 @@ WHERE job_id IN (SELECT id FROM :jobs AS job WHERE parent_job_id = %(id)s)
 SELECT max(ts) FROM batchwright.job_event WHERE event = 'job.rescued'
 
 -- name: taken_over
--- Seconds until the first answer from a later claim of one of these shards was registered.
+-- Seconds until a later claim of one of these shards registered its first answer. A segment's `claim` is the number of
+-- its journal: all branches of a shard have the shard's number, and each branch has its own range of journal numbers.
 SELECT extract(epoch FROM min(segment.registered_at) - %(since)s)::float8
 FROM batchwright.batch_segment AS segment
-JOIN unnest(%(shards)s::integer[], %(claims)s::bigint[]) AS lost (shard, claim)
-    ON segment.shard = lost.shard AND segment.claim > lost.claim
+JOIN unnest(%(shards)s::integer[], %(journals)s::bigint[], %(ends)s::bigint[]) AS lost (shard, journal, journals_end)
+    ON segment.shard = lost.shard AND segment.claim > lost.journal AND segment.claim < lost.journals_end
 WHERE segment.batch_id = %(batch_id)s
 
 -- name: adopted

@@ -1,6 +1,6 @@
-"""`batchwright demo --documents`: a folder of documents, a worker that is killed, and questions that are answered.
+"""`batchwright demo --documents`: a folder of documents, a worker that is killed, and questions to the collection.
 
-documents ─▶ a run ─▶ SIGKILL at a third ─▶ a second worker resumes it ─▶ every step counted ─▶ questions, with sources
+documents ─▶ a run ─▶ SIGKILL ─▶ a second worker resumes it ─▶ every step counted ─▶ questions, with sources
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ sandboxes = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A question, and the passage that search put first."""
+    """A question, and the passage that answers it; if search found none, its first passage."""
 
     question: str
     wanted: str
@@ -82,7 +82,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentReport:
-    """What the database says at the end."""
+    """The figures of the database at the end."""
 
     documents: int
     status: RunStatus
@@ -160,9 +160,9 @@ class _Stage:
             await worker.process.wait()
         killed = await self.part.runs.get(run_id, tenant=None)
         steps_killed, _, _ = await self._count_steps(run_id)
-        self.say(f"killed the worker with {killed.item_count_done} documents done and {steps_killed} steps kept", "red")
+        self.say(f"killed the worker after {killed.item_count_done} documents and {steps_killed} steps", "red")
         async with run_workers(self.environment, self.folder, "worker-2") as worker:
-            self.say("a second worker picks up the rest", "")
+            self.say("a second worker continues the run", "")
             run = await self._until(run_id, lambda run: run.has_ended, worker)
             seconds = time.monotonic() - began
             again = await self._submit(papers)

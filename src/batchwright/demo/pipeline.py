@@ -1,4 +1,4 @@
-"""`batchwright demo --pipeline`: a parent with children, a killed worker, and the proof that nothing was lost."""
+"""`batchwright demo --pipeline`: a parent with children, a killed worker, and a check that nothing was lost."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ stop_grace_seconds = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What the database says at the end."""
+    """The figures of the database at the end."""
 
     children: int
     succeeded: int
@@ -125,7 +125,7 @@ async def _show(batchwright: AsyncBatchwright, id: JobId, out: Console) -> None:
 
 
 async def _kill_and_see(batchwright: AsyncBatchwright, id: JobId, children: int, say: Say) -> datetime:
-    """Kill a worker. Returns when."""
+    """Kill a worker. Returns the time of the kill."""
     worker = await _choose(batchwright, id, children)
     pid = int(worker.split(":")[-2])
     os.kill(pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ async def _kill_and_see(batchwright: AsyncBatchwright, id: JobId, children: int,
 
 
 async def _choose(batchwright: AsyncBatchwright, id: JobId, children: int) -> str:
-    """The worker with the most open children, once a good part of the children has ended."""
+    """The worker with the most open children, after some of the children have ended."""
     while True:
         counts = await batchwright.queue.count_children(id)
         if sum(n for status, n in counts.items() if status in JOB.terminal) >= children * _KILL_AT:
@@ -174,7 +174,7 @@ async def _count(batchwright: AsyncBatchwright, id: JobId, children: int, killed
 
 
 def _print_tally(tally: Tally, out: Console) -> None:
-    table = Table(show_header=False, title="What the database says", title_justify="left", title_style="bold")
+    table = Table(show_header=False, title="Result", title_justify="left", title_style="bold")
     table.add_column(justify="left")
     table.add_column(justify="right")
     table.add_row("children that succeeded", f"{tally.succeeded} of {tally.children}")

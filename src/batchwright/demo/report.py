@@ -20,7 +20,7 @@ _SAMPLE_CHARACTERS = 420
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the database, the model server and the files say at the end."""
+    """The figures of the database, the model server and the files at the end."""
 
     requests: int
     batch_id: str
@@ -32,21 +32,21 @@ class Report:
     asked_distinct: int
     asked_again: int
     answered_again: int
-    """How many of those it had answered before. That answer was lost before it reached the disk: it is paid twice."""
+    """How many of those it had answered before. The first answer was lost before it was on disk: it is paid twice."""
     in_flight_max: int
-    """Maximum number of requests that one worker has in flight, so also the maximum that its death may repeat."""
+    """Maximum number of requests that a worker has in flight, and so the maximum that its death may repeat."""
     killed_pid: int
     killed_shards: int
     killed_in_flight: int
     answers_adopted: int
     lease_seconds: float
     takeover_seconds: float | None
-    """From the kill to the first answer of a shard that was taken over; None if no answers were missing."""
+    """From the kill to the first answer of a later claim of a shard that the worker held; None if there was none."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     input_order_share: float
-    """What the same caches would have saved, had the requests been sent in the order of the file."""
+    """What the same caches would have saved if the requests had been sent in the order of the file."""
     seconds: float
     input_sha256: str
     """Checksum of the file as the demo wrote it, before it was submitted."""
@@ -66,7 +66,7 @@ class Report:
         return not self.problems
 
     def _problems(self) -> Iterator[str]:
-        """Everything that does not add up."""
+        """Descriptions of all numbers that do not add up."""
         if self.status is not BatchStatus.COMPLETED or self.completed != self.requests or self.failed:
             yield f"the batch is {self.status.value} with {self.completed} of {self.requests} requests answered"
         if self.asked_distinct != self.requests or self.asked != self.requests + self.asked_again:

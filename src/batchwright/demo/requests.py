@@ -2,7 +2,7 @@
 
 Most real batches look like this: one instruction, then a thousand rows of a table or letters of an inbox, with several
 such jobs in one file. If they are sent in the order of the file, and there are more instructions than the server's
-prefix cache holds, the model server must read the same instruction again and again.
+prefix cache holds, the model server must process the same instruction again and again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all demos share: their own folder and settings, and workers that end when the demo ends."""
+"""What all demos share: a temporary folder, settings, and workers that end when the demo ends."""
 
 from __future__ import annotations
 

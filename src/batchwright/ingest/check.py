@@ -1,4 +1,4 @@
-"""What `batchwright check` looks at for documents: parsers, steps, models, roots, and how vectors are searched."""
+"""The `batchwright check` of documents: parsers, steps, models, roots, and how vectors are searched."""
 
 from __future__ import annotations
 

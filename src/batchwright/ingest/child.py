@@ -83,7 +83,7 @@ def _run_in_fork(request: Request) -> tuple[Ending, bytearray]:
 
 
 def _extract_and_exit(request: Request, writing: int) -> None:
-    """Never returns: whatever happens here, the fork must not continue as a second server."""
+    """Never returns: whatever happens, the fork must not continue as a second server."""
     code = 1
     try:
         _silence()

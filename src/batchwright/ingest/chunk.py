@@ -1,7 +1,7 @@
 """Chunks of canonical text: a pure function of text and settings, so that every step computes the same ones.
 
 A chunk ends at the strongest break in the second half of its maximum size: a section, a paragraph, a line, a sentence,
-a word, a character. Among equal breaks, the text that follows each decides, not its position. So after an edit the
+a word, a character. Among equal breaks, the text after each one decides, not its position. So after an edit, the
 chunks soon end where they did before, keep their digests, and are not embedded again.
 """
 
@@ -55,11 +55,11 @@ class ChunkSettings:
 
     def __post_init__(self) -> None:
         if self.characters < _CHARACTERS_MIN:
-            raise ConfigurationError(f"characters is {self.characters}; a chunk has at least {_CHARACTERS_MIN}")
+            raise ConfigurationError(f"characters is {self.characters}; it must be at least {_CHARACTERS_MIN}")
         if not 0 <= self.overlap <= self.characters // 2:
             raise ConfigurationError(f"overlap is {self.overlap}; use 0 to half of characters")
         if self.tokens is not None and self.tokens < 1:
-            raise ConfigurationError(f"tokens is {self.tokens}; leave it out for no limit")
+            raise ConfigurationError(f"tokens is {self.tokens}; it must be above 0, and for no limit leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class _Chunker:
         return low
 
     def _fit(self, start: int, body: int) -> tuple[int, int]:
-        """Start and end of a chunk within both limits. The overlap is dropped if it leaves no room."""
+        """Start and end of a chunk within both limits. The overlap is dropped if there is no room for it."""
         end = self._break(body, start + self._settings.characters)
         limit = self._settings.tokens
         while limit is not None and (tokens := self._tokenizer.count(self._text[start:end])) > limit:

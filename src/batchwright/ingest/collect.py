@@ -2,7 +2,7 @@
 
     output file, error file ─▶ some lines at a time ─▶ answers, rows, money and events in one commit
 
-If the rows of a line have left the batch, the line was settled before. So a file can be read again after any crash.
+If the rows of a line are no longer in the batch, the line was settled before. So a file can be reread after any crash.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Collector:
         self._spending = Spending(pending.queue.database)
 
     async def collect(self, home: Home, batch: Batch) -> set[str]:
-        """Settle every line; put back those that are in neither file. Returns the fields that the server refused."""
+        """Settle every line; put back lines that are in neither file. Returns the fields that the server refused."""
         refused: set[str] = set()
         for file_id in (batch.output_file_id, batch.error_file_id):
             async for lines in self._read(file_id):
@@ -100,7 +100,7 @@ class Collector:
             await self._pending.close(home.batch_id, session=session)
 
     async def tidy(self, batch: Batch) -> None:
-        """Delete the files, which hold texts of documents. Keep them if a line failed, so that users can see why."""
+        """Delete the files, which contain texts of documents. Keep them if a line failed, so that users can see why."""
         for file_id in (batch.input_file_id, batch.output_file_id):
             if file_id is not None and batch.done == batch.completed:
                 try:
@@ -188,7 +188,7 @@ class Collector:
         costs: Sequence[Decimal | None],
         session: Session,
     ) -> None:
-        """Write an event for each line that a server has seen, to the run's job, because a line has many items."""
+        """Add an event to the run's job for each line that a server has seen: a line may belong to many items."""
         events = [_event(home, one, cost) for one, cost in zip(settled, costs, strict=True) if one.is_answered]
         if unseen := [one for one in settled if not one.is_answered]:
             message = f"{len(unseen)} lines of {home.batch_id} have no answer: {unseen[0].error}"

@@ -123,7 +123,7 @@ class Collections:
         """Raises InvalidInput for a language without a text search configuration in the database."""
         if not await self._database.ask(SQL["language"], {"language": language}):
             raise InvalidInput(
-                f"the language {language!r} is not known to the database; write one like english, german or simple",
+                f"the database has no language {language!r}; use one such as english, german or simple",
                 param="language",
             )
 
@@ -145,7 +145,7 @@ class Collections:
         async with self._database.transaction() as session:
             for (version_id,) in await self._database.ask(SQL["lock_document"], params, session):
                 if version_id is None:
-                    raise Conflict(f"document {document_id} of {name!r} is retired already")
+                    raise Conflict(f"document {document_id} of {name!r} is already retired")
                 await self._spaces.unindex_words(version_id, session=session)
                 await self._spaces.remove_version(version_id, session=session)
                 await self._database.ask(SQL["retire"], {"version_id": version_id}, session)

@@ -13,7 +13,7 @@ from batchwright.ingest.settings import NONE, IngestSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What a user overrides for one run; None means the value of the settings."""
+    """Values that a user sets for one run; None means the value of the settings."""
 
     chunk_characters: int | None = None
     chunk_overlap: int | None = None
@@ -32,7 +32,7 @@ class Overrides:
 def make_config(
     settings: IngestSettings, models: Models, wanted: Overrides, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Raises ConfigurationError if a model is not available here."""
+    """The settings as the run stores them. Raises ConfigurationError if a model is not available here."""
 
     def choose(name: str) -> Any:
         found = getattr(wanted, name)

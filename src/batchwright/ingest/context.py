@@ -1,4 +1,4 @@
-"""What a step sees of its document, its run, and the worker that it runs in."""
+"""What a step can use: its document, its run, and the tools of its worker."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Passage:
     number: int
     chunk: Chunk
     key: str
-    """Identifies this place in this text."""
+    """Identifies this position in this text."""
     hash: bytes
-    """Depends on the words alone, so that equal passages are embedded once."""
+    """Depends only on the words, so that equal passages are embedded once."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What the steps of a worker process share."""
+    """The tools that the steps of a worker process share."""
 
     queue: Queue
     store: Store
     folder: Path
-    """For files that last as long as one step."""
+    """For files that are kept only as long as a step runs."""
     answers: Answers
     counts: IngestCounts
     library: Library

@@ -1,8 +1,8 @@
-"""The run: it lists its sources, creates a child job for each document, and ends when the last of them has ended.
+"""The job of a run: it lists the sources, creates a child job for each document, and ends after the last of them.
 
     begin ─▶ list ─▶ wait for the items ─▶ (some are open again? wait for those) ─▶ retire what is gone ─▶ end
 
-Every part can be repeated: a run whose worker dies resumes where it stopped.
+Every part is safe to repeat: a run whose worker dies resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def item_job(run: Run, item_id: str, job_id: JobId) -> NewJob:
 
 
 def _prefixes(sources: Sequence[str]) -> list[str]:
-    """Prefixes of the documents of these sources. URLs have none, so a URL that is no longer named stays."""
+    """Prefixes of the documents of these sources. URLs have none, so a URL that is no longer listed stays."""
     found = []
     for source in map(parse_source, sources):
         if isinstance(source, FileSource):

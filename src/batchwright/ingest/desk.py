@@ -1,4 +1,4 @@
-"""What a worker process does for documents. It is loaded when needed, because most workers never see a document."""
+"""What a worker process does for documents. It is loaded on first use, because most workers never see a document."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Desk:
 
     @cached_property
     def embeddings(self) -> EmbeddingDuty:
-        """For files and tables, which are not documents."""
+        """The embeddings of files and tables, which are not documents."""
         from batchwright.ingest.embeddings.duty import EmbeddingDuty
         from batchwright.ingest.embeddings.settings import EmbeddingSettings
         from batchwright.ingest.embeddings.toolbox import Toolbox

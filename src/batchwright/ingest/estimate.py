@@ -1,7 +1,7 @@
-"""What a run will need, estimated from a listing and a sample of its documents. Pure functions without any I/O.
+"""Estimates what a run will need, from a listing and a sample of its documents. Pure functions without any I/O.
 
     listing ── documents and bytes by format ─┐
-    sample ─── what some of them hold ────────┴─▶ pages, tokens, chunks, requests ─▶ cost by lane, time
+    sample ─── contents of some of them ──────┴─▶ pages, tokens, chunks, requests ─▶ cost by lane, time
 
 Each figure has a lowest and a highest value. In about 19 of 20 cases the real value lies between them. The more the
 documents of the sample resemble one another, the closer the bounds are. The estimate ignores the cache, and documents
@@ -81,7 +81,7 @@ class Sampled:
     pages: int | None = None
     """None for formats without pages."""
     chunks: int | None = None
-    """None: estimated from the characters."""
+    """None if unknown; then it is estimated from the characters."""
     is_failed: bool = False
     """Whether it could not be extracted, so that it needs no further steps."""
 
@@ -209,7 +209,7 @@ def chunks_of(characters: int, settings: ChunkSettings) -> int:
     return math.ceil(characters / max(1.0, _FILL * (settings.characters - settings.overlap)))
 
 
-# What a document of the sample needs ---------------------------------------------------------------------------------
+# Needs of a sampled document -----------------------------------------------------------------------------------------
 
 _Measure = tuple[Callable[[Sampled], float], bool]
 """A measure, and whether it grows with the bytes of a document or is counted per document."""
@@ -260,7 +260,7 @@ def _answers(windows: Figure, entities: Entities | None) -> Figure:
     return Figure(windows.low * tokens / _FACTOR, windows.value * tokens, windows.high * tokens * _FACTOR)
 
 
-# From the sample to all ----------------------------------------------------------------------------------------------
+# Extrapolation -------------------------------------------------------------------------------------------------------
 
 
 def _extrapolate(listing: Mapping[str, Listed], sample: Sequence[Sampled], measure: _Measure) -> Figure:

@@ -34,17 +34,17 @@ _WORDS = {
     "redo": "an earlier step, which runs again",
     "resource": "a resource",
     "storage": "the object store",
-    "user": "a person",
+    "user": "a user",
 }
 _REMEDIES = {
-    "configuration": "install the versions that the run was created with, on every worker",
+    "configuration": "on every worker, install the versions that the run was created with",
     "no_worker": "start one: batchwright worker, or batchwright up",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """One thing that open documents wait for."""
+    """A reason why open documents wait."""
 
     reason: str
     """`user`, `budget`, `credential`, `rate`, `batch`, `backoff`, `storage`, `configuration`, `resource`, `lease`, or a
@@ -82,7 +82,7 @@ async def explain_item(part: IngestPart, item: Item) -> list[Waits]:
             found.append(_of_step(waiting, step=step.step, until=step.not_before))
     jobs = await part.core.queue.get_many([JobId(item.job_id)])
     if not jobs:
-        return found or [Waits(reason="listing", message="its run has not handed it to a worker yet")]
+        return found or [Waits(reason="listing", message="its run has not created a job for it yet")]
     return [*found, *await _of_jobs(part, jobs, has_said=bool(found))]
 
 
@@ -133,7 +133,7 @@ async def _of_jobs(part: IngestPart, jobs: Sequence[Job], *, has_said: bool) -> 
     for job in jobs:
         for one in reasons.get(job.id, ()):
             if one.reason == "run_after":
-                # That the job sleeps explains little. The rows of its steps say why.
+                # That the job is asleep explains little: the rows of its steps say why.
                 if job.message is not None and not has_said:
                     found[one.reason] = Waits(reason="resource", message=job.message, until=one.until)
             elif one.reason != "children":

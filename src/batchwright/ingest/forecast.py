@@ -1,4 +1,4 @@
-"""Estimate a run before it begins: list its sources, and read some documents of each format.
+"""Estimates a run before it starts: lists its sources, and reads some documents of each format.
 
     list ── less what is unchanged ─▶ documents and bytes by format ─┐
                      └── a few of each format ─▶ fetch, extract, chunk ┴─▶ estimate
@@ -52,7 +52,7 @@ _OTHER = "other"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is known of a run before it begins."""
+    """The estimate of a run before it starts."""
 
     estimate: Estimate
     lane: str
@@ -83,7 +83,7 @@ class Forecast:
 async def forecast(
     part: IngestPart, wanted: WantedRun, *, per_format: int = SAMPLE_PER_FORMAT, seconds_max: float = SAMPLE_SECONDS
 ) -> Forecast:
-    """What this run would need; InvalidInput says what is wrong with it."""
+    """What this run would need. Raises InvalidInput if it cannot be run."""
     new = part.submission.prepare(wanted)
     listed = await _Listed.read(part, new, per_format)
     sample = await _Reader(part, new).read(listed.sample, seconds_max)
@@ -102,7 +102,7 @@ async def forecast(
 
 
 def make_recipe(part: IngestPart, config: Mapping[str, Any]) -> Recipe:
-    """What each document goes through, with prices and limits as they are configured here."""
+    """What a run does with each document, with the prices and limits of the configuration."""
     entities, limits = config["entities"], PackLimits()
     paid = dict(required_models(config))
     return Recipe(
@@ -137,7 +137,7 @@ def _unknown_of(found: Estimate, recipe: Recipe, models: Mapping[str, str]) -> l
         unknown.append("pages, tokens and cost: no document could be read for the sample")
     paid = [use for use in (recipe.embedding, recipe.entities) if use is not None and use.model is not None]
     unknown += [
-        f"cost: the price of {use.model!r} is not known; write it into [ingest.prices]"
+        f"cost: the price of {use.model!r} is unknown; set it in [ingest.prices]"
         for use in paid
         if use.price("realtime") is None
     ]

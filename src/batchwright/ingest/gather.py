@@ -1,10 +1,10 @@
-"""Gather the requests of a run into batches, and collect the answers.
+"""Gathers the requests of a run into batches, and collects the answers.
 
     requests wait ─▶ plan: places in a batch, and its money, in one commit
                        └─▶ send: the file and the batch are created from these rows, repeatably
                              └─▶ (hours) ─▶ collect ─▶ items are woken
 
-The job lives as long as its run has waiting requests. Every part can be repeated: a planned batch that does not exist
+The job lives as long as its run has waiting requests. Every part is safe to repeat: a planned batch that does not exist
 yet is sent, an ended one is collected, and completed work is not repeated.
 """
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 ROWS_MAX = 20_000
 """Maximum number of requests of one batch, and of rows that one commit moves."""
 POLL_SECONDS = (1.0, 15.0)
-"""How often batches are polled: the older they are, the less often."""
+"""Shortest and longest interval between polls: the older the batches are, the longer."""
 _POLL_SHARE = 0.05
 _TROUBLE_SECONDS = 30.0
 _CONFIGURATION_SECONDS = 60.0
@@ -119,7 +119,7 @@ class Round:
         self._run = run
         self._tools = gatherer.tools
         self._troubles: list[str] = []
-        """What keeps batches from making progress."""
+        """Why batches make no progress."""
 
     async def go(self) -> Outcome:
         open = [one for one in await self._pending.batches(self._run.id) if not await self._look_after(one)]
@@ -197,9 +197,9 @@ class Round:
         await self._gatherer.collector.close(home)
 
     def _is_unwanted(self, ask: Ask) -> bool:
-        return self._run.status in _GIVEN_UP or self._goes_on_in_realtime(ask.model)
+        return self._run.status in _GIVEN_UP or self._must_use_realtime(ask.model)
 
-    def _goes_on_in_realtime(self, model: str) -> bool:
+    def _must_use_realtime(self, model: str) -> bool:
         tools = self._tools.tools
         return tools.requests.is_late(self._run) and not tools.models.is_at_provider(model)
 
@@ -282,7 +282,7 @@ class Round:
     async def _withdraw(self) -> None:
         """Withdraw requests that no item needs, and those that must go in realtime because the deadline is near."""
         groups = await self._pending.unsent(self._run.id)
-        late = [group.model for group in groups if self._goes_on_in_realtime(group.model)]
+        late = [group.model for group in groups if self._must_use_realtime(group.model)]
         async with fenced(self._queue, self._held) as session:
             dropped = await self._pending.drop_needless(self._run.id, session=session)
             if late:

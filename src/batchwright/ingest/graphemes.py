@@ -1,4 +1,4 @@
-"""Where text may be cut without breaking what a reader sees as one character.
+"""Finds where text may be cut without breaking what a reader sees as one character.
 
 Follows UAX #29 conservatively: it may join a little more than the standard does.
 It does not know marks that are newer than Python's Unicode tables.

@@ -70,7 +70,7 @@ async def get_collection(request: Request, caller: Reader, name: Collection) -> 
 
 @router.delete("/{name}", responses=_MOVED, summary="Delete a collection and everything in it")
 async def delete_collection(request: Request, caller: Submitter, name: Collection) -> DeletedView:
-    """It is gone at once, and its name can be used again. Returns a conflict while a run works on it."""
+    """It is gone at once, and its name is free again. While a run works on it, the request is a conflict."""
     await service(request, IngestServices).collections.delete(caller.own_tenant, name)
     return DeletedView(object="collection", collection=name, id=None)
 
@@ -153,7 +153,7 @@ async def search_collection(
         found = await app.search.search(caller.own_tenant, name, q, limit=limit, mode=mode, filters=filters)
     except (OperationError, OSError) as error:
         log.warning("a search in %r by vectors failed: %s", name, error)
-        text = "the model server that embeds queries does not answer; search by words, or try again soon"
+        text = "the model server that embeds queries does not answer; search by words, or retry soon"
         raise Refusal(text, status=503, code="model_unavailable", headers={"Retry-After": "5"}) from error
     return SearchView.of(name, q, found)
 
@@ -196,9 +196,9 @@ def _read_filters(given: list[str]) -> dict[str, str]:
     for one in given:
         key, colon, value = one.partition(":")
         if not key or not colon or not value:
-            raise InvalidInput(f"the filter {one[:100]!r} is not of the form key:value", param="filter")
+            raise InvalidInput(f"the filter {one[:100]!r} must have the form key:value", param="filter")
         if key in filters:
-            raise InvalidInput(f"the filter {key[:100]!r} is given twice; a document has one value", param="filter")
+            raise InvalidInput(f"the filter {key[:100]!r} is set twice; a document has only one value", param="filter")
         filters[key] = value
     return filters
 
@@ -215,6 +215,6 @@ async def _whole(name: str, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerat
                     yield b"".join(held)
                     held, size = [], 0
     except BatchwrightError as error:
-        log.warning("the export of %r broke off: %s", name, error)
+        log.warning("the export of %r was cut short: %s", name, error)
         raise Unfinished from error
     yield b"".join(held)

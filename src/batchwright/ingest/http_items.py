@@ -80,7 +80,7 @@ async def list_item_events(
     return Page(data=shown, has_more=has_more, next_cursor=str(shown[-1].id) if has_more else None)
 
 
-@router.post("/items/{id}/retry", responses=_MOVED, summary="Try a failed or cancelled document again")
+@router.post("/items/{id}/retry", responses=_MOVED, summary="Retry a failed or cancelled document")
 async def retry_item(request: Request, caller: Submitter, id: Id, body: ItemToRetry | None = None) -> ItemView:
     """The document resumes at the step that failed. A run that has ended opens again until this document ends."""
     app = service(request, IngestServices)
@@ -95,7 +95,7 @@ async def dismiss_item(request: Request, caller: Submitter, id: Id) -> ItemView:
     item = await app.items.get(id, tenant=caller.tenant)
     if not await app.items.dismiss(caller.tenant, Wanted([item.id])):
         dismissed = item.dismissed_at is not None and item.status is ItemStatus.FAILED
-        state = "dismissed already" if dismissed else f"{item.status.value}; only a FAILED one is in the inbox"
+        state = "already dismissed" if dismissed else f"{item.status.value}; only a FAILED one is in the inbox"
         raise Conflict(f"the item {id} is {state}")
     return await _view(app, await app.items.get(id, tenant=caller.tenant))
 
@@ -131,7 +131,7 @@ async def inbox(
     return InboxPage(data=[CauseView.of(cause) for cause in causes], parked=parked)
 
 
-@router.post("/inbox/retry", responses=_FOUND, summary="Try documents of the inbox again")
+@router.post("/inbox/retry", responses=_FOUND, summary="Retry documents of the inbox")
 async def retry_of_inbox(request: Request, caller: Operator, body: InboxToRetry) -> DocumentsChanged:
     """Covers up to 1,000 runs at a time: repeat the call until it finds none."""
     app = service(request, IngestServices)
@@ -156,7 +156,7 @@ async def dismiss_of_inbox(request: Request, caller: Operator, body: DocumentsOf
 def _wanted(body: DocumentsOfInbox) -> Wanted:
     conditions = (body.cause, body.run, body.ids)
     if body.all == any(one is not None for one in conditions):
-        raise InvalidInput("say which documents: cause, run or ids; or `all`, and then none of these", param="all")
+        raise InvalidInput("no documents selected: set cause, run or ids; or `all` without any of these", param="all")
     return Wanted(body.ids, body.cause, only_inbox=True)
 
 

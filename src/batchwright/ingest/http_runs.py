@@ -1,4 +1,4 @@
-"""Runs over documents, over HTTP: create, watch, park, resume, cancel, retry; and estimates of future runs."""
+"""Runs over documents in the HTTP API: create, watch, park, resume, cancel, retry; and estimates of future runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Statuses = Annotated[list[RunStatus], Field(max_length=len(RunStatus))]
 @router.post(
     "/runs",
     status_code=201,
-    responses=documented(409, others={200: {"model": RunView, "description": "The run existed already"}}),
+    responses=documented(409, others={200: {"model": RunView, "description": "The run already existed"}}),
     summary="Read documents into a collection",
 )
 async def create_run(
@@ -104,7 +104,7 @@ async def list_runs(
     return Page(data=[RunView.of(run) for run in found], has_more=False, next_cursor=None)
 
 
-@router.get("/runs/{id}", responses=_FOUND, summary="Show a run: how far it is, what it costs, what it waits for")
+@router.get("/runs/{id}", responses=_FOUND, summary="Show a run: its progress, what it costs, what it waits for")
 async def get_run(request: Request, caller: Reader, id: Id) -> RunView:
     app = service(request, IngestServices)
     return await _view(app, await app.runs.get(id, tenant=caller.tenant))
@@ -135,7 +135,7 @@ async def resume_run(request: Request, caller: Submitter, id: Id, body: RunToRes
     return await _view(app, run)
 
 
-@router.post("/runs/{id}/retry", responses=_MOVED, summary="Try failed and cancelled documents of a run again")
+@router.post("/runs/{id}/retry", responses=_MOVED, summary="Retry failed and cancelled documents of a run")
 async def retry_run(
     request: Request, caller: Submitter, id: Id, body: DocumentsToRetry | None = None
 ) -> DocumentsChanged:
@@ -159,7 +159,7 @@ async def estimate_run(request: Request, caller: Submitter, body: RunToBe) -> Es
     wanted = body.wanted(caller.own_tenant)
     await _check(app, body)
     if app.estimating.locked():
-        raise _busy("this server is busy with other estimates; try again soon")
+        raise _busy("this server is busy with other estimates; retry soon")
     async with app.estimating:
         try:
             async with asyncio.timeout(_ESTIMATE_SECONDS):
@@ -168,7 +168,7 @@ async def estimate_run(request: Request, caller: Submitter, body: RunToBe) -> Es
             raise _unservable(error, body) from error
         except TimeoutError:
             raise _busy(
-                f"the sources could not be listed and sampled within {_ESTIMATE_SECONDS:g} s; name fewer of them, or "
+                f"the sources could not be listed and sampled within {_ESTIMATE_SECONDS:g} s; list fewer of them, or "
                 "run `batchwright ingest estimate` on the server"
             ) from None
 

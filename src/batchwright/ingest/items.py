@@ -1,4 +1,4 @@
-"""The rows of items, the documents of a run: every move is a compare-and-set, which also counts it in its run."""
+"""The rows of items, the documents of a run: every transition is a compare-and-set, and updates the run's counts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Item:
 
     @property
     def job_id(self) -> UUID:
-        """The job that works on it now, or did last."""
+        """The job that works on it, or did last."""
         return self.job_ids[-1]
 
 
@@ -199,7 +199,7 @@ class Items:
         return ItemPage(found, rows[0][0])
 
     async def list(self, run_id: str, *, limit: int = 100, **wanted: Any) -> Sequence[Item]:
-        """Like `page`, but reads pages until there are `limit` items."""
+        """Like `page`, but reads more pages until there are `limit` items."""
         found: list[Item] = []
         after = wanted.pop("after", None)
         while len(found) < limit:
@@ -226,7 +226,7 @@ class Items:
         rows = await self._ask("open_jobs", session, run_id=run_id, after=after, limit=PAGE)
         return [(id, job) for id, job in rows]
 
-    # Moves: each returns the new state, or None if the item's state does not allow it -------------------------------
+    # Transitions: each returns the new state, or None if the item's state does not allow it --------------------------
 
     async def complete(self, id: str, *, session: Session) -> ItemStatus | None:
         return await self._move("complete", id, session)

@@ -1,4 +1,4 @@
--- Documents of runs: every move is a compare-and-set, which also counts it in its run.
+-- Documents of runs: every transition is a compare-and-set that also updates the run's counts.
 
 -- part: item_columns
 item.id, item.run_id, item.tenant, item.collection_id, item.document_id, item.source, item.name, item.etag, item.size,
@@ -349,7 +349,7 @@ WHERE run.ended_at IS NULL
 ORDER BY item.id
 LIMIT %(limit)s
 
--- Items that a parked run has put off, and whose jobs went to sleep only after `resume` had woken the others.
+-- Items that were put off because their run was parked, and whose jobs went to sleep after `resume` woke the others.
 -- name: wake_late
 WITH late AS (
     SELECT item.id, item.generation, job.id AS job_id

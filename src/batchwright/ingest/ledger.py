@@ -4,7 +4,7 @@
     settle ─ the answers, the cost and the event, in one commit
     fail ─── no answer to store; only what it cost
 
-A request whose answer never arrived stays as a row: it is in doubt, and its cost stays reserved.
+A request whose answer never arrived keeps its row: it is in doubt, and its cost stays reserved.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ItemLedger:
             return
         await self.rates.reserve(call.model, call.tokens_guess, holder=call.id)
         try:
-            await self.rates.wait(call.id)  # wait first, so that the request is sent at once after it is recorded
+            await self.rates.wait(call.id)  # wait before recording the request, so that it is then sent at once
             async with fenced(self.queue, self.held) as session:
                 await self._commit_intent(call, session)
         except BaseException:
@@ -262,7 +262,7 @@ async def doubt_ended(queue: Queue, limit: int, *, session: Session) -> int:
 
 async def _note_doubt(queue: Queue, held: Held, id: str, about: Sequence[Any], session: Session) -> None:
     kind, model, tokens, cost = about
-    message = f"the worker died before the answer to {id} was kept; it may have been paid for"
+    message = f"the worker died before it stored the answer to {id}; it may have been paid for"
     fields = {"call": id, "kind": kind, "tokens_guess": tokens, "cost_guess": cost, "model": model}
     record = {"event": "model_call_in_doubt", "level": "warning", "message": message, "fields": fields}
     await note(queue, held, record, session=session)

@@ -4,7 +4,7 @@
 SELECT hash, value FROM batchwright.ingest_answer
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[])
 
--- Not on every use: every written row must be vacuumed later.
+-- At most once a day for each answer: every written row must be vacuumed later.
 -- name: touch
 UPDATE batchwright.ingest_answer SET used_at = :now
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[])
@@ -64,7 +64,7 @@ SELECT count(*) FROM call
 -- name: doubt
 UPDATE batchwright.ingest_call SET is_doubtful = true WHERE id = %(id)s RETURNING id
 
--- Requests that an earlier claim started: their worker is gone, and they may or may not have been answered.
+-- Requests that an earlier claim sent: their worker is gone, and they may or may not have been answered.
 -- name: doubt_older
 UPDATE batchwright.ingest_call SET is_doubtful = true
 WHERE item_id = %(item_id)s AND NOT is_doubtful AND (job_id, claim) <> (%(job_id)s, %(claim)s)

@@ -107,7 +107,7 @@ class Library:
         await self._ask("enliven", session, version_id=version_id)
         await self._spaces.index_words(version_id, session=session)
         await self._ask("point", session, document_id=document_id, version_id=version_id, name=name)
-        if space is not None:  # last, because without pgvector writers to a space block one another from here on
+        if space is not None:  # last: without pgvector, writers to a space block one another from here to the commit
             for page in _pages(list(vectors.items())):
                 await self._spaces.add(space, dict(page), session=session)
         return before
@@ -158,7 +158,7 @@ class Library:
 
 
 def _pages(rows: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split rows into pages: a book has ten thousand chunks, and no statement may come near its time limit."""
+    """Split rows into pages: a book has ten thousand chunks, and no statement may come close to its time limit."""
     for start in range(0, len(rows), _PAGE):
         yield rows[start : start + _PAGE]
 

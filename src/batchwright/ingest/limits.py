@@ -1,4 +1,4 @@
-"""What one extraction may use. Every limit has its own error, so that a user knows which one to raise."""
+"""The limits of one extraction. Each has its own error, so that users know which one to raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Limits:
     """Limits of one extraction; the defaults allow a book of a thousand pages and stop a decompression bomb."""
 
     cpu_seconds: int = 60
-    """Processor time. It stops a parser that loops, however busy the machine is."""
+    """Processor time in seconds. It stops a parser that loops, even on a busy machine."""
     document_bytes: int = 100 * MEGABYTE
     """Size of the document as it is stored."""
     memory_bytes: int = 1_024 * MEGABYTE
@@ -24,9 +24,9 @@ class Limits:
     output_bytes: int = 50 * MEGABYTE
     """Size of the extracted text with its segments."""
     pages: int = 5_000
-    """Pages, slides or sheets."""
+    """Number of pages, slides or sheets."""
     seconds: float = 120.0
-    """Wall time. It stops a parser that waits for something."""
+    """Elapsed time in seconds. It stops a parser that waits for something."""
     unpacked_bytes: int = 500 * MEGABYTE
     """Sum of the sizes of all files in an archive or in a mail."""
 

@@ -175,7 +175,7 @@ class Sent(NamedTuple):
 
 
 class Back(NamedTuple):
-    """A request that leaves its batch without an answer: to be sent again, or with an error."""
+    """A request that leaves its batch without an answer: it is resent, or has an error."""
 
     hash: bytes
     failures: int
@@ -236,12 +236,12 @@ class Settled:
     back: list[Back] = field(default_factory=list)
     error: OperationError | None = None
     is_answered: bool = True
-    """Whether a server has seen it. A line that was never sent gets no event of its own."""
+    """Whether a server has seen the line. A line that was never sent gets no event of its own."""
     is_paid: bool = False
     credential: str | None = None
-    """No request can succeed until a user has corrected this."""
+    """Problem with a credential: no request can succeed until a user has corrected it."""
     refused_field: str | None = None
-    """The server does not know this field; requests can do without it."""
+    """A field that the server does not know; requests can do without it."""
 
 
 def settle_line(ask: Ask, rows: Sequence[Sent], answer: Answer) -> Settled:
@@ -255,7 +255,7 @@ def settle_line(ask: Ask, rows: Sequence[Sent], answer: Answer) -> Settled:
     )
     settled.error = error_of(answer, inputs=len(rows))
     if settled.error is not None:
-        _send_back(ask, settled, settled.error)
+        _put_back(ask, settled, settled.error)
         return settled
     try:
         values = ask.read(answer.body, [row.input for row in rows])
@@ -272,25 +272,25 @@ def settle_line(ask: Ask, rows: Sequence[Sent], answer: Answer) -> Settled:
     return settled
 
 
-def _send_back(ask: Ask, settled: Settled, error: OperationError) -> None:
+def _put_back(ask: Ask, settled: Settled, error: OperationError) -> None:
     rows = settled.rows
     match error:
         case Fatal(scope="credential"):
             settled.credential = str(error)
-            settled.back = [_again(row, row.failures) for row in rows]
+            settled.back = [_resend(row, row.failures) for row in rows]
         case Transient() | RateLimited():
             is_over = [row.failures + 1 >= FAILURES_MAX for row in rows]
             settled.back = [
-                _failed(row, error) if over else _again(row, row.failures + 1)
+                _failed(row, error) if over else _resend(row, row.failures + 1)
                 for row, over in zip(rows, is_over, strict=True)
             ]
         case Refused(param=str() as param) if param in ask.optional and param not in rows[0].left_out.split(","):
             settled.refused_field = param
             left_out = join_fields(rows[0].left_out, param)
-            settled.back = [_again(row, row.failures)._replace(left_out=left_out) for row in rows]
+            settled.back = [_resend(row, row.failures)._replace(left_out=left_out) for row in rows]
         case Refused() if len(rows) > 1 and (error.param is None or error.param.startswith("input")):
             smaller = max(1, len(rows) // _SMALLER)
-            settled.back = [_again(row, row.failures)._replace(pack=smaller) for row in rows]
+            settled.back = [_resend(row, row.failures)._replace(pack=smaller) for row in rows]
         case _:
             settled.back = [_failed(row, error) for row in rows]
 
@@ -299,7 +299,7 @@ def join_fields(left_out: str, *more: str) -> str:
     return ",".join(sorted({*filter(None, left_out.split(",")), *more}))
 
 
-def _again(row: Sent, failures: int) -> Back:
+def _resend(row: Sent, failures: int) -> Back:
     return Back(row.hash, failures, None, row.left_out, None)
 
 

@@ -93,7 +93,7 @@ async def work_until(worker: Worker, following: Coroutine[Any, Any, T]) -> T | N
     return None if followed.cancelled() else followed.result()
 
 
-# One at a time -------------------------------------------------------------------------------------------------------
+# The lock ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Lock:
 
 @contextlib.contextmanager
 def try_lock(part: IngestPart) -> Iterator[Lock | None]:
-    """None while another process has it. The kernel frees the lock of a process that dies."""
+    """The lock; None while another process holds it. The kernel frees the lock of a process that dies."""
     path = _lock_path(part.core)
     make_folders(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

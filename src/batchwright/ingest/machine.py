@@ -1,4 +1,4 @@
-"""The step machine of one item: it runs the steps that are not done yet, and keeps the results of the others.
+"""The step machine of one item: it runs the steps that are not done yet, and reuses the results of the others.
 
     run_step ── done already? ──▶ its stored output, without a call
         │   └── same key as the live version? ──▶ the output of that version
@@ -92,7 +92,7 @@ class _StepRow:
 
 @dataclass(slots=True, kw_only=True)
 class Machine:
-    """One item while one worker processes it."""
+    """An item while a worker processes it."""
 
     queue: Queue
     graph: Graph
@@ -114,7 +114,7 @@ class Machine:
         await machine._load()
         return machine
 
-    # What is known ------------------------------------------------------------------------------------------------
+    # State --------------------------------------------------------------------------------------------------------
 
     @property
     def done(self) -> set[str]:
@@ -295,7 +295,7 @@ class Machine:
         if session is not None:
             for name in stale:
                 await self._ask("undo", session, step=name)
-            if self.is_after_death:  # it made progress, so it did not kill that worker
+            if self.is_after_death:  # the item made progress, so it did not cause that worker's death
                 await absolve(self.queue, self.held, session=session)
         return value, key, stale
 
@@ -326,7 +326,7 @@ class Machine:
     # Reactions ----------------------------------------------------------------------------------------------------
 
     async def _react(self, result: StepResult) -> StepResult:
-        """What each category does to its step. For a terminal category, the caller ends the item."""
+        """Apply the category of a result to its step. For a terminal category, the caller ends the item."""
         self.counts.step_failed(result.step, result.category.value)
         if result.waits_for is not None:
             await self._wait(result, "step_deferred")

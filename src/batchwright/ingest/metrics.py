@@ -12,7 +12,7 @@ INGEST_METRICS = (
     Metric("ingest_items_total", "Documents that ended, by status.", ("status",)),
     Metric(
         "ingest_steps_total",
-        "Attempts at steps, by result; `reused` means the output of an earlier run.",
+        "Attempts at steps, by result; `reused` means that the output of an earlier run was used.",
         ("step", "result"),
     ),
     Metric("ingest_step_seconds", "Duration of a completed step.", ("step",), "histogram", _SECONDS),
@@ -24,11 +24,11 @@ INGEST_METRICS = (
     ),
     Metric(
         "ingest_completion_tokens_total",
-        "Tokens of their answers.",
+        "Tokens of the models' answers to documents.",
         ("model", "lane"),
         sampled=Sampled("tokens", "model"),
     ),
-    Metric("ingest_cost_total", "Cost of these in dollars, if the price is known.", ("model", "lane")),
+    Metric("ingest_cost_total", "Cost of these tokens in dollars, if the price is known.", ("model", "lane")),
     Metric("ingest_calls_in_doubt_total", "Requests whose answers were lost, so that they may have been paid for."),
 )
 
@@ -45,7 +45,7 @@ class IngestCounts:
             self._counts.observe("ingest_step_seconds", seconds, (step,))
 
     def step_failed(self, step: str, category: str) -> None:
-        """A category, or `deferred` for a step that waits although nothing is wrong."""
+        """`category` is that of the result, or `deferred` for a step that waits although nothing is wrong."""
         self._counts.add("ingest_steps_total", 1, (step, category or "deferred"))
 
     def item_ended(self, status: str) -> None:

@@ -52,7 +52,7 @@ class Models:
         """A client that answers at once; ConfigurationError if only a provider's batch API serves the model."""
         if self.is_at_provider(model):
             raise ConfigurationError(
-                f"only the batch API of a provider serves {model!r}, which answers hours later; name another model, or "
+                f"only the batch API of a provider serves {model!r}, which answers hours later; use another model, or "
                 "configure a server for it"
             )
         return self.find_embedder(model, dimensions)
@@ -133,7 +133,7 @@ class Models:
     def _check(self, found: str, wanted: str | None, model: str) -> None:
         if wanted is not None and found != wanted:
             raise Deferred(
-                f"this worker has {found} for {model!r}, but the run needs {wanted}; install the same version",
+                f"this worker has {found} for {model!r}, but the run needs {wanted}; install that version",
                 _CONFIGURATION_SECONDS,
                 waits_for="configuration",
             )

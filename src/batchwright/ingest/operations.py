@@ -1,4 +1,4 @@
-"""The operations of documents. Cheap to import for processes that only submit: the work is loaded when it runs."""
+"""The operations of documents. Importing it is cheap for processes that only submit: the rest loads on use."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _GROUPS: Mapping[str, tuple[RunStatus, ...]] = {
 async def list_runs(visit: Reader, status: str | None = None, after: str | None = None) -> Response:
     app = service(visit.request, IngestServices)
     if status is not None and status not in _GROUPS:
-        raise InvalidInput(f"status {status[:40]!r} is not known; use one of: {', '.join(_GROUPS)}")
+        raise InvalidInput(f"the status {status[:40]!r} is unknown; use one of: {', '.join(_GROUPS)}")
 
     async def load() -> dict[str, Any]:
         statuses = None if status is None else _GROUPS[status]
@@ -145,7 +145,7 @@ async def show_item(visit: Reader, id: str) -> Response:
 @pages.post("/ui/documents/runs/{id}/park")
 async def park_run(visit: Submitter, id: str) -> Response:
     await service(visit.request, IngestServices).submission.park(id, tenant=visit.tenant)
-    return visit.go(f"/ui/documents/runs/{id}", done="Parked: steps that have begun finish, and no others start.")
+    return visit.go(f"/ui/documents/runs/{id}", done="Parked: steps in progress finish, and no new ones start.")
 
 
 @pages.post("/ui/documents/runs/{id}/resume")
@@ -160,7 +160,7 @@ async def resume_run(visit: Submitter, id: str) -> Response:
 @pages.post("/ui/documents/runs/{id}/cancel")
 async def cancel_run(visit: Submitter, id: str) -> Response:
     await service(visit.request, IngestServices).submission.cancel(id, tenant=visit.tenant)
-    return visit.go(f"/ui/documents/runs/{id}", done="Cancelled: documents that are done stay.")
+    return visit.go(f"/ui/documents/runs/{id}", done="Cancelled. Documents that are done stay searchable.")
 
 
 @pages.post("/ui/documents/runs/{id}/retry")
@@ -172,7 +172,7 @@ async def retry_run(visit: Submitter, id: str) -> Response:
     if not counts and (await app.runs.get(id, tenant=visit.tenant)).status is RunStatus.FAILED:
         counts = {(await app.submission.reopen(id, tenant=visit.tenant)).id: 0}
     app.core.doorbell.ring([QUEUE] if counts else [])
-    return visit.go(f"/ui/documents/runs/{id}", done=f"{sum(counts.values()):,} documents are tried again.")
+    return visit.go(f"/ui/documents/runs/{id}", done=f"{sum(counts.values()):,} documents are retried.")
 
 
 @pages.post("/ui/documents/items/{id}/retry")
@@ -180,7 +180,7 @@ async def retry_item(visit: Submitter, id: str) -> Response:
     app = service(visit.request, IngestServices)
     await app.submission.retry_item(id, tenant=visit.tenant)
     app.core.doorbell.ring([QUEUE])
-    return visit.go(f"/ui/documents/items/{id}", done="The document is tried again from the step that failed.")
+    return visit.go(f"/ui/documents/items/{id}", done="The document is retried from the step that failed.")
 
 
 @pages.post("/ui/documents/items/{id}/dismiss")
@@ -197,7 +197,7 @@ async def retry_cause(visit: Operator) -> Response:
     wanted = Wanted(None, await _cause(visit), only_inbox=True)
     counts = await app.submission.retry(wanted, tenant=visit.tenant, run_id=None)
     app.core.doorbell.ring([QUEUE] if counts else [])
-    return visit.go("/ui/documents/inbox", done=f"{sum(counts.values()):,} documents are tried again.")
+    return visit.go("/ui/documents/inbox", done=f"{sum(counts.values()):,} documents are retried.")
 
 
 @pages.post("/ui/documents/inbox/dismiss")
@@ -213,7 +213,7 @@ async def dismiss_cause(visit: Operator) -> Response:
 async def _cause(visit: Visit) -> str:
     cause = await visit.field("cause")
     if not cause:
-        raise InvalidInput("say which documents: the form names no cause", param="cause")
+        raise InvalidInput("the form has no cause; choose one on the page", param="cause")
     return cause
 
 
@@ -222,7 +222,7 @@ def _item_status(text: str) -> ItemStatus:
         return ItemStatus(text)
     except ValueError:
         known = ", ".join(one.value for one in ItemStatus)
-        raise InvalidInput(f"status {text[:40]!r} is not known; use one of: {known}", param="status") from None
+        raise InvalidInput(f"the status {text[:40]!r} is unknown; use one of: {known}", param="status") from None
 
 
 def _read_money(text: str) -> Decimal | None:
@@ -241,7 +241,7 @@ _NO_CLOCK = ("seconds_left", "config", "sources")
 
 
 def _shown(run: Run) -> dict[str, Any]:
-    """Without what a clock changes: a page is drawn again only when something happened."""
+    """The run without the fields that change with the clock: a page is redrawn only after a real change."""
     names = (*run.__dataclass_fields__, "has_ended", "item_count_open")
     return {
         **{name: getattr(run, name) for name in names if name not in _NO_CLOCK},
@@ -256,7 +256,7 @@ def _place(app: IngestServices, step: str) -> int:
 
 
 def draw_funnel(order: Sequence[str], run: Run, at: Mapping[str, int], causes: Sequence[Cause]) -> Markup:
-    """How many documents have come at least as far as each step; one that failed came as far as the step before."""
+    """How many documents have reached each step. A failed document has reached the step before the one that failed."""
     steps = list(dict.fromkeys(["ENQUEUED", *order, *at]))
     ended = run.item_count_done + run.item_count_unchanged
     stopped = dict(at)
@@ -269,13 +269,13 @@ def draw_funnel(order: Sequence[str], run: Run, at: Mapping[str, int], causes: S
         reached += stopped.get(step, 0)
         rows.append((step.replace("_", " ").capitalize(), float(reached)))
     rows.reverse()
-    return bars([*rows, ("Done", float(ended))], label="Documents that have come as far as each step")
+    return bars([*rows, ("Done", float(ended))], label="Documents that have reached each step")
 
 
 def _draw_money(run: Run) -> Markup | None:
-    """Spent and on its way, against the budget; nothing to draw without one."""
+    """What was spent and reserved, and the budget; None without a budget."""
     if run.budget is None:
         return None
-    rows = {"Spent": run.spent, "On its way": run.reserved, "Budget": run.budget}
+    rows = {"Spent": run.spent, "Reserved": run.reserved, "Budget": run.budget}
     words = {name: money(value) for name, value in rows.items()}
     return bars([(name, float(value)) for name, value in rows.items()], label="Money against the budget", words=words)

@@ -45,7 +45,7 @@ async def show_collection(visit: Reader, name: str, after: int = 0) -> Response:
 
 @pages.get("/ui/documents/collections/{name}/search")
 async def search_collection(visit: Reader, name: str, q: str = "", mode: search.Mode = "hybrid") -> Response:
-    """Not live: a query may cost something."""
+    """The page is not updated live, because a query may cost something."""
     app, tenant = service(visit.request, IngestServices), visit.caller.own_tenant
     modes = get_args(search.Mode)
     if len(q) > _QUERY_CHARACTERS_MAX:
@@ -57,7 +57,7 @@ async def search_collection(visit: Reader, name: str, q: str = "", mode: search.
             found = await app.search.search(tenant, name, q, limit=_HITS_MAX, mode=mode)
         except (OperationError, OSError) as error:
             log.warning("a search in %r by vectors failed: %s", name, error)
-            text = "the model server that embeds queries does not answer; search by words, or try again soon"
+            text = "the model server that embeds queries does not answer; search by words, or retry soon"
             raise HTTPException(503, text) from error
     hits = [] if found is None else [(hit, in_context(hit)) for hit in found.hits]
     return visit.draw(

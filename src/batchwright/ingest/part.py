@@ -185,7 +185,7 @@ class IngestPart(Part):
         from batchwright.engine.worker.duty import Duty
         from batchwright.ingest.desk import Desk
 
-        if self.settings.steps:  # check the users' steps at start; ours are known to be valid
+        if self.settings.steps:  # check the users' steps when the worker starts; ours are known to be valid
             log.info("steps of documents: %s", ", ".join(self.graph.order))
         desk = Desk(self, site)
         return Duty(services=desk.services, rounds=desk.rounds(), close=desk.close)

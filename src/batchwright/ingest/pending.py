@@ -80,7 +80,7 @@ class Pending:
     # Items ------------------------------------------------------------------------------------------------------
 
     async def add(self, run: Run, item_id: str, ask: Ask, texts: Mapping[bytes, str], *, session: Session) -> None:
-        """Add these requests, unless they exist already. The run is locked, so that none is answered meanwhile."""
+        """Add these requests, unless they already exist. The run is locked, so that none is answered meanwhile."""
         params = {
             **_of(run, ask.fingerprint),
             "run_id": run.id,
@@ -180,7 +180,7 @@ class Pending:
         """Lines that are not settled yet."""
         return [line for (line,) in await self._ask("next_lines", None, batch_id=batch_id, limit=limit)]
 
-    # Settling ---------------------------------------------------------------------------------------------------
+    # Settlement -------------------------------------------------------------------------------------------------
 
     async def lock_items(self, ids: Sequence[str], *, session: Session) -> None:
         """Lock items before the run: all code uses this order."""

@@ -1,7 +1,7 @@
 -- Requests that documents wait for in the batch lane.
 
--- Requests that exist already, or were just answered, are not added. A row that will never be sent is taken over: its
--- item has ended, its run is parked or has ended, or its request failed for another run.
+-- Requests that already exist, or were just answered, are not added. A row that would never be sent now belongs to this
+-- item: its own item has ended, its run is parked or has ended, or its request failed for another run.
 -- name: add
 INSERT INTO batchwright.ingest_request AS request (
     tenant, fingerprint, hash, run_id, item_id, kind, model, input, tokens, created_at)
@@ -150,7 +150,7 @@ DELETE FROM batchwright.ingest_request
 WHERE tenant = %(tenant)s AND fingerprint = %(fingerprint)s AND hash = ANY(%(hashes)s::bytea[]) AND batch_id = %(batch_id)s
 RETURNING hash
 
--- Takes requests out of the batch: to be sent again, or with an error.
+-- Takes requests out of the batch: they are resent, or have an error.
 -- name: put_back
 UPDATE batchwright.ingest_request AS request
 SET batch_id = NULL, line = NULL, place = NULL, failures = given.failures, pack = coalesce(given.pack, request.pack),

@@ -1,4 +1,4 @@
-"""Steps as a graph: a step is a function with a name, the steps before it, and a fingerprint.
+"""The graph of steps: a step is a function with a name, the steps before it, and a fingerprint.
 
     @step("LANGUAGE_FOUND", after="CONTENT_EXTRACTED", before="PERSISTED")
     async def find_language(ctx: StepContext) -> dict[str, str]:
@@ -100,7 +100,7 @@ class Graph:
         firsts = [name for name in self.order if not self.waits_for[name]]
         if len(firsts) != 1:
             raise ConfigurationError(
-                f"these steps come first: {', '.join(firsts) or 'none'}; only one may: write after=… for the others"
+                f"only one step may come first, not {', '.join(firsts) or 'none'}; write after=… for the others"
             )
         self.first = firsts[0]
         self._levels = self._find_levels()

@@ -105,7 +105,7 @@ class Journey:
     # The end ----------------------------------------------------------------------------------------------------
 
     def _end(self, verb: str) -> Outcome:
-        """End the item: its last move, and the state of its source, are in the commit that ends the job."""
+        """End the item: its last transition, and the state of its source, are in the commit that ends the job."""
         machine, item = self._machine, self._machine.item
         fetched = machine.outputs.get(FETCHED, {})
         version_id = _version_of(machine.outputs)
@@ -146,7 +146,7 @@ class Journey:
             self._runner.tools.counts.item_ended(status)
 
     def _tidy(self, blob_key: str | None, verb: str | None) -> None:
-        """Remove the copy of the source. If that fails now, upkeep removes it later."""
+        """Remove the copy of the source. If that fails, upkeep removes it later."""
         if verb == "succeed" and blob_key is not None:
             task = asyncio.ensure_future(self._remove(blob_key))
             _tidying.add(task)

@@ -45,9 +45,9 @@ class Question:
 def read_question(query: str) -> Question:
     """Parse a query. Any text is valid, except an empty one."""
     if not query.strip():
-        raise InvalidInput("the query is empty; write what to search for", param="q")
+        raise InvalidInput("the query is empty; give words to search for", param="q")
     if len(query) > QUERY_CHARACTERS_MAX:
-        found = f"the query has {len(query):,} characters; at most {QUERY_CHARACTERS_MAX:,} are searched for"
+        found = f"the query has {len(query):,} characters; the limit is {QUERY_CHARACTERS_MAX:,}"
         raise TooLarge(found, param="q")
     _refuse_unstorable("the query", query, param="q")
     wanted: list[str] = []
@@ -67,14 +67,14 @@ def read_question(query: str) -> Question:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """How chunks are looked up by their words, as texts of tsqueries."""
+    """How chunks are looked up by their words: tsqueries, as text."""
 
     probes: list[str]
     lexemes: list[str]
     numbers: list[int | None]
     """For each lexeme, the number of the probe that counts it."""
     weights: list[float | None]
-    """The weight of each common lexeme. The weight of others follows from how many chunks their probe finds."""
+    """The weight of each common lexeme. The weight of the others depends on how many chunks their probe finds."""
     guesses: list[float]
     """The weight of each lexeme if nothing is counted."""
     condition: str | None
@@ -156,7 +156,9 @@ def mark(text: str, matching: set[str]) -> list[tuple[int, int]]:
 
 def _refuse_unstorable(what: str, text: str, *, param: str) -> None:
     if found := _UNSTORABLE.search(text):
-        raise InvalidInput(f"{what} has the character U+{ord(found[0]):04X} in it; remove it", param=param)
+        raise InvalidInput(
+            f"{what} contains the character U+{ord(found[0]):04X}, which cannot be stored; remove it", param=param
+        )
 
 
 def _quote(lexeme: str) -> str:

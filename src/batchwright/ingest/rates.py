@@ -12,11 +12,11 @@ from batchwright.inference.budgets import RateBudget, Reservation, Wait
 from batchwright.inference.gateway import Gateway
 
 _WAIT_IN_PLACE_SECONDS = 2.0
-"""For a shorter wait, sleeping costs less than putting the job back."""
+"""For a wait up to this time, sleeping costs less than putting the job back."""
 _SAYS = {
-    "requests": "the requests of this minute are used up",
-    "tokens": "the tokens of this minute are used up",
-    "concurrency": "as many requests as allowed are in flight",
+    "requests": "the request limit of this minute is used up",
+    "tokens": "the token limit of this minute is used up",
+    "concurrency": "the maximum number of requests is in flight",
     "blocked": "the server asked to wait",
 }
 

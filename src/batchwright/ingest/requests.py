@@ -1,4 +1,4 @@
-"""How a step gets answers from models: at once, or in a batch with requests of other documents.
+"""Gets answers from models for a step: at once, or in a batch with requests of other documents.
 
 realtime   the step sends its requests, and waits for the answers
 batch      the step stores its requests in a table and frees its worker; `gather` does the rest
@@ -43,7 +43,7 @@ a quick batch may be complete before the item is recorded as waiting for it."""
 
 
 class Requests:
-    """Requests missing answers from models; afterwards they are in the cache."""
+    """Gets missing answers from models and stores them in the cache."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Requests:
         self._settings = settings
 
     async def answer(self, ctx: StepContext, kind: str, model: Any, texts: Mapping[bytes, str]) -> None:
-        """Store all answers that could be had, then raise the worst error. Raises Deferred while a batch is running."""
+        """Store all answers that arrived, then raise the worst error. Raises Deferred while a batch is running."""
         if model.model is not None and await self._goes_by_batch(ctx, model.model):
             if (reason := await self._leave(ctx, ask_of(model), texts)) is not None:
                 raise reason
@@ -75,7 +75,7 @@ class Requests:
             message = f"{len(waiting)} requests are in a batch that is being cancelled"
             raise Deferred(message, _CANCELLED_SECONDS, waits_for="batch")
 
-    # Which lane -------------------------------------------------------------------------------------------------
+    # Lanes ------------------------------------------------------------------------------------------------------
 
     async def _goes_by_batch(self, ctx: StepContext, model: str) -> bool:
         run = ctx.run

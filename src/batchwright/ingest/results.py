@@ -3,7 +3,7 @@
 ""             advance to the next step
 RateLimited    wait for the rate budget, then repeat the step; uses no retry
 Transient      exponential backoff with jitter, up to max_retries, then the inbox
-SchemaInvalid  the inbox, at once: same input, same output, wasted tokens
+SchemaInvalid  the inbox, at once: a retry would fail in the same way, and cost tokens
 Fatal          the inbox, at once; if a credential is wrong, the whole run is parked instead
 """
 
@@ -114,7 +114,7 @@ def result_from_exception(step: str, error: BaseException) -> StepResult:
         return StepResult(step=step, message=error.reason, retry_after=error.delay_seconds, waits_for=error.waits_for)
     if isinstance(error, StorageError):
         return StepResult(step=step, message=str(error), retry_after=10.0, waits_for="storage")
-    if isinstance(error, ConfigurationError):  # of this worker; another one may be configured correctly
+    if isinstance(error, ConfigurationError):  # another worker may be configured correctly
         seconds = _CONFIGURATION_SECONDS
         return StepResult(step=step, message=str(error), retry_after=seconds, waits_for="configuration")
     if isinstance(error, Conflict):  # another transaction was first; the retry will see its result

@@ -1,4 +1,4 @@
-"""The rows of runs: every move is a compare-and-set.
+"""The rows of runs: every transition is a compare-and-set.
 
 A run is driven by its job, `ingest.run`, the parent of the jobs of its items. The commands for jobs refuse
 jobs that belong to a run; use the methods here instead.
@@ -158,8 +158,8 @@ class Runs:
                     return await self.get(new.id, tenant=None, session=session), True
                 if known := await self._find_known(params, session):
                     return known, known.id == new.id
-                # Its key was cleared between the two statements, so a retry can use it.
-        raise Conflict("another request is using the Idempotency-Key at this moment; send the request again")
+                # The key was cleared between the two statements, so this run can have it now.
+        raise Conflict("other requests with this Idempotency-Key are being processed; resend the request")
 
     async def find_repeated(self, tenant: str, key: str | None, digest: bytes | None) -> Run | None:
         """The run that already has this idempotency key; Conflict if its digest differs."""
@@ -199,7 +199,7 @@ class Runs:
     async def in_doubt(self, id: str) -> Doubt:
         return Doubt(*(await self._database.ask(SQL["in_doubt"], {"run_id": id}))[0])
 
-    # Moves: each returns the new state, or None if the run's state does not allow it --------------------------------
+    # Transitions: each returns the new state, or None if the run's state does not allow it ---------------------------
 
     async def begin(self, id: str, *, session: Session | None = None) -> RunStatus | None:
         return await self._move("begin", id, session)
@@ -294,7 +294,7 @@ class Runs:
             for statement in ("find_collection", "add_collection"):
                 for (id,) in await self._database.ask(SQL[statement], params, session):
                     return int(id)
-        raise Conflict(f"the collection {new.collection!r} is being changed by another request; try again")
+        raise Conflict(f"the collection {new.collection!r} is being changed by another request; retry")
 
     async def _find_known(self, params: Mapping[str, Any], session: Session | None) -> Run | None:
         for digest, *row in await self._database.ask(SQL["known"], params, session):

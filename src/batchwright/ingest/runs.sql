@@ -1,4 +1,4 @@
--- Runs and their items: every move is a compare-and-set.
+-- Runs and their items: every transition is a compare-and-set.
 
 -- part: run_columns
 run.id, run.tenant, run.collection_id, collection.name, run.kind, run.status::text, run.sources, run.config, run.recipe,

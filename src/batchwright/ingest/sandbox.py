@@ -1,6 +1,6 @@
 """Extraction in separate processes, so that no document can crash the worker.
 
-Every failure has a class that decides the reaction, and a code that names the cause:
+Every failure has a class, which decides what happens next, and a code for its cause:
 
     Fatal, scope item    damaged_document, encrypted_document, cpu_limit, out_of_memory, document_too_large,
                          text_too_large, too_many_pages, unpacked_too_large, nested_too_deep, extractor_crash,
@@ -31,7 +31,9 @@ from batchwright.ingest.limits import Limits
 from batchwright.ingest.messages import LENGTH, Answer, Ending, Failure, Request
 from batchwright.ingest.text import CanonicalText, text_too_large
 
-_ABORTS = frozenset((signal.SIGABRT, signal.SIGILL, signal.SIGTRAP))  # how C++ ends when it is out of memory
+_ABORTS = frozenset(
+    (signal.SIGABRT, signal.SIGILL, signal.SIGTRAP)
+)  # the signals that end C++ code when it is out of memory
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ", "VIRTUAL_ENV")
 _GRACE_SECONDS = 5.0
 _SERVER = "batchwright.ingest.child"
@@ -82,7 +84,7 @@ class Sandbox:
         return Request(path=str(path.absolute()), name=name, limits=limits, extractors=self._extractors)
 
     async def _ask(self, request: Request, limits: Limits) -> tuple[Ending, bytes]:
-        """The fork ends itself at its time limit. If even that fails, end all processes of the sandbox from here."""
+        """The fork ends itself at its time limit. If that fails, end all processes of the sandbox from here."""
         try:
             async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
                 return await self._exchange(request)
@@ -156,10 +158,14 @@ def _why_ended(ending: Ending, limits: Limits) -> OperationError:
         return Fatal(message, scope="item", code="cpu_limit")
     if ended_by == signal.SIGKILL:
         message = f"the extraction process was killed with {ending.peak_bytes // 1_000_000:,} MB in use"
-        return Transient(f"{message}; perhaps the machine ran out of memory", code="extractor_killed")
+        return Transient(f"{message}; the machine may have run out of memory", code="extractor_killed")
     if ending.peak_bytes > 0.8 * limits.memory_bytes:
         return _out_of_memory(limits)
-    hint = f"; perhaps {limits.memory_bytes // 1_000_000:,} MB of memory are too few" if ended_by in _ABORTS else ""
+    hint = (
+        f"; it may need more than {limits.memory_bytes // 1_000_000:,} MB of memory (memory_bytes)"
+        if ended_by in _ABORTS
+        else ""
+    )
     how = f"by {signal.Signals(ended_by).name}" if ended_by in set(signal.Signals) else f"with code {ending.exit_code}"
     return Fatal(f"the parser crashed: its process ended {how}{hint}", scope="item", code="extractor_crash")
 

@@ -1,4 +1,4 @@
-"""Search in a collection: by words, by vectors, and by both together.
+"""Searches a collection: by words, by vectors, or by both.
 
 By words: each selective word of the query finds a bounded number of chunks, which are ranked by how rare their words
 are. By vectors: each space whose embedder answers returns its nearest chunks. The results are merged by rank, not by
@@ -110,7 +110,7 @@ class _Search:
 
 
 class Search:
-    """Finds passages. `embedders` knows the embedder of a space, or None where it is not configured."""
+    """Finds passages. `embedders` returns the embedder of a space, or None if it is not configured."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class Search:
         """Passages of a collection that answer a query, the best first."""
         began = time.monotonic()
         if mode not in MODES:
-            raise InvalidInput(f"the mode is {mode!r}; choose one of {', '.join(MODES)}", param="mode")
+            raise InvalidInput(f"the mode is {mode!r}; use one of: {', '.join(MODES)}", param="mode")
         if not 1 <= limit <= LIMIT_MAX:
-            raise InvalidInput(f"the limit is {limit}; choose 1 to {LIMIT_MAX}", param="limit")
+            raise InvalidInput(f"the limit is {limit}; use 1 to {LIMIT_MAX}", param="limit")
         search = await self._prepare(tenant, collection, query, limit, read_filters(filters) if filters else None)
         if mode != "words":
             search.vectors = await self._embed(search, query, must=mode == "vectors")
@@ -212,7 +212,7 @@ class Search:
     # Vectors --------------------------------------------------------------------------------------------------------
 
     async def _embed(self, search: _Search, query: str, *, must: bool) -> list[tuple[Space, bytes]]:
-        """The query as a vector of each space; `must` means that there is nothing else to search by."""
+        """The query as a vector of each space. `must` means that a search without vectors is not possible."""
         embedded, failures = [], []
         for space in await self._spaces.of(search.collection_id):
             embedder = self._embedders(space)

@@ -14,7 +14,7 @@ SELECT collection.id, collection.language,
 FROM batchwright.ingest_collection AS collection
 WHERE collection.tenant = %(tenant)s AND collection.name = %(name)s AND collection.deleted_at IS NULL
 
--- Lexemes that are in many chunks of all collections together, as ANALYZE has seen them.
+-- Lexemes that are in many chunks of all collections together, by the statistics of ANALYZE.
 -- name: common
 SELECT common.lexeme, common.share
 FROM pg_stats AS stats
@@ -22,7 +22,7 @@ CROSS JOIN LATERAL unnest(stats.most_common_elems::text::text[], stats.most_comm
 WHERE stats.schemaname = 'batchwright' AND stats.tablename = 'ingest_chunk' AND stats.attname = 'words'
     AND common.lexeme IS NOT NULL
 
--- Each probe is one lexeme, or several together, and gives a bounded number of chunks. Rare lexemes weigh more.
+-- Each probe is one lexeme, or several together, and finds a bounded number of chunks. Rare lexemes weigh more.
 -- part: probes
 WITH found AS MATERIALIZED (
     SELECT probe.number, hit.id

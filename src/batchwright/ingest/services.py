@@ -1,4 +1,4 @@
-"""What the HTTP routes of documents use."""
+"""The services that the HTTP routes of documents use."""
 
 from __future__ import annotations
 

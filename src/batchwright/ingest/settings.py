@@ -26,7 +26,7 @@ class IngestSettings(FetchSettings):
     """Documents: sources, and how they are processed."""
 
     answers_kept_days: float = 90.0
-    """How long a model's answer is kept after the last document stopped using it, in case the same text comes again."""
+    """How long a model's answer is kept after its last use, so that equal text is not paid for again."""
     batch_deadline_margin_seconds: float = 3600.0
     """In the lane `auto`: this long before the deadline of a run, requests that no batch has answered are sent in
     realtime."""
@@ -68,18 +68,17 @@ class IngestSettings(FetchSettings):
     """Modules, files or folders with your own steps; those of installed packages are found automatically."""
 
     def __post_init__(self) -> None:
-        # `super()` without arguments fails here, because `slots=True` creates the class a second time.
+        # `super()` without arguments would fail here, because `slots=True` creates the class a second time.
         FetchSettings.__post_init__(self)
         for name in ("entity_chunks", "max_retries", "answers_kept_days", "batch_wait_seconds"):
-            if getattr(self, name) < (0 if name == "max_retries" else 1):
-                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it is too small")
+            least = 0 if name == "max_retries" else 1
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("batch_deadline_margin_seconds", "batch_from_documents"):
             if getattr(self, name) < 0:
-                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it must not be negative")
+                raise ConfigurationError(f"ingest.{name} is {getattr(self, name)}; it must be at least 0")
         if not _LANGUAGE.fullmatch(self.language):
-            raise ConfigurationError(f"ingest.language is {self.language!r}; write one like english, german or simple")
+            raise ConfigurationError(f"ingest.language is {self.language!r}; use one such as english, german or simple")
         if self.embedding_dimensions is not None and not 1 <= self.embedding_dimensions <= 16_000:
-            raise ConfigurationError(
-                f"ingest.embedding_dimensions is {self.embedding_dimensions}; 1 to 16000 are possible"
-            )
+            raise ConfigurationError(f"ingest.embedding_dimensions is {self.embedding_dimensions}; use 1 to 16000")
         ChunkSettings(characters=self.chunk_characters, overlap=self.chunk_overlap, tokens=self.chunk_tokens)

@@ -1,8 +1,8 @@
-"""Spaces: the vectors of one embedder in one collection. Also the words of chunks. Search reads both.
+"""Spaces, each with the vectors of one embedder in one collection, and the words of chunks. Search reads both.
 
 With pgvector, each space has its own table with an HNSW index, so that search in one collection never reads the vectors
-of others. Without it, search reads all vectors of a space. Only live chunks have vectors and words, so search need not
-check what is live: one transaction removes those of the old version and adds those of the new one.
+of others. Without it, search reads all vectors of a space. Only live chunks have vectors and words: one transaction
+removes those of the old version and adds those of the new one. So search need not check which chunks are live.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Spaces:
                 for row in await self.database.ask(SQL["insert"], made, session):
                     await self._create_table(_space(row), session)
                     return _space(row)
-        raise Conflict(f"collection {collection_id} is being deleted, so it accepts no vectors; use another name")
+        raise Conflict(f"collection {collection_id} is being deleted, so it accepts no vectors; use another collection")
 
     async def of(self, collection_id: int, *, session: Session | None = None) -> list[Space]:
         """The spaces of a collection, the oldest first."""
@@ -152,7 +152,7 @@ class Spaces:
             pass
 
     async def _word_pages(self, statement: str, version_id: int, session: Session) -> AsyncIterator[list[Row]]:
-        """Page by page: a book has ten thousand chunks, and no statement may come near its time limit."""
+        """Run a statement page by page: a book has ten thousand chunks, too many for the time limit of a statement."""
         first = 0
         while True:
             params = {"version_id": version_id, "first": first, "last": first + _WORDS_PAGE - 1}
@@ -238,7 +238,7 @@ class Spaces:
         except DatabaseUnavailable:
             raise
         except DatabaseError:
-            pass  # not allowed, or another process was faster
+            pass  # we are not allowed to, or another process was faster
 
     async def _look(self, session: Session | None = None) -> tuple[bool, Pgvector | None]:
         """Whether the extension can be installed, and where it is."""

@@ -1,4 +1,4 @@
-"""What users do with runs: create, park, resume, cancel, retry. Each is one transaction."""
+"""What users can do with runs: create, park, resume, cancel, retry. Each is one transaction."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Submission:
                 )
 
     def _check_budget(self, budget: Decimal | None, config: Mapping[str, Any], lane: str) -> None:
-        """Refuse a budget that we cannot enforce: it is worse than none."""
+        """Refuse a budget that cannot be enforced: it would be worse than none."""
         if budget is None:
             return
         if not budget > 0:
@@ -142,7 +142,7 @@ class Submission:
         for _, model in required_models(config):
             if self._prices.find(model, lane) is None:
                 raise InvalidInput(
-                    f"the price of {model!r} is not known, so no budget can be enforced; write into batchwright.toml "
+                    f"the price of {model!r} is unknown, so no budget can be enforced; write into batchwright.toml "
                     f'[ingest.prices."{model}"] input = …, output = … (dollars per million tokens)',
                     param="budget",
                 )
@@ -183,7 +183,7 @@ class Submission:
         run = await self._runs.get(id, tenant=tenant)
         async with self._runs.queue.database.transaction() as session:
             if run.has_ended:
-                raise Conflict(f"the run {id} is {run.status.value}, and cannot be cancelled")
+                raise Conflict(f"the run {id} is already {run.status.value}, and cannot be cancelled")
             await self._runs.queue.cancel([JobId(run.job_id)], reason=reason, owned=True, session=session)
             await self._runs.queue.wake(run.gather_job_ids[-1:], session=session)
             await self._cancel_others(run.id, reason, session)

@@ -94,7 +94,7 @@ class TextBuilder:
         return not self._length
 
     def add(self, block: str, *, separator: str = _BETWEEN_BLOCKS) -> None:
-        """Append a block after a separator. It begins with a newline, so that no accent joins the previous block."""
+        """Append a block after a separator, which begins with a newline, so that no accent joins the previous block."""
         block = normalise(block)
         if not block:
             return
@@ -149,7 +149,7 @@ class TextBuilder:
         return tuple(Section(path, start, end) for (start, path), end in spans if start < end)
 
     def _mark(self) -> int:
-        """Where the next block will begin: `add` keeps to the usual separator there."""
+        """Where the next block will begin, if `add` gets the usual separator."""
         self._is_set_apart = True
         return self._length + len(_BETWEEN_BLOCKS) if self._blocks else 0
 
@@ -170,7 +170,7 @@ def text_too_large(limit: int) -> Fatal:
 
 
 def too_many_pages(found: str, limit: int) -> Fatal:
-    message = f"the document has {found} pages; at most {limit:,} are read (pages)"
+    message = f"the document has {found} pages; the limit is {limit:,} (pages)"
     return Fatal(message, scope="item", code="too_many_pages")
 
 

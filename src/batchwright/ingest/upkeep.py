@@ -25,7 +25,7 @@ _DAYS_MAX = 36_500.0
 _RETIRED_SECONDS = 3_600.0
 """How long a replaced version is kept, for readers that still use it."""
 _RESUMED_SECONDS = 900.0
-"""How long after a resume an item may still go to sleep, because it saw the run as parked before."""
+"""How long after a resume an item may still go to sleep, because it had seen the run as parked."""
 
 
 class DocumentUpkeep:
@@ -53,12 +53,12 @@ class DocumentUpkeep:
                 kind="Fatal",
                 code="job_lost",
                 step="ENQUEUED",
-                message=f"its job ended {status} without ending it; it may have killed its workers",
+                message=f"its job ended as {status} without ending it; it may have killed its workers",
             )
             await self._items.fail(id, failure, session=session)
         runs = await self._runs.abandoned(_PAGE, session=session)
         for run_id, job_status in runs:
-            message = f"its job ended {job_status or 'unseen'} without ending it"
+            message = f"its job {f'ended as {job_status}' if job_status else 'is gone'}, and did not end it"
             error = {"kind": "Fatal", "code": "job_lost", "message": message}
             await self._runs.fail(run_id, error, session=session)
         calls = await doubt_ended(self._runs.queue, _PAGE, session=session)

@@ -50,7 +50,7 @@ UNION ALL
 ORDER BY distance, chunk_id
 LIMIT %(limit)s
 
--- If a filter leaves few chunks.
+-- For a filter that few chunks pass.
 -- name: nearest_among
 SELECT vector.chunk_id, :distance AS distance
 FROM unnest(%(chunk_ids)s::bigint[]) AS allowed (chunk_id)
@@ -58,7 +58,7 @@ JOIN :table AS vector ON vector.chunk_id = allowed.chunk_id
 ORDER BY distance, vector.chunk_id
 LIMIT %(limit)s
 
--- If it leaves many: the index scan continues until enough have passed.
+-- For a filter that many chunks pass: the index scan continues until enough have passed.
 -- name: nearest_passing
 (SELECT vector.chunk_id, :distance AS distance FROM :table AS vector
  WHERE vector.is_indexed AND EXISTS (SELECT :chunk_of_vector)

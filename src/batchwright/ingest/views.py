@@ -39,8 +39,8 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="If you send the same key and body again, you get the same run, for as long as it is kept. "
-        "Another body is a conflict.",
+        description="A repeated request with the same key and body returns the same run, for as long as it is kept; "
+        "with another body it is a conflict.",
     ),
 ]
 
@@ -103,7 +103,7 @@ class RunToBe(Body):
     ) = Field(None, description="Your own metadata, shown with the run.")
 
     def wanted(self, tenant: str, *, idempotency_key: str | None = None, traceparent: str | None = None) -> WantedRun:
-        """Sets no roots, so those of the settings apply."""
+        """The run for a tenant. It sets no roots, so those of the settings apply."""
         chosen = {name: getattr(self, name) for name in Overrides.__dataclass_fields__ if name != "roots"}
         return WantedRun(
             tenant=tenant,
@@ -189,7 +189,7 @@ class MoneyView(Answer):
     reserved: float = Field(description="What requests in flight may cost.")
     in_doubt: float | None = Field(description="Cost of requests whose answers were lost; only if one run is shown.")
     budget: float | None
-    is_exact: bool = Field(description="False if the price of something that was used is not known.")
+    is_exact: bool = Field(description="False if the price of something that was used is unknown.")
     prompt_tokens: int
     completion_tokens: int
     calls: int

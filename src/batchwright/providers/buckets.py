@@ -34,7 +34,7 @@ class Bucket:
 
     async def head(self, key: str) -> Found | None:
         """The object as the store describes it; None if there is none."""
-        with _explained():
+        with _translate_errors():
             return await self._retry("head", lambda: self._backend.head(key))
 
     async def size(self, key: str) -> int | None:
@@ -50,7 +50,7 @@ class Bucket:
         start = 0
         while start < found.size:
             end = min(found.size, start + self._backend.part_bytes)
-            with _explained():
+            with _translate_errors():
                 part = await self._part(key, start, end, found.etag)
             if len(part) != end - start:
                 raise Transient(f"{key} in {self} is shorter than it was", code="length_changed")
@@ -59,7 +59,7 @@ class Bucket:
 
     async def write(self, key: str, open: Callable[[], Chunks]) -> None:
         """Write the object, replacing any existing one."""
-        with _explained():
+        with _translate_errors():
             await self._retry("put", lambda: self._backend.write(key, open()))
 
     async def list(self, prefix: str) -> AsyncIterator[Found]:
@@ -77,7 +77,7 @@ class Bucket:
                 raise
 
         while True:
-            with _explained():
+            with _translate_errors():
                 page = await self._retry("list", next_page)
             if not page:
                 return
@@ -88,7 +88,7 @@ class Bucket:
     async def delete(self, *keys: str) -> None:
         """Missing objects count as deleted."""
         if keys:
-            with _explained():
+            with _translate_errors():
                 await self._retry("delete", lambda: self._backend.delete(keys))
 
     async def _part(self, key: str, start: int, end: int, etag: str | None) -> bytes:
@@ -131,7 +131,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Translates errors of storage into errors of operations."""
     try:
         yield

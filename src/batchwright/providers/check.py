@@ -22,7 +22,9 @@ async def check_providers(part: ProvidersPart) -> list[Finding]:
     try:
         meant = [name for name in directory.names if name in part.providers or directory.missing(name) is None]
     except ConfigurationError as error:
-        return [Finding("providers", Level.ERROR, str(error), "correct that: no task can be sent")]
+        return [
+            Finding("providers", Level.ERROR, str(error), "correct the configuration: until then no task can be sent")
+        ]
     return list(await asyncio.gather(*(_try(part, name) for name in meant)))
 
 

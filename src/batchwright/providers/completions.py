@@ -57,7 +57,7 @@ class Line:
 
 
 class BadLine(SchemaInvalid):
-    """A line that cannot be sent, and why."""
+    """A line that cannot be sent. The message says why."""
 
     def __init__(self, number: int, message: str, param: str | None = None) -> None:
         super().__init__(f"line {number}: {message}", code="invalid_line")
@@ -74,11 +74,11 @@ def parse_line(number: int, raw: bytes | None) -> Line:
     if not isinstance(line, dict):
         raise BadLine(number, "it is not a JSON object")
     if not isinstance(line.get("custom_id"), str) or not line["custom_id"]:
-        raise BadLine(number, "custom_id must be a text that is not empty", "custom_id")
+        raise BadLine(number, "custom_id must be a string that is not empty", "custom_id")
     if not isinstance(line.get("body"), dict):
         raise BadLine(number, "body must be a JSON object", "body")
     if not isinstance(line.get("url", ""), str):
-        raise BadLine(number, "url must be a text", "url")
+        raise BadLine(number, "url must be a string", "url")
     return Line(number=number, custom_id=line["custom_id"], url=line.get("url", ""), body=line["body"], raw=raw.strip())
 
 
@@ -98,15 +98,15 @@ def check_request(request: Request, abilities: Abilities, endpoints: Iterable[st
     if len(request.inputs) != 1:
         return [Problem(message="a completion has one input, the file of its requests", param="inputs")]
     problems = [
-        Problem(message=f"the option {name!r} is unknown; there are {', '.join(sorted(_OPTIONS))}", param=name)
+        Problem(message=f"the option {name!r} is unknown; use one of: {', '.join(sorted(_OPTIONS))}", param=name)
         for name in sorted(set(request.options) - _OPTIONS)
     ]
     input, most = request.inputs[0], abilities.request_bytes_max
     if most is not None and input.bytes is not None and input.bytes > most:
-        message = f"the file has {input.bytes} bytes; the provider takes {most}"
+        message = f"the file has {input.bytes} bytes; the provider accepts {most}"
         problems.append(Problem(message=message, input_id=input.id))
     if not any(endpoint_of(request).startswith(one) for one in endpoints):
-        message = f"the endpoint is {endpoint_of(request)!r}; the provider has {', '.join(endpoints)}"
+        message = f"the endpoint is {endpoint_of(request)!r}; use one of: {', '.join(endpoints)}"
         problems.append(Problem(message=message, param="endpoint"))
     return problems
 
@@ -154,22 +154,26 @@ class _Checker:
             return
         first = self._seen.setdefault(line.custom_id, number)
         if first != number:
-            self.add(f"line {number}: the custom_id is that of line {first}", "custom_id", number)
+            self.add(f"line {number}: line {first} has the same custom_id", "custom_id", number)
         if line.url and line.url != self._endpoint:
             message = f"line {number}: its url is {line.url[:100]!r}, but the batch is for {self._endpoint}"
             self.add(message, "url", number)
         model = line.body.get("model")
         self._model = self._model or model
         if model != self._model:
-            self.add(f"line {number}: its model differs from earlier ones; a batch has one", "body.model", number)
+            self.add(
+                f"line {number}: its model differs from that of earlier lines; a batch has one model",
+                "body.model",
+                number,
+            )
         self.problems += [replace(problem, line=number) for problem in self._check(line)]
 
     def _measure(self, number: int, raw: bytes) -> None:
         requests, size = self._abilities.requests_max, self._abilities.request_bytes_max
         if requests is not None and number == requests + 1:
-            self.add(f"the file has more than {requests} requests, which is what the provider takes")
+            self.add(f"the file has more than {requests} requests, the provider's limit")
         if size is not None and self._size <= size < self._size + len(raw):
-            self.add(f"the file has more than {size} bytes, which is what the provider takes")
+            self.add(f"the file has more than {size} bytes, the provider's limit")
         self._size += len(raw)
 
 
@@ -217,7 +221,7 @@ async def line_ids(tools: AdapterTools, request: Request) -> Sequence[str]:
 
 
 async def expected_ids(tools: AdapterTools, request: Request) -> Sequence[str] | None:
-    """The custom_ids of the file; None if it is gone, because results that were paid for are fetched anyway."""
+    """The custom_ids of the file; None if the file is gone. Then the results are fetched anyway: they were paid for."""
     try:
         return await line_ids(tools, request)
     except (Fatal, SchemaInvalid) as error:
@@ -258,7 +262,7 @@ async def reconcile(
         seen.add(result.key)
         if left is not None and result.key not in left:
             log.warning("a provider's results hold a key that was never sent")
-            yield _stranger(result)
+            yield _mark_unknown(result)
             continue
         if left is not None:
             del left[result.key]
@@ -277,7 +281,7 @@ async def compare(
             yield result
 
 
-def _stranger(result: Result) -> Result:
+def _mark_unknown(result: Result) -> Result:
     error: dict[str, Any] = {
         "kind": Kind.FATAL.value,
         "code": "unknown_key",
@@ -365,7 +369,7 @@ def ending_of(counts: Counts) -> Ending:
 
 
 COMPLETE = "complete"
-"""In a table of statuses: the job has ended, and its counts say how."""
+"""Entry in a table of statuses: the job has ended, and its counts say how."""
 Statuses = Mapping[str, Phase | Ending | str]
 
 
@@ -391,7 +395,7 @@ def lost(status_code: int) -> Status:
 
 
 def if_whole(status: Status) -> Status | None:
-    """A status from a list; None if the job has ended but the list, which may omit fields, lacks its results' place."""
+    """A status from a list, which may omit fields: None if the job has ended and its results' place is missing."""
     is_short = status.phase is Phase.ENDED and not status.found and status.error is None
     return None if is_short else status
 

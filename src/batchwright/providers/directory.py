@@ -57,12 +57,12 @@ class Directory:
         """The adapter's class. The error for an unknown name lists the known ones."""
         if not self.is_known(name):
             near = difflib.get_close_matches(name, self.names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.names)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(self.names)}"
             raise InvalidInput(f"there is no provider {name[:100]!r}; {hint}", param="provider")
         kind = self.settings(name).kind or name
         if kind not in self.kinds:
             raise ConfigurationError(
-                f"providers.{name} has the kind {kind!r}, and there is no such adapter; there are "
+                f"providers.{name} has the kind {kind!r}, and there is no such adapter; use one of: "
                 f"{', '.join(self.kinds)}"
             )
         return self.kinds[kind]
@@ -113,6 +113,6 @@ class Directory:
         return Pace(poll_seconds=seconds, settle_seconds=settle, poll=self._polls[name].poll, offset_seconds=offset)
 
     def timeout_hours(self, name: str) -> float:
-        """When to time out: as the provider's table says, else the longer of our default and the provider's window."""
+        """The timeout from the provider's table, or else the longer of our default and the provider's window."""
         written = self.settings(name).task_timeout_hours
         return written or max(self._tasks.task_timeout_hours, self.abilities(name).timeout_hours)

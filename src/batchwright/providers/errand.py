@@ -3,7 +3,7 @@
     planned ─ stage ─▶ staged ─ commit, one request, commit ─▶ submitted ─ poll … poll ─▶ Ready
                           ▲            │
                           │            └─ in doubt: find it ─▶ adopt it
-                          └──────────────────────┴─ surely not there
+                          └──────────────────────┴─ it does not exist
 
 An errand does what can be done now and says when to come back. It keeps no state: the next one, perhaps in another
 process, reads the row and continues. A failed call only delays the next one, because it says nothing about the job.
@@ -34,7 +34,7 @@ CALL_SECONDS_FIRST = 5.0
 CALL_SECONDS_MAX = 600.0
 _DOUBT_SECONDS = 5.0
 _SEND_SECONDS_MAX = 20.0
-"""Maximum time from the commit of `submitting` to the first byte. After a longer pause, look for the job first."""
+"""Maximum time from the commit of `submitting` to the first byte sent. After a longer pause, look for the job first."""
 _ERROR_ANSWERS = "error_answers"
 
 
@@ -56,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """There is no job (any more), and there will be none: kind, code and message say why."""
+    """There is no job, and there will be none: kind, code and message say why."""
 
     error: Mapping[str, Any]
 
@@ -82,7 +82,7 @@ class Owner(Protocol):
     """The owner of the job, and what to write together with it."""
 
     def describe(self, row: RemoteJob, job: Job | None) -> Mapping[str, Any] | None:
-        """The document of a job that was just submitted; None if the owner keeps none."""
+        """The document of a job that was just submitted; None if the owner keeps no documents."""
 
     def describe_poll(self, row: RemoteJob, status: Status) -> Mapping[str, Any] | None:
         """The document after a poll that found the job unfinished."""
@@ -173,7 +173,7 @@ class Errand:
         await self._jobs.clean(self.row)
         return True
 
-    # What comes next --------------------------------------------------------------------------------------------
+    # Steps ------------------------------------------------------------------------------------------------------
 
     async def _do_next(self, stop: bool, may_submit: bool) -> Progress | None:
         row = self.row
@@ -261,7 +261,7 @@ class Errand:
         return [job for job in found if job.external_id not in foreign]
 
     async def _cancel_doubles(self, found: Sequence[Job]) -> None:
-        """Keep the oldest of several jobs with our marker, and cancel the others, which would only cost money."""
+        """Keep the oldest of several jobs with our marker and cancel the others: they would only cost money."""
         if not self.adapter.abilities.has_marker:
             return
         for job in found[1:]:
@@ -298,14 +298,16 @@ class Errand:
         self.row = await self._jobs.note(self.row, self._held, seconds=seconds, status=noted, document=document)
         self.is_at_work = not status.is_error
         if answers >= ERROR_ANSWERS_MAX:
-            return Refused(status.error or _error("fatal", "job_failed", f"the provider says {status.raw_status}"))
+            return Refused(
+                status.error or _error("fatal", "job_failed", f"the provider reports the status {status.raw_status}")
+            )
         return Waits(seconds)
 
     async def _cancel(self) -> None:
         cancelled = await self.adapter.cancel(self._require_job())
         self.row = await self._jobs.note_cancel(self.row, cancelled, self._held)
 
-    # What fails -------------------------------------------------------------------------------------------------
+    # Failed calls -----------------------------------------------------------------------------------------------
 
     async def _put_off(self, error: OperationError) -> Progress:
         row = self.row

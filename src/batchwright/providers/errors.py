@@ -169,7 +169,7 @@ async def submit_once(table: ErrorTable, asking: Awaitable[Response], *, now: Ca
 
 
 def _reasons(details: Any) -> list[Any]:
-    """The reasons in the details of an error: Google has a list of them, Anthropic one."""
+    """The reasons in the details of an error: Google sends a list of them, Anthropic a single one."""
     found = details if isinstance(details, list) else [details]
     given = [detail for detail in found if isinstance(detail, Mapping)]
     return [detail[name] for detail in given for name in ("reason", "error_code") if name in detail]

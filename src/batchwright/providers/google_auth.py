@@ -40,7 +40,7 @@ class GoogleCredentials:
     def __post_init__(self) -> None:
         given = [name for name in self.__dataclass_fields__ if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigurationError(f"give only one of {' and '.join(given)}")
+            raise ConfigurationError(f"set only one of {' and '.join(given)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _read_account(file: Path) -> _Account:
             email=said["client_email"], key=_rsa(key), key_id=said.get("private_key_id"), token_uri=said["token_uri"]
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{file} is no readable key file of a service account: {type(error).__name__}"
+        message = f"{file} cannot be read as the key file of a service account: {type(error).__name__}"
         raise Fatal(message, scope="credential", code="credentials_missing") from None
     parts = urlsplit(account.token_uri)
     if parts.scheme != "https" and parts.hostname not in _LOOPBACK:

@@ -53,7 +53,7 @@ async def create_task(
     """Returns immediately. Invalid URLs are listed in `invalid_urls`; the other inputs are processed."""
     app = service(request, TaskServices)
     if body.model is not None and body.models:
-        raise Refusal("name `model` or `models`, not both", param="models")
+        raise Refusal("set `model` or `models`, not both", param="models")
     with span("create-task", parent=incoming(request.headers)) as creating:
         wanted = WantedTask(
             tenant=caller.own_tenant,

@@ -1,11 +1,11 @@
 """The rows of jobs at providers, and of refused credentials.
 
-    planned ─ inputs are there ─▶ staged ─▶ submitting ─ one request ─▶ submitted ─ results are home ─▶ ended
+    planned ─ inputs are there ─▶ staged ─▶ submitting ─ one request ─▶ submitted ─ results are stored ─▶ ended
                                     ▲           │  ▲                        │
-                                    └─ refused ─┘  └────── another's ───────┘
+                                    └─ refused ─┘  └─── not our job ────────┘
 
-A row that says `submitting` may or may not have a job at the provider: we look for it before resending anything.
-Every write is fenced by the claim of the job of ours that runs it.
+A row in phase `submitting` may or may not have a job at the provider: we look for it before resending anything.
+Every write is fenced by the claim of our own job that runs the remote job.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RemoteJob:
     due_seconds: float
     """Seconds until the job needs work."""
     doubtful_seconds: float | None
-    """Seconds since the last moment at which a worker could be sending it; None while one may be."""
+    """Seconds since the last moment at which a worker may have been sending it; None while one may still be."""
     stopping_seconds: float | None
     """Seconds since the order to stop it."""
 
@@ -135,7 +135,7 @@ class Hold(NamedTuple):
     since: datetime
     tries: int
     try_seconds: float
-    """Seconds until it is tried again."""
+    """Seconds until the credential is tried again."""
 
 
 def new_key() -> str:
@@ -145,7 +145,7 @@ def new_key() -> str:
 
 
 class RemoteJobs:
-    """Jobs at all providers."""
+    """The jobs at all providers."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -176,7 +176,7 @@ class RemoteJobs:
             return _job(rows[0]) if rows else None
 
     async def begin_doubt(self, job: RemoteJob, held: Held) -> RemoteJob:
-        """No worker is sending it any more: if it exists, the provider's lists will soon show it."""
+        """No worker is sending it now. If it exists, the provider's lists will soon show it."""
         return await self._write("begin_doubt", job, held)
 
     async def begin_stop(self, job: RemoteJob, held: Held) -> RemoteJob:
@@ -199,7 +199,7 @@ class RemoteJobs:
         return await self._write("disown", job, held)
 
     async def known_elsewhere(self, job: RemoteJob, found: Sequence[Job]) -> set[str]:
-        """The ids that belong to our other rows."""
+        """Which of these jobs belong to other rows of ours: their ids."""
         params = {"provider": job.provider, "key": job.key, "external_ids": [one.external_id for one in found]}
         return {id for (id,) in await self._database.ask(SQL["others"], params)}
 
@@ -274,7 +274,7 @@ class RemoteJobs:
         return [_job(row) for row in await self._database.ask(SQL["take_unclean"], params, session)]
 
     async def abandon(self, owner: str, error: Mapping[str, Any], *, session: Session) -> int:
-        """End the open jobs of a task that has ended without them; returns how many there are."""
+        """End the open jobs of a task that ended before them; returns how many there were."""
         return len(await self._database.ask(SQL["abandon"], {"owner": owner, "error": _json(error)}, session))
 
     # Credentials ------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class RemoteJobs:
 
 def _only(rows: Sequence[Row]) -> RemoteJob:
     if not rows:
-        raise Fenced("the row of a job at a provider was moved by another worker")
+        raise Fenced("another worker has changed the row of a job at a provider")
     return _job(rows[0])
 
 

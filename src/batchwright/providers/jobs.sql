@@ -40,7 +40,7 @@ WHERE key = %(key)s AND phase IN ('staged', 'submitting') AND (NOT %(is_alone)s 
             OR (other.submitting_at, other.key) < (provider_job.submitting_at, provider_job.key))))
 RETURNING :columns
 
--- No worker is sending it any more.
+-- No worker is sending the job now.
 -- name: begin_doubt
 UPDATE batchwright.provider_job SET doubtful_at = coalesce(doubtful_at, :now)
 WHERE key = %(key)s AND phase = 'submitting'
@@ -54,7 +54,7 @@ RETURNING :columns
 -- name: lock_provider
 SELECT pg_advisory_xact_lock(hashtextextended('batchwright.provider:' || %(provider)s, 0))
 
--- The provider has not accepted it.
+-- The provider has not accepted the job.
 -- name: withdraw
 UPDATE batchwright.provider_job SET phase = 'staged', submitting_at = NULL, doubtful_at = NULL
 WHERE key = %(key)s AND phase = 'submitting'
@@ -108,8 +108,8 @@ RETURNING :columns
 -- name: clean
 UPDATE batchwright.provider_job SET cleaned_at = :now WHERE key = %(key)s AND phase = 'ended' RETURNING :columns
 
--- Jobs whose worker died before it removed the staged inputs, or failed to; retried at growing intervals. Until the
--- next retry, the process that gets them has them to itself.
+-- Jobs whose staged inputs are still there, because their worker died or failed to remove them. Removal is retried at
+-- growing intervals. Until the next retry, no other process gets these jobs.
 -- name: take_unclean
 UPDATE batchwright.provider_job SET
     failures = failures + 1,
@@ -122,7 +122,7 @@ WHERE key IN (
     FOR UPDATE SKIP LOCKED)
 RETURNING :columns
 
--- The task of these jobs has ended without them. Jobs that a provider may be working on are left for an operator.
+-- For a task that ended before its jobs. Jobs that a provider may be working on are left for an operator.
 -- name: abandon
 UPDATE batchwright.provider_job SET
     phase = 'ended', ended_at = :now, error = %(error)s::jsonb, failures = 0, next_at = :now,
@@ -130,7 +130,7 @@ UPDATE batchwright.provider_job SET
 WHERE owner = %(owner)s AND phase <> 'ended'
 RETURNING key
 
--- Owners such as `batch_1/3` are named by the part before the slash.
+-- By the part of the owner before the slash: `batch_1` for `batch_1/3`.
 -- name: at_work
 SELECT one.prefix, sum(coalesce(job.succeeded, 0) + coalesce(job.failed, 0))::bigint,
     sum((coalesce(job.succeeded, 0) + coalesce(job.failed, 0))

@@ -1,6 +1,6 @@
 """An adapter whose calls come out of a rate budget that all workers share.
 
-    stage, submit, find, poll    ask first; if they must wait, they send nothing and tell the caller how long
+    stage, submit, find, poll    ask the budget first; if they must wait, they send nothing and say for how long
     results, cancel, clean_up    do not wait, because they finish work; what they use becomes a debt
 
 Each of these may send several HTTP requests: those beyond the first become a debt, too. A provider that answers 429
@@ -37,7 +37,7 @@ _LEASE_SECONDS = 900.0
 
 
 class MeteredAdapter(Adapter):
-    """Wraps an adapter and makes its calls as fast as the budget allows."""
+    """Wraps an adapter and limits its calls to the budget."""
 
     def __init__(self, adapter: Adapter, budget: RateBudget) -> None:
         super().__init__(adapter.settings, adapter.tools)
@@ -48,7 +48,7 @@ class MeteredAdapter(Adapter):
         self._holder = f"{socket.gethostname()}:{os.getpid()}"
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that only some adapters have, and the names of all."""
+        """Attributes that only some adapters have, and the adapter's name."""
         return getattr(self._adapter, name)
 
     def missing_credentials(self) -> str | None:
@@ -117,7 +117,7 @@ class MeteredAdapter(Adapter):
                 await self.budget.add_debt(self._count(), feedback)
 
     def _count(self) -> int:
-        """Requests since the last look, whoever sent them; one if the adapter does not count them."""
+        """Number of requests since the last call, whoever sent them; 1 if the adapter does not count them."""
         if (service := getattr(self._adapter, "service", None)) is None:
             return 1
         new = int(service.calls) - self._counted

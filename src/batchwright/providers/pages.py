@@ -41,7 +41,7 @@ _GROUPS: Mapping[str, tuple[TaskStatus, ...]] = {
 async def list_tasks(visit: Reader, status: str | None = None, after: str | None = None) -> Response:
     app = service(visit.request, TaskServices)
     if status is not None and status not in _GROUPS:
-        raise InvalidInput(f"status {status[:40]!r} is not known; use one of: {', '.join(_GROUPS)}")
+        raise InvalidInput(f"the status {status[:40]!r} is unknown; use one of: {', '.join(_GROUPS)}")
 
     async def load() -> dict[str, Any]:
         statuses = None if status is None else _GROUPS[status]
@@ -86,7 +86,7 @@ async def cancel_task(visit: Submitter, id: str) -> Response:
     app = service(visit.request, TaskServices)
     task = await app.tasks.cancel(id, tenant=visit.tenant)
     app.core.doorbell.ring([task.queue])
-    return visit.go(f"/ui/tasks/{id}", done="Cancelling: what is finished is kept.")
+    return visit.go(f"/ui/tasks/{id}", done="Cancelling. Finished results are kept.")
 
 
 @pages.get("/ui/tasks/{id}/download")
@@ -128,7 +128,7 @@ _CLOCKS = ("seconds_left",)
 
 
 def _shown(job: RemoteJob) -> dict[str, Any]:
-    """Without what a clock changes: a page is drawn again only when something happened."""
+    """The job without the fields that change with the clock: a page is redrawn only after a real change."""
     return {name: getattr(job, name) for name in _OF_JOB}
 
 

@@ -31,7 +31,7 @@ _COMMANDS = "batchwright.providers.commands"
 
 
 class ProvidersPart(Part):
-    """Tasks of all tenants. Every worker runs them; the provider's table says where, and with which credentials."""
+    """Tasks of all tenants. Every worker runs them; each provider's table has its URL and credentials."""
 
     name = "providers"
     tables = {
@@ -114,8 +114,8 @@ class ProvidersPart(Part):
         return RateBudget(self.core.queue.database, name, limits)
 
     async def _read_stored(self, name: str) -> AsyncIterator[bytes]:
-        """The bytes of a stored file, even if its user has deleted it meanwhile. Names of files have no slash: a name
-        with one is that of an object which a part has put into the store."""
+        """The bytes of a stored file, even if its user has deleted it meanwhile. A name with a slash is not that of a
+        file, but of an object that a part has put into the store."""
         from batchwright.errors import Fatal, NotFound, StorageError, Transient
 
         if (path := self.unstored.get(name)) is not None:
@@ -196,7 +196,7 @@ class ProvidersPart(Part):
         return await self.tasks.parked(tenant)
 
     async def attention(self, tenant: str | None) -> Sequence[Concern]:
-        """The same, as one sentence per provider."""
+        """The same tasks, as one sentence per provider."""
         from batchwright.engine.attention import Concern
 
         return [

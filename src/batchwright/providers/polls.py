@@ -1,11 +1,11 @@
 """Polls of one provider in one process: if several jobs are due at about the same time, one list call serves them.
 
-    poll ─ few at this time, or the provider has no list ─▶ the job is asked for by itself
+    poll ─ few at this time, or the provider has no list ─▶ a call for this job alone
       │
-      └─ wait for the list call that runs ─▶ one list call for all who wait ─▶ the list has it: its status
-                                                                          └──▶ it has not: asked for by itself
+      └─ wait for the current list call ─▶ one list call for all who wait ─▶ the job is listed: its status
+                                                                           └─▶ it is not: a call for this job alone
 
-A list call serves only callers that asked before it began, so no status is older than the question.
+A list call serves only callers that came before it began, so no status is older than the call that gets it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prices of a provider's batch work: from the user's table, or else from the list that comes with Batchwright.
 
-`tools/prices.py` writes the list, `prices.json`. A price that neither has is None, never 0.
+`tools/prices.py` writes the list, `prices.json`. A price that is in neither is None, never 0.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class ProviderPrice:
     """What a model costs in a provider's batch API, in dollars."""
 
     input: float | None = None
-    """A million tokens of prompts."""
+    """Price of a million tokens of prompts."""
     output: float | None = None
-    """A million tokens of answers."""
+    """Price of a million tokens of answers."""
     cached: float | None = None
-    """A million tokens of prompts that the provider read from its cache; by default as `input`."""
+    """Price of a million tokens of prompts that the provider read from its cache; by default that of `input`."""
     cache_write: float | None = None
-    """A million tokens of prompts that the provider wrote to its cache; by default as `input`."""
+    """Price of a million tokens of prompts that the provider wrote to its cache; by default that of `input`."""
     audio_hour: float | None = None
-    """An hour of audio."""
+    """Price of an hour of audio."""
 
     def __post_init__(self) -> None:
         for name in ("input", "output", "cached", "cache_write", "audio_hour"):
             price = getattr(self, name)
             if price is not None and not 0 <= price < float("inf"):
-                raise ConfigurationError(f"{name} of a provider's price is {price}; write dollars, from 0")
+                raise ConfigurationError(f"{name} of a provider's price is {price}; it must be 0 or more, in dollars")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def _split(price: ProviderPrice, usage: Usage) -> Iterator[tuple[int, float | No
 
 
 def find_price(written: Mapping[str, ProviderPrice], kind: str, model: str | None) -> Price | None:
-    """The price in the user's table for this model, or for all models (`*`); else the price in the provider's list."""
+    """The price in the user's table for this model, or for all models (`*`); or else the price in the built-in list."""
     names = list(names_of(model or ANY))
     if (price := look_up(written, names)) is not None:
         return Price(

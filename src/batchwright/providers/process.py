@@ -2,7 +2,7 @@
 
     PENDING ─ plan ─ stage ─ submit ─▶ IN_PROGRESS ─ Snooze … poll … ─▶ all jobs ended ─ merge ─▶ COMPLETED
        │                                    │                                                     PARTIAL_COMPLETE
-       └ nothing can be submitted: FAILED   └ cancelled, or late: harvest what is there ─────────▶ FAILED, CANCELLED
+       └ nothing can be submitted: FAILED   └ cancelled, or timed out: fetch what there is ──────▶ FAILED, CANCELLED
 
 Each run reads the rows and does the next step for every job of the task, so it does not matter where an earlier run
 died.
@@ -57,7 +57,7 @@ INLINE_TASK_BYTES_MAX = 256 * 1024
 HARVEST_SECONDS = 600.0
 """How long a task waits after its timeout for its jobs to stop; then it ends without them."""
 ROUND_SECONDS = 30.0
-"""After this time a round begins nothing new: a task may have a thousand jobs, and its user may cancel it."""
+"""After this time a round starts no more work: a task may have a thousand jobs, and its user may cancel it."""
 CREDENTIAL_SECONDS = 7 * 86_400.0
 """How long after its timeout a task still waits for the credential that it needs to fetch its results."""
 _AT_ONCE = 8
@@ -136,7 +136,7 @@ class Run:
         self._held_back = await self._try_credentials()
         open_rows = sorted((row for row in self._rows if not row.has_ended), key=lambda row: row.due_seconds)
         self._ends_at = time.monotonic() + ROUND_SECONDS
-        waits = await _gather(_AT_ONCE, (self._take_on(row) for row in open_rows))
+        waits = await _gather(_AT_ONCE, (self._advance_job(row) for row in open_rows))
         self._rows = await self._tools.jobs.of(self._task.id)
         self._report_progress()
         if all(row.has_ended for row in self._rows):
@@ -148,7 +148,7 @@ class Run:
     async def _plan(self) -> Sequence[Problem]:
         """Commit the intents if the inputs are valid; otherwise return what is wrong. Nothing has been paid yet."""
         if self._task.task_type not in get_args(TaskType):
-            message = f"no provider here supports tasks of the type {self._task.task_type!r}"
+            message = f"no configured provider supports tasks of the type {self._task.task_type!r}"
             return [Problem(message=message, param="task_type")]
         planned = list(plan_jobs(self._task, self._tools.directory))
         for target in self._task.targets:
@@ -158,7 +158,7 @@ class Run:
                 found = await adapter.inspect(make_request(self._task, "bw-" + "0" * 26, target.model, inputs))
             except OperationError as error:
                 if isinstance(error, Fatal) and error.scope == "credential":
-                    continue  # the submission meets the same error, and waits there
+                    continue  # the submission gets the same error, and waits there
                 if not isinstance(error, (Fatal, SchemaInvalid)):
                     raise RetryLater(str(error), getattr(error, "retry_after", None) or _STORE_SECONDS) from error
                 found = [Problem(message=str(error))]
@@ -195,8 +195,8 @@ class Run:
 
     # The jobs of the task ---------------------------------------------------------------------------------------
 
-    async def _take_on(self, row: RemoteJob) -> float:
-        """Do what can be done for one job now; returns when to come back for it."""
+    async def _advance_job(self, row: RemoteJob) -> float:
+        """Do what can be done for one job now; returns the seconds until its next step."""
         if self._ctx.stopping or time.monotonic() > self._ends_at:
             return max(0.0, row.due_seconds)
         errand = self._errand(row)
@@ -207,7 +207,7 @@ class Run:
         try:
             progress = await errand.advance(stop=self._must_stop)
             if isinstance(progress, Ready):
-                progress = await self._bring_home(errand, progress.status)
+                progress = await self._store_results(errand, progress.status)
         except CredentialRefused as refused:
             await self._hold(refused)
             return 1.0
@@ -221,7 +221,7 @@ class Run:
         match progress:
             case Waits(seconds, reason):
                 self._slowed = reason or self._slowed
-                if self._task.seconds_left <= 0 and self._may_not_wait(errand):
+                if self._task.seconds_left <= 0 and self._has_waited_enough(errand):
                     message = f"its job at {errand.row.provider} had not ended when the task timed out"
                     await self._fail_job(errand, {"kind": "fatal", "code": "timeout", "message": message})
                     return 0.0
@@ -233,7 +233,7 @@ class Run:
                 pass
         return 0.0
 
-    def _may_not_wait(self, errand: Errand) -> bool:
+    def _has_waited_enough(self, errand: Errand) -> bool:
         """Whether a timed-out job has had its time to stop, or cannot be stopped and is still at work."""
         has_had_time = (errand.row.stopping_seconds or 0.0) >= HARVEST_SECONDS
         if has_had_time or self._task.seconds_left <= -CREDENTIAL_SECONDS:
@@ -246,7 +246,7 @@ class Run:
         pace = self._tools.directory.pace(row.provider)
         return Errand(self._tools.jobs, adapter, row, request, self, self._held, pace)
 
-    async def _bring_home(self, errand: Errand, status: Status) -> Progress:
+    async def _store_results(self, errand: Errand, status: Status) -> Progress:
         """Write all results into the store, count them, and end the job according to the counts."""
         row = errand.row
         key = f"{FOLDER}/{self._task.id}/{row.number}-{self._ctx.claim}.jsonl"
@@ -310,7 +310,7 @@ class Run:
         )
         await errand.clean_up()
 
-    # What errands tell us ---------------------------------------------------------------------------------------
+    # Callbacks of errands ---------------------------------------------------------------------------------------
 
     def describe(self, row: RemoteJob, job: Job | None) -> dict[str, Any]:
         request = make_request(self._task, row.key, row.model, row.input_ids)
@@ -355,7 +355,7 @@ class Run:
     # Between rounds ---------------------------------------------------------------------------------------------
 
     async def wait_for_configuration(self, error: ConfigurationError) -> Outcome:
-        """Another worker may have it, or this one after a restart. The task waits for it until its timeout."""
+        """Wait until the task's timeout: another worker may have the configuration, or this one after a restart."""
         if self._task.seconds_left <= 0 and not self._has_begun:
             return self._end_unsubmitted({"kind": "fatal", "code": "misconfigured", "message": str(error)})
         async with fenced(self._tools.tasks.queue, self._held) as session:
@@ -427,7 +427,7 @@ class Run:
         return {"kind": "fatal", "code": "timeout", "message": f"the task timed out: {error['message']}"}
 
     def _report_unknown_costs(self) -> None:
-        """One warning, whatever the number of jobs. A partial cost would mislead, so the task has no cost."""
+        """Report them in one warning for all jobs. A partial sum would mislead, so the task has no cost."""
         unknown = [row for row in self._rows if row.succeeded and row.cost is None]
         if not unknown:
             return
@@ -436,7 +436,7 @@ class Run:
         first = unknown[0]
         remedy = f'write it as [providers.{first.provider}.prices."{first.model or ANY}"]'
         if self._price(first) is not None:
-            remedy = "the provider does not say how much it was"
+            remedy = "the provider does not report the amount"
         self._ctx.emit("task.cost_unknown", f"the cost of {shown} is unknown; {remedy}", level="warning")
 
     def _verb(self, outcome: state.TaskEnding) -> str:
@@ -493,7 +493,7 @@ class Run:
             session = await wrap_connection(connection)
             status = await getattr(tools.tasks, verb)(task.id, ending, session=session)
             if status is None:
-                raise RetryLater("the task was moved while it ended", 0)
+                raise RetryLater("the task changed its status while it ended", 0)
             if file is not None:
                 await tools.files.add(file, session=session)
             await tools.announcer.announce(task.tenant, task.id, EVENTS[status], session)

@@ -38,7 +38,7 @@ def make_adapter(
     kind = kinds.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, kinds, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kinds)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(kinds)}"
         raise ConfigurationError(f"there is no provider {name!r}; {hint}")
     return kind(read_settings(kind, settings), tools)
 

@@ -40,7 +40,9 @@ def check_url(url: str) -> None:
         is_url = False
     else:
         if "@" in parts.netloc:
-            raise ConfigurationError("a provider's base_url holds a user or password; name its key by api_key_file")
+            raise ConfigurationError(
+                "a provider's base_url contains a user or password; put the key into a file and set api_key_file"
+            )
     if not is_url or parts.query or parts.fragment:
         raise ConfigurationError(
             f"a provider's base_url is {shown_url(url)}; write it like https://api.example.com/v1, without a query"
@@ -101,7 +103,7 @@ class ProviderSettings:
             value = getattr(self, name)
             if value is not None and not 1 <= value < inf:
                 raise ConfigurationError(
-                    f"a provider's {name} is {value}; it must be at least 1, and for no limit leave it out"
+                    f"a provider's {name} is {value}; it must be at least 1; for no limit, leave it out"
                 )
 
 
@@ -121,7 +123,7 @@ def _split_one(name: str, written: Any) -> Any:
     if not isinstance(written, Mapping):
         raise ConfigurationError(f"providers.{name} must be a table; write [providers.{name}]")
     if set(written) <= {*_COMMON, "adapter"} and isinstance(written.get("adapter"), Mapping):
-        return dict(written)  # written by another Batchwright process
+        return dict(written)  # already split, by another Batchwright process
     common = {key: value for key, value in written.items() if key in _COMMON}
     return {**common, "adapter": {key: value for key, value in written.items() if key not in _COMMON}}
 

@@ -73,12 +73,12 @@ def check_options(request: Request, *, speakers: range, languages_max: int, can_
     """What is wrong with the options, by name."""
     options = request.options
     problems = [
-        Problem(message=f"the option {name!r} is unknown; there are {', '.join(sorted(_OPTIONS))}", param=name)
+        Problem(message=f"the option {name!r} is unknown; use one of: {', '.join(sorted(_OPTIONS))}", param=name)
         for name in sorted(set(options) - _OPTIONS)
     ]
     problems += _check_languages(options, languages_max)
     if not can_detect and AUTO in (options.get("language"), *_list(options.get("languages"))):
-        message = f"{AUTO!r} is no language here: name up to {languages_max} in `languages`"
+        message = f"this provider cannot detect the language ({AUTO!r}): list up to {languages_max} in `languages`"
         problems.append(Problem(message=message, param="language"))
     for name in ("diarization", "word_timestamps"):
         if not isinstance(options.get(name, False), bool):
@@ -100,7 +100,11 @@ def check_inputs(request: Request, abilities: Abilities) -> list[Problem]:
         return [Problem(message="there is no input", param="inputs")]
     most = abilities.inputs_max
     if most is not None and len(request.inputs) > most:
-        return [Problem(message=f"{len(request.inputs)} inputs are too many for one job of {most}", param="inputs")]
+        return [
+            Problem(
+                message=f"{len(request.inputs)} inputs are too many for one job; the limit is {most}", param="inputs"
+            )
+        ]
     found = [(input.id, _why_not(input, abilities)) for input in request.inputs]
     return [Problem(message=message, input_id=id) for id, message in found if message is not None]
 
@@ -122,7 +126,7 @@ def failed(input_id: str, error: Mapping[str, Any]) -> Result:
 
 
 def refused(error: OperationError) -> dict[str, Any]:
-    """Why an input was left out of its job, as it is stored. An error that is not only about this input is raised."""
+    """Why an input was left out of its job, as it is stored. An error that is not about this input alone is raised."""
     if not isinstance(error, Fatal) or error.scope != "item":
         raise error
     return {"kind": error.kind, "code": error.code, "message": str(error)}
@@ -156,7 +160,7 @@ async def each_once(request: Request, status: Status, found: AsyncIterator[Resul
 
 
 def lost(external_id: str) -> Status:
-    """The status of a job that the provider says it does not have; it may be wrong about that."""
+    """The status of a job that the provider says it does not have. The provider may be wrong."""
     error = {"kind": "fatal", "code": "job_not_found", "message": f"the provider has no job {external_id}"}
     return Status(phase=Phase.RUNNING, raw_status="NOT_FOUND", is_error=True, error=error)
 
@@ -222,7 +226,7 @@ def seconds_of(text: Any) -> float | None:
 def _check_languages(options: Mapping[str, Any], languages_max: int) -> list[Problem]:
     one, several = options.get("language"), options.get("languages")
     if one is not None and several is not None:
-        return [Problem(message="give either language or languages", param="languages")]
+        return [Problem(message="set either language or languages, not both", param="languages")]
     if several is not None and (not isinstance(several, list) or not 1 <= len(several) <= languages_max):
         return [Problem(message=f"languages must be a list of 1 to {languages_max}", param="languages")]
     return [
@@ -244,10 +248,10 @@ def _why_not(input: Input, abilities: Abilities) -> str | None:
     if scheme not in SCHEMES:
         return f"{input.filename!r} has an address that begins with {scheme[:20]!r}; use {', '.join(sorted(SCHEMES))}"
     if not _is_address(scheme, input.uri):
-        return f"{input.filename!r} has an address that names nothing: {input.uri.partition('?')[0][:200]!r}"
+        return f"{input.filename!r} has an incomplete address: {input.uri.partition('?')[0][:200]!r}"
     most = abilities.input_bytes_max
     if most is not None and input.bytes is not None and input.bytes > most:
-        return f"{input.filename!r} has {input.bytes} bytes; the provider takes {most}"
+        return f"{input.filename!r} has {input.bytes} bytes; the provider accepts {most}"
     return None
 
 

@@ -1,8 +1,8 @@
 """The documents in a task's `provider_state`: pure functions that create them, update them and read their outcome.
 
-    SUBMITTED ─▶ the provider's own word … ─▶ COMPLETED | PARTIAL_COMPLETE | FAILED
-                      │           ▲
-                      └─ an error answer: counted; the third in a row is FAILED
+    SUBMITTED ─▶ the provider's status … ─▶ COMPLETED | PARTIAL_COMPLETE | FAILED
+                      │         ▲
+                      └─ error answers are counted; the third in a row is FAILED
 
 Each provider's document has a fixed set of fields. Everything else that the caller must remember has its own columns.
 """
@@ -87,7 +87,7 @@ def sources(inputs: Sequence[Input], job: Job) -> dict[str, str]:
 
 
 def record_poll(document: Document, status: Status) -> Document:
-    """A job after a poll that found it unfinished, or that returned an error about it."""
+    """The document after a poll that found the job unfinished, or that returned an error about it."""
     if status.is_error:
         return _count_failure(document, status)
     if status.phase is Phase.ENDED:
@@ -106,7 +106,7 @@ def record_end(
     entries: Sequence[Document] = (),
     output_uri: str | None = None,
 ) -> Document:
-    """An ended job: its outcome by counted results, and the results themselves or where they are."""
+    """The document of an ended job: the outcome by its counted results, and the results or where they are."""
     ended = {**document, "status": outcome.value}
     if "result" in document and entries:
         ended["result"] = list(entries)
@@ -176,4 +176,4 @@ def _reason(status: Status) -> str:
     if status.error and status.error.get("message"):
         return str(status.error["message"])
     ending = status.ending or Ending.FAILED
-    return f"the job ended without a result: {ending.value} (the provider says {status.raw_status})"
+    return f"the job ended without a result: {ending.value} (the provider's status is {status.raw_status})"

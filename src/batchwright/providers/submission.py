@@ -44,7 +44,7 @@ class WantedInput:
     filename: str | None = None
     bytes: int | None = None
     sha256: str | None = None
-    """With `bytes`: the id under which a file will be stored once the task has passed all checks."""
+    """Set together with `bytes` for a file that is stored only after the task has passed all checks."""
 
     @classmethod
     def of(cls, text: str) -> WantedInput:
@@ -97,7 +97,7 @@ class Submission:
         """Create the task with its job; returns it and whether it is new. InvalidInput means that none was created."""
         from batchwright.providers.operations import task_job  # here, because building its schema takes a while
 
-        # First, because files that the first request named may be gone by now.
+        # Before the checks, because files that the first request named may be gone by now.
         repeated = await self._tasks.find_repeated(wanted.tenant, wanted.idempotency_key, wanted.digest)
         if repeated is not None:
             return repeated, False
@@ -133,7 +133,7 @@ class Submission:
         targets = self._find_targets(wanted, task_type)
         adapters = [self._require(target, task_type) for target in targets]
         targets = [_with_default_model(target, adapter) for target, adapter in zip(targets, adapters, strict=True)]
-        _refuse_doubles(targets)
+        _refuse_duplicates(targets)
         inputs, invalid = await self._find_inputs(wanted, task_type, is_stored=is_stored)
         for target, adapter in zip(targets, adapters, strict=True):
             inputs, refused = self._check(wanted, task_type, target, adapter, inputs)
@@ -173,7 +173,7 @@ class Submission:
             return [Target(wanted.provider, model) for model in wanted.models] or [Target(wanted.provider, None)]
         if not wanted.models:
             known = ", ".join(self._directory.can_do(task_type))
-            raise InvalidInput(f"name a provider for this task; there are {known}", param="provider")
+            raise InvalidInput(f"set the provider of this task; use one of: {known}", param="provider")
         return [self._split(model) for model in wanted.models]
 
     def _split(self, model: str) -> Target:
@@ -181,8 +181,8 @@ class Submission:
         provider, _, name = model.partition("/")
         if not name or not self._directory.is_known(provider):
             raise InvalidInput(
-                f"which provider has the model {model[:100]!r}? Name it by `provider`, or write provider/model, such "
-                "as openai/gpt-5-mini",
+                f"the model {model[:100]!r} has no provider: set `provider`, or write provider/model, such as "
+                "openai/gpt-5-mini",
                 param="models",
             )
         return Target(provider, name)
@@ -197,7 +197,7 @@ class Submission:
                 param="provider",
             )
         if task_type == "completion" and target.model is None:
-            raise InvalidInput("name the models of a completion, at least one", param="models")
+            raise InvalidInput("a completion needs at least one model", param="models")
         try:
             adapter = self._directory.get(target.provider)
         except ConfigurationError as error:
@@ -234,7 +234,7 @@ class Submission:
         self, wanted: WantedTask, task_type: TaskType, *, is_stored: bool
     ) -> tuple[list[Input], list[Unusable]]:
         if not wanted.inputs:
-            raise InvalidInput("there is no input; name URLs, or ids of stored files", param="inputs")
+            raise InvalidInput("there is no input; give URLs, or ids of stored files", param="inputs")
         most = 1 if task_type == "completion" else self._settings.inputs_max
         if len(wanted.inputs) > most:
             what = "a completion has one input, the file of its requests" if most == 1 else f"the limit is {most}"
@@ -252,11 +252,11 @@ class Submission:
     async def _find_input(self, number: int, one: WantedInput, tenant: str, *, is_stored: bool) -> Input:
         id = f"in-{number}"
         if one.url is not None and one.file_id is not None:
-            raise InvalidInput(f"input {number} has both url and file_id; name one", param="inputs")
+            raise InvalidInput(f"input {number} has both url and file_id; set one of them", param="inputs")
         if one.url is not None:
             return Input(id=id, uri=one.url, filename=one.filename or _name_of(one.url))
         if one.file_id is None:
-            raise InvalidInput(f"input {number} has neither url nor file_id", param="inputs")
+            raise InvalidInput(f"input {number} has neither url nor file_id; set one of them", param="inputs")
         if one.sha256 is not None and not is_stored:
             return _input_to_be(id, one)
         return await self._stored(id, one, tenant)
@@ -283,18 +283,18 @@ def _with_default_model(target: Target, adapter: Adapter) -> Target:
     return Target(target.provider, target.model or getattr(adapter.settings, "model", None))
 
 
-def _refuse_doubles(targets: Sequence[Target]) -> None:
+def _refuse_duplicates(targets: Sequence[Target]) -> None:
     """The same model of the same provider twice would be paid for twice."""
     for index, target in enumerate(targets):
         if target in targets[:index]:
             name = f"{target.provider}/{target.model}" if target.model else target.provider
-            raise InvalidInput(f"the model {name} is named twice", param="models")
+            raise InvalidInput(f"the model {name} is listed twice", param="models")
 
 
 def _check_type(task_type: str) -> TaskType:
     if task_type not in TASK_TYPES:
         raise InvalidInput(
-            f"there is no task type {task_type[:100]!r}; there are {', '.join(TASK_TYPES)}", param="task_type"
+            f"there is no task type {task_type[:100]!r}; use one of: {', '.join(TASK_TYPES)}", param="task_type"
         )
     return task_type
 
@@ -308,7 +308,7 @@ def _why_no_url(url: str) -> str | None:
     if len(url) > URL_CHARACTERS_MAX:
         return f"it is longer than {URL_CHARACTERS_MAX} characters"
     if not url.isascii() or not url.isprintable() or " " in url:
-        return "it holds characters that no URL has"
+        return "it contains characters that a URL cannot have"
     scheme = url.partition(":")[0]
     if scheme in SCHEMES:
         try:
@@ -323,7 +323,7 @@ def _why_no_url(url: str) -> str | None:
         is_url = bool(parts.hostname) and "@" not in parts.netloc and (parts.port or 1) > 0
     except ValueError:
         is_url = False
-    return None if is_url else "it names no host, or a user and password"
+    return None if is_url else "it has no host, or it has a user and password"
 
 
 def _name_of(url: str) -> str:

@@ -174,8 +174,8 @@ class Tasks:
                     return task, True
                 if known := await self._find_known(params, session):
                     return known, known.id == new.id
-                # Its key was cleared between the two statements, so it can be taken now.
-        raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
+                # The key was cleared between the two statements, so this task can have it now.
+        raise Conflict("other requests with this Idempotency-Key are being processed; resend the request")
 
     async def find_repeated(self, tenant: str, key: str | None, digest: bytes | None) -> Task | None:
         """The existing task with this idempotency key; with another digest it is a Conflict."""
@@ -211,7 +211,7 @@ class Tasks:
 
     @retry_deadlocks
     async def cancel(self, id: str, *, tenant: str | None) -> Task:
-        """Order the task to end; a task that is being cancelled, or was, is returned unchanged."""
+        """Order the task to end; a task that is being cancelled, or was cancelled, is returned unchanged."""
         async with self._database.transaction() as session:
             rows = await self._database.ask(SQL["request_cancel"], {"id": id, "tenant": tenant}, session)
             if rows:
@@ -250,7 +250,7 @@ class Tasks:
         await self._database.ask(SQL["save"], params, session)
 
     async def wake_parked(self, provider: str) -> int:
-        """Resume tasks that wait for the credential of this provider; returns how many there are."""
+        """Resume tasks that wait for the credential of this provider; returns how many."""
         target = _json([{"provider": provider}])
         woken, after = 0, ("", "")
         while True:
@@ -311,7 +311,7 @@ class Tasks:
         return [Abandoned(*row) for row in await self._database.ask(SQL["abandoned"], {"limit": limit}, session)]
 
     async def wake_cancelled(self, *, session: Session | None = None) -> int:
-        """A request to cancel that came while a run was about to snooze the task must not wait for the next poll."""
+        """Wake tasks that were cancelled while a run was about to snooze them: they must not wait for the next poll."""
         found = [id for (id,) in await self._database.ask(SQL["just_cancelled"], {"limit": _PAGE}, session)]
         return await self.queue.wake(found, session=session) if found else 0
 
@@ -326,7 +326,7 @@ class Tasks:
         return removed
 
     async def clear_keys(self, keep_seconds: float, limit: int) -> int:
-        """Forget idempotency keys that are older than this; returns how many."""
+        """Remove idempotency keys that are older than this; returns how many."""
         cleared, after = 0, ("", "")
         while True:
             params = {"keep_seconds": keep_seconds, "limit": limit, "after": after[0], "after_id": after[1]}

@@ -8,7 +8,7 @@ CASE WHEN ended_at IS NULL AND waiting_at > :now - make_interval(secs => 900) TH
 created_at, in_progress_at, cancel_requested_at, deadline_at, ended_at,
 extract(epoch FROM deadline_at - :now)::float8
 
--- What is known about a task that ends.
+-- The columns that are set when a task ends.
 -- part: ending
 provider_state = coalesce(%(provider_state)s::jsonb, provider_state),
 error = %(error)s::jsonb,
@@ -107,7 +107,7 @@ UPDATE batchwright.task SET status = 'IN_PROGRESS', provider_state = %(provider_
 WHERE id = %(id)s AND status = 'PENDING'
 RETURNING :columns
 
--- The outcome of a round; without a message for a task that waits for nothing.
+-- The outcome of a round. The message is null if the task waits for nothing.
 -- name: save
 UPDATE batchwright.task SET
     provider_state = coalesce(%(provider_state)s::jsonb, provider_state),
@@ -137,7 +137,8 @@ UPDATE batchwright.task SET status = 'CANCELLED', :ending
 WHERE id = %(id)s AND status IN ('PENDING', 'IN_PROGRESS')
 RETURNING status::text
 
--- Open tasks whose job has ended without ending them, or that are late by more than their worker may be.
+-- Open tasks whose job has ended without ending them, and tasks that no worker has picked up ten minutes after their
+-- timeout.
 -- name: abandoned
 SELECT task.id, task.tenant, task.job_id, job.status
 FROM batchwright.task
@@ -156,7 +157,7 @@ WHERE ended_at IS NULL AND waiting_message IS NOT NULL AND (tenant, id) > (%(aft
 ORDER BY tenant, id
 LIMIT %(limit)s
 
--- Just cancelled, while their job may have been about to snooze.
+-- Tasks that were just cancelled: their jobs may have been about to snooze.
 -- name: just_cancelled
 SELECT job_id FROM batchwright.task
 WHERE ended_at IS NULL AND cancel_requested_at > :now - make_interval(secs => 30)

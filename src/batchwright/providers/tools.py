@@ -35,7 +35,7 @@ class Secret:
 
     @property
     def missing(self) -> str | None:
-        """Where the credential should be, as text, if it cannot be read there; None if it is there."""
+        """Where the credential should be, as text; None if it can be read."""
         try:
             return None if self._key.text(time.monotonic()) is not None else f"{self._what} is not configured"
         except ConfigurationError as error:
@@ -51,7 +51,7 @@ class Secret:
 
 
 class AdapterTools:
-    """One for all adapters of a process."""
+    """The tools that all adapters of a process share."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class AdapterTools:
         scheme, _, rest = input.uri.partition(":")
         if scheme == "file":
             if self._open_stored is None:
-                raise Fatal("there are no stored files here", scope="item", code="input_not_found")
+                raise Fatal("this process has no access to stored files", scope="item", code="input_not_found")
             return self._open_stored(rest)
         if scheme in SCHEMES:
             root, key = split_uri(input.uri)
@@ -130,7 +130,7 @@ class AdapterTools:
     async def _refuse_private_names(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http") or not parts.hostname or "@" in parts.netloc:
-            raise Fatal("an input's URL cannot be fetched", scope="item", code="invalid_uri")
+            raise Fatal("the URL of an input is invalid", scope="item", code="invalid_uri")
         if self._may_fetch_private:
             return
         try:
@@ -143,7 +143,7 @@ class AdapterTools:
 
 def _private(url: str) -> Fatal:
     return Fatal(
-        f"{urlsplit(url).hostname} is an address of a private network, from which nothing is fetched",
+        f"{urlsplit(url).hostname} is in a private network; to fetch inputs from there, set tasks.fetch_private = true",
         scope="item",
         code="input_refused",
     )

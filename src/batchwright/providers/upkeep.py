@@ -70,12 +70,13 @@ class TaskUpkeep:
             try:
                 await self._fail(task)
             except Exception:  # one failure must not stop the others
-                log.exception("task %s was abandoned by its job and could not be ended", task.id)
+                log.exception("the job of task %s is gone, and the task could not be ended", task.id)
         return len(page) == _PAGE
 
     async def _fail(self, task: Abandoned) -> None:
         message = (
-            "The job of this task could not be run to its end; look for its key at the provider before you repeat it."
+            "The job of this task failed. Look for its key at the provider before you repeat the task: the provider "
+            "may be working on it."
         )
         if task.job_status == "QUEUED":
             message = "No worker picked up this task before its timeout; nothing was submitted."
@@ -83,7 +84,7 @@ class TaskUpkeep:
         async with self._tasks.queue.database.transaction() as session:
             if task.job_status == "QUEUED":
                 await self._tasks.queue.cancel(
-                    [JobId(task.job_id)], reason="the task is over", owned=True, session=session
+                    [JobId(task.job_id)], reason="the task has ended", owned=True, session=session
                 )
             status = await self._tasks.fail(task.id, Ending(error=error), session=session)
             if status is not None:
@@ -104,7 +105,7 @@ class TaskUpkeep:
         return False
 
     async def cleaned(self) -> None:
-        """Wait until everything that a round found was tried."""
+        """Wait until removal was tried for everything that a round found."""
         if self._cleaning is not None:
             await self._cleaning
 

@@ -1,4 +1,4 @@
-"""Tasks and providers, as they are shown."""
+"""Tasks and providers in the HTTP API."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TaskToBe(Body):
 
     task_type: Name = Field(description="`transcription` or `completion`.")
     provider: Name | None = Field(None, description="The provider; for completions, `models` may name it instead.")
-    model: Name | None = Field(None, description="Short for `models` with a single entry.")
+    model: Name | None = Field(None, description="The same as `models` with a single entry.")
     models: Annotated[list[Annotated[Text, Field(min_length=1, max_length=200)]], Field(max_length=MODELS_MAX)] = Field(
         default_factory=list, description="Each model runs on all inputs. Without `provider`, write `provider/model`."
     )
@@ -129,7 +129,7 @@ class TaskView(Answer):
     provider_state: dict[str, Any] | None
     error: dict[str, Any] | None
     waiting_on: list[TaskWait] = Field(description="What the task waits for; empty if it is not waiting.")
-    cancel_note: str | None = Field(description="Why a cancellation takes a while, if it does.")
+    cancel_note: str | None = Field(description="Why a cancellation takes long, if it does.")
     result_file_id: str | None = Field(description="The merged result, also at /v1/tasks/{id}/result.")
     usage: dict[str, float | int | None]
     cost: float | None = Field(description="The cost so far; null if a price is unknown.")

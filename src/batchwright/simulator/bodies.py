@@ -85,7 +85,7 @@ _decode = msgspec.json.Decoder(Body).decode
 
 
 def read(endpoint: str, raw: bytes) -> Ask:
-    """Refuses what a model server would refuse."""
+    """Parse a request. Refuses what a model server would refuse."""
     try:
         body = _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -144,7 +144,7 @@ def _prompts(endpoint: str, body: Body) -> list[bytes]:
         return _pairs(endpoint, body)
     name, value = ("prompt", body.prompt) if endpoint == COMPLETIONS else ("input", body.input)
     if not value:
-        raise InvalidInput(f"{name} must be a text or a list of texts, and not empty", param=name)
+        raise InvalidInput(f"{name} must be a string or a list of strings, and not empty", param=name)
     texts = _texts(value)
     if len(texts) > _INPUTS_MAX:
         raise InvalidInput(f"{name} has {len(texts)} texts, but {_INPUTS_MAX} are allowed", param=name)
@@ -158,7 +158,7 @@ def _pairs(endpoint: str, body: Body) -> list[bytes]:
         first, second = "queries", "documents"
     queries, documents = _list(getattr(body, first) or ()), _list(getattr(body, second) or ())
     if not queries or not documents:
-        raise InvalidInput(f"{first} and {second} must be texts or lists of texts, and not empty", param=first)
+        raise InvalidInput(f"{first} and {second} must be strings or lists of strings, and not empty", param=first)
     if len(documents) > _INPUTS_MAX:
         raise InvalidInput(f"{second} has {len(documents)} texts, but {_INPUTS_MAX} are allowed", param=second)
     if len(queries) == 1:
@@ -205,4 +205,4 @@ def _text_of(one: Any) -> bytes:
         return one.encode()
     if isinstance(one, list) and all(isinstance(number, int) for number in one):
         return b"".join(b"%4d" % (number % 10_000) for number in one)  # four bytes each, so that it counts as one token
-    raise InvalidInput(f"an input is {type(one).__name__}, but must be a text or a list of token numbers")
+    raise InvalidInput(f"an input is {type(one).__name__}, but must be a string or a list of token numbers")

@@ -32,10 +32,10 @@ KINDS: dict[str, frozenset[str]] = {
     "truncate": frozenset({"bytes"}),
     "wrong_length": frozenset({"by"}),
 }
-"""Every kind besides the statuses 400 to 599, with its options."""
+"""Every kind other than the statuses 400 to 599, with its options."""
 
 IN_PROMPT = re.compile(rb"\[\[fault:([a-z0-9_.:=-]{1,200})\]\]")
-"""A prompt that holds `[[fault:500]]` asks for that fault."""
+"""A prompt that contains `[[fault:500]]` gets that fault."""
 
 _NUMBERS = {"after", "by", "bytes", "crlf", "every", "limit", "rate", "retry_after", "seconds", "times"}
 _BYTES_MAX = 1 << 28
@@ -95,7 +95,7 @@ def parse(text: str) -> Fault:
         name, equals, value = part.partition("=")
         if not equals or name not in allowed:
             raise InvalidInput(
-                f"fault {text!r}: {part!r} is not understood; {kind} accepts {', '.join(sorted(allowed))}"
+                f"fault {text!r}: {part!r} is not an option; {kind} accepts {', '.join(sorted(allowed))}"
             )
         values[name] = _number(text, name, value) if name in _NUMBERS else value
     return Fault(kind=kind, **values)
@@ -105,7 +105,7 @@ def _allowed(text: str, kind: str) -> frozenset[str]:
     if re.fullmatch("[45][0-9][0-9]", kind):
         return _ANY | _STATUS
     if kind not in KINDS:
-        raise InvalidInput(f"fault {text!r}: there is no kind {kind!r}; there are 400 to 599, {', '.join(KINDS)}")
+        raise InvalidInput(f"fault {text!r}: there is no kind {kind!r}; use 400 to 599, {', '.join(KINDS)}")
     return _ANY | KINDS[kind]
 
 

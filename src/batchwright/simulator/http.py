@@ -165,9 +165,9 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refusal = 400, "the simulator speaks HTTP/1.1 and does not upgrade"
+            self._refusal = 400, "the simulator accepts only HTTP/1.1 without upgrades"
         except httptools.HttpParserError as error:
-            self._refusal = 400, f"that is not HTTP: {error}"
+            self._refusal = 400, f"the request is not valid HTTP: {error}"
         if self._head_bytes is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES_MAX:

@@ -1,12 +1,11 @@
-"""When a model server would finish each request: a queue, shared prefill, shared decode; without its own clock.
+"""Computes when a model server would finish each request: a queue, shared prefill, shared decode; no clock of its own.
 
     arrive ──▶ waiting ── a slot is free ──▶ reading the prompt ──▶ writing the answer ──▶ done
         └─ the queue is full: refused         (prefill)               (decode)
 
 Readers share the prefill rate equally. Writers share the decode rate, which falls for each as their number grows.
-One number per station is enough: the service that every request inside has received so far. A request that enters adds
-its work to this number, and is done when the number gets there. So each event costs one heap operation, however many
-requests run.
+One number per station is enough: the work that each request inside has received so far. A request that enters is done
+when this number has grown by the request's own work. So each event costs one heap operation, however many requests run.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Station(Generic[Owner]):
         self._resize(self.count - 1)
 
     def next_at(self) -> float:
-        """When the next ticket is served."""
+        """When the next ticket is done."""
         seats = self._seats
         while seats and seats[0][2].ticket is None:
             heapq.heappop(seats)
@@ -147,7 +146,7 @@ class ModelServer(Generic[Owner]):
         return True
 
     def abort(self, now: float, ticket: Ticket[Owner]) -> None:
-        """The client has disconnected: free what the request holds. A ticket that is done changes nothing."""
+        """The client has disconnected: free what the request holds. Does nothing for a ticket that is done."""
         self._run(now)
         if ticket.seat is not None:
             ticket.seat.station.leave(now, ticket.seat)

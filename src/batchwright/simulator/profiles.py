@@ -1,4 +1,4 @@
-"""How fast a simulated model server is: its capacity as numbers, and presets with plausible ones."""
+"""The speed of a simulated model server: its capacity as numbers, and presets with plausible ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def profile(name: str) -> Profile:
     try:
         return PROFILES[name]
     except KeyError:
-        raise ConfigurationError(f"there is no profile {name!r}; there are {', '.join(PROFILES)}") from None
+        raise ConfigurationError(f"there is no profile {name!r}; use one of: {', '.join(PROFILES)}") from None
 
 
 def named_model(text: str, default: str) -> tuple[str, str]:
@@ -103,7 +103,7 @@ def named_model(text: str, default: str) -> tuple[str, str]:
         return text, default
     if not name or found not in PROFILES:
         raise ConfigurationError(
-            f"{text!r} names no known profile after its last colon; there are {', '.join(PROFILES)}. "
+            f"{text!r} has no known profile after its last colon; use one of: {', '.join(PROFILES)}. "
             f"A model whose own name has a colon needs one too, as in {text}:{default}"
         )
     return name, found

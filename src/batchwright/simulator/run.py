@@ -71,7 +71,7 @@ class Remote:
         finally:
             connection.close()
         if answer.status != 200:
-            raise ConfigurationError(f"{method} {path} was answered {answer.status}: {found}")
+            raise ConfigurationError(f"{method} {path} failed with status {answer.status}: {found}")
         return found
 
 

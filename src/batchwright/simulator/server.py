@@ -39,7 +39,7 @@ class SimulatorSettings:
     any_model: Profile | None = None
     """The capacity of every other model; by default other models are not found."""
     any_model_max: int = 64
-    """Maximum number of models that requests create by naming them; further ones are not found."""
+    """Maximum number of models that are created because a request names them; further ones are not found."""
     api_key: str | None = None
     """The bearer key that requests must have; by default none is required."""
     asked_max: int = 1_000_000
@@ -186,7 +186,7 @@ class Simulator:
         """Change numbers in the profile of a model, from now on."""
         simulated = self._find(model)
         if simulated is None:
-            raise InvalidInput(f"there is no model {model!r}; there are {', '.join(self._simulated)}", param="model")
+            raise InvalidInput(f"there is no model {model!r}; use one of: {', '.join(self._simulated)}", param="model")
         simulated.server.change(self._now(), simulated.server.profile.with_values(values))
         self._settle(simulated)
 
@@ -273,7 +273,7 @@ class Simulator:
             self._submit(Work(exchange, simulated, ask, key, fault))
 
     def _fault(self, exchange: Exchange, ask: Ask, key: int, asked: int) -> Fault | None:
-        """A fault that the request itself asks for overrides the rules."""
+        """The fault of a request: one that its prompt asks for, or else one by the rules."""
         text = exchange.headers.get(b"x-simulator-fault")
         if text is None and self.settings.is_prompt_obeyed and b"[[fault:" in exchange.body:
             found = faults.IN_PROMPT.search(exchange.body)
@@ -455,7 +455,7 @@ def _asked_options(query: str) -> dict[str, Any]:
 
 def _only(found: Mapping[str, str], *known: str) -> Sequence[tuple[str, str]]:
     if unknown := set(found) - set(known):
-        raise InvalidInput(f"{unknown.pop()!r} is not understood; there are {', '.join(known)}")
+        raise InvalidInput(f"{unknown.pop()!r} is not an option; use one of: {', '.join(known)}")
     return list(found.items())
 
 

@@ -121,9 +121,9 @@ class _Writer:
         if schema is True or schema == {}:
             return self._dice.choice(_WORDS)
         if not isinstance(schema, dict):
-            raise self._refusal(f"{schema!r} allows nothing")
+            raise self._refusal(f"no value fits {schema!r}")
         if depth > _DEPTH_MAX:
-            raise self._refusal("it contains itself without an end")
+            raise self._refusal("it contains itself endlessly")
         if refused := sorted(set(_REFUSED) & schema.keys()):
             raise self._refusal(f"'{refused[0]}' is not permitted")
         if "const" in schema:

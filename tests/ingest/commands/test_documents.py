@@ -97,7 +97,7 @@ def test_a_group_is_retried_once_its_cause_is_mended(shell: Shell, run: str) -> 
 def test_failed_documents_are_dismissed_one_by_one_by_cause_or_all(shell: Shell, run: str) -> None:
     scan = shell.item(run, "scan.pdf")["id"]
     assert shell("dismiss", scan) == "dismissed 1 document\n"
-    assert "none of these is FAILED and in the inbox" in shell.refused("dismiss", scan)
+    assert "none of these documents is FAILED and in the inbox" in shell.refused("dismiss", scan)
     assert shell.json("dismiss", "--run", run) == {"dismissed": 2}
     assert "the inbox is empty" in shell.errors("inbox")
     assert shell("dismiss", "--all").startswith("nothing to dismiss")
@@ -107,8 +107,8 @@ def test_failed_documents_are_dismissed_one_by_one_by_cause_or_all(shell: Shell,
 
 @pytest.mark.parametrize("verb", ["retry", "dismiss"])
 def test_whoever_acts_on_failures_must_say_on_which(shell: Shell, verb: str) -> None:
-    assert "say which documents" in shell.refused(verb)
-    assert "say which documents" in shell.refused(verb, "item_1", "--all")
+    assert "select documents in one way" in shell.refused(verb)
+    assert "select documents in one way" in shell.refused(verb, "item_1", "--all")
 
 
 # Check ---------------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_the_run_as_json_is_an_object_for_each_change(shell: Shell) -> None:
 def test_sources_that_are_not_there_are_refused_before_anything_is_created(shell: Shell) -> None:
     assert "there is no file or folder" in shell.refused("run", "nowhere", "-c", "papers")
     assert "there is no source" in shell.refused("run", "-c", "papers")
-    assert "is not a source: ftp: is not a supported scheme" in shell.refused(
+    assert "is not a source: the scheme ftp: is not supported" in shell.refused(
         "run", "ftp://example.com/a", "-c", "papers"
     )
     assert "--budget 'much' is not an amount" in shell.refused("run", "papers", "-c", "papers", "--budget", "much")
@@ -113,7 +113,7 @@ def test_an_interrupted_run_is_resumed_by_the_same_command(shell: Shell, number:
     assert run["status"] == "RUNNING"
     assert 0 < run["item_count_open"] < 120
     said = shell.errors("run", "papers", "-c", "papers")
-    assert "resuming the run that is open for the same sources" in said
+    assert "resuming the open run of the same sources" in said
     (ended,) = shell.json("list")
     assert (ended["id"], ended["status"], ended["item_count_done"]) == (run["id"], "COMPLETED", 120)
     ((twice,),) = shell.cli.rows(
@@ -249,7 +249,7 @@ def test_an_estimate_says_which_price_is_missing(shell: Shell, provider: Callabl
     many(shell, 2)
     found = shell.json("estimate", "papers", "-c", "papers", "--embedding-model", "unheard-of")
     assert found["cost"]["realtime"] is None
-    assert any("the price of 'unheard-of' is not known" in one for one in found["unknown"])
+    assert any("the price of 'unheard-of' is unknown" in one for one in found["unknown"])
     assert "unknown" in shell("estimate", "papers", "-c", "papers", "--embedding-model", "unheard-of")
 
 
@@ -268,8 +268,8 @@ def test_costs_are_listed_by_tenant_and_model(shell: Shell, database_url: str) -
     assert lines[1:] == [
         "acme realtime 2,000 12,345 0 $0.5 small",
         "other realtime 2,000 12,345 0 $0.25 and 3 calls without a price mixed",
-        "acme realtime 2,000 12,345 0 not known new",
-        "in all 6,000 37,035 0 $0.75 and 2,003 calls without a price",
+        "acme realtime 2,000 12,345 0 unknown new",
+        "total 6,000 37,035 0 $0.75 and 2,003 calls without a price",
     ]
     assert "other" not in shell("costs", "--tenant", "acme")
     assert shell.json("costs", "--limit", "1")["has_more"] is True

@@ -79,7 +79,7 @@ def cause(code: str, count: int) -> Cause:
 def full() -> Seen:
     """As much as a view can have to show."""
     waits = [
-        Waits(reason="rate", message="waits for the rate limit: the tokens of this minute are used up", count=200),
+        Waits(reason="rate", message="waits for the rate limit: the token limit of this minute is used up", count=200),
         Waits(reason="backoff", message="waits for a retry: retry 2 of 5 after: HTTP 503", count=7, until=NOW),
         Waits(reason="no_worker", message="no live worker runs documents", remedy="start one: batchwright worker"),
         Waits(reason="batch", message="waits for a batch"),

@@ -84,7 +84,7 @@ async def test_bad_rows_are_listed_and_the_rest_goes_on(stage):
         (7, "d", "not_text"),
         (9, "e", "too_long"),
     ]
-    assert listed[5]["message"] == "the text has 1,000,001 characters; at most 1,000,000 are read"
+    assert listed[5]["message"] == "the text has 1,000,001 characters; the limit is 1,000,000"
 
 
 async def test_a_file_of_bad_rows_fails_and_says_why(stage):

@@ -248,7 +248,7 @@ async def test_a_worker_with_another_embedder_leaves_the_batch_to_others(stage):
     id = await stage.submit(jsonl(*rows(2)), model=MODEL)
     claim = await first_child(stage, id)
     other = dataclasses.replace(claim, payload={**claim.payload, "fingerprint": "remote:0:other"})
-    with pytest.raises(Exception, match=r"this worker has remote:\d+:some-model:own, and the job started with"):
+    with pytest.raises(Exception, match=r"this worker has remote:\d+:some-model:own, but the job started with"):
         await run_by_hand(stage, other)
 
 

@@ -185,7 +185,7 @@ async def test_a_folder_that_cannot_be_read_makes_the_listing_incomplete(pull, r
 async def test_a_file_that_we_may_not_read_fails_alone(roomy):
     fill(roomy, "a.txt")
     (roomy / "a.txt").chmod(0)
-    with as_nobody(roomy), pytest.raises(Fatal, match="not allowed to read") as raised:
+    with as_nobody(roomy), pytest.raises(Fatal, match="user may not read") as raised:
         await Sources(SETTINGS).fetch(f"file://{roomy}/a.txt", roomy / "document", roots=[str(roomy)])
     assert (raised.value.code, raised.value.scope) == ("source_refused", "item")
     assert [path.name for path in roomy.iterdir()] == ["a.txt"]

@@ -184,7 +184,7 @@ async def test_a_redirect_to_a_private_address_is_refused_before_it_is_asked(htt
         server.replies["/a"] = answer(b"", "302 Found", f"location: http://127.0.0.2:{other.port}/secret")
         error = await refusal(Sources(SETTINGS, web=web).fetch(f"{server.url}/a", tmp_path / "document"))
         assert error.code == "source_refused"
-        assert "127.0.0.2 is an address of a private network" in str(error)
+        assert "127.0.0.2 is in a private network" in str(error)
         assert (server.connections, other.connections) == (1, 0)
 
 
@@ -225,7 +225,7 @@ async def test_a_circle_of_redirects_ends(pull, server):
     server.replies["/a"] = answer(b"", "302 Found", "location: /b")
     server.replies["/b"] = answer(b"", "302 Found", "location: /a")
     error = await refusal(pull.fetch(f"{server.url}/a", redirects_max=4))
-    assert "redirects_max = 4" in str(error)
+    assert "more than 4 times" in str(error)
     assert len(server.lines) == 5
 
 

@@ -49,7 +49,7 @@ def _print(costs: Costs) -> None:
     if costs.has_more:
         rows.append(("…", "", "", Sums()))
     if len(rows) > 1:
-        rows.append(("in all", "", "", costs.total))
+        rows.append(("total", "", "", costs.total))
     sums = [sums for *_, sums in rows]
     print_table(
         {
@@ -71,5 +71,5 @@ def _cost(sums: Sums) -> str:
     if not sums.unpriced:
         return f"${show_amount(sums.cost)}"
     if sums.unpriced == sums.calls:
-        return "not known"
+        return "unknown"
     return f"${show_amount(sums.cost)} and {number(sums.unpriced)} calls without a price"

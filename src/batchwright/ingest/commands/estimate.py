@@ -1,4 +1,4 @@
-"""`batchwright ingest estimate`: what a run would need, before it begins."""
+"""`batchwright ingest estimate`: what a run would need, before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show a run until it ends. While no worker works on it, this process does."""
+"""Shows a run until it ends. While no worker works on it, this process does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_command(begin: Begin, database_url: str | None, config: Path | None) -> 
     """Open a client and call `begin`, which returns the exit code."""
     settings = settings_from(database_url, config)
     configure_logs("ERROR", settings.log.form)
-    logging.getLogger("psycopg").setLevel(logging.ERROR)  # it logs at its own level, and would write over the view
+    logging.getLogger("psycopg").setLevel(logging.ERROR)  # its warnings would be printed over the view
     tracing.start(version=VERSION)
     try:
         with end_if_nobody_reads(), asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -128,7 +128,7 @@ class Follower:
                 continue
 
     async def _look_again(self, view: View, on_look: OnLook) -> None:
-        """Show the last state before we stop. The reasons for waiting are left out: we say them ourselves."""
+        """Show the last state before we stop. Leave out why the run waits: our last message says it."""
         seen = await look_at(self._part, await self._part.runs.get(view.run.id, tenant=None))
         view.seen = replace(seen, waits=())
         on_look(view)
@@ -136,7 +136,7 @@ class Follower:
     def _note_signal(self, number: int) -> None:
         self._signal = number
 
-    # The end ----------------------------------------------------------------------------------------------------
+    # The last message -------------------------------------------------------------------------------------------
 
     def _conclude(self, run: Run) -> int:
         if run.has_ended:
@@ -161,7 +161,7 @@ class Follower:
             typer.echo(f"            batchwright ingest resume {run.id}", err=True)
             typer.echo(f"  give up:  batchwright ingest cancel {run.id}", err=True)
         elif not self._json:
-            typer.echo(f"{run.id} continues in its workers", err=True)
+            typer.echo(f"{run.id} continues in the workers", err=True)
             typer.echo(f"  watch:    batchwright ingest watch {run.id}", err=True)
             typer.echo(f"  give up:  batchwright ingest cancel {run.id}", err=True)
         return 128 + self._signal

@@ -68,9 +68,9 @@ def retry(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Try failed documents again, from the step that failed. A run that has ended is opened again for them.
+    """Retry failed documents from the step that failed. A run that has ended is opened again for them.
 
-    Name documents, a cause, a run, or --all; a cause and a run together mean documents that match both.
+    Give ids, a cause, a run, or --all; a cause and a run together mean documents that match both.
     """
     _require_choice(ids, cause, run_id, everything)
 
@@ -107,7 +107,7 @@ def dismiss(
 ) -> None:
     """Take failed documents out of the inbox; they stay FAILED.
 
-    Name documents, a cause, a run, or --all; a cause and a run together mean documents that match both.
+    Give ids, a cause, a run, or --all; a cause and a run together mean documents that match both.
     """
     _require_choice(ids, cause, run_id, everything)
 
@@ -119,7 +119,7 @@ def dismiss(
                 await part.items.get(id, tenant=tenant)
             count = await part.items.dismiss(tenant, Wanted(ids or None, cause), run_id=run_id)
             if ids and not count:
-                raise Conflict(f"{', '.join(ids)}: none of these is FAILED and in the inbox")
+                raise Conflict(f"none of these documents is FAILED and in the inbox: {', '.join(ids)}")
             return count
 
     count = run(go())
@@ -132,7 +132,7 @@ def dismiss(
 def _require_choice(ids: Sequence[str] | None, cause: str | None, run_id: str | None, everything: bool) -> None:
     chosen = [bool(ids), cause is not None or run_id is not None, everything]
     if sum(chosen) != 1:
-        raise InvalidInput("say which documents: ITEM..., --cause CAUSE, --run RUN, or --all, and only one way")
+        raise InvalidInput("select documents in one way: ITEM..., --all, or --cause CAUSE and --run RUN")
 
 
 def _tell(count: int, verb: str, none: str) -> None:

@@ -68,7 +68,7 @@ def list_(
 
 @app.command()
 def show(id: RunId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Show a run: how far its documents are, what it waits for, what failed and why, and what it cost."""
+    """Show a run: its progress, what it waits for, what failed and why, and what it cost."""
 
     async def go() -> Seen:
         async with open_part(IngestPart, database_url, config) as part:
@@ -83,7 +83,7 @@ def show(id: RunId, json: Json = False, database_url: DatabaseUrl = None, config
 
 @app.command()
 def watch(id: RunId, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Show a run live until it has ended: documents by step, rate, money, what it waits for and what failed.
+    """Show a run live until it ends: documents by step, rate, cost, what it waits for and what failed.
 
     The exit code is 0 if every document is done, 4 if some failed, 3 if the run was cancelled, and 1 if it failed.
     Without a terminal, changes are printed as lines.

@@ -31,7 +31,7 @@ COLOURS = {
     ItemStatus.CANCELLED: "yellow",
 }
 _QUIET = frozenset({"step_started"})
-"""Events that are not shown, because the next event says the same."""
+"""Events that are not shown, because the next event has the same information."""
 
 
 def items(
@@ -75,7 +75,7 @@ def items(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A document, its steps, what happened to it, and what it waits for."""
+    """A document, its steps, its history, and what it waits for."""
 
     item: Item
     steps: Sequence[StepState]

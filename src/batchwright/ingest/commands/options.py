@@ -27,7 +27,7 @@ Anew = Annotated[bool, typer.Option("--anew", help="Repeat all steps, including 
 
 
 class LaneChoice(StrEnum):
-    """How models are called."""
+    """The ways to call models."""
 
     REALTIME = "realtime"
     BATCH = "batch"
@@ -47,7 +47,7 @@ Collection = Annotated[
 ]
 Include = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN", help="Only names like this, such as *.pdf; may be repeated.", show_default=False),
+    typer.Option(metavar="PATTERN", help="Names to read, such as *.pdf; may be repeated.", show_default=False),
 ]
 Exclude = Annotated[
     list[str] | None,
@@ -57,7 +57,9 @@ Urls = Annotated[Path | None, typer.Option(metavar="FILE", help="File with one U
 EmbeddingModel = Annotated[
     str | None,
     typer.Option(
-        metavar="MODEL", help="Model for vectors; local needs no server. By default the settings'.", show_default=False
+        metavar="MODEL",
+        help="Model for vectors; local needs no server. By default that of the settings.",
+        show_default=False,
     ),
 ]
 EntityModel = Annotated[
@@ -65,7 +67,7 @@ EntityModel = Annotated[
     typer.Option(
         "--entities",
         metavar="MODEL",
-        help="How to find entities: patterns, none, or a chat model. By default the settings'.",
+        help="How to find entities: patterns, none, or a chat model. By default as in the settings.",
         show_default=False,
     ),
 ]
@@ -74,7 +76,7 @@ ChunkCharacters = Annotated[
     typer.Option(
         min=16,
         max=20_000,
-        help="Maximum number of characters in a chunk; by default the settings'.",
+        help="Maximum number of characters in a chunk; by default as in the settings.",
         show_default=False,
     ),
 ]
@@ -107,7 +109,7 @@ def name_sources(given: Sequence[str], urls: Path | None) -> list[str]:
     """Absolute paths, because a worker may run in another folder. A missing source is an error."""
     texts = [*given, *([f"@{urls}"] if urls is not None else [])]
     if not texts:
-        raise InvalidInput("there is no source: name folders, files or URLs, or a file of URLs with --urls")
+        raise InvalidInput("there is no source: give folders, files or URLs, or a file of URLs with --urls")
     return [_name_source(text) for text in texts]
 
 

@@ -66,7 +66,7 @@ def run_(
     force: ForceAll = False,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Metadata of your own; may be repeated.", show_default=False),
+        typer.Option(metavar="NAME=VALUE", help="Your own metadata; may be repeated.", show_default=False),
     ] = None,
     priority: Annotated[int, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = 5,
     tenant: RunTenant = DEFAULT_TENANT,
@@ -79,7 +79,7 @@ def run_(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Read documents into a collection, and show how far they are; needs no other process.
+    """Read documents into a collection, and show the progress; needs no other process.
 
     If no worker runs documents on this database, this command does it itself. Documents that have not changed since
     the last run are left alone, and those whose source is gone are removed.
@@ -112,7 +112,7 @@ def run_(
     async def begin(batchwright: AsyncBatchwright) -> int:
         part = batchwright.part(IngestPart)
         run = await _find_or_create(part, wanted, estimate=estimate, yes=yes, json=json)
-        return await _go_on(batchwright, run, detach=detach, json=json) if run is not None else 1
+        return await _follow_or_detach(batchwright, run, detach=detach, json=json) if run is not None else 1
 
     run_command(begin, database_url, config)
 
@@ -125,7 +125,7 @@ def resume(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Resume a run that is parked, was interrupted, or has failed as a whole, and show how far it is.
+    """Resume a run that is parked, was interrupted, or has failed as a whole, and show its progress.
 
     If no worker runs documents on this database, this command does it itself. The exit code is that of
     batchwright ingest run.
@@ -139,12 +139,12 @@ def resume(
             run = await part.submission.reopen(id, tenant=None)
         elif run.has_ended:
             raise Conflict(
-                f"the run {id} is {run.status.value}; to try its failed documents again: batchwright ingest retry "
+                f"the run {id} is {run.status.value}; to retry its failed documents: batchwright ingest retry "
                 f"--run {id}"
             )
         else:
             run = await _continue(part, run, amount)
-        return await _go_on(batchwright, run, detach=detach, json=json)
+        return await _follow_or_detach(batchwright, run, detach=detach, json=json)
 
     run_command(begin, database_url, config)
 
@@ -158,7 +158,7 @@ async def _find_or_create(part: IngestPart, wanted: WantedRun, *, estimate: bool
     if known is not None:
         _refuse_other_settings(part, known, wanted)
         if not json:
-            typer.echo("resuming the run that is open for the same sources", err=True)
+            typer.echo("resuming the open run of the same sources", err=True)
         return await _continue(part, known, wanted.budget)
     if estimate:
         found = await forecast(part, wanted)
@@ -183,17 +183,17 @@ def _refuse_other_settings(part: IngestPart, known: Run, wanted: WantedRun) -> N
 
 
 async def _continue(part: IngestPart, run: Run, budget: Decimal | None) -> Run:
-    """Let an open run continue; to change its budget, park it for a moment."""
+    """Let an open run continue. To change its budget, park it for a moment."""
     if run.status is not RunStatus.PARKED:
         if budget is None or budget == run.budget:
             return run
-        await part.submission.park(run.id, tenant=None, message="its budget is changed")
+        await part.submission.park(run.id, tenant=None, message="its budget is being changed")
     run = await part.submission.resume(run.id, tenant=None, budget=budget)
     part.core.doorbell.ring([QUEUE])
     return run
 
 
-async def _go_on(batchwright: AsyncBatchwright, run: Run, *, detach: bool, json: bool) -> int:
+async def _follow_or_detach(batchwright: AsyncBatchwright, run: Run, *, detach: bool, json: bool) -> int:
     """Print the id at once, so that users still know it if they interrupt the wait."""
     if not detach:
         if not json:

@@ -1,4 +1,4 @@
-"""`batchwright ingest search`: passages with their source, and the words of the question marked."""
+"""`batchwright ingest search`: passages with their sources, and the words of the question marked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARK = "bold reverse"
 
 
 class Mode(StrEnum):
-    """How passages are found."""
+    """The ways to find passages."""
 
     HYBRID = "hybrid"
     WORDS = "words"
@@ -44,7 +44,7 @@ def search(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="Only passages with this: name, source, page, entity, or metadata; may be repeated.",
+            help="Only passages with this name, source, page, entity or metadata; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -123,7 +123,7 @@ def _window(hit: Hit, most: int | None) -> tuple[int, int]:
 
 
 def _densest(marks: Sequence[tuple[int, int]], span: int) -> int:
-    """Start of the stretch of this length that has the most marks."""
+    """Start of the part of this length that has the most marks."""
     return max((start for start, _ in marks), key=lambda at: sum(at <= start < at + span for start, _ in marks))
 
 

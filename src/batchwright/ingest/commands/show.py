@@ -51,7 +51,7 @@ _EXPECTED_REASONS = frozenset({"excluded", "hidden", "unsupported"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """How far documents are: how many have reached this place, and how many are there now."""
+    """A step of the funnel: how many documents have reached it, and how many are there now."""
 
     name: str
     reached: int
@@ -286,7 +286,7 @@ def tokens_text(run: Run) -> str | None:
 
 
 def money_text(run: Run, doubt: Doubt = _NO_DOUBT) -> str | None:
-    """What was spent, against the budget and the estimate; unknown costs are named, not left out."""
+    """What was spent, with the budget and the estimate. Unknown costs are mentioned."""
     known = estimated_cost(run)
     may_cost = known is not None and known["high"] > 0
     if not (run.calls or run.budget is not None or may_cost or doubt.calls):

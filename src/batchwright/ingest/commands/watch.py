@@ -1,4 +1,4 @@
-"""The live view of a run: how far its documents are, how fast, what it costs, and what it waits for."""
+"""The live view of a run: its progress, its rate, what it costs, and what it waits for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _PLAIN_SHARE = 0.01
 
 
 class Meter:
-    """How many documents end in a minute, measured over the last minute."""
+    """The number of documents that end per minute, measured over the last minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -81,7 +81,7 @@ class View:
     seen: Seen
     trouble: str | None = None
     notice: str | None = None
-    """What this process is about to do."""
+    """A message about this process, such as that it is stopping."""
     is_worker: bool = False
     """Whether this process works on the run. The database shows it only a moment later."""
     ahead: timedelta = timedelta(0)
@@ -152,7 +152,7 @@ class View:
         return [*found, *map(cause_text, self.seen.causes[:_CAUSES_SHOWN])]
 
     def troubles(self) -> list[str]:
-        """Why it does not continue, if that is known."""
+        """Why the run does not continue, if that is known."""
         if self.run.has_ended:
             return []
         waits = [one for one in self.seen.waits if not (self.is_worker and one.reason == "no_worker")]
@@ -160,7 +160,7 @@ class View:
         return list(dict.fromkeys(one for one in found if one))
 
     def ending(self) -> list[str]:
-        """Counts of what else the listing has found, and the next commands."""
+        """Counts of other files that the listing found, and the next commands."""
         if not self.run.has_ended:
             return []
         lines = [f"{word} {text.splitlines()[0]}" for word, text in listing_rows(self.run) if text is not None]

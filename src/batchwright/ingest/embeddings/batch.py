@@ -34,8 +34,8 @@ class BatchRunner:
         embedder = self._tools.embedder(batch.request)
         if embedder.fingerprint != batch.fingerprint:
             raise RetryLater(
-                f"this worker has {embedder.fingerprint}, and the job started with {batch.fingerprint}; install the "
-                "same version everywhere",
+                f"this worker has {embedder.fingerprint}, but the job started with {batch.fingerprint}; install the "
+                "same version on all workers",
                 _OTHER_WORKER_SECONDS,
             )
         ledger = self._ledger(ctx, embedder)
@@ -73,7 +73,7 @@ class BatchRunner:
                 refused = error.codes
             known |= ledger.values
             if embedder.model is not None:
-                # Another batch may have been first with the same text: all use the stored vector.
+                # Another batch may have stored a vector for the same text first: all batches use the stored one.
                 known |= await self._known(embedder, ledger, missing)
         ledger.values.clear()
         for row in judged:
@@ -151,7 +151,7 @@ async def _gathered(rows: AsyncIterator[Row]) -> AsyncIterator[list[Row]]:
 def _judge(row: Row, embedder: Embedder) -> Row:
     if isinstance(row, BadRow) or len(row.text) <= embedder.tokens_max * CHARACTERS_PER_TOKEN_MAX:
         return row
-    message = f"the text has {len(row.text):,} characters; the model takes {embedder.tokens_max:,} tokens"
+    message = f"the text has {len(row.text):,} characters; the model accepts {embedder.tokens_max:,} tokens"
     return BadRow(TOO_LONG, message, row.id, row.number)
 
 

@@ -117,8 +117,8 @@ class ColumnReader:
         unpacked = sum(one.total_uncompressed_size for one in found if one.path_in_schema.split(".")[0] in columns)
         if unpacked > GROUP_BYTES_MAX:
             raise SchemaInvalid(
-                f"row group {group} of {self._file.id} unpacks to {unpacked:,} bytes; at most {GROUP_BYTES_MAX:,} are "
-                "read: write the file with smaller row groups",
+                f"row group {group} of {self._file.id} unpacks to {unpacked:,} bytes; the limit is "
+                f"{GROUP_BYTES_MAX:,}: write the file with smaller row groups",
                 code="row_group_too_large",
             )
 

@@ -41,7 +41,7 @@ _EVENTS_PAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What was paid; only known if the cost of every call is known."""
+    """What was paid; it is only known if the cost of every call is known."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -77,7 +77,7 @@ class BatchLedger:
     price: ListedPrice | None
     rates: Rates
     values: dict[bytes, bytes] = field(default_factory=dict)
-    """Vectors from this process. Those of a local model are stored nowhere else: computing them again is free."""
+    """Vectors from this process. Those of a local model are stored nowhere else, because recomputing them is free."""
 
     async def begin(self, call: Call) -> None:
         if call.model is None:
@@ -116,7 +116,7 @@ class BatchLedger:
         params = {"job_id": self.held.id, "claim": self.held.claim}
         async with fenced(self.queue, self.held) as session:
             for id, model, tokens, cost in await self.queue.database.ask(SQL["end_older"], params, session):
-                message = f"the worker died before the answer to {id} was kept; it may have been paid for"
+                message = f"the worker died before it stored the answer to {id}; it may have been paid for"
                 fields = {"call": id, "tokens_guess": tokens, "cost_guess": cost}
                 event = {"event": IN_DOUBT, "level": "warning", "message": message, "fields": fields, "model": model}
                 await note(self.queue, self.held, event, session=session)
@@ -152,7 +152,7 @@ class BatchLedger:
         values: Mapping[bytes, bytes],
         tokens: Mapping[bytes, int | None],
     ) -> None:
-        """Count a call once, even if the answer to the first commit is lost: the row of the call exists only once."""
+        """Count a call once, even if the response to the first commit is lost: the call's row is deleted only once."""
 
         async def commit() -> None:
             async with self.queue.database.transaction() as session:

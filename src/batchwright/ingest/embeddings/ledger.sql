@@ -11,7 +11,7 @@ RETURNING id
 -- name: end
 DELETE FROM batchwright.ingest_call WHERE id = %(id)s RETURNING id
 
--- Requests that an earlier claim of the job started: their worker is gone.
+-- Requests that an earlier claim of the job sent: their worker is gone.
 -- name: end_older
 DELETE FROM batchwright.ingest_call
 WHERE job_id = %(job_id)s AND run_id IS NULL AND claim < %(claim)s

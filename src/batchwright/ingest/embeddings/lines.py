@@ -36,7 +36,7 @@ class LineReader:
 
     async def read(self, piece: Lines) -> AsyncIterator[Row]:
         if piece.is_too_long:
-            message = f"the line has {piece.end - piece.start:,} bytes; at most {LINE_BYTES_MAX:,} are read"
+            message = f"the line has {piece.end - piece.start:,} bytes; the limit is {LINE_BYTES_MAX:,}"
             yield BadRow(TOO_LONG, message, piece.first, piece.first)
             return
         data = await self._store.read(self._file.key, piece.start, piece.end - piece.start)

@@ -1,4 +1,4 @@
-"""The operations of `compute_embeddings`. Cheap to import for processes that only submit: the rest is loaded later.
+"""The operations of `compute_embeddings`. Importing it is cheap for processes that only submit: the rest loads on use.
 
 compute_embeddings ── Wait ──▶ compute_embeddings.batch, many ── the last one resumes it ──▶ one file
 """

@@ -56,7 +56,7 @@ def encode_errors(rows: Sequence[BadRow]) -> bytes:
 
 
 def encode_rows(output: Output, ids: Sequence[Any], vectors: Sequence[bytes]) -> bytes:
-    """Lines of the result, if that is text; otherwise ids and numbers for columns."""
+    """Lines of the result if its format is text; otherwise ids and numbers for its columns."""
     if output == "jsonl":
         return b"".join(_line(id, vector) for id, vector in zip(ids, vectors, strict=True))
     head = orjson.dumps(ids)
@@ -64,7 +64,7 @@ def encode_rows(output: Output, ids: Sequence[Any], vectors: Sequence[bytes]) ->
 
 
 def decode_rows(data: bytes) -> tuple[list[Any], bytes]:
-    """Ids, and the numbers of all vectors."""
+    """The ids, and the numbers of all vectors."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     return orjson.loads(data[_LENGTH_BYTES:end]), data[end:]
 

@@ -1,4 +1,4 @@
-"""The payloads of `compute_embeddings` and its children. Cheap to import for processes that only submit."""
+"""The payloads of `compute_embeddings` and its children. Importing it is cheap for processes that only submit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table:
     """Rows of a table in Batchwright's own database, read by Batchwright's role."""
 
     table: Name
-    """With its schema: public.articles."""
+    """The table with its schema, such as public.articles."""
     id: Name
     """The column that identifies rows: a primary key, or unique and never null."""
     text: Name
@@ -40,7 +40,7 @@ Source = FileId | Table
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """Whole lines of a JSONL file, by their bytes."""
+    """Whole lines of a JSONL file, as a range of bytes."""
 
     kind: Literal["lines"] = "lines"
     start: int
@@ -81,7 +81,7 @@ class ComputeEmbeddings:
     """Compute a vector for every row of the source, and write one file with all of them."""
 
     source: Source
-    """The id of a stored file, JSONL or Parquet; or a table."""
+    """The id of a stored JSONL or Parquet file, or a table."""
     model: Name | None = None
     """A model that a gateway serves; None embeds in the worker without a network."""
     dimensions: Annotated[int, Field(ge=1, le=16_000)] | None = None

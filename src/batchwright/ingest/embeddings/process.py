@@ -45,7 +45,7 @@ class EmbeddingCoordinator:
         self._errands: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Upkeep removes what could not be removed here."""
+        """Stop removing parts; upkeep removes those that are left."""
         for errand in self._errands:
             errand.cancel()
         await asyncio.gather(*self._errands, return_exceptions=True)
@@ -136,8 +136,8 @@ class EmbeddingCoordinator:
         await persist(lambda: self._tools.files.add(errors))
         counted = ", ".join(f"{count:,} {code}" for code, count in sorted(total.codes.items()))
         raise SchemaInvalid(
-            f"none of the {total.failed:,} rows could be embedded: {counted}. The first: {total.first_error}; all of "
-            f"them are in {errors.id}. Check text_field and id_field",
+            f"none of the {total.failed:,} rows could be embedded: {counted}. The first: {total.first_error}; the file "
+            f"{errors.id} lists all of them. Check text_field and id_field",
             code="no_usable_rows",
         )
 
@@ -211,8 +211,8 @@ async def _collect(pieces: AsyncIterator[Piece], batch_size: int) -> list[Piece]
         found.append(piece)
         if len(found) > BATCHES_MAX:
             raise SchemaInvalid(
-                f"the source gives more than {BATCHES_MAX:,} batches of {batch_size:,} rows; raise batch_size, up to "
-                f"{BATCH_ROWS_MAX:,}, or cut the source",
+                f"the source has more than {BATCHES_MAX:,} batches of {batch_size:,} rows; raise batch_size, up to "
+                f"{BATCH_ROWS_MAX:,}, or split the source",
                 code="too_many_batches",
             )
     return found

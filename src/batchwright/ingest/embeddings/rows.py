@@ -10,7 +10,7 @@ from batchwright.ingest.embeddings.payloads import Piece
 
 TEXT_CHARACTERS_MAX = 1_000_000
 CHARACTERS_PER_TOKEN_MAX = 8
-"""No text in a human language has fewer tokens than this. For texts nearer to a model's limit, the server decides."""
+"""No text in a human language has more characters per token. For texts closer to the limit, the server decides."""
 _ID_CHARACTERS_MAX = 1_000
 NO_TEXT = "no_text"
 TOO_LONG = "too_long"
@@ -52,7 +52,7 @@ class Reader(Protocol):
 
 
 def make_row(id: Any, text: Any, number: int | None) -> Row:
-    """Check the values of the two fields."""
+    """A row from the values of its two fields, checked."""
     if not isinstance(id, (str, int)) or isinstance(id, bool):
         id = number if id is None else str(id)
     if isinstance(id, str):
@@ -62,7 +62,7 @@ def make_row(id: Any, text: Any, number: int | None) -> Row:
     if not isinstance(text, str):
         return BadRow("not_text", f"the text is of the type {type(text).__name__}; it must be a string", id, number)
     if len(text) > TEXT_CHARACTERS_MAX:
-        message = f"the text has {len(text):,} characters; at most {TEXT_CHARACTERS_MAX:,} are read"
+        message = f"the text has {len(text):,} characters; the limit is {TEXT_CHARACTERS_MAX:,}"
         return BadRow(TOO_LONG, message, id, number)
     if any("\ud800" <= character <= "\udfff" for character in _suspicious(text)):
         return BadRow("invalid_text", "the text contains half a character and cannot be sent as UTF-8", id, number)
@@ -70,7 +70,7 @@ def make_row(id: Any, text: Any, number: int | None) -> Row:
 
 
 def _suspicious(text: str) -> Iterator[str]:
-    """Empty for a text that can be encoded, as nearly all can."""
+    """Characters that UTF-8 cannot encode; nearly all texts have none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

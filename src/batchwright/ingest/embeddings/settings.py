@@ -24,7 +24,7 @@ class EmbeddingSettings:
                 raise ConfigurationError(f'embeddings.tables has {name!r}; write "schema.table", or "schema.*" for all')
 
     def allows(self, schema: str, table: str) -> bool:
-        """Never Batchwright's own tables, and never the server's."""
+        """Whether jobs may embed this table; never one of Batchwright or of the server."""
         return not is_internal(schema) and (f"{schema}.{table}" in self.tables or f"{schema}.*" in self.tables)
 
 

@@ -1,5 +1,5 @@
--- A table of the user. Its name and columns replace :table, :id, :text and :type, as the server itself has written and
--- quoted them in `describe`; values are parameters. Columns have the prefix `source.`: ORDER BY with a bare name would
+-- A table of the user. Its name and columns replace :table, :id, :text and :type, in the form in which `describe`
+-- returns them: the server has quoted them. Values are parameters. Columns have the prefix `source.`: ORDER BY with a bare name would
 -- use the column of the result, which is text.
 
 -- name: describe

@@ -16,9 +16,9 @@ from batchwright.storage.backend import Found
 
 log = logging.getLogger(__name__)
 _KEEP = timedelta(days=7)
-"""How long a failed or cancelled job can be rerun, for which it needs the parts of its batches."""
+"""How long the parts of a failed or cancelled job are kept: it can be rerun, and then needs them."""
 _KEEP_UNKNOWN = timedelta(days=30)
-"""For parts of a job that is not in this database: it belongs to another database, or is long gone."""
+"""The same for a job that is not in this database: it belongs to another one, or was removed long ago."""
 _PAGE = 1000
 _PATIENCE_SECONDS = 5.0
 

@@ -49,14 +49,16 @@ def parse_entities(body: bytes, window: str, *, types: Sequence[str] | None = No
 class Found:
     mentions: list[Mention]
     dropped: int
-    """Texts that the model made up: they are not in the window."""
+    """Number of texts that the model made up: they are not in the window."""
 
 
 def find_entities(body: bytes, window: str, *, types: Sequence[str] | None = None) -> Found:
     """Like parse_entities, but with the number of texts that were dropped."""
     names = _read_names(body)
     if types is not None and (others := {name.type for name in names} - set(types)):
-        raise SchemaInvalid(f"the model made up {len(others)} types of entities", code="invalid_output")
+        raise SchemaInvalid(
+            f"the model used {len(others)} types of entities that were not requested", code="invalid_output"
+        )
     mentions: list[Mention] = []
     dropped = 0
     for name in dict.fromkeys((one.type, one.text.strip()) for one in names):
@@ -125,7 +127,9 @@ def _read_names(body: bytes) -> list[_Name]:
     except msgspec.DecodeError:
         raise SchemaInvalid("the model's answer does not fit the schema of entities", code="invalid_output") from None
     if len(names) > _NAMES_MAX:
-        raise SchemaInvalid(f"the model named {len(names)} entities; at most {_NAMES_MAX} count", code="invalid_output")
+        raise SchemaInvalid(
+            f"the model listed {len(names)} entities; at most {_NAMES_MAX} are accepted", code="invalid_output"
+        )
     return names
 
 

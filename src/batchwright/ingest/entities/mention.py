@@ -13,7 +13,7 @@ from batchwright.inference.calls import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """Words of a window that name something: `window[start:end] == text`."""
+    """An entity in a window: `window[start:end] == text`."""
 
     type: str
     text: str
@@ -37,7 +37,7 @@ class EntityExtractor(Protocol):
 
 
 def dump_mentions(mentions: Iterable[Mention]) -> bytes:
-    """As a ledger keeps them: a JSON list of {type, text, start, end}."""
+    """Mentions as a ledger stores them: a JSON list of {type, text, start, end}."""
     return msgspec.json.encode(list(mentions))
 
 

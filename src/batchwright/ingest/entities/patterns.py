@@ -89,7 +89,7 @@ class PatternExtractor:
         words = tuple(_TOKEN.findall(phrase.casefold()))
         if not type or not 1 <= len(words) <= _PHRASE_WORDS_MAX:
             raise ConfigurationError(
-                f"{phrase!r} in the list of {type!r} has {len(words)} words and signs; 1 to {_PHRASE_WORDS_MAX} may be"
+                f"{phrase!r} in the list of {type!r} has {len(words)} words and signs; use 1 to {_PHRASE_WORDS_MAX}"
             )
         self._phrases.setdefault(words, set()).add(type)
         lengths = self._lengths.setdefault(words[0], [])

@@ -46,6 +46,6 @@ def _check(archive: zipfile.ZipFile, limit: int) -> None:
     if unpacked > limit:
         raise unpacked_too_large(unpacked, limit)
     if len(entries) > _ENTRIES_MAX:
-        raise damaged(f"its archive has {len(entries):,} files; at most {_ENTRIES_MAX:,} are read")
+        raise damaged(f"its archive has {len(entries):,} files; the limit is {_ENTRIES_MAX:,}")
     if any(entry.flag_bits & _IS_ENCRYPTED for entry in entries):
         raise encrypted()

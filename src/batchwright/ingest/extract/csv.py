@@ -34,7 +34,7 @@ def extract(document: Document, builder: TextBuilder) -> None:
 
 
 def render_row(columns: Sequence[str], row: Sequence[str]) -> str:
-    """A passage from the middle of a table must make sense alone, so every value has its column's name."""
+    """The row as a line. Every value has its column's name, so that each passage of a table makes sense alone."""
     named = [*columns, *[""] * (len(row) - len(columns))]
     values = ((name.strip(), " ".join(value.split())) for name, value in zip(named, row, strict=False))
     return " | ".join(f"{name}: {value}" if name else value for name, value in values if value)

@@ -74,7 +74,7 @@ def detect(document: Document) -> str:
         found = _detect_text(document.data, head, expected)
         if expected in _BINARY:
             message = (
-                f"{document.name} is not {expected.upper()} but {found}: perhaps an error page or a broken download"
+                f"{document.name} is {found}, not {expected.upper()}; it may be an error page or an incomplete download"
             )
             raise SchemaInvalid(message, code="wrong_format")
     return found

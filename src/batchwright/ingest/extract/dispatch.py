@@ -33,7 +33,7 @@ def extract_into(document: Document, builder: TextBuilder) -> str:
     if format not in document.extractors:
         raise SchemaInvalid(f"{document.name} is {format}, which has no extractor", code="unsupported_format")
     if not is_expected(document.name, format):
-        builder.warn(f"{document.name} is {format}, whatever its name says")
+        builder.warn(f"{document.name} is {format}, although its name has another extension")
     load_extractor(document.extractors[format])(document, builder)
     return format
 

@@ -35,7 +35,7 @@ def empty() -> SchemaInvalid:
 
 
 def encrypted() -> Fatal:
-    message = "the document is encrypted; remove its password and try again"
+    message = "the document is encrypted; remove its password and retry"
     return Fatal(message, scope="item", code="encrypted_document")
 
 
@@ -45,7 +45,7 @@ def nested_too_deep(limit: int) -> Fatal:
 
 
 def unpacked_too_large(found: int, limit: int) -> Fatal:
-    message = f"the document unpacks to {found:,} bytes; at most {limit:,} are read (unpacked_bytes)"
+    message = f"the document unpacks to {found:,} bytes; the limit is {limit:,} (unpacked_bytes)"
     return Fatal(message, scope="item", code="unpacked_too_large")
 
 

@@ -93,7 +93,7 @@ def _check_size(document: Document) -> None:
     needed = tags * _BYTES_PER_TAG + 4 * len(document.data)
     if needed > document.limits.memory_bytes:
         message = (
-            f"the page has about {tags // 2:,} elements, for which {needed // 1_000_000:,} MB are needed; the limit is "
+            f"the page has about {tags // 2:,} elements and needs {needed // 1_000_000:,} MB; the limit is "
             f"{document.limits.memory_bytes // 1_000_000:,} MB (memory_bytes)"
         )
         raise Fatal(message, scope="item", code="out_of_memory")

@@ -20,7 +20,7 @@ _HYPHEN_AT_LINE_END = re.compile(r"[\ufffe\x02]\s*")
 def extract(document: Document, builder: TextBuilder) -> None:
     """Refuse a truncated file: PDFium would repair it, and nobody would notice the lost pages."""
     if b"%%EOF" not in document.data.rstrip(b"\x00\r\n \t")[-_TAIL_BYTES:]:
-        raise damaged("it ends before its end mark, so part of it is missing")
+        raise damaged("it has no end mark, so part of it is missing")
     pdf = _open(document.data)
     count = len(pdf)
     if not count:

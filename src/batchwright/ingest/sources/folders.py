@@ -103,7 +103,7 @@ class _Walk:
         """`above` holds the parent folders, to detect a link that leads back up."""
         try:
             if len(above) > DEPTH_MAX:
-                raise OSError(errno.ELOOP, f"it is deeper than {DEPTH_MAX} folders")
+                raise OSError(errno.ELOOP, f"it is nested deeper than {DEPTH_MAX} folders")
             with os.scandir(path) as found:
                 entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
         except OSError as error:
@@ -154,15 +154,13 @@ class _Walk:
         if not self._settings.follow_links:
             is_inside = real.startswith(self._real_base.rstrip("/") + "/")
             where = "to something in the same folder" if is_inside else "that leads out of the folder"
-            return f"it is a link {where}; links are followed with ingest.follow_links"
+            return f"it is a link {where}; to follow links, set ingest.follow_links = true"
         return None if self._rules.roots.holds_file(real) else "it is a link that leads out of the roots"
 
 
 def _listed(path: str, name: str, found: os.stat_result, rules: Rules) -> Listed | Skipped:
     if found.st_size > rules.settings.bytes_max:
-        message = (
-            f"it has {found.st_size:,} bytes; the most that is fetched is {rules.settings.bytes_max:,} (bytes_max)"
-        )
+        message = f"it has {found.st_size:,} bytes; the limit is {rules.settings.bytes_max:,} (bytes_max)"
         return _skipped(name, Reason.TOO_LARGE, message)
     shown = shown_name(name)
     folder = shown.rpartition("/")[0]
@@ -193,7 +191,7 @@ def _copy(path: Path, roots: Roots, sink: Sink, etag: str | None) -> About | Not
         raise unavailable(f"{shown} cannot be read: {_words(error)}") from None
     finally:
         os.close(file)
-    # A file written in the current tick of the clock may change again in that tick without a new time: give it no etag.
+    # A file that was written in the current tick of the clock may change again with the same time: give it no etag.
     tick = _TICK_NS if before.st_mtime_ns % _ONE_SECOND_NS else _COARSE_TICK_NS
     is_settled = before.st_mtime_ns + tick < began_ns
     return About(etag=_etag(before) if is_settled else None, media_type=None, name=shown_name(path.name))
@@ -202,7 +200,7 @@ def _copy(path: Path, roots: Roots, sink: Sink, etag: str | None) -> About | Not
 def _open(real: str, shown: str, roots: Roots) -> int:
     """Open a path that has no links, folder by folder, so that nobody can add a link after the check."""
     if not roots.holds_file(real):
-        raise refused(f"{shown} may not be read: it is under none of the roots of its run")
+        raise refused(f"{shown} may not be read: it is outside the roots of its run")
     *folders, name = real.split("/")[1:]
     above = os.open("/", _FOLDER)
     try:
@@ -216,7 +214,7 @@ def _open(real: str, shown: str, roots: Roots) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise gone(shown) from None
     except PermissionError:
-        raise refused(f"we are not allowed to read {shown}; give our user the right to read it") from None
+        raise refused(f"Batchwright's user may not read {shown}; give it the right to read the file") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise refused(f"{shown}: {_words(error)}") from None

@@ -20,7 +20,8 @@ class Listed:
     """A document that can be fetched."""
 
     uri: str
-    """The same in every run: `file:///…`, `https://…`, `s3://bucket/key`, `gs://…` or `az://account/container/…`."""
+    """Its address, the same in every run: `file:///…`, `https://…`, `s3://bucket/key`, `gs://…` or
+    `az://account/container/…`."""
     name: str
     """The name shown to users, relative to the source: `2024/report.pdf`."""
     etag: str | None
@@ -50,7 +51,7 @@ GAPS = frozenset({Reason.BAD_LINE, Reason.TOO_MANY, Reason.UNREADABLE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """Something that was left out, and why, in words."""
+    """Something that was left out, and why."""
 
     name: str
     reason: Reason
@@ -97,7 +98,9 @@ class Listing:
             if listed.uri in seen:
                 continue
             if self.count == self._documents_max:
-                message = f"there are more than {self._documents_max} documents; name fewer, or raise documents_max"
+                message = (
+                    f"there are more than {self._documents_max} documents; list fewer sources, or raise documents_max"
+                )
                 self.skip(listed.name, Reason.TOO_MANY, message)
                 break
             seen.add(listed.uri)

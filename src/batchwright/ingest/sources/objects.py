@@ -26,7 +26,7 @@ class Objects:
         self._open = open
 
     async def list(self, source: ObjectSource, rules: Rules, listing: Listing) -> AsyncIterator[Listed]:
-        """The object with this name, and all in the folder with this name. A page that cannot be read is a gap."""
+        """The object with this name, and all in the folder of that name. A page that cannot be read is a gap."""
         bucket = self._bucket(source.root)
         seen = 0
         try:
@@ -45,11 +45,13 @@ class Objects:
                 raise
             listing.skip(source.uri, Reason.UNREADABLE, f"only a part of it could be listed: {error}")
         if seen == 0:
-            listing.skip(source.uri, Reason.UNREADABLE, "there is nothing of this name; check the spelling")
+            listing.skip(
+                source.uri, Reason.UNREADABLE, "there is no object or folder with this name; check the spelling"
+            )
 
     async def fetch(self, uri: str, roots: Roots, sink: Sink, etag: str | None) -> About | NotModified:
         if not roots.holds_object(uri):
-            raise refused(f"{shown_name(uri)} may not be read: it is under none of the roots of its run")
+            raise refused(f"{shown_name(uri)} may not be read: it is outside the roots of its run")
         root, key = split_uri(uri)
         bucket = self._bucket(root)
         found = await bucket.head(key)
@@ -75,13 +77,13 @@ class Objects:
 
 
 def _is_taken(found: Found, name: str, rules: Rules, listing: Listing) -> bool:
-    """By the same rules as files; folders are only names here."""
+    """Whether to read the object, by the same rules as for files; folders are only parts of names here."""
     if not rules.settings.hidden and any(part.startswith(".") for part in name.split("/")):
         listing.skip(shown_name(name), Reason.HIDDEN, "its name begins with a dot")
     elif refusal := rules.patterns.refusal(name):
         listing.skip(shown_name(name), *refusal)
     elif found.size > rules.settings.bytes_max:
-        message = f"it has {found.size:,} bytes; the most that is fetched is {rules.settings.bytes_max:,} (bytes_max)"
+        message = f"it has {found.size:,} bytes; the limit is {rules.settings.bytes_max:,} (bytes_max)"
         listing.skip(shown_name(name), Reason.TOO_LARGE, message)
     else:
         return True

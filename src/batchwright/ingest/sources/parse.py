@@ -77,7 +77,7 @@ def parse_source(text: str) -> Source:
         case "s3" | "gs" | "az":
             return _parse_object(text)
         case other:
-            raise _unknown(text, f"{other}: is not a supported scheme")
+            raise _unknown(text, f"the scheme {other}: is not supported")
 
 
 def canonical_url(text: str) -> str:
@@ -94,7 +94,7 @@ def canonical_url(text: str) -> str:
         raise InvalidInput(f"{_server_of(text)} is not a URL; write it like https://example.com/a.pdf", param="sources")
     if "@" in parts.netloc:
         raise InvalidInput(
-            "a URL holds a user or password, which would be kept with it; leave them out", param="sources"
+            "a URL contains a user or password, which would be stored with it; leave them out", param="sources"
         )
     if len(text) > TEXT_CHARACTERS_MAX:
         raise InvalidInput(f"a URL of {host} is longer than {TEXT_CHARACTERS_MAX} characters", param="sources")
@@ -115,7 +115,7 @@ def path_of(uri: str) -> Path:
     host, slash, rest = uri.partition("://")[2].partition("/")
     path = os.fsdecode(unquote_to_bytes(os.fsencode(slash + rest)))
     if host not in ("", "localhost") or not slash or "\x00" in path:
-        raise _unknown(uri, "a file's address has a whole path and no host, such as file:///data/papers")
+        raise _unknown(uri, "a file's address has an absolute path and no host, such as file:///data/papers")
     return _absolute(path)
 
 
@@ -154,6 +154,6 @@ def _server_of(text: str) -> str:
 
 def _unknown(text: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"{text[:80]!r} is not a source: {why}. Name a folder, a file, https://…, @urls.txt or s3://bucket/prefix",
+        f"{text[:80]!r} is not a source: {why}. Use a folder, a file, https://…, @urls.txt or s3://bucket/prefix",
         param="sources",
     )

@@ -46,7 +46,7 @@ class Patterns:
         if extension.removeprefix(".") in EXTENSIONS:
             return None
         what = f"the extension {extension}" if extension else "a name without an extension"
-        return Reason.UNSUPPORTED, f"{what} is not read; include it by a pattern if it is one of a supported format"
+        return Reason.UNSUPPORTED, f"{what} is not read; add a pattern to `include` if its format is supported"
 
 
 class _Pattern:
@@ -65,7 +65,7 @@ class _Pattern:
         self._parts = [None if part == "**" else re.compile(fnmatch.translate(part), re.DOTALL) for part in parts]
 
     def matches(self, names: Sequence[str]) -> bool:
-        """One pass: `reached` holds the possible numbers of names that the parts so far match."""
+        """One pass over the parts: `reached` has the numbers of names that the parts so far can match."""
         reached = {0}
         for part in self._parts:
             if part is None:

@@ -1,4 +1,4 @@
-"""Which files and buckets may be read: whatever we read with our own rights must be under a root.
+"""Decides which files and buckets may be read: what we read with our own rights must be under a root.
 
 A URL is fetched without any rights, so it needs no root. A file or an object is read with the rights of this process:
 if HTTP callers could name any path, they could read whatever the server can.
@@ -38,7 +38,7 @@ class Roots:
         return any(_is_under(uri.rstrip("/"), root) for root in self._objects)
 
     def check(self, source: Source, shown: str) -> None:
-        """Raises InvalidInput for a source outside. It shows the source as written, and not where its links lead."""
+        """Raises InvalidInput for a source outside the roots. The error does not show where its links lead."""
         match source:
             case FileSource() | UrlList():
                 is_held = self.holds_file(os.path.realpath(source.path))
@@ -50,7 +50,7 @@ class Roots:
                 assert_never(source)
         if not is_held:
             raise InvalidInput(
-                f"{shown!r} may not be read: it is under none of the roots; an operator can add its folder or bucket "
+                f"{shown!r} may not be read: it is outside the roots; an operator can add its folder or bucket "
                 "to `roots` in [ingest], or run the command on the server",
                 param="sources",
             )

@@ -67,7 +67,7 @@ class Sources:
         folders and buckets; a file or URL that the user names is always included.
         """
         if not 0 < len(sources) <= SOURCES_MAX:
-            raise InvalidInput(f"there are {len(sources)} sources; name 1 to {SOURCES_MAX}", param="sources")
+            raise InvalidInput(f"there are {len(sources)} sources; use 1 to {SOURCES_MAX}", param="sources")
         settings = self._settings
         rules = Rules(
             patterns=Patterns(

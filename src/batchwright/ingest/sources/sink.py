@@ -65,7 +65,7 @@ class Sink:
         self._hash = hashlib.sha256()
         self._into = into
         self._lock = threading.Lock()
-        with _explained():
+        with _translate_errors():
             # Only our user can read it, whatever the umask is, and its name is unique.
             self._file, self._path = tempfile.mkstemp(".part", f".{into.name[:50]}-", into.parent)
         self._is_open = True
@@ -93,7 +93,7 @@ class Sink:
                 raise too_large(None, self.bytes_max)
             self.size += len(data)
             self._hash.update(data)
-            with _explained():
+            with _translate_errors():
                 left = memoryview(data)
                 while left:
                     left = left[os.write(self._file, left) :]
@@ -112,7 +112,7 @@ class Sink:
     def finish(self, about: About) -> Fetched:
         """Give the file its name."""
         self._close()
-        with _explained():
+        with _translate_errors():
             Path(self._path).replace(self._into)
         return Fetched(
             sha256=self._hash.hexdigest(),
@@ -144,7 +144,7 @@ async def closing(chunks: AsyncIterator[bytes]) -> AsyncIterator[AsyncIterator[b
 def too_large(size: int | None, bytes_max: int) -> Fatal:
     has = "has more" if size is None else f"has {size:,} bytes, which is more"
     return Fatal(
-        f"the document {has} than the {bytes_max:,} bytes that are fetched; raise bytes_max in [ingest] for it",
+        f"the document {has} than the {bytes_max:,} bytes that are fetched; to fetch it, raise bytes_max in [ingest]",
         scope="item",
         code="document_too_large",
     )
@@ -167,7 +167,7 @@ def changed(what: str) -> Transient:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -69,7 +69,7 @@ class Web:
                     url = _next_url(url, incoming)
             except NoAnswer as error:
                 raise _lost(url, error) from None
-        raise refused(f"{_host(url)} redirects too often; the limit is redirects_max = {self._settings.redirects_max}")
+        raise refused(f"{_host(url)} redirects more than {self._settings.redirects_max} times (redirects_max)")
 
     async def _check_name(self, url: str) -> None:
         try:
@@ -105,9 +105,11 @@ def _next_url(url: str, incoming: Incoming) -> str:
     except (InvalidInput, ValueError):
         following = ""
     if not following:
-        raise refused(f"{_host(url)} answered {incoming.status} and leads to nothing that can be fetched")
+        raise refused(f"{_host(url)} answered {incoming.status} with a redirect to nothing that can be fetched")
     if url.startswith("https:") and not following.startswith("https:"):
-        raise refused(f"{_host(url)} leads from https to http at {_host(following)}, where anyone could change it")
+        raise refused(
+            f"{_host(url)} redirects from https to http at {_host(following)}, where anyone could change the document"
+        )
     return following
 
 
@@ -149,7 +151,7 @@ async def _unpacked(url: str, incoming: Incoming) -> AsyncIterator[bytes]:
                     yield unpack.decompress(chunk, PIECE_BYTES)
                     chunk = unpack.unconsumed_tail
     except zlib.error:
-        raise refused(f"{_host(url)} sends a body that is not what its encoding says") from None
+        raise refused(f"{_host(url)} sends a body that does not match its encoding") from None
     if not unpack.eof:
         raise unavailable(f"{_host(url)} sent only a part of the document")
 
@@ -166,7 +168,7 @@ def _refusal(url: str, incoming: Incoming) -> OperationError:
         case status if status >= 500 or status in _TRY_AGAIN or status == 304:
             return unavailable(message)
         case 401 | 403:
-            return refused(f"{message}: the document is not public, and we send no credentials")
+            return refused(f"{message}: the document is not public, and Batchwright sends no credentials")
         case _:
             return refused(f"{message} in place of a document")
 
@@ -202,8 +204,8 @@ def _lost(url: str, error: NoAnswer) -> OperationError:
 
 def _private(url: str) -> Fatal:
     return refused(
-        f"{_host(url)} is an address of a private network, from which nothing is fetched; `private` in [ingest] "
-        "permits it, except for addresses where clouds keep the credentials of their machines"
+        f"{_host(url)} is in a private network; to fetch from there, set private = true in [ingest]. Addresses where "
+        "clouds keep the credentials of their machines are always refused"
     )
 
 

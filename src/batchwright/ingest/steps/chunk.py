@@ -1,4 +1,4 @@
-"""CHUNKED: where the text is cut. Each branch computes the chunks for itself; this step records the result."""
+"""CHUNKED: cuts the text. Each branch computes the chunks for itself; this step records the result."""
 
 from __future__ import annotations
 

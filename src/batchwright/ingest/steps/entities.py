@@ -1,4 +1,4 @@
-"""ENTITY_EXTRACTED: who and what the text names, window by window."""
+"""ENTITY_EXTRACTED: the entities in the text, window by window."""
 
 from __future__ import annotations
 

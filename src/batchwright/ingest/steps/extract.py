@@ -18,7 +18,7 @@ from batchwright.ingest.text import CanonicalText
 from batchwright.private import open_private
 
 VERSION = "extract:1"
-"""Raise this number when an extractor gives another text for the same document."""
+"""Raise this number when an extractor gives a different text for the same document."""
 
 
 @step(CONTENT_EXTRACTED, after=FETCHED, fingerprint=VERSION)
@@ -38,7 +38,7 @@ async def extract(ctx: StepContext) -> dict[str, Any]:
 async def _extract(sandbox: Sandbox, path: Path, name: str, limits: Limits) -> CanonicalText:
     try:
         return await sandbox.extract(path, name=name, limits=limits)
-    except ConfigurationError as error:  # it says what to install; the other documents need not wait for that
+    except ConfigurationError as error:  # the message says what to install; other documents do not wait for that
         raise Fatal(str(error), scope="item", code="extractor_missing") from None
 
 

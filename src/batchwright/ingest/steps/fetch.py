@@ -34,5 +34,5 @@ async def fetch(ctx: StepContext) -> dict[str, Any]:
 
 
 def _may_be_unchanged(ctx: StepContext, live: Live) -> bool:
-    """Only then does it make sense to ask the source whether it has changed; otherwise we need the bytes anyway."""
+    """Whether to ask the source if it has changed; otherwise its bytes are needed anyway."""
     return live.recipe == ctx.run.recipe and not ctx.config.get("force")

@@ -57,12 +57,12 @@ async def persist(ctx: StepContext) -> Output:
 
 
 def _check_agreement(ctx: StepContext, passages: Sequence[Passage]) -> None:
-    """Each branch has cut the text for itself. If they disagree, vectors would belong to the wrong words."""
+    """Each branch has cut the text for itself. If the chunks differed, vectors would belong to the wrong words."""
     plans = {"PERSISTED": digest_of(passages)}
     plans |= {name: ctx.outputs[name]["plan"] for name in (CHUNKED, EMBEDDED)}
     if len(set(plans.values())) > 1:
         raise Fatal(
-            f"the chunker gave different chunks of one text to {', '.join(plans)}; it must be a pure function of the "
+            f"the chunker made different chunks of one text for {', '.join(plans)}; it must be a pure function of the "
             "text and its settings",
             scope="item",
             code="nondeterministic_chunker",

@@ -165,7 +165,7 @@ class AnthropicAdapter(KeyedAdapter):
 
     async def results(self, request: Request, job: Job, status: Status) -> AsyncIterator[Result]:
         if job.extra.get("is_unproved") and await self._first_key(job.external_id) not in (request.key, None):
-            raise InDoubt("the batch that was adopted is another's: find the right one", code="foreign_job")
+            raise InDoubt("the adopted batch belongs to another task; searching for the right one", code="foreign_job")
         ids = await completions.line_ids(self.tools, request)
         found = self._lines(request, job, ids)
         async with aclosing(completions.reconcile(found, ids, completions.missing_error(status))) as results:

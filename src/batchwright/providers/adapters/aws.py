@@ -113,14 +113,14 @@ class AwsSettings:
     """An AWS account, with its own bucket in the same region."""
 
     region: str
-    """Such as `eu-central-1`."""
+    """The region, such as `eu-central-1`."""
     bucket: str
     """`s3://bucket/folder` for copies of inputs and for results; a lifecycle rule of the bucket removes old results."""
     base_url: str | None = None
     """Overrides the endpoint of Transcribe, for tests and private endpoints."""
     access_key_id_env: str | None = None
-    """Set it together with the next one; unset, botocore looks in its usual places: environment, profile, role of the
-    machine."""
+    """Environment variable with the access key's id; set it together with secret_access_key_env. Without both, botocore
+    looks in its usual places: environment, profile, role of the machine."""
     secret_access_key_env: str | None = None
     """Environment variable with the secret access key."""
     profile: str | None = None
@@ -134,9 +134,9 @@ class AwsSettings:
         if not self.bucket.startswith("s3://") or not self.bucket.removeprefix("s3://").strip("/"):
             raise ConfigurationError(f"aws.bucket is {self.bucket!r}; write it like s3://bucket/folder")
         if (self.access_key_id_env is None) != (self.secret_access_key_env is None):
-            raise ConfigurationError("aws.access_key_id_env and aws.secret_access_key_env are given together")
+            raise ConfigurationError("set both aws.access_key_id_env and aws.secret_access_key_env, or neither")
         if not self.region:
-            raise ConfigurationError("aws.region is not set")
+            raise ConfigurationError("aws.region is not set; write a region such as eu-central-1")
         if self.base_url is not None:
             check_url(self.base_url)
 
@@ -207,7 +207,7 @@ class Aws(Adapter):
             try:
                 await _once(client.start_transcription_job(**self._parameters(request, staged)))
             except _Conflict:
-                return await self._adopt_surely(client, request, staged)
+                return await self._adopt_existing(client, request, staged)
         return self._job(request)
 
     async def find(self, request: Request, staged: Staged, since: datetime) -> Sequence[Job]:
@@ -261,7 +261,7 @@ class Aws(Adapter):
                 except _Refused as refused:
                     raise refused.error() from None
                 if not isinstance(page.get("TranscriptionJobSummaries"), list):
-                    raise Transient("AWS answered without the list that was asked for", code="not_json")
+                    raise Transient("the answer of AWS has no list of jobs", code="not_json")
                 for summary in page["TranscriptionJobSummaries"]:
                     yield summary
                 if not page.get("NextToken"):
@@ -310,14 +310,14 @@ class Aws(Adapter):
     def _job(self, request: Request) -> Job:
         return Job(external_id=request.key, extra={"output": self._output_uri(request.key)})
 
-    async def _adopt_surely(self, client: Any, request: Request, staged: Staged) -> Job:
-        """The job with our name, which AWS says exists."""
+    async def _adopt_existing(self, client: Any, request: Request, staged: Staged) -> Job:
+        """The job with our name; AWS has said that it exists."""
         try:
             job = await self._adopt(client, request, staged)
         except (RateLimited, Transient) as error:
             raise InDoubt(str(error), code=error.code) from None
         if job is None:
-            raise InDoubt(f"AWS has a job {request.key} and does not find it", code=_CONFLICT)
+            raise InDoubt(f"AWS says that the job {request.key} exists, but does not return it", code=_CONFLICT)
         return job
 
     async def _adopt(self, client: Any, request: Request, staged: Staged) -> Job | None:
@@ -387,7 +387,7 @@ async def _get(client: Any, name: str) -> dict[str, Any] | None:
         raise refused.error() from None
     job = answer.get("TranscriptionJob")
     if not isinstance(job, dict):
-        raise Transient("AWS answered without the job that was asked for", code="not_json")
+        raise Transient("the answer of AWS has no job", code="not_json")
     return job
 
 
@@ -402,7 +402,7 @@ def _without_answer(error: Exception) -> OperationError:
     if isinstance(error, (errors.ParamValidationError, errors.UnknownParameterError)):
         return exception(Kind.SCHEMA_INVALID, str(error), code="invalid_parameter")
     kind = InDoubt if _may_have_been_sent(error) else Transient
-    return kind(f"AWS could not be asked: {type(error).__name__}", code="no_answer")
+    return kind(f"a call to AWS failed: {type(error).__name__}", code="no_answer")
 
 
 def _may_have_been_sent(error: Any) -> bool:

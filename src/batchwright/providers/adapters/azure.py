@@ -96,7 +96,7 @@ class AzureSettings:
     """A Speech resource; batch transcription needs the S0 tier."""
 
     region: str | None = None
-    """Such as `westeurope`; or set base_url instead."""
+    """The region, such as `westeurope`; or set base_url instead."""
     base_url: str | None = None
     """URL of the Speech resource, such as `https://westeurope.api.cognitive.microsoft.com/speechtotext`."""
     api_key_env: str | None = "AZURE_SPEECH_KEY"
@@ -189,20 +189,20 @@ class Azure(ObjectAdapter):
         if response.status == 404:
             return lost(job.external_id)
         body = self.checked(response)
-        word, phase, ending = _stand(job, body)
+        word, phase, ending = _read_state(job, body)
         if ending is None:
             wait = retry_after_seconds(response.headers.get("retry-after"), now=time.time())
             return Status(phase=phase, raw_status=word, next_poll_seconds=wait)
         counts = await self._count(job)
         has_failed = ending is Ending.FAILED
-        error = _explained((body.get("properties") or {}).get("error")) if has_failed else None
+        error = _explain((body.get("properties") or {}).get("error")) if has_failed else None
         return Status(phase=phase, raw_status=word, ending=ending_of(counts, ending), counts=counts, error=error)
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        """Only jobs that have not ended: for the others, their reports say how they ended."""
+        """Leaves out jobs that have ended: only their reports say how they ended."""
 
         def read(job: Job, said: Mapping[str, Any]) -> Status | None:
-            word, phase, ending = _stand(job, said)
+            word, phase, ending = _read_state(job, said)
             return Status(phase=phase, raw_status=word) if ending is None else None
 
         return await look_up(jobs, self._list("/transcriptions"), lambda one: without_query(str(one["self"])), read)
@@ -290,7 +290,9 @@ class Azure(ObjectAdapter):
                     response = await fetch_signed(self.service, _content_url(fresh))
                     break
         if not response.is_ok:
-            raise Transient(f"a result of Azure could not be fetched: {response.status}", code="result_unavailable")
+            raise Transient(
+                f"a result of Azure could not be fetched: status {response.status}", code="result_unavailable"
+            )
         return response.body
 
     async def _list(self, path: str, query: Mapping[str, str] | None = None) -> AsyncGenerator[dict[str, Any], None]:
@@ -308,7 +310,7 @@ class Azure(ObjectAdapter):
 
 
 class _Inputs:
-    """Which inputs a result belongs to, by the address that it names."""
+    """Finds the inputs that a result belongs to, by the address in the result."""
 
     def __init__(self, request: Request, job: Job) -> None:
         sources: Mapping[str, str] = job.extra.get("sources") or {}
@@ -352,7 +354,7 @@ def _id(job: Job) -> str:
     return job.external_id.rstrip("/").rpartition("/")[2]
 
 
-def _stand(job: Job, said: Mapping[str, Any]) -> tuple[str, Phase, Ending | None]:
+def _read_state(job: Job, said: Mapping[str, Any]) -> tuple[str, Phase, Ending | None]:
     """Azure's status of a job, and what it means."""
     word = str(said.get("status"))
     if word not in _STATUSES:
@@ -384,11 +386,11 @@ def _failures(report: Mapping[str, Any]) -> list[tuple[str, Result]]:
     for detail in report.get("details") or []:
         if detail.get("status") == "Failed":
             said = {"code": detail.get("errorKind"), "message": detail.get("errorMessage")}
-            found.append((str(detail.get("source")), failed("", _explained(said))))
+            found.append((str(detail.get("source")), failed("", _explain(said))))
     return found
 
 
-def _explained(said: Any) -> dict[str, Any]:
+def _explain(said: Any) -> dict[str, Any]:
     """An error as it is stored. A URL in its message loses its query, which may be a signature."""
     error = describe(_ERRORS, said)
     return {**error, "message": _QUERY.sub("", error["message"])}

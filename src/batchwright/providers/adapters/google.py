@@ -107,7 +107,7 @@ class GoogleSettings:
     access_token_env: str | None = None
     """Environment variable with an access token; a token lives for an hour."""
     access_token_file: Path | None = None
-    """File with an access token, which another program keeps fresh."""
+    """File with an access token, which another program renews."""
     service_account_file: Path | None = None
     """Service account file; if this and the two settings above are unset, the file that GOOGLE_APPLICATION_CREDENTIALS
     names."""
@@ -122,7 +122,7 @@ class GoogleSettings:
         if not self.bucket.startswith("gs://") or not self.bucket.removeprefix("gs://").strip("/"):
             raise ConfigurationError(f"google.bucket is {self.bucket!r}; write it like gs://bucket/folder")
         if not self.project:
-            raise ConfigurationError("google.project is not set")
+            raise ConfigurationError("google.project is not set; write the id of a project")
         check_url(self.endpoint)
         _ = self.credentials
 
@@ -220,7 +220,7 @@ class Google(ObjectAdapter):
         return _status(job, operation)
 
     async def survey(self, jobs: Sequence[Job]) -> Mapping[str, Status]:
-        """Only operations that were not stopped: the finished results of the others are in their folders."""
+        """Leaves out operations that were stopped: their finished results are in their folders."""
         named = [job for job in jobs if job.external_id != job.extra["output"]]
         return await look_up(
             named,

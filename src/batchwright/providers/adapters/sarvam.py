@@ -149,7 +149,7 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
             await self.pay(f"{_JOBS}/{job.external_id}/start", json={})
         except (SchemaInvalid, Fatal):
             # If an earlier request did start the job, Sarvam refuses to start it again.
-            if not await self._has_started_surely(job):
+            if not await self._has_surely_started(job):
                 raise
         return job
 
@@ -230,7 +230,9 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
         url = _file_url(answer, "upload_urls", name)
         response = await self.tools.http.ask("PUT", url, headers={"x-ms-blob-type": "BlockBlob"}, body=body)
         if not response.is_ok:
-            raise Transient(f"the upload of {input.filename!r} was answered {response.status}", code="upload_failed")
+            raise Transient(
+                f"the upload of {input.filename!r} failed with status {response.status}", code="upload_failed"
+            )
 
     async def _download(self, job: Job, name: str) -> bytes:
         """The content of a result file. If its URL has expired, it is requested once more."""
@@ -240,9 +242,10 @@ class Sarvam(ObjectAdapter, KeyedAdapter):
             response = await fetch_signed(self.service, _file_url(answer, "download_urls", name))
             if response.is_ok:
                 return response.body
-        raise Transient(f"a result of Sarvam could not be fetched: {response.status}", code="result_unavailable")
+        raise Transient(f"a result of Sarvam could not be fetched: status {response.status}", code="result_unavailable")
 
-    async def _has_started_surely(self, job: Job) -> bool:
+    async def _has_surely_started(self, job: Job) -> bool:
+        """Raises InDoubt if Sarvam does not answer, so that it is unknown."""
         try:
             return await self._has_started(job)
         except (RateLimited, Transient) as error:

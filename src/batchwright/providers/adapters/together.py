@@ -42,6 +42,6 @@ class TogetherAdapter(OpenAIAdapter):
             raise error_of(self.errors, where, now=time.time())
         put = await self.tools.http.ask("PUT", url, body=lines)
         if not put.is_ok:
-            raise Transient(f"the upload to Together's store was answered {put.status}", code="upload_refused")
+            raise Transient(f"the upload to Together's store failed with status {put.status}", code="upload_refused")
         await self.ask("POST", f"/files/{quote(id, safe='')}/preprocess")
         return id

@@ -68,9 +68,10 @@ class VertexSettings:
     access_token_env: str | None = None
     """Environment variable with an access token; a token lives for an hour."""
     access_token_file: Path | None = None
-    """File with an access token, which another program keeps fresh."""
+    """File with an access token, which another program renews."""
     service_account_file: Path | None = None
-    """Set at most one of these three; unset, the file that GOOGLE_APPLICATION_CREDENTIALS names."""
+    """Service account file; set at most one of these three. Without one, the file that GOOGLE_APPLICATION_CREDENTIALS
+    names."""
 
     def __post_init__(self) -> None:
         _ = self.credentials

@@ -176,7 +176,7 @@ def _find(text: str) -> Given:
     size = require_readable(path).stat().st_size
     if size > _FILE_BYTES_MAX:
         raise InvalidInput(
-            f"{path} has {size} bytes; the limit is {_FILE_BYTES_MAX}: store it in a bucket, name its URL"
+            f"{path} has {size} bytes; the limit is {_FILE_BYTES_MAX}: store it in a bucket and give its URL"
         )
     return Given(
         wanted=WantedInput(file_id=new_file_id(), filename=path.name, bytes=size, sha256=hash_file(path)), path=path
@@ -184,7 +184,7 @@ def _find(text: str) -> Given:
 
 
 async def _check(part: ProvidersPart, wanted: WantedTask, names: Mapping[str, str]) -> NewTask:
-    """The task to create. Files that are not stored yet have no id that users know, so errors name their paths."""
+    """The task to create. Users do not know the ids of files that are not stored yet, so errors name their paths."""
     try:
         return await part.submission.check(wanted)
     except InvalidInput as error:

@@ -54,7 +54,7 @@ _ENDINGS: Mapping[tuple[str, ...], Ending] = {
     ("error_file_id",): Ending.FAILED,
     _FILES: Ending.PARTIAL,
 }
-"""How a batch ended, judged by its files, if a service does not report counts."""
+"""How a batch ended, judged by its files; for services that do not report counts."""
 ERRORS = ErrorTable(
     by_text={"cannot find file": Kind.TRANSIENT},
     by_code={
@@ -243,7 +243,7 @@ class OpenAIAdapter(KeyedAdapter):
         return described
 
     async def _files(self, found: Mapping[str, Any]) -> AsyncIterator[Result]:
-        """Reads both files: an answer is in one of them, and either may be missing."""
+        """The results in both files: an answer is in one of them, and either may be missing."""
         for name in _FILES:
             if name in found:
                 async with self.fetch(f"/files/{quote(found[name], safe='')}/content") as incoming:

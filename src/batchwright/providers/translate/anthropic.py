@@ -30,7 +30,7 @@ _STOPS = {
 
 
 def to_messages(body: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
-    """The `params` of a request; raises Unmapped for what Anthropic has no counterpart for."""
+    """The `params` of a request; raises Unmapped for a field that has no counterpart at Anthropic."""
     chat.refuse_unknown(body, _KNOWN)
     system, messages = chat.messages_of(body)
     params: dict[str, Any] = {
@@ -64,7 +64,7 @@ def to_chat(message: Mapping[str, Any], created: int) -> dict[str, Any]:
 
 
 def _messages(messages: list[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge adjacent messages of a role: Anthropic's turns alternate, and one turn holds the results of all tools."""
+    """Merge adjacent messages of a role: Anthropic's turns alternate, and the results of all tools are in one turn."""
     turns: list[dict[str, Any]] = []
     for field, message in messages:
         role, blocks = _turn(field, message)
@@ -109,7 +109,7 @@ def _user_block(part: Mapping[str, Any], field: str) -> dict[str, Any]:
         case "file":
             kind, data = chat.file_data(part, field)
             if kind != "application/pdf":
-                raise Unmapped(f"{field}.file", f"a file of type {kind} has no counterpart here; a PDF has")
+                raise Unmapped(f"{field}.file", f"a file of type {kind} is not supported; use a PDF")
             return {"type": "document", "source": {"type": "base64", "media_type": kind, "data": data}}
         case _:
             return {"type": "text", "text": chat.text_of(part, field)}
@@ -118,7 +118,7 @@ def _user_block(part: Mapping[str, Any], field: str) -> dict[str, Any]:
 def _image(url: str, field: str) -> dict[str, str]:
     if (found := chat.data_url(url)) is not None:
         if found[0] not in _IMAGES:
-            raise Unmapped(f"{field}.image_url.url", f"an image of type {found[0]} has no counterpart here")
+            raise Unmapped(f"{field}.image_url.url", f"an image of type {found[0]} is not supported")
         return {"type": "base64", "media_type": found[0], "data": found[1]}
     if not url.startswith("https://"):
         raise Unmapped(f"{field}.image_url.url", "it must be an https or a data URL")
@@ -128,7 +128,7 @@ def _image(url: str, field: str) -> dict[str, str]:
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     params = {name: body[name] for name in ("temperature", "top_k", "top_p") if body.get(name) is not None}
     if isinstance(params.get("temperature"), (int, float)) and params["temperature"] > 1:
-        raise Unmapped("temperature", f"it is {params['temperature']}; this provider has 0 to 1")
+        raise Unmapped("temperature", f"it is {params['temperature']}; this provider accepts 0 to 1")
     if body.get("stop") is not None:
         params["stop_sequences"] = chat.stops_of(body)
     return params
@@ -145,7 +145,7 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
                 raise Unmapped("response_format", "it must be text or a json_schema with its schema")
     if effort is not None:
         if effort not in _EFFORTS:
-            raise Unmapped("reasoning_effort", f"it is {effort!r}; this provider has {', '.join(_EFFORTS)}")
+            raise Unmapped("reasoning_effort", f"it is {effort!r}; this provider accepts {', '.join(_EFFORTS)}")
         config["effort"] = effort
     return {"output_config": config} if config else {}
 

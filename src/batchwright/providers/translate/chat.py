@@ -32,7 +32,7 @@ _IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "stor
 
 
 class Unmapped(ValueError):
-    """A field of a request that the provider has no counterpart for."""
+    """A field of a request without a counterpart at the provider."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -70,26 +70,26 @@ def messages_of(body: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, Map
         else:
             others.append((field, message))
     if not others:
-        raise Unmapped("messages", "there is nothing but instructions")
+        raise Unmapped("messages", "there are only instructions; add a message of the user")
     return system, others
 
 
 def parts_of(message: Mapping[str, Any], field: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """The parts of a message with their names for errors; a text is one part, and no content is no part."""
+    """The parts of a message with their names for errors: one part for a string, none without content."""
     content = message.get("content")
     if content is None:
         return []
     if isinstance(content, str):
         return [(f"{field}.content", {"type": "text", "text": content})]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise Unmapped(f"{field}.content", "it must be a text or a list of parts")
+        raise Unmapped(f"{field}.content", "it must be a string or a list of parts")
     return [(f"{field}.content.{index}", part) for index, part in enumerate(content)]
 
 
 def text_of(part: Mapping[str, Any], field: str) -> str:
     text = part.get("text") if part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise Unmapped(field, f"a part of type {part.get('type')!r} has no counterpart here")
+        raise Unmapped(field, f"a part of type {part.get('type')!r} has no counterpart at this provider")
     return text
 
 
@@ -112,7 +112,7 @@ def file_data(part: Mapping[str, Any], field: str) -> tuple[str, str]:
     file = part.get("file")
     found = data_url(str(file.get("file_data"))) if isinstance(file, dict) else None
     if found is None:
-        raise Unmapped(f"{field}.file", "it must hold file_data as a data URL; ids of files mean nothing here")
+        raise Unmapped(f"{field}.file", "it must have file_data as a data URL; ids of files cannot be used")
     return found
 
 
@@ -145,7 +145,7 @@ def functions_of(body: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
         field = f"tools.{index}"
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Unmapped(field, "only functions have a counterpart here")
+            raise Unmapped(field, "only functions have a counterpart at this provider")
         functions.append((field, function))
     return functions
 
@@ -154,7 +154,7 @@ def stops_of(body: Mapping[str, Any]) -> list[str]:
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
-        raise Unmapped("stop", "it must be a text or a list of texts")
+        raise Unmapped("stop", "it must be a string or a list of strings")
     return stops
 
 

@@ -40,7 +40,7 @@ _FILTERED = frozenset(
 
 
 def to_contents(body: Mapping[str, Any], *, has_uris: bool = False) -> dict[str, Any]:
-    """A GenerateContentRequest; raises Unmapped for what Gemini has no counterpart for.
+    """A GenerateContentRequest; raises Unmapped for a field that has no counterpart at Gemini.
 
     With `has_uris` images may also be https or gs URLs, which Vertex fetches itself.
     """
@@ -100,7 +100,7 @@ def _turn(
         case "tool":
             id = str(message.get("tool_call_id"))
             if id not in names:
-                raise Unmapped(f"{field}.tool_call_id", "no call before has this id")
+                raise Unmapped(f"{field}.tool_call_id", "no earlier call has this id")
             text = "".join(chat.text_of(part, where) for where, part in parts)
             return "user", [{"functionResponse": {"name": names[id], "response": _object(text)}}]
         case role:
@@ -115,7 +115,7 @@ def _part(part: Mapping[str, Any], field: str, has_uris: bool) -> dict[str, Any]
                 return _inline(*found)
             if has_uris and url.startswith(("https://", "gs://")):
                 return {"fileData": {"fileUri": url, "mimeType": _image_type(url, field)}}
-            raise Unmapped(f"{field}.image_url.url", "this provider takes images as data URLs only")
+            raise Unmapped(f"{field}.image_url.url", "this provider accepts images only as data URLs")
         case "input_audio":
             audio = part.get("input_audio")
             kind = _AUDIO.get(str(audio.get("format"))) if isinstance(audio, dict) else None
@@ -136,7 +136,7 @@ def _image_type(url: str, field: str) -> str:
     ending = url.partition("?")[0].rpartition(".")[2].lower()
     kinds = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp", "gif": "image/gif"}
     if ending not in kinds:
-        raise Unmapped(f"{field}.image_url.url", "its type is not known by its name; write it with .png, .jpg or .webp")
+        raise Unmapped(f"{field}.image_url.url", "its name does not show its type; it must end in .png, .jpg or .webp")
     return kinds[ending]
 
 
@@ -155,7 +155,7 @@ def _config(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("stop") is not None:
         config["stopSequences"] = chat.stops_of(body)
         if len(config["stopSequences"]) > _STOPS_MAX:
-            raise Unmapped("stop", f"this provider takes {_STOPS_MAX} at most")
+            raise Unmapped("stop", f"this provider accepts at most {_STOPS_MAX}")
     return config | _format(body.get("response_format"))
 
 
@@ -184,7 +184,7 @@ def _tools(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(function: Mapping[str, Any], field: str) -> dict[str, Any]:
     if function.get("strict"):
-        raise Unmapped(f"{field}.function.strict", "this provider does not promise to keep to the schema")
+        raise Unmapped(f"{field}.function.strict", "this provider does not guarantee that arguments match the schema")
     tool = {"name": function["name"]}
     if function.get("description"):
         tool["description"] = function["description"]

@@ -21,7 +21,7 @@ WIRE = {
     "slow": "the answer arrives in small pieces, `seconds` apart",
     "truncate": "the answer is cut off in the middle",
 }
-"""Faults of a request, besides the statuses 400 to 599."""
+"""Faults of a request, other than the statuses 400 to 599."""
 JOB = {
     "duplicate": "a result appears twice",
     "empty": "the job ends without any result",
@@ -72,12 +72,12 @@ def parse(text: str) -> Fault:
     kind, *rest = text.strip().split(":")
     if kind not in WIRE and kind not in JOB and not re.fullmatch("[45][0-9][0-9]", kind):
         known = ", ".join([*WIRE, *JOB])
-        raise InvalidInput(f"fault {text!r}: there is no kind {kind!r}; there are 400 to 599, {known}")
+        raise InvalidInput(f"fault {text!r}: there is no kind {kind!r}; use 400 to 599, {known}")
     values = dict(part.partition("=")[::2] for part in rest)
     fields = {one.name for one in dataclasses.fields(Fault)} - {"kind"}
     if unknown := set(values) - fields:
         raise InvalidInput(
-            f"fault {text!r}: {unknown.pop()!r} is not understood; there are {', '.join(sorted(fields))}"
+            f"fault {text!r}: {unknown.pop()!r} is not an option; use one of: {', '.join(sorted(fields))}"
         )
     try:
         return Fault(kind=kind, **{name: _NUMBERS.get(name, str)(value) for name, value in values.items()})

@@ -42,7 +42,7 @@ class Gcs(Google):
         self._parts: dict[str, dict[int, bytes]] = {}
 
     def key_of(self, call: Call) -> str | None:
-        """Buckets may be open to everybody."""
+        """No credential is required: buckets may be open to everybody."""
         return call.bearer() or self.world.settings.api_key or "anonymous"
 
     def do_upload(self, call: Call, bucket: str) -> Answer:

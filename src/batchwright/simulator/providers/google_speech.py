@@ -132,7 +132,7 @@ def _place(outcome: ItemResult, job: Job) -> tuple[str, str]:
 
 
 def _transcript(outcome: ItemResult) -> dict[str, Any]:
-    """`BatchRecognizeResults`; the last result has no alternatives, which also happens at Google."""
+    """`BatchRecognizeResults`; the last result has no alternatives, as also happens at Google."""
     audio = audio_of(outcome)
     words = [
         {"startOffset": f"{start:g}s", "endOffset": f"{end:g}s", "word": word, "speakerLabel": "1"}

@@ -146,7 +146,7 @@ class Mistral(OpenAI):
 
 
 def _read(lines: list[bytes], body: Mapping[str, Any]) -> tuple[list[Item], list[Mapping[str, Any]]]:
-    """The requests, each with the job's model."""
+    """The requests, each with the job's model, and the problems of lines."""
     items: list[Item] = []
     problems: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, 1):

@@ -214,7 +214,7 @@ class Server:
             call.reply(refuse(self._make_refusal(fault)))
 
     def _spoil(self, call: Call, fault: Fault, good: Answer, refuse: Refuse) -> None:
-        """The request has been carried out; only its answer goes wrong."""
+        """Damage only the answer: the request has been carried out."""
         match fault.kind:
             case "drop":
                 call.cut(reset=False)
@@ -359,7 +359,7 @@ def _answered(handler: Handler, refuse: Refuse) -> Answer:
     except InvalidInput as error:
         return refuse(Refused(400, str(error)))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return refuse(Refused(400, f"the request is not understood: {error!r}"))
+        return refuse(Refused(400, f"the request is invalid: {error!r}"))
 
 
 def _refuse(refusal: tuple[int, str, str]) -> Answer:

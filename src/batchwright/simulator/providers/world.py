@@ -91,7 +91,7 @@ class File:
 
 @dataclass
 class World:
-    """Everything that the server remembers."""
+    """The whole state of the server."""
 
     settings: ProviderSettings
     clock: Clock
@@ -113,7 +113,7 @@ class World:
         return self.clock.now()
 
     def next_id(self, prefix: str) -> str:
-        """Unique across restarts too, so that no client finds another's job under an old id."""
+        """An id that is unique across restarts, so that no client finds another's job under an old id."""
         self._number += 1
         return f"{prefix}{self._boot}{self._number:08x}"
 
