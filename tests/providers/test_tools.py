@@ -79,6 +79,12 @@ async def test_a_private_address_is_not_fetched_from(http, server):
     assert server.connections == 0
 
 
+async def test_where_clouds_keep_credentials_is_never_fetched_from(http):
+    with pytest.raises(Fatal, match="always refused") as caught:
+        await content(AdapterTools(http, may_fetch_private=True), "http://169.254.169.254/latest/meta-data/")
+    assert caught.value.code == "input_refused"
+
+
 @pytest.mark.parametrize(
     ("text", "private"),
     [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from batchwright.errors import ConfigurationError, Fatal, Transient
-from batchwright.inference.addresses import is_private, resolve
+from batchwright.inference.addresses import is_private, is_special, resolve
 from batchwright.inference.gateway import Key
 from batchwright.inference.http import Http
 from batchwright.providers.buckets import SCHEMES, Bucket, open_bucket, split_uri
@@ -73,7 +73,7 @@ class AdapterTools:
         self._place_of_stored = place_of_stored
         self._open_bucket = bucket
         self._buckets: dict[str, Bucket] = {}
-        self._may_fetch_private = may_fetch_private
+        self._is_refused = is_special if may_fetch_private else is_private
 
     def secret(self, what: str, *, file: Path | None = None, variable: str | None = None) -> Secret:
         return Secret(what, file, variable, self.environment)
@@ -120,7 +120,7 @@ class AdapterTools:
         """Fetch a file by URL, without credentials, and never from inside our own network."""
         await self._refuse_private_names(url)
         async with self.http.open("GET", url) as incoming:
-            if incoming.address is not None and not self._may_fetch_private and is_private(incoming.address):
+            if incoming.address is not None and self._is_refused(incoming.address):
                 raise _private(url)
             if not incoming.is_ok:
                 raise _not_fetched(url, incoming.status)
@@ -131,19 +131,18 @@ class AdapterTools:
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http") or not parts.hostname or "@" in parts.netloc:
             raise Fatal("the URL of an input is invalid", scope="item", code="invalid_uri")
-        if self._may_fetch_private:
-            return
         try:
             found = await resolve(parts.hostname)
         except OSError:
             raise Transient(f"the name {parts.hostname} is unknown", code="input_unavailable") from None
-        if any(is_private(address) for address in found):
+        if any(map(self._is_refused, found)):
             raise _private(url)
 
 
 def _private(url: str) -> Fatal:
     return Fatal(
-        f"{urlsplit(url).hostname} is in a private network; to fetch inputs from there, set tasks.fetch_private = true",
+        f"{urlsplit(url).hostname} is in a private network; to fetch inputs from there, set tasks.fetch_private = true. "
+        "Addresses where clouds keep the credentials of their machines are always refused",
         scope="item",
         code="input_refused",
     )
