@@ -44,9 +44,12 @@ def test_generated_pages_are_up_to_date():
 
 
 def test_links_between_pages_lead_somewhere():
+    found = 0
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            found += 1
+    assert found
 
 
 def test_examples_that_are_printed_twice_are_the_same():

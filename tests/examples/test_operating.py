@@ -86,9 +86,12 @@ def test_results_of_batches_are_explained_and_no_others():
 
 
 def test_rules_and_prose_name_metrics_that_exist():
+    found = 0
     for page in GUIDES:
         for name in re.findall(r"\bbatchwright_[a-z_]+\b(?!/)", text_of(page)):
             assert known(name) or hasattr(pytest_plugin, name), f"{page.name}: {name}"
+            found += 1
+    assert found
 
 
 def known(name: str) -> bool:
@@ -110,7 +113,9 @@ def test_what_is_written_as_yaml_can_be_read_and_rules_are_complete():
 
 def test_numbers_that_every_process_shows_are_never_added_up_over_processes():
     shared = [name for name in METRICS if "*this process*" not in rows()[name]]
-    for text in blocks(text_of(OPERATING), "yaml"):
+    texts = list(blocks(text_of(OPERATING), "yaml"))
+    assert sum(name in text for text in texts for name in shared)
+    for text in texts:
         for name in shared:
             assert not re.search(rf"\bsum\((rate\()?{name}\b", text), name
 
