@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist's workers inherit the name of the run, and so share one server."""
+    """Name the run in the environment: xdist's workers inherit the name, and so share one server."""
     let_children_hear_signals()
     os.environ.setdefault("BATCHWRIGHT_TEST_RUN", uuid.uuid4().hex[:12])
     global SERVER_ROOT
@@ -45,14 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def roomy_folder() -> Path:
-    """In memory where there is room: a test's database is 300 files, which take a disk ten times as long to copy."""
+    """A folder in memory if there is room: each test copies a database of 300 files, ten times as slow on disk."""
     memory = Path("/dev/shm")
     is_roomy = memory.is_dir() and shutil.disk_usage(memory).free >= MEMORY_BYTES_MIN
     return memory if is_roomy else Path(tempfile.gettempdir())
 
 
 def skip(reason: str, *, allow_module_level: bool = False) -> None:
-    """Skip for something absent; where everything is required, that is a failure."""
+    """Skip because something is missing; with BATCHWRIGHT_REQUIRE_ALL=1 that is a failure."""
     if os.environ.get("BATCHWRIGHT_REQUIRE_ALL") == "1":
         pytest.fail(f"BATCHWRIGHT_REQUIRE_ALL=1, but {reason}")
     pytest.skip(reason, allow_module_level=allow_module_level)
@@ -65,7 +65,7 @@ if only := os.environ.get("BATCHWRIGHT_TEST_SERVERS"):
 
 @pytest.fixture(scope="session", params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A server's URL; xdist's processes share one embedded server, and the last to leave stops it."""
+    """The URL of a server. xdist's processes share one embedded server, and the last one to end stops it."""
     if request.param == "external":
         assert EXTERNAL is not None
         yield EXTERNAL
@@ -82,9 +82,10 @@ def batchwright_server(server: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A run on another server repeats only what touches the server; what is `thorough` runs where it is asked for."""
-    # One at a time: each has workers of its own, and holds them to times. Without effect while xdist (3.8) writes
-    # the group to `_nodeid`, which pytest (9.2) no longer reads; so `make test-thorough` runs chaos apart.
+    """Deselect `thorough` tests unless they are asked for, and, on another server, tests that do not use a server."""
+    # Chaos tests must run one at a time: each starts workers and checks how long they take. This group has no effect
+    # with xdist 3.8, which writes it to `_nodeid`, and pytest 9.2, which does not read that; so `make test-thorough`
+    # runs chaos separately.
     for item in items:
         if item.get_closest_marker("chaos"):
             item.add_marker(pytest.mark.xdist_group("chaos"))
@@ -105,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The controller, which ends last, removes the server's folder."""
+    """Remove the server's folder, in xdist's controller, which ends last."""
     if not hasattr(session.config, "workerinput"):
         shutil.rmtree(SERVER_ROOT, ignore_errors=True)
 
@@ -153,7 +154,7 @@ def empty_database_url(server: str, way: dict[str, object]) -> Iterator[str]:
 @contextlib.contextmanager
 def database(server: str, name: str, template: str = "template1") -> Iterator[str]:
     with psycopg.connect(make_conninfo(server, dbname="postgres"), autocommit=True) as admin:
-        # Copying files is quick where nothing is synced to disk; elsewhere it costs two checkpoints.
+        # Copying files is fast on the embedded server, which syncs nothing to disk; elsewhere it costs two checkpoints.
         strategy = "wal_log" if server == EXTERNAL else "file_copy"
         admin.execute(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY {strategy}")
         try:
@@ -164,7 +165,7 @@ def database(server: str, name: str, template: str = "template1") -> Iterator[st
 
 @pytest.fixture(autouse=True)
 def log_level_as_it_was() -> Iterator[None]:
-    """Commands that are called in this process set it, and the next test may look for a warning."""
+    """Restore the log level: commands that a test runs set it, and the next test may expect a warning."""
     root = logging.getLogger()
     level = root.level
     yield

@@ -1,13 +1,13 @@
-"""The perturbed mode: every call that leaves the process takes a little longer than it must, and tasks wake at random.
+"""The perturbed mode delays every call that leaves the process, and wakes tasks in random order.
 
     statement · transaction · object store · model server, webhooks, providers    delayed before and after, 0 to 50 ms
     event loop                                                                    wakes ready tasks in any order
 
-Where the delays go follows from a seed alone, so a failure can be repeated. The seed of a test is the seed of the run
-and the name of the test. Each statement and each call has its own sequence of delays, so other calls do not change it.
+A seed alone decides the delays, so a failure can be repeated. The seed of a test is the seed of the run and the name
+of the test. Each statement and each call has its own sequence of delays, so other calls do not change it.
 
-    BATCHWRIGHT_PERTURB=1        turns the mode on for all tests; tests that are marked `timed` are left out
-    BATCHWRIGHT_PERTURB_SEED=7   turns it on as well, and says which delays
+    BATCHWRIGHT_PERTURB=1        turns the mode on for all tests; tests that are marked `timed` are deselected
+    BATCHWRIGHT_PERTURB_SEED=7   turns it on with this seed
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ FIXED_SEED = 2026
 MODE = "BATCHWRIGHT_PERTURB"
 SEED = "BATCHWRIGHT_PERTURB_SEED"
 LONG = "BATCHWRIGHT_TEST_PERTURB_LONG"
-"""Makes the tests that are always perturbed several times as large."""
+"""Makes the tests of tests/perturbed, which are always perturbed, several times as large."""
 UNTIL = "BATCHWRIGHT_TEST_PERTURB_UNTIL"
 """When to end, in seconds since 1970: tests that have not begun by then are skipped."""
 FAILURES = "BATCHWRIGHT_TEST_PERTURB_FAILURES"
-"""A file that gets the command which repeats a test that has failed."""
+"""A file: for each test that fails, the command that repeats it is appended."""
 _ALARM_SECONDS = 10.0
 _RANDOM = "BATCHWRIGHT_TEST_PERTURB_RANDOM"
 _STORE_CALLS = ("adopt", "delete", "head", "read", "sweep", "write")
@@ -54,7 +54,7 @@ _TIMEOUT_SECONDS = 600
 
 
 class Perturbation:
-    """Delays, and an order of tasks, that follow from a seed."""
+    """The delays, and the order of tasks, for one seed."""
 
     def __init__(self, seed: str, seconds_max: float = DELAY_SECONDS_MAX) -> None:
         self.seed = seed
@@ -68,10 +68,10 @@ class Perturbation:
         return seconds * share, seconds * (1.0 - share)
 
     def reorder(self, ready: Iterable[asyncio.Handle]) -> Iterator[asyncio.Handle]:
-        """Shuffle tasks that would be woken one right after the other.
+        """Shuffle each run of consecutive tasks.
 
-        Nothing else moves, and no task passes anything else: asyncio promises to call what `call_soon` was given in
-        that order.
+        Other callbacks keep their places, and no task moves past one: asyncio promises to run callbacks of `call_soon`
+        in the order of the calls.
         """
         chance = self._chance(f"wake {threading.current_thread().name}")
         for is_wake_up, run in itertools.groupby(ready, _wakes_a_task):
@@ -87,7 +87,7 @@ class Perturbation:
 
 
 _active: list[Perturbation] = []
-"""The innermost one counts."""
+"""Perturbations that are nested; the last one applies."""
 
 
 class PerturbedLoop(asyncio.SelectorEventLoop):
@@ -96,7 +96,7 @@ class PerturbedLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         ready: Any = self._ready
         if _active and len(ready) > 1:
-            # Other threads may append meanwhile; nobody else takes anything away.
+            # Other threads may append meanwhile, but only this one removes callbacks.
             handles = [ready.popleft() for _ in range(len(ready))]
             ready.extendleft(reversed(list(_active[-1].reorder(handles))))
         super()._run_once()
@@ -130,7 +130,7 @@ def perturbed(seed: str) -> Iterator[Perturbation]:
 
 @contextlib.contextmanager
 def perturbed_process(name: str) -> Iterator[None]:
-    """Perturb a process that a perturbed run has started; its seed is that of the run, and its name."""
+    """Perturb a process that a perturbed run has started, with the seed of the run and the process's name."""
     if not is_on():
         yield
         return
@@ -155,7 +155,7 @@ def _install(patch: pytest.MonkeyPatch) -> None:
 
 
 def _slow(call: Callable[..., Awaitable[Any]], name: str | None = None) -> Callable[..., Awaitable[Any]]:
-    """A call that begins a little later, and answers or fails a little later. Statements go by their text."""
+    """Delay a call before it begins, and before it answers or fails. The delays of a statement depend on its text."""
 
     @functools.wraps(call)
     async def slow(self: object, *args: Any, **options: Any) -> Any:
@@ -173,7 +173,7 @@ def _slow(call: Callable[..., Awaitable[Any]], name: str | None = None) -> Calla
 
 
 def _slow_transaction(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """Waits before and after BEGIN, before COMMIT with all locks held, and after it when everything is done."""
+    """Wait before and after BEGIN, before COMMIT, with all locks held, and after COMMIT."""
 
     @contextlib.asynccontextmanager
     async def slow(self: object) -> AsyncIterator[Any]:
@@ -204,7 +204,7 @@ def _delays(call: str) -> tuple[float, float]:
 
 
 async def _wait(what: object, seconds: float) -> None:
-    """Blocking connections block their thread, here as in earnest."""
+    """Blocking connections block their thread, as they do outside of tests."""
     if isinstance(what, ConnectionSession):
         what = what._connection
     if isinstance(what, (Blocking, psycopg.Connection)):
@@ -217,7 +217,7 @@ async def _wait(what: object, seconds: float) -> None:
 
 
 def is_on() -> bool:
-    """Whether all tests are perturbed, and not only those that always are."""
+    """Whether all tests are perturbed, not only those in tests/perturbed."""
     return os.environ.get(MODE) == "1" or SEED in os.environ
 
 
@@ -227,7 +227,7 @@ def run_seed() -> int:
 
 
 def current_seed() -> str:
-    """The seed of the test that runs, for what it leaves to chance itself."""
+    """The seed of the test that runs, for its own random choices."""
     return _active[-1].seed
 
 
@@ -240,10 +240,10 @@ def repeat(nodeid: str, seed: int) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist's workers inherit the seed. How long an example of hypothesis takes says nothing in the mode."""
+    """Choose the seed, which xdist's workers inherit, and lift hypothesis's time limits, which delays would exceed."""
     os.environ.setdefault(_RANDOM, str(random.SystemRandom().randrange(1_000_000)))
     if is_on():
-        import hypothesis  # here, because perturbed processes need it never
+        import hypothesis  # here, because perturbed processes never need it
 
         hypothesis.settings.register_profile(MODE, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
         hypothesis.settings.load_profile(MODE)
@@ -254,7 +254,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In the mode leave out what is about time, and change the order of the files, for a run may end early."""
+    """In this mode, deselect tests that measure time, and shuffle the files, because a run may end early."""
     if not is_on():
         return
     timed = [item for item in items if item.get_closest_marker("timed") is not None]
@@ -280,7 +280,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Repeat the alarm of a test whose time is over: it may hit a task that nobody waits for, and be lost there."""
+    """Repeat the alarm of a test that times out: the first may be raised in a task that nobody awaits, and get lost."""
     seconds, _ = signal.getitimer(signal.ITIMER_REAL)
     if seconds and _seed_of(item) is not None:
         signal.setitimer(signal.ITIMER_REAL, seconds, _ALARM_SECONDS)
@@ -289,7 +289,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
-    """A failure says how to repeat it."""
+    """Add the command that repeats the test to the report of a failure."""
     report = yield
     if report.failed and (seed := _seed_of(item)) is not None:
         command = repeat(item.nodeid, seed)
@@ -301,7 +301,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
 
 
 def _seed_of(item: pytest.Item) -> int | None:
-    """None if the test is not perturbed."""
+    """The seed of a test; None if it is not perturbed."""
     marker = item.get_closest_marker("perturbed")
     if marker is None:
         return run_seed() if is_on() else None

@@ -1,4 +1,4 @@
-"""A link to PostgreSQL that can fall silent: sockets stay open, nothing arrives, and nobody is told."""
+"""A link to PostgreSQL that can fall silent: sockets stay open, no data arrives, and neither side gets an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 
 class Link:
-    """Passes bytes on between clients and the server, while it is not silent."""
+    """A proxy between clients and the server; while it is silent, it forwards nothing."""
 
     def __init__(self, url: str) -> None:
         self.url = ""
@@ -21,7 +21,7 @@ class Link:
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """Hold everything back until the block ends; new connections are accepted and not answered."""
+        """Forward nothing until the block ends; new connections are accepted, but not answered."""
         self._speaks.clear()
         try:
             yield
@@ -76,7 +76,7 @@ class Link:
 
 @contextlib.asynccontextmanager
 async def silenceable(url: str) -> AsyncIterator[Link]:
-    """A link to this server; its `url` is the way through it."""
+    """A link to this server; clients connect to its `url`."""
     link = Link(url)
     server = await link.serve()
     try:

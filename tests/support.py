@@ -1,4 +1,4 @@
-"""What the tests share: a clock they own, small jobs, and a worker on the test's database."""
+"""Helpers that tests share: a clock that a test can move, small jobs, and a worker on the test's database."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from batchwright.states import JobStatus, Lifecycle
 
 DATABASE = DatabaseSettings(pool_size=6)
 INTERRUPT_SECONDS_MAX = 2.0
-"""What docs/operations.md promises of the time from a cancel to the interruption of an operation."""
+"""The longest time from a cancel to the interruption of the operation, as docs/operations.md promises."""
 
 
 def make_settings(**tables: Any) -> Settings:
-    """Settings from tables that are made already; nothing is read."""
+    """Settings from ready-made tables; no file and no environment variable is read."""
     return settings_class()(**tables)
 
 
@@ -47,10 +47,10 @@ def verbs(lifecycle: Lifecycle) -> list[str]:
 
 
 def let_children_hear_signals() -> None:
-    """Give processes that tests start the default for signals that this process was started to ignore.
+    """Let processes that tests start receive the signals that this process ignores.
 
-    A shell has what it runs in the background ignore SIGINT, and children inherit that. They do not inherit a
-    handler, so with one that does nothing only this process stays deaf.
+    A shell makes its background processes ignore SIGINT, and their children inherit that. Children do not inherit a
+    handler. So a handler that does nothing keeps ignoring the signal in this process only.
     """
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
@@ -58,7 +58,7 @@ def let_children_hear_signals() -> None:
 
 
 def sparsely(points: Sequence[Any], every: int) -> list[Any]:
-    """Of points that are alike `make test` takes every so many, and `make test-thorough` the others."""
+    """Parameters of which `make test` takes every n-th one (`every`), and `make test-thorough` the others."""
     return [
         point
         if number % every == 0
@@ -68,7 +68,7 @@ def sparsely(points: Sequence[Any], every: int) -> list[Any]:
 
 
 class Clock:
-    """None means the server's clock; after `advance` time stands still until it is advanced again."""
+    """The server's clock until the first `advance`; from then on, time stands still between calls of `advance`."""
 
     def __init__(self) -> None:
         self.time: datetime | None = None
@@ -155,7 +155,7 @@ async def listed(queue: Queue, *, status: JobStatus | None = None, limit: int = 
 
 
 async def raw(queue: Queue, sql: str, **params: Any) -> list[Any]:
-    """A statement of the test's own, for looking behind the verbs or breaking things on purpose."""
+    """Run SQL of the test itself, to read what the verbs do not show, or to damage rows on purpose."""
     return await queue.database.rows(sql, params or None)
 
 
@@ -199,7 +199,7 @@ def make_worker(
 
 
 async def run_job(worker: Worker, id: JobId) -> bool:
-    """Have the worker claim this job and run it to its end; False when the claim was refused and nothing ran."""
+    """Let the worker claim this job and run it to its end; False if the claim was refused and nothing ran."""
     worker._runner.open()
     asked = time.monotonic()
     claim = await worker.queue.claim_job(worker.id, id, worker._operations.names())
@@ -209,7 +209,7 @@ async def run_job(worker: Worker, id: JobId) -> bool:
 
 
 class OneDuty:
-    """A part that does nothing but this in a worker."""
+    """A part whose only content is this duty of a worker."""
 
     metrics = ()
 
@@ -225,7 +225,7 @@ class OneDuty:
 
 @contextlib.asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[None]:
-    """The block takes no longer, apart from the time for which this machine was too busy to run us at all."""
+    """Check that the block takes no longer, not counting the time for which the machine was too busy to run us."""
     import asyncio
 
     late = 0.0
@@ -249,7 +249,7 @@ async def within(seconds: float) -> AsyncIterator[None]:
 
 
 async def finished(queue: Queue, id: JobId) -> Job:
-    """The job once it has ended; polls the database, bounded by the test's timeout."""
+    """Wait until the job has ended, by polling, bounded by the test's timeout."""
     import asyncio
 
     while (job := await queue.get(id)).finished_at is None:

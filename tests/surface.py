@@ -1,7 +1,7 @@
 """Every name that users build on, as lines of text: Python, HTTP, the command line, settings, metrics and the schema.
 
-`tests/surface.json` holds the lines as they were promised last, and tests/test_surface.py compares. To renew the list,
-because something was added on purpose: `python -m tests.surface > tests/surface.json`.
+`tests/surface.json` holds the promised lines, and tests/test_surface.py compares them with the current ones. After
+adding something on purpose, renew the file: `python -m tests.surface > tests/surface.json`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from batchwright.telemetry.metrics import Metric
 Surface = dict[str, list[str]]
 LIST = Path(__file__).with_name("surface.json")
 
-# Names of AsyncBatchwright that were never documented, and belong to the part of batches, or to Core, now
-# (`adopt`, for programs of ours that have a pool already, is `use_pool` there).
+# Names of AsyncBatchwright that were never documented and have moved to the part of batches or to Core
+# (`adopt`, for our own programs that already have a pool, is now `use_pool`).
 _MOVED = {"adopt", "batch_runtime", "files", "open_store", "runtime", "seal", "workspace"}
-# What it has from Core and had before there was one. Other names of Core are for parts, and promised to nobody else.
+# Names that it had before they moved to Core. Other names of Core are for parts only and not promised to users.
 _FROM_CORE = {
     "bulk", "catalog", "doorbell", "folder", "keys", "pool", "queue", "schedules", "store", "views",
 }  # fmt: skip
-# Classes of which users get objects, and make none.
+# Classes whose objects users get, but do not create.
 _OURS_TO_MAKE = (
     batchwright.AsyncBatch, batchwright.AsyncBatches, batchwright.Batch, batchwright.BatchProgress,
     batchwright.Batches, batchwright.Context, batchwright.RequestError,
 )  # fmt: skip
-# Refusals of the HTTP API, which were declared beside it: users meet them as 401 and 403.
+# Errors that the HTTP API raises; users see them as 401 and 403.
 _OF_THE_GATE = {"Forbidden", "Unauthorized"}
 
 
@@ -90,7 +90,7 @@ def _described(name: str, value: Any) -> Iterator[str]:
 
 
 def _public_bases(kind: type) -> Iterable[type]:
-    """The bases by which users catch or compare; that a client stands on a class of ours is its own affair."""
+    """The bases that users can rely on: `object` and exceptions. Other bases are internal."""
     return [base for base in kind.__mro__[1:] if base is object or issubclass(base, BaseException)]
 
 
@@ -106,7 +106,7 @@ def _members(name: str, kind: type) -> Iterator[str]:
 
 
 def _signature(function: Any) -> str:
-    """Names, order and defaults; the annotations name classes of ours, which may be called otherwise."""
+    """Names, order and defaults; without annotations, because these name internal classes, which may be renamed."""
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -119,7 +119,7 @@ def _signature(function: Any) -> str:
 
 
 def _plain(default: Any) -> Any:
-    """A default that is printed alike in every process."""
+    """A default value in a form that prints the same in every process."""
     is_plain = default is inspect.Parameter.empty or isinstance(default, str | int | float | tuple | None)
     return default if is_plain else type(default).__name__
 
@@ -199,7 +199,7 @@ def command_line() -> Iterator[str]:
 
 
 def _command(command: Any, name: str, parent: Any = None) -> Iterator[str]:
-    """A command that is loaded when it is called stands behind the context that it makes."""
+    """Commands are loaded when they are called; the context that a command makes holds the loaded one."""
     context = command.make_context(name.split()[-1], [], parent, resilient_parsing=True)
     yield f"{name}{' (hidden)' if command.hidden else ''}"
     for parameter in context.command.get_params(context):
@@ -318,7 +318,7 @@ _SQL = (
 
 
 async def sql(database_url: str) -> list[str]:
-    """As our own schema's owner sees it: elsewhere the server would write the schema before every name."""
+    """Read it with our schema in the search path; otherwise the server writes the schema before every name."""
     async with AsyncBatchwright(database_url=database_url) as client, client.pool.transaction() as session:
         await session.rows("SET LOCAL search_path TO batchwright, public")
         return [line for query in _SQL for (line,) in await session.rows(query)]

@@ -1,4 +1,4 @@
-"""Commands on a terminal of their own, which is closed under them."""
+"""Run a command on a terminal of its own, then close the terminal while the command runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 SECONDS_MAX = 60.0
-# It leads its session already, so the first terminal that it opens controls it.
+# The process already leads its session, so the first terminal that it opens becomes its controlling terminal.
 _TAKE_TERMINAL = "import os, sys; os.open(sys.argv[1], os.O_RDWR); os.execvp(sys.argv[2], sys.argv[2:])"
 
 
 @contextlib.contextmanager
 def terminal(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """At the end of the block the terminal is closed. The kernel tells the command, and a shell would tell it again."""
+    """Close the terminal at the end of the block. The kernel sends SIGHUP; we send it again, as a shell would."""
     end, its_end = pty.openpty()
     in_terminal = [sys.executable, "-c", _TAKE_TERMINAL, os.ttyname(its_end), *command]
     with subprocess.Popen(
@@ -45,12 +45,12 @@ def terminal(command: Sequence[str], folder: Path, environment: Mapping[str, str
 def wait_until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + SECONDS_MAX
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come true in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)
 
 
 def processes_of(folder: Path) -> list[str]:
-    """The command lines that name this folder."""
+    """The command lines of the running processes that name this folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

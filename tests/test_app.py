@@ -67,7 +67,7 @@ def alchemy_url(database_url):
 
 
 def faulty(batchwright: AsyncBatchwright, *faults: Fault) -> Faulty:
-    """Let this client's database lose answers."""
+    """The database of this client, which can lose answers."""
     database = Faulty(batchwright.pool, list(faults))
     batchwright.queue = Queue(Database(database), batchwright.settings.engine)
     batchwright.catalog = Catalog(batchwright.queue.database, batchwright.operations)
@@ -91,7 +91,7 @@ async def test_wait_sees_a_job_end_while_it_waits(batchwright):
         assert await waiting == 6
 
 
-async def test_wait_raises_what_failed(batchwright):
+async def test_wait_raises_if_the_job_failed(batchwright):
     id = await batchwright.enqueue(broken)
     await drain(batchwright)
     with pytest.raises(JobFailed, match=f"job {id} failed: broken: it broke") as caught:
@@ -108,7 +108,7 @@ async def test_wait_raises_when_the_job_was_cancelled(batchwright):
         await batchwright.wait(id)
 
 
-async def test_wait_gives_up_after_its_timeout_and_the_job_goes_on(batchwright):
+async def test_wait_times_out_and_the_job_continues(batchwright):
     id = await batchwright.enqueue(noop)
     for timeout in (0, 0.02):
         why = "no live worker knows the operation 'noop' and serves the queue 'default'"
@@ -135,7 +135,7 @@ async def test_an_unknown_id_is_not_found(batchwright):
             await getattr(batchwright, verb)(uuid.uuid4())
 
 
-async def test_rerun_and_recover_refuse_a_job_that_is_not_theirs(batchwright):
+async def test_rerun_and_recover_refuse_a_job_in_another_state(batchwright):
     id = await batchwright.enqueue(noop)
     with pytest.raises(Conflict, match="only a FAILED or CANCELLED job can be rerun"):
         await batchwright.rerun(id)
@@ -211,7 +211,7 @@ async def test_an_enqueue_by_policy_whose_commit_was_lost_is_repeated_without_do
     assert len(await listed(batchwright.queue)) == 3
 
 
-async def test_an_enqueue_gives_up_when_the_database_stays_away(batchwright):
+async def test_an_enqueue_fails_when_the_database_stays_unavailable(batchwright):
     faulty(batchwright, Fault("enqueue", "before", times=100))
     with pytest.raises(DatabaseUnavailable):
         await batchwright.enqueue(noop)
@@ -268,7 +268,7 @@ def test_a_plain_client_with_a_wrong_address_leaves_no_thread_behind():
     assert "batchwright-client" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_plain_client_speaks_every_verb(plain):
+def test_the_plain_client_has_every_verb(plain):
     done, failed, cancelled = plain.enqueue([NewJob(noop, {"n": 4}), NewJob(broken), NewJob(noop, delay_seconds=60)])
     assert plain.cancel(cancelled, reason="not needed") == 1
     assert drain(plain) == 2
@@ -405,7 +405,7 @@ async def test_a_conflict_leaves_the_callers_transaction_usable(batchwright, dat
     assert (await batchwright.get(id)).status is JobStatus.QUEUED
 
 
-async def test_something_that_is_no_connection_is_refused(batchwright, plain):
+async def test_an_object_that_is_not_a_connection_is_refused(batchwright, plain):
     for connection in ("postgresql://…", 17, object()):
         with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
             await batchwright.enqueue(noop, connection=connection)

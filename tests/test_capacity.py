@@ -1,4 +1,4 @@
-"""The arithmetic of docs/capacity.md: known figures give known tables, and a missing one is never guessed."""
+"""The arithmetic of docs/capacity.md: known figures give known tables, and a missing figure is never guessed."""
 
 import importlib.util
 import json
@@ -45,13 +45,13 @@ def generator():
     spec = importlib.util.spec_from_file_location("generate_capacity", ROOT / "docs" / "generate_capacity.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, spec.name, module)  # its dataclasses look themselves up there
+        patched.setitem(sys.modules, spec.name, module)  # its dataclasses look up their module there
         spec.loader.exec_module(module)
         yield module
 
 
 def runs(*, without=(), is_quick=False):
-    """Saved runs with the figures above, but for those in `without`: (benchmark, figure)."""
+    """Saved runs with the figures above, except those in `without`: (benchmark, figure)."""
     return {
         name: {
             "figures": {figure: value for figure, value in figures.items() if (name, figure) not in without},
@@ -63,7 +63,7 @@ def runs(*, without=(), is_quick=False):
 
 
 def row(tables, table, first):
-    """The cells of the row that begins so."""
+    """The cells of the row whose first cell is `first`."""
     (line,) = [line for line in tables[table] if line.startswith(f"| {first} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -83,7 +83,7 @@ def test_a_day_of_requests_becomes_log_disk_files_and_network(generator):
     ]  # fmt: skip
 
 
-def test_a_rate_of_jobs_becomes_the_same(generator):
+def test_a_rate_of_jobs_becomes_workers_cores_connections_log_and_disk(generator):
     # 1,000/s * 1 s ÷ 100 = 10 workers; 0.01 + 10 * 0.0005 + 1,000 * 50 µs = 0.065 cores; 86.4 million * 1.2 kB a day.
     tables = generator.make_tables(runs())
     assert row(tables, "jobs", "1,000") == [
@@ -92,7 +92,7 @@ def test_a_rate_of_jobs_becomes_the_same(generator):
     assert row(tables, "job storage", "1,000") == ["1,000", "2.5 MB/s", "216 GB", "104 GB", "726 GB"]
 
 
-def test_workers_follow_from_their_processor_where_waiting_needs_fewer(generator):
+def test_the_number_of_workers_is_the_larger_of_what_waiting_and_the_processor_need(generator):
     known = {each.name: each.value(runs()) for each in generator.COEFFICIENTS}
     # 2,314.8/s * 10 s in flight need 86 workers; at 10 ms of a core each, of which 70 % may be used, 34; at 40 ms 133.
     workers = [
@@ -101,7 +101,7 @@ def test_workers_follow_from_their_processor_where_waiting_needs_fewer(generator
     assert workers == [86, 86, 133]
 
 
-def test_what_breaks_first_is_what_is_exceeded_most(generator):
+def test_the_first_limit_to_break_is_the_one_exceeded_most(generator):
     tables = generator.make_tables(runs())
     assert row(tables, "breaks", "100,000 requests per day")[1] == "nothing; the closest is connections (2 %)"
     assert row(tables, "breaks", "1,000,000,000 requests per day")[1] == "**connections (17.2 times)**"
@@ -117,15 +117,13 @@ def test_what_breaks_first_is_what_is_exceeded_most(generator):
         (("queue", "wal_bytes"), "job storage", "1,000", {1, 2}),
     ],
 )
-def test_a_missing_figure_makes_unknown_what_follows_from_it_and_nothing_else(
-    generator, missing, table, first, unknown
-):
+def test_without_a_figure_only_the_cells_computed_from_it_are_unknown(generator, missing, table, first, unknown):
     whole = row(generator.make_tables(runs()), table, first)
     found = row(generator.make_tables(runs(without=[missing])), table, first)
     assert found == ["not measured" if index in unknown else cell for index, cell in enumerate(whole)]
 
 
-def test_what_breaks_says_what_is_not_known(generator):
+def test_the_table_of_limits_names_what_was_not_measured(generator):
     tables = generator.make_tables(runs(without=[("queue", "disk_bytes"), ("queue", "postgres_us")]))
     assert row(tables, "breaks", "10,000 jobs/s")[1] == ("**connections (2.0 times)**; not measured: processors, disk")
 
@@ -150,19 +148,21 @@ def test_quick_runs_are_marked(generator):
     assert quick[-1].startswith("**A quick run")
 
 
-def test_the_thousand_workers_stand_beside_what_was_expected(generator):
+def test_a_measured_fleet_of_a_thousand_workers_is_shown_beside_its_estimate(generator):
     assert row(generator.make_tables(runs()), "thousand", "1,000")[1:3] == ["1,000", "1,010"]
 
 
-def test_every_mark_of_the_page_has_a_table_and_every_table_a_mark(generator):
+def test_every_placeholder_of_the_page_has_a_table_and_every_table_a_placeholder(generator):
     page = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8")
     marks = [line[len("<!-- generated: ") : -len(" -->")] for line in page.splitlines() if "<!-- generated:" in line]
     assert sorted(marks) == sorted(generator.make_tables({}))
     assert generator.capacity() == page
 
 
-def test_saved_figures_say_nothing_of_the_place_they_were_taken_at():
-    for file in (ROOT / "benchmarks" / "figures").glob("*.json"):
+def test_saved_figures_describe_the_kind_of_machine_and_nothing_that_identifies_it():
+    files = list((ROOT / "benchmarks" / "figures").glob("*.json"))
+    assert files
+    for file in files:
         document = json.loads(file.read_text(encoding="utf-8"))
         assert set(document) == {"benchmark", "figures", "is_quick", "machine"}
         assert set(document["machine"]) == {"load", "memory", "postgresql", "processors", "python", "system"}

@@ -52,15 +52,15 @@ def test_settings_take_durations_in_the_unit_of_their_names() -> None:
     assert found.database.connect_timeout_seconds == 60
     assert found.tasks.task_timeout_hours == 48.0  # type: ignore[attr-defined]
     assert found.global_inference_gateway.request_timeout == 172_800.0
-    assert dict(found.global_inference_gateway.headers) == {"max_seconds": "5m"}, "it is no setting of ours"
+    assert dict(found.global_inference_gateway.headers) == {"max_seconds": "5m"}, "this is not one of our settings"
 
 
-def test_what_is_no_duration_stays_as_it_is() -> None:
+def test_a_value_that_is_not_a_duration_is_left_unchanged() -> None:
     given = {"name": "5m", "lease_seconds": "soon", "requests_per_minute": "5m", "n_seconds": 3, "x": {"days": "12"}}
     assert replace_durations(given) == given
 
 
-def test_a_setting_that_is_no_duration_says_how_to_write_one() -> None:
+def test_a_setting_that_is_not_a_duration_is_refused_with_an_example() -> None:
     with pytest.raises(ConfigurationError, match=r"engine\.lease_seconds.*'soon'.*write 90s, 5m, 1h or 2d"):
         load_settings({"engine": {"lease_seconds": "soon"}}, environment={})
 

@@ -13,7 +13,7 @@ ODD = "a\u2028b\u2029c\x85d"
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])) | st.text('\u2028\u2029\x85\\"é\u2027a'))
-def test_any_json_is_one_line_and_equal(text: str) -> None:
+def test_any_json_is_written_as_one_line_and_reads_back_equal(text: str) -> None:
     document = json.dumps({text: [text]}, ensure_ascii=False)
     line = one_line(document.encode()).decode()
     assert len(line.splitlines()) == 1
@@ -21,7 +21,7 @@ def test_any_json_is_one_line_and_equal(text: str) -> None:
     assert line == document or any(character in text for character in "\u2028\u2029\x85")
 
 
-def test_bytes_that_are_no_text_pass_as_they_are() -> None:
+def test_bytes_that_are_not_text_are_left_unchanged() -> None:
     assert one_line(b"\xff\xe2\x80\xa8\xe2\x80") == b"\xff\\u2028\xe2\x80"
 
 

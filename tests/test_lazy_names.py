@@ -1,4 +1,4 @@
-"""The public names are there when they are used, and cost nothing before."""
+"""Public names are imported when they are used first, and cost nothing before."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Lists of batches, tasks, documents, files, keys and schedules read what they show, however many others there are."""
+"""Lists of batches, tasks, documents, files, keys and schedules read only the rows that they show."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -92,7 +92,7 @@ def crowded_url(server, template):
 
 
 def vacuum(connection):
-    """Until every row is visible to all; while autovacuum analyzes a table, its snapshot keeps new rows from that."""
+    """Vacuum until all pages are marked all-visible, which an old snapshot, such as one of autovacuum, delays."""
     for _ in range(50):
         connection.execute("VACUUM ANALYZE")
         (unseen,) = connection.execute(
@@ -101,7 +101,7 @@ def vacuum(connection):
         ).fetchone()
         if not unseen:
             return
-    pytest.fail("rows of a minute ago are still not visible to all: who holds a snapshot?")
+    pytest.fail("after 50 vacuums some pages are not all-visible: which session holds an old snapshot?")
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_page_is_read_from_an_index_in_its_order(crowd, source, name, values, 
     found = plan(crowd, name, source=source.SQL, run=True, **values)
     assert found["Actual Rows"] == rows
     scans = {node["Relation Name"] for node in nodes(found) if node["Node Type"] == "Seq Scan"}
-    assert scans <= {"ingest_collection"}, "there is one"
+    assert scans <= {"ingest_collection"}, "there is only one"
     assert touched(found) < 300
 
 
@@ -159,7 +159,7 @@ def test_what_batches_used_today_is_read_from_those_that_are_open_or_ended_today
     assert touched(found) < 300
 
 
-def test_every_cause_of_failed_items_is_found_and_counted_no_further_than_its_share(crowd):
+def test_every_cause_of_failed_items_is_found_and_counted_up_to_its_share_of_the_limit(crowd):
     wanted = {"limit": 10, "count_max": 140, "groups_max": 100}
     for values in ({"tenant": "tenant_0"}, {}, {"run_id": RUN}):
         found = plan(crowd, "inbox", source=items.SQL, run=True, **wanted, **values)
@@ -176,21 +176,21 @@ def test_runs_with_failures_are_found_step_by_step_along_their_index(crowd, valu
 
 
 @pytest.mark.parametrize("name", ["funnel", "waits"])
-def test_open_items_are_counted_no_further_than_the_limit(crowd, name):
+def test_open_items_are_counted_up_to_the_limit(crowd, name):
     found = plan(crowd, name, source=items.SQL, run=True, run_id=RUN, count_max=20, limit=10)
     assert found["Actual Rows"] == 1
     assert touched(found) < 20 * 8, "sixty are open"
 
 
-def test_items_are_searched_for_no_further_than_the_limit(crowd):
+def test_a_search_for_items_reads_no_more_than_the_limit(crowd):
     wanted = {**ITEMS, "scan_max": 100, "cause": "nothing", "statuses": ["FAILED", "DONE"]}
     found = plan(crowd, "list", source=items.SQL, run=True, **wanted)
-    assert found["Actual Rows"] == 1, "where it stopped"
+    assert found["Actual Rows"] == 1, "the cursor is where the search stopped"
     assert touched(found) < 2 * 100 * 4
 
 
 @pytest.mark.parametrize("tenant", [None, "waiting"])
-def test_tasks_that_wait_are_counted_no_further_than_the_limit(crowd, tenant):
+def test_waiting_tasks_are_counted_up_to_the_limit(crowd, tenant):
     found = plan(crowd, "count_parked", source=tasks.SQL, run=True, tenant=tenant, count_max=50)
     assert found["Actual Rows"] == 1
     assert touched(found) < 300, "three thousand wait"

@@ -1,4 +1,4 @@
-"""Jobs in the caller's own transaction: whose connection it may be, and when a worker hears of them."""
+"""Jobs that are enqueued in the caller's own transaction: accepted connections, and when the doorbell rings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain(database_url):
 
 @pytest.fixture
 def stranger(database_url):
-    """A client that knows no operation itself, as a web application that enqueues by name."""
+    """A client without operations, like a web application that enqueues jobs by name."""
     with Batchwright(database_url=database_url) as client:
         yield client
 
@@ -74,12 +74,12 @@ def django_database(url: str) -> dict[str, str]:
 
 @contextmanager
 def hearing(url: str):
-    """Answers what rang since it was asked last."""
+    """A function that returns the rings of the doorbell since its last call."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"LISTEN {CHANNEL}")
 
         def heard() -> list[str]:
-            # What was committed before is there when a later statement of any session has been answered.
+            # Notifications of earlier commits have arrived once a later statement of this session has been answered.
             connection.execute("SELECT 1")
             return [Ring.read(ring.payload).queue for ring in connection.notifies(timeout=0)]
 
@@ -93,12 +93,12 @@ def is_there(client: Batchwright, id: object) -> bool:
         return False
 
 
-# Whose connection -------------------------------------------------------------------------------------------------
+# Connections ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["the proxy", "the wrapper", "the driver's"])
 def test_djangos_connection_takes_jobs_by_name(plain, stranger, django_connection, given):
-    """Django reads jsonb as text on its connections: the operations of the workers came as strings."""
+    """Django reads jsonb as text on its connections; the operations of workers once came as strings."""
     plain.call(published(plain.client))
     with transaction.atomic():
         django_connection.ensure_connection()
@@ -108,7 +108,7 @@ def test_djangos_connection_takes_jobs_by_name(plain, stranger, django_connectio
             "the driver's": django_connection.connection,
         }[given]
         kept = stranger.enqueue("noop", {"n": 1}, connection=connection)
-        assert not is_there(plain, kept), "it is there before the commit"
+        assert not is_there(plain, kept), "the job exists before the commit"
     assert plain.get(kept).payload == {"n": 1, "note": None}
 
 
@@ -128,17 +128,17 @@ def test_what_django_rolls_back_was_never_enqueued(plain, django_connection):
     assert not is_there(plain, dropped)
 
 
-def test_outside_of_atomic_a_list_of_jobs_is_still_all_or_none(plain, django_connection):
+def test_outside_of_atomic_a_list_of_jobs_is_enqueued_whole_or_not_at_all(plain, django_connection):
     jobs = [NewJob(noop, {"n": 1}), NewJob(noop, exclusive_key="k", on_held="reject")]
     first = plain.enqueue(noop, connection=django_connection, exclusive_key="k")
     with pytest.raises(Conflict, match="is held by job"):
         plain.enqueue(jobs, connection=django_connection)
     assert is_there(plain, first)
     assert not is_there(plain, jobs[0].id)
-    assert django_connection.get_autocommit(), "the connection is as it was"
+    assert django_connection.get_autocommit(), "the connection's autocommit is unchanged"
 
 
-def test_in_a_broken_transaction_django_speaks_for_itself(plain, django_connection):
+def test_in_a_broken_transaction_djangos_own_error_is_raised(plain, django_connection):
     with pytest.raises(transaction.TransactionManagementError), transaction.atomic():
         transaction.set_rollback(True)
         plain.enqueue(noop, connection=django_connection)
@@ -158,17 +158,17 @@ def test_djangos_other_databases_are_refused_by_name(plain):
         wrapper.close()
 
 
-def test_values_are_read_our_way_whatever_the_caller_registered(plain, stranger, database_url):
+def test_loaders_that_the_caller_registered_do_not_affect_us(plain, stranger, database_url):
     plain.call(published(plain.client))
     with psycopg.connect(database_url) as connection:
         for kind in ("jsonb", "uuid", "text", "bool"):
             connection.adapters.register_loader(kind, TextLoader)
         first = stranger.enqueue("noop", {"n": 1}, connection=connection, idempotency_key="a")
         assert stranger.enqueue("noop", {"n": 1}, connection=connection, idempotency_key="a") == first
-        assert connection.execute("SELECT '{}'::jsonb").fetchone() == ("{}",), "the caller's own reading has changed"
+        assert connection.execute("SELECT '{}'::jsonb").fetchone() == ("{}",), "the caller's loaders stay registered"
 
 
-def test_a_scoped_session_as_flask_has_them_is_taken(plain, alchemy_url):
+def test_a_scoped_session_as_in_flask_is_accepted(plain, alchemy_url):
     engine = sqlalchemy.create_engine(alchemy_url)
     session = scoped_session(sessionmaker(engine))
     kept = plain.enqueue(noop, connection=session)
@@ -180,7 +180,7 @@ def test_a_scoped_session_as_flask_has_them_is_taken(plain, alchemy_url):
     assert (is_there(plain, kept), is_there(plain, dropped)) == (True, False)
 
 
-# When it rings ----------------------------------------------------------------------------------------------------
+# The doorbell -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.direct("listens")
@@ -206,7 +206,9 @@ def test_nothing_rings_for_what_is_rolled_back(plain, database_url):
 
 
 @pytest.mark.direct("listens")
-def test_it_rings_for_django_and_for_sessions_too(plain, database_url, django_connection, alchemy_url):
+def test_the_doorbell_rings_for_django_and_for_sqlalchemy_sessions_too(
+    plain, database_url, django_connection, alchemy_url
+):
     engine = sqlalchemy.create_engine(alchemy_url)
     with hearing(database_url) as heard:
         plain.enqueue(noop, connection=django_connection)
@@ -220,7 +222,7 @@ def test_it_rings_for_django_and_for_sessions_too(plain, database_url, django_co
 
 
 @pytest.mark.direct("listens")
-def test_who_commits_too_often_turns_the_ring_off(database_url):
+def test_the_ring_at_commit_can_be_turned_off(database_url):
     tables = {"database": {"url": database_url}, "engine": {"ring_at_commit": False}}
     settings = load_settings(tables, environment={})
     with (
@@ -236,7 +238,7 @@ def test_who_commits_too_often_turns_the_ring_off(database_url):
 @pytest.mark.direct("the doorbell of its worker needs a session")
 @pytest.mark.timed("waits less than a poll takes")
 async def test_an_idle_worker_starts_at_once_what_an_async_session_commits(database_url, alchemy_url):
-    """With its poller alone, which idles for up to two seconds, the job waited for the next poll."""
+    """Without the doorbell, the job would wait for the next poll, here ten seconds."""
     engine = create_async_engine(alchemy_url)
     async with (
         AsyncBatchwright(database_url=database_url, operations=[noop]) as client,
@@ -250,7 +252,7 @@ async def test_an_idle_worker_starts_at_once_what_an_async_session_commits(datab
 
 
 @pytest.mark.direct("brings a pooler of its own")
-def test_the_ring_passes_a_pooler_in_transaction_mode(plain, database_url, tmp_path):
+def test_the_ring_gets_through_a_pooler_in_transaction_mode(plain, database_url, tmp_path):
     tmp_path.chmod(0o755)
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING) as pooled, hearing(database_url) as heard:
         with psycopg.connect(pooled, prepare_threshold=None) as connection:

@@ -1,4 +1,4 @@
-"""Parts of other people's packages come through the same door as ours: real packages, real processes."""
+"""Parts from other packages are loaded in the same way as ours; tested with real packages and real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECONDS_MAX = 45.0
 
 
 def install(site: Path, name: str, places: dict[str, str], files: dict[str, str]) -> None:
-    """A package as pip leaves it: its files, and what its metadata say about entry points."""
+    """A package as pip installs it: its files, and metadata with its entry points."""
     metadata = site / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -66,7 +66,7 @@ def cli(tmp_path: Path, database_url: str) -> Cli:
 
 
 def get(cli: Cli, path: str) -> str:
-    """From the server of this test, once it is there."""
+    """GET a path of the server of this test; wait until the server is up."""
     deadline = time.monotonic() + SECONDS_MAX
     while True:
         try:
@@ -77,7 +77,7 @@ def get(cli: Cli, path: str) -> str:
         except urllib.error.HTTPError:
             raise
         except OSError:
-            assert time.monotonic() < deadline, "no server came"
+            assert time.monotonic() < deadline, "the server did not start in time"
             time.sleep(0.05)
 
 
@@ -124,10 +124,12 @@ def test_a_part_brings_services_demand_rounds_metrics_and_pages_beside_ours(cli:
     }
     with cli.start("worker", SAMPLE) as worker:
         worker.until(r"worker .* runs .*parcel\.carry")
-        assert submit(cli, "parcel.weigh", {"grams": 21}) == 42, "a process of its own finds the operation as well"
+        assert submit(cli, "parcel.weigh", {"grams": 21}) == 42, "the command's process has the operation too"
         busy = cli("job", "submit", "sample.linger").stdout.strip()
         cli.begun(busy, "linger.began")
-        assert submit(cli, "parcel.carry", {"town": "Ulm"}) == "carried to Ulm", "although every slot is taken"
+        assert submit(cli, "parcel.carry", {"town": "Ulm"}) == "carried to Ulm", (
+            "it runs on demand although every slot is taken"
+        )
         ((queues,),) = cli.rows("SELECT on_demand_queues FROM batchwright.worker")
         assert {"parcels", "batches", "webhooks"} <= set(queues)
         worker.signal(signal.SIGTERM)
@@ -142,7 +144,7 @@ def test_a_part_brings_services_demand_rounds_metrics_and_pages_beside_ours(cli:
         assert ("/parcels" in paths, "/v1/parcels" in paths) == (False, True)
 
 
-def test_what_a_part_names_by_place_is_loaded_only_where_it_is_needed(tmp_path: Path) -> None:
+def test_what_a_part_names_by_import_path_is_loaded_only_when_it_is_needed(tmp_path: Path) -> None:
     install_parcels(tmp_path)
     program = """
 import sys
@@ -162,7 +164,7 @@ print(client.parts[-1].name, [name for name in ("fastapi", "starlette", "parcels
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder from which this process imports; parts are looked for anew, and forgotten afterwards."""
+    """A folder on this process's import path. Parts are searched again, and forgotten after the test."""
     caches = (part_kinds, settings_class, _adapter, _replaced_whole)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
@@ -184,7 +186,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("[letter]\ngreeting = 7\n", {}, "there is no setting letter"),
     ],
 )
-def test_a_slip_in_a_setting_of_a_part_is_refused_with_a_hint(
+def test_a_mistake_in_a_setting_of_a_part_is_refused_with_a_hint(
     site: Path, file: str, environment: dict[str, str], message: str
 ) -> None:
     install_letters(site)
@@ -250,7 +252,7 @@ def test_a_part_that_does_not_fit_is_refused_at_start(site: Path, case: str) -> 
 
 
 def test_one_part_that_two_packages_name_is_one_part(site: Path) -> None:
-    """As when a package was renamed, and its old metadata stayed."""
+    """This happens when a package was renamed and its old metadata were left behind."""
     install_letters(site)
     install(site, "old-letters", {"letters": "letters:LettersPart"}, {})
     assert [kind.name for kind in part_kinds()].count("letters") == 1
@@ -261,7 +263,7 @@ def test_one_part_that_two_packages_name_is_one_part(site: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", part_kinds(), ids=lambda kind: kind.name)
-def test_everything_that_our_parts_name_by_place_is_there(kind: type[Part]) -> None:
+def test_everything_that_our_parts_name_by_import_path_exists(kind: type[Part]) -> None:
     commands = [command.place for command in kind.commands.values()]
     for place in (*kind.tables.values(), kind.metrics, *kind.operations, *kind.routers, *kind.pages, *commands):
         assert load(place) is not None
@@ -286,7 +288,7 @@ async def test_parts_are_closed_in_reverse_order_and_the_database_even_if_one_fa
     assert (closed, client.is_open) == (["third", "second", "first"], False)
 
 
-async def test_a_part_asks_for_another_by_its_class(database_url: str) -> None:
+async def test_a_part_gets_another_part_by_its_class(database_url: str) -> None:
     class Absent(Part):
         name = "absent"
 
@@ -354,7 +356,7 @@ def test_one_broken_demand_stops_all() -> None:
     assert demand.wanted("a", 5, 0) == 0
 
 
-def test_every_demand_tells_the_worker_when_it_wants_more() -> None:
+def test_each_demand_can_wake_the_worker_when_it_wants_more() -> None:
     wants = [Wants("first", "a"), Wants("second", "b")]
     demand = duties(*(OneDuty(demand=one) for one in wants)).demand
     assert demand is not None
@@ -382,7 +384,7 @@ async def test_duties_are_closed_in_reverse_order_even_if_one_fails() -> None:
     assert closed == ["last", "first"]
 
 
-async def test_a_part_whose_check_fails_is_a_finding_and_hides_no_other() -> None:
+async def test_a_check_that_raises_is_a_finding_and_the_checks_of_other_parts_still_run() -> None:
     class Stumbling(Part):
         name = "stumbling"
 

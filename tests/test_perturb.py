@@ -1,4 +1,4 @@
-"""The perturbed mode itself: what it delays, which order it changes and which not, and that a seed repeats it."""
+"""The perturbed mode itself: what it delays, which order it changes and which it keeps, and that a seed repeats it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support import DATABASE
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was delayed, in order; without the waiting."""
+    """The delayed calls, in order; nothing really waits."""
     seen = []
 
     def remember(call):
@@ -61,7 +61,7 @@ def test_tasks_wake_in_an_order_that_follows_from_the_seed():
     assert first != sorted(first)
 
 
-def test_callbacks_keep_their_order_and_no_task_passes_them():
+def test_callbacks_keep_their_order_and_no_task_moves_past_one():
     """A task that is created before a callback is scheduled begins before it, as asyncio promises."""
 
     async def main():
@@ -124,7 +124,7 @@ def test_what_other_threads_schedule_meanwhile_is_not_lost():
     assert on_a_perturbed_loop(main) == list(range(3_000))
 
 
-def test_delays_follow_from_the_seed_and_the_call_whatever_else_is_called():
+def test_delays_depend_only_on_the_seed_and_the_call():
     one, two, other = Perturbation("7"), Perturbation("7"), Perturbation("8")
     alone = [one.delays("SELECT 1") for _ in range(50)]
     mixed = [(two.delays("SELECT 2"), two.delays("SELECT 1"))[1] for _ in range(50)]
@@ -174,7 +174,7 @@ async def test_model_servers_and_webhooks_are_delayed(calls):
     assert calls == ["Gateway.send"]
 
 
-def test_nothing_is_perturbed_afterwards():
+def test_nothing_is_perturbed_after_the_block():
     before = (Pool.rows, Pool.transaction, Blocking.rows, Local.write, Gateway.send, asyncio.new_event_loop)
     with perturbed("7"), perturbed("8"):
         assert asyncio.new_event_loop is PerturbedLoop
@@ -212,7 +212,7 @@ def test_a_run_stops_at_the_first_failure_and_says_how_to_repeat_it_and_leaves_o
     assert run.stdout.splitlines()[-1] == command
 
 
-def test_when_the_time_is_over_nothing_more_begins(monkeypatch, request):
+def test_tests_that_have_not_begun_when_the_time_is_over_are_skipped(monkeypatch, request):
     monkeypatch.setenv(perturb.UNTIL, "0")
     with pytest.raises(pytest.skip.Exception, match="the time is over"):
         perturb.pytest_runtest_setup(request.node)

@@ -28,7 +28,7 @@ from tests.terminal import SECONDS_MAX, terminal, wait_until
 
 PYTHONS = (Path(sys.executable).resolve(), Path("/usr/bin/python3"))
 OPEN = 0o755
-# As another user: list and open all that can be found, and all that somebody has told of.
+# Run as another user: list folders, and open everything below the roots and every path given on standard input.
 LOOK = """
 import os, socket, stat, sys
 def look(path):
@@ -54,13 +54,13 @@ for path in sorted(found):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Three folders that everybody may enter, and what was found below them at each moment."""
+    """Three folders that every user may enter, and what was found below them at several moments."""
 
     base: Path
     public: dict[str, list[str]] = field(default_factory=dict)
-    """Paths whose mode lets others in, by the moment."""
+    """By moment: paths whose mode gives other users or the group any access."""
     seen: dict[str, list[str]] = field(default_factory=dict)
-    """Paths that another user could read, by the moment; empty without one."""
+    """By moment: paths that another user could read; empty where no second user is available."""
     counted: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,7 @@ class SecondUser(NamedTuple):
     python: Path
 
     def look(self, told: Iterable[Path], *roots: Path) -> list[str]:
-        """What they can read of what they find below `roots`, and of what they were told."""
+        """The paths, of those below `roots` and those in `told`, that this user can read."""
         done = subprocess.run(
             [self.python, "-I", "-S", "-c", LOOK, *roots],
             input="\n".join(map(str, told)),
@@ -110,7 +110,7 @@ def second_user() -> SecondUser | None:
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    """A batch and documents, on an embedded PostgreSQL, with the umask that hides nothing."""
+    """A machine on which a batch and documents were run, with an embedded PostgreSQL and a umask of 0."""
     base = Path(tempfile.mkdtemp(prefix="batchwright-private-", dir=roomy_folder()))
     found = Machine(base)
     try:
@@ -159,20 +159,20 @@ def _run_all(machine: Machine) -> None:
     machine.look("after batches and documents")
 
 
-def test_all_that_is_made_in_open_folders_is_private_and_a_closed_terminal_ends_it(machine: Machine) -> None:
+def test_files_made_in_open_folders_are_private_and_closing_the_terminal_stops_the_database(machine: Machine) -> None:
     assert not (machine.base / "data" / "data" / "postmaster.pid").exists()
     assert machine.public == {moment: [] for moment in machine.public}
-    assert min(machine.counted.values()) > 900, "a database alone has more files"
-    assert {folder.stat().st_mode & 0o777 for folder in machine.folders} == {OPEN}, "it is not ours to change"
+    assert min(machine.counted.values()) > 900, "the files of the database were not looked at"
+    assert {folder.stat().st_mode & 0o777 for folder in machine.folders} == {OPEN}, "their modes were changed"
     see_that_a_second_user_finds_nothing(machine)
 
 
 def see_that_a_second_user_finds_nothing(machine: Machine) -> None:
     if (other := second_user()) is None:
-        skip("only root can look through the eyes of a second user, who must be able to run Python")
+        skip("looking as a second user needs root, and a Python that this user can run")
     assert other is not None
     assert machine.seen == {moment: [] for moment in machine.public}
     canary = machine.base / "canary"
     canary.write_text("readable")
     canary.chmod(0o644)
-    assert str(canary) in other.look([], machine.base), "the second user sees what is there to see"
+    assert str(canary) in other.look([], machine.base), "the second user cannot even read a readable file"

@@ -1,4 +1,4 @@
-"""Settings: file < environment < flags, checked at start, with a hint for every slip."""
+"""Settings: file < environment < flags, checked at start, with a hint for every mistake."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def load(tmp_path, text: str = "", environment=None, flags=None):
     return load_settings(flags, environment=environment or {}, file=file)
 
 
-def test_flags_beat_the_environment_which_beats_the_file(tmp_path):
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     text = "[worker]\nconcurrency = 1\npoll_seconds_max = 3.0\nstop_grace_seconds = 7"
     environment = {"BATCHWRIGHT_WORKER_CONCURRENCY": "2", "BATCHWRIGHT_WORKER_POLL_SECONDS_MAX": "4"}
     settings = load(tmp_path, text, environment, {"worker": {"concurrency": 3, "poll_seconds_max": None}})
@@ -51,7 +51,7 @@ def test_lists_and_tables_can_come_from_the_environment(tmp_path):
         ("", {"BATCHWRIGHT_WORKER_CONCURENCY": "1"}, "did you mean BATCHWRIGHT_WORKER_CONCURRENCY?"),
     ],
 )
-def test_a_slip_is_refused_with_a_hint(tmp_path, text, environment, message):
+def test_a_mistake_is_refused_with_a_hint(tmp_path, text, environment, message):
     with pytest.raises(ConfigurationError) as refused:
         load(tmp_path, text, environment)
     assert message in str(refused.value)
@@ -67,7 +67,7 @@ def test_a_configuration_file_that_was_named_must_exist(tmp_path):
         load_settings(environment={"BATCHWRIGHT_CONFIG": str(tmp_path / "absent.toml")})
 
 
-def test_what_kubernetes_says_about_a_service_of_our_name_is_no_setting():
+def test_variables_that_kubernetes_sets_for_a_service_named_batchwright_are_not_settings():
     said = {
         "BATCHWRIGHT_SERVICE_HOST": "10.0.0.7",
         "BATCHWRIGHT_SERVICE_PORT": "8765",

@@ -1,4 +1,4 @@
-"""A shell that starts the suite in its background has it ignore signals; what the tests start must hear them."""
+"""A shell starts background processes with signals ignored; processes that tests start must still receive them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SECONDS_MAX = 120.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
-def test_what_a_test_starts_hears_a_signal(number):
+def test_a_process_that_a_test_starts_receives_signals(number):
     code = "import signal, sys; print(signal.getsignal(int(sys.argv[1])) == signal.SIG_IGN)"
     command = [sys.executable, "-c", code, str(int(number))]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_a_suite_in_the_background_of_a_shell_starts_processes_that_hear_signals():
+def test_processes_receive_signals_although_the_tests_run_in_the_background_of_a_shell():
     """`nohup` ignores SIGHUP, and `&` SIGINT and SIGQUIT."""
-    one = f"{Path(__file__).relative_to(ROOT)}::{test_what_a_test_starts_hears_a_signal.__name__}"
+    one = f"{Path(__file__).relative_to(ROOT)}::{test_a_process_that_a_test_starts_receives_signals.__name__}"
     command = f"trap '' HUP; {sys.executable} -m pytest -q -n0 -p no:cacheprovider {one} & wait $!"
-    # A run of its own: with our name it would remove our server's folder at its end.
+    # A separate run with its own name: with ours, it would remove the folder of our server at its end.
     environment = {name: value for name, value in os.environ.items() if name != "BATCHWRIGHT_TEST_RUN"}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": SECONDS_MAX}
     run = subprocess.run(["sh", "-c", command], check=False, **options)

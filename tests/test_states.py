@@ -1,4 +1,4 @@
-"""The table in states.py, the database's trigger, the statements and the methods say the same."""
+"""The table in states.py, the database's trigger, the statements and the methods agree."""
 
 import itertools
 import re
@@ -50,7 +50,7 @@ COLUMNS = {
     JobStatus.FAILED: f"finished_at = now(), {FREE}",
     JobStatus.CANCELLED: f"finished_at = now(), {FREE}",
 }
-"""What must change together with the status, so that only the move itself can be refused."""
+"""Columns that must change together with the status, so that a refusal can only be about the move."""
 
 EVENTS = {
     "claim": "job.started",
@@ -80,7 +80,7 @@ VERBS = [(lifecycle.name, verb) for lifecycle in LIFECYCLES for verb in verbs(li
 SETTLED = {("job", verb) for verb in ("succeed", "fail", "retry", "snooze", "release")}
 """Verbs that go through `Queue.settle`, which takes the verb's name."""
 INSIDE = {("job", "join")}
-"""Verbs that nobody calls: other verbs lead to them."""
+"""Verbs that are not called directly: other verbs make these moves."""
 PARAMETERS = {
     "anew": 0,
     "cause": "STEP:Fatal:broken",
@@ -101,7 +101,7 @@ PARAMETERS = {
     "tenant": "default",
     "total": 1,
 }
-"""For the statements of batches, uploads, tasks, runs and items; what is not here is null."""
+"""Parameters for the statements of batches, uploads, tasks, runs and items; any other parameter is null."""
 
 
 async def move(queue, id, target):
@@ -154,7 +154,7 @@ def test_the_table_of_moves_is_the_one_of_the_design():
     assert len(ILLEGAL) == 20 - len(LEGAL) == 9
 
 
-def test_only_a_human_verb_leads_out_of_a_terminal_state():
+def test_only_verbs_of_people_lead_out_of_a_terminal_state():
     assert {one.verb for one in JOB.moves if one.source in JOB.terminal} == {"rerun"}
     assert not any(one.source is JobStatus.SUCCEEDED for one in JOB.moves)
 
@@ -174,7 +174,7 @@ async def test_the_databases_enum_is_job_status(queue):
     assert [status for (status,) in rows] == [status.value for status in JobStatus]
 
 
-async def test_a_job_can_only_be_born_queued(queue):
+async def test_a_new_job_can_only_be_queued(queue):
     await put_one(queue)
     for status in set(JobStatus) - {JobStatus.QUEUED}:
         finished = "now()" if status in JOB.terminal else "NULL"
@@ -212,7 +212,7 @@ def test_nothing_but_the_verbs_writes_a_status(lifecycle):
 
 
 async def test_the_events_of_the_verbs_as_they_are_written(queue, clock):
-    """Each verb, done once: the last event of the job has the verb's name and the status that it led to."""
+    """After each verb, the last event of the job has the verb's name and the status that it led to."""
 
     async def last(id):
         event = (await queue.events(id))[-1]
@@ -262,7 +262,7 @@ async def test_the_events_of_the_verbs_as_they_are_written(queue, clock):
         assert status in {one.target for one in JOB.moves if one.verb == verb}, verb
 
 
-async def test_the_trigger_stops_a_stranger_with_a_client_of_his_own(queue, database_url):
+async def test_the_trigger_refuses_illegal_moves_from_any_database_client(queue, database_url):
     id = await put_one(queue)
     await succeed(queue, await take_one(queue))
     with (
@@ -285,7 +285,7 @@ PROMISES = {
 }
 
 
-async def test_the_database_checks_what_the_machine_promises(queue):
+async def test_constraints_of_the_database_protect_the_invariants_of_a_job(queue):
     await put_one(queue)
     for change, constraint in PROMISES.items():
         with pytest.raises(DatabaseError, match=constraint):
@@ -315,7 +315,7 @@ async def put_batch(queue):
 
 
 async def bring_batch(queue, id, target):
-    """By legal moves only, along the shortest way."""
+    """Bring it to this status by legal moves only, along the shortest path."""
     ways = {BATCH.initial: ()}
     while target not in ways:
         ways |= {move.target: (*ways[move.source], move.target) for move in BATCH.moves if move.source in ways}
@@ -353,7 +353,7 @@ async def apply(queue, sql, id):
 
 
 def move_of(lifecycle, verb, source):
-    """Where the verb leads from here; nowhere, if it is not for this state."""
+    """Where the verb leads from this state; None if the verb is not allowed in it."""
     return next((one.target for one in lifecycle.moves if (one.verb, one.source) == (verb, source)), source)
 
 
@@ -376,8 +376,8 @@ async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_a_batch_tha
         ("fail", BatchStatus.FAILED),
     ],
 )
-async def test_what_a_user_cancelled_meanwhile_ends_cancelled_unless_it_failed(queue, verb, status):
-    """The cancellation may have come after the transaction of the end began."""
+async def test_a_batch_that_a_user_cancels_while_it_ends_is_cancelled_unless_it_failed(queue, verb, status):
+    """The cancellation may be committed after the transaction that ends the batch has begun."""
     batches, id = Batches(queue), await put_batch(queue)
     await bring_batch(queue, id, BatchStatus.CANCELLING)
     await raw(queue, "UPDATE batchwright.batch SET cancelling_at = now() + interval '1 minute' RETURNING id")
@@ -479,7 +479,7 @@ async def test_the_database_allows_exactly_the_moves_of_a_task_that_are_listed(q
                 await move_task(queue, id, target)
 
 
-def test_the_moves_of_a_task_are_those_of_the_source_and_a_cancellation():
+def test_the_moves_of_a_task_are_those_of_the_design_and_a_cancellation():
     targets = {}
     for one in TASK.moves:
         targets.setdefault(one.source.value, set()).add(one.target.value)
@@ -606,7 +606,7 @@ async def test_the_database_allows_exactly_the_moves_of_an_item_that_are_listed(
 
 @pytest.mark.parametrize("verb", verbs(ITEM))
 async def test_the_statement_of_each_verb_makes_exactly_the_moves_of_an_item_that_are_listed(queue, verb):
-    """And counts them in the run."""
+    """It also counts the items in the run."""
     for source in ItemStatus:
         id, run_id = await put_item(queue)
         if source is not ITEM.initial:
@@ -638,7 +638,7 @@ COUNT_ITEMS = (
 )
 
 
-async def test_a_run_that_is_parked_has_a_reason_and_an_item_that_failed_an_error(queue):
+async def test_a_parked_run_has_a_reason_and_a_failed_item_has_an_error(queue):
     id, run_id = await put_item(queue)
     await move_run(queue, run_id, RunStatus.RUNNING)
     for table, key, change, constraint in (

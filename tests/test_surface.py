@@ -1,4 +1,4 @@
-"""What users build on stays as it was promised: a name that goes breaks them, and one that comes is a promise."""
+"""Public names stay as promised: removing one breaks users, and adding one is a new promise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_difference_is_shown_as_a_line_of_its_own():
 
 
 def test_every_setting_is_known_by_its_environment_variable():
-    """None of these values fits, so the first complaint must be about one of them, and not about a name."""
+    """No value is valid, so the first error must be about a value; an error about a name would mean it is unknown."""
     variables = {variable(setting): "{}" for setting, _ in every_setting()}
     with pytest.raises(ConfigurationError, match=r"^the setting "):
         load_settings(environment=variables)

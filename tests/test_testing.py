@@ -50,7 +50,7 @@ async def test_drain_runs_parents_children_and_chained_jobs(database_url):
         assert await batchwright.wait(job, timeout=1) == 30
 
 
-async def test_drain_skips_over_delays_and_backoffs_when_told_so(database_url):
+async def test_drain_skips_delays_and_backoffs_with_fast_forward(database_url):
     async with AsyncBatchwright(database_url=database_url, operations=[stubborn]) as batchwright:
         job = await batchwright.enqueue(stubborn, delay_seconds=86_400)
         assert await drain(batchwright, fast_forward=True) == 3
@@ -67,7 +67,7 @@ async def test_drain_leaves_a_job_of_next_week_alone(database_url):
 
 
 async def test_drain_refuses_a_database_that_a_live_worker_serves(database_url):
-    """It ran a job of the user's real database."""
+    """Otherwise it would run jobs of the user's real database."""
     async with AsyncBatchwright(database_url=database_url, operations=[page]) as batchwright:
         job = await batchwright.enqueue(page, {"n": 1}, queue="elsewhere")
         async with working(batchwright.pool, page, queues=("default",)) as worker:
@@ -76,11 +76,11 @@ async def test_drain_refuses_a_database_that_a_live_worker_serves(database_url):
                     await drain(batchwright, fast_forward=fast_forward)
             assert caught.value.holder == worker.id
         assert (await batchwright.get(job)).status is JobStatus.QUEUED
-        assert await drain(batchwright) == 1, "a worker that has left is no hindrance"
-        assert await drain(batchwright) == 0, "nor is an earlier drain"
+        assert await drain(batchwright) == 1, "a worker that has stopped does not prevent it"
+        assert await drain(batchwright) == 0, "an earlier drain does not prevent it either"
 
 
-async def test_drain_does_not_skip_ahead_if_a_worker_comes_meanwhile(database_url):
+async def test_drain_does_not_skip_ahead_if_a_worker_starts_meanwhile(database_url):
     workers = []
 
     @operation("hire")
@@ -105,7 +105,7 @@ async def test_drain_gives_up_on_a_job_that_never_ends(database_url):
             await drain(batchwright, fast_forward=True, limit=20)
 
 
-def test_drain_serves_plain_code_too(database_url):
+def test_drain_works_with_the_blocking_client_too(database_url):
     with Batchwright(database_url=database_url, operations=[page]) as batchwright:
         job = batchwright.enqueue(page, {"n": 4})
         assert drain(batchwright) == 1
@@ -116,7 +116,7 @@ def test_drain_serves_plain_code_too(database_url):
 
 
 class TestWithOperations:
-    """As a user's test module would use the fixtures."""
+    """Uses the fixtures like a user's test module."""
 
     @pytest.fixture
     def batchwright_operations(self):
@@ -156,7 +156,7 @@ def test_each_test_has_a_database_of_its_own_which_is_dropped(batchwright_server
         assert connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone() is None
 
 
-def test_a_user_who_may_not_make_databases_is_told_how_to_allow_it(batchwright_server):
+def test_an_error_for_a_role_that_may_not_create_databases_says_how_to_allow_it(batchwright_server):
     with psycopg.connect(batchwright_server, autocommit=True) as admin:
         admin.execute("CREATE ROLE visitor LOGIN PASSWORD 'visitor'")
         try:
@@ -186,7 +186,7 @@ def test_a_server_that_a_killed_run_left_is_stopped_and_removed(enterable):
     run = "import os, sys; from pathlib import Path; from batchwright.db.throwaway import throwaway_server as server\n"
     run += "with server(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", run, str(left)], timeout=60).returncode == -9
-    assert (left / "data" / "postmaster.pid").exists(), "nobody has stopped it"
+    assert (left / "data" / "postmaster.pid").exists(), "the server still runs"
     young.mkdir()
     (young / "users.lock").touch()
     os.utime(left, (0, time.time() - 3600))

@@ -1,4 +1,4 @@
-"""Fixtures: the HTTP server that the gate stands before."""
+"""Fixtures: the HTTP server behind the gate."""
 
 from tests.api.conftest import api
 

@@ -1,4 +1,4 @@
-"""Who could use a server that needs no key."""
+"""The check for other users who could use a server that needs no key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def user(name: str, uid: int, home: Path | str) -> pwd.struct_passwd:
     return pwd.struct_passwd((name, "x", uid, uid, "", str(home), "/bin/sh"))
 
 
-def test_others_are_people_with_a_home_and_whoever_is_logged_in(tmp_path: Path) -> None:
+def test_other_users_are_those_with_a_home_and_those_who_are_logged_in(tmp_path: Path) -> None:
     for name in ("ada", "me", "shop", "sessions"):
         (tmp_path / name).mkdir()
     (tmp_path / "sessions" / "33").mkdir()
@@ -47,7 +47,7 @@ def test_others_are_people_with_a_home_and_whoever_is_logged_in(tmp_path: Path) 
         ({"host": "10.0.0.1"}, False, [], Level.WARNING, "the server does not start"),
     ],
 )
-def test_a_server_without_a_key_is_a_warning_where_there_are_other_users(
+def test_a_server_without_a_key_is_a_warning_if_there_are_other_users(
     settings: dict[str, Path | str], has_key: bool, others: list[str], level: Level, words: str
 ) -> None:
     found = check_access(ApiSettings(**settings), has_key=has_key, others=others)

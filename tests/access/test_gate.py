@@ -1,4 +1,4 @@
-"""The gate before the first key: open on a loopback address, and nowhere else."""
+"""While no key exists, access is open on a loopback address, and nowhere else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.api.conftest import OPERATIONS, Api, fails
 from tests.support import DATABASE, make_settings
 
 
-async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Api) -> None:
+async def test_everything_is_open_on_loopback_until_the_first_key_is_created(api: Api) -> None:
     http = await api.client()
     assert (await http.post("/v1/jobs", json={"job_type": "echo"})).json()["tenant"] == "default"
     for path in ("/v1/jobs", "/v1/workers", "/metrics", "/v1/jobs?tenant=*"):
@@ -31,7 +31,7 @@ async def test_everything_is_open_on_loopback_while_no_key_was_ever_made(api: Ap
     fails(await http.get("/v1/jobs"), 401, "unauthorized")
 
 
-async def test_the_server_does_not_start_for_strangers_without_a_key(database_url: str) -> None:
+async def test_without_a_key_the_server_does_not_start_on_other_addresses(database_url: str) -> None:
     settings = make_settings(
         database=dataclasses.replace(DATABASE, url=database_url), api=ApiSettings(port=0, host="0.0.0.0")
     )

@@ -54,14 +54,14 @@ async def test_a_key_that_is_unknown_malformed_or_of_another_kind_is_refused(api
         assert (await http.get("/v1/jobs")).status_code == 200
 
 
-async def test_a_key_ends_when_its_time_is_over(api: Api) -> None:
+async def test_a_key_expires_when_its_time_is_over(api: Api) -> None:
     holder = await api.holder(lifetime=timedelta(hours=1))
     assert (await holder.get("/v1/jobs")).status_code == 200
     await api.sql("UPDATE batchwright.api_key SET expires_at = now()")
     fails(await holder.get("/v1/jobs"), 401, "unauthorized")
 
 
-async def test_a_revoked_key_opens_nothing_from_then_on(api: Api) -> None:
+async def test_a_revoked_key_is_refused_at_once(api: Api) -> None:
     key = await api.batchwright.keys.create("desk")
     http = await api.client(Authorization=f"Bearer {key.secret}")
     assert (await http.get("/v1/jobs")).status_code == 200

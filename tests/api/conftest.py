@@ -1,4 +1,4 @@
-"""An API on the test's own database, called in-process; keys for whoever the test needs."""
+"""An API on the test's own database, called in-process, and keys for any client that a test needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support import DATABASE, make_settings, raw
 
 HOST = "http://localhost:8765"
 GATEWAY = GatewaySettings(url="http://127.0.0.1:9")
-"""Where nobody answers: batches are taken in, and nothing is sent."""
+"""The URL of a gateway that does not answer: batches are accepted, but nothing is sent."""
 
 
 @operation("greet")
@@ -79,7 +79,7 @@ OPERATIONS = [greet, echo, broken, flaky, family, chain, odd]
 
 
 class Api:
-    """A running API and what stands behind it."""
+    """A running API and its services."""
 
     def __init__(self, batchwright: AsyncBatchwright, services: Services) -> None:
         self.batchwright = batchwright
@@ -100,7 +100,7 @@ class Api:
         return await self.client(Authorization=f"Bearer {key.secret}")
 
     def with_settings(self, **settings: Any) -> FastAPI:
-        """The same services behind another front door."""
+        """The same services behind another HTTP application."""
         name = repr(settings)
         if name not in self._doors:
             self._doors[name] = self._door(settings)
@@ -143,7 +143,7 @@ def configured(url: str, folder: Path, batches: BatchSettings | None = None, **s
 
 @contextlib.asynccontextmanager
 async def serving(url: str, *, parts: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Api]:
-    """An API with these settings of its own, and with these other parts of the whole."""
+    """An API with these API settings, and with these tables of other settings."""
     with tempfile.TemporaryDirectory(prefix="batchwright-api-") as folder:
         given = configured(url, Path(folder), api=ApiSettings(port=0, **settings), **(parts or {}))
         async with AsyncBatchwright(settings=given, operations=OPERATIONS) as batchwright:
@@ -180,7 +180,7 @@ async def api(database_url: str) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def http(api: Api) -> httpx.AsyncClient:
-    """A client without a key, to which everything is open as long as no key was made."""
+    """A client without a key, which may do everything until a key is created."""
     return await api.client()
 
 
@@ -190,7 +190,7 @@ def routes(app: FastAPI) -> list[APIRoute]:
     waiting = list(app.routes)
     while waiting:
         route = waiting.pop()
-        if isinstance(route, APIRoute) and route.include_in_schema:  # pages for people are left out of the document
+        if isinstance(route, APIRoute) and route.include_in_schema:  # pages for browsers are not in the document
             found.append(route)
         elif router := getattr(route, "original_router", None):
             waiting += router.routes
@@ -206,7 +206,7 @@ def needed_scope(route: APIRoute) -> Scope | None:
 
 
 def fails(answer: httpx.Response, status: int, code: str | None = None, param: str | None = None) -> str:
-    """Whether the answer is this error, in the one shape that errors have; answers its message."""
+    """Check that the answer is this error, in the common format of errors; return its message."""
     assert answer.status_code == status, (answer.status_code, answer.text[:500])
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()

@@ -1,4 +1,4 @@
-"""A server of our own on a free port, and a client of event streams on a bare socket."""
+"""A server on a free port, and a client of event streams on a plain socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchwright.settings import load_settings
 
 @contextlib.asynccontextmanager
 async def serving(database_url, *operations, **settings):
-    """A client with its server; both end with the block."""
+    """A client and its server; both are closed at the end of the block."""
     flags = {"database": {"url": database_url}, **settings}
     flags["api"] = {"port": 0, **settings.get("api", {})}
     async with AsyncBatchwright(operations=operations, settings=load_settings(flags, environment={})) as batchwright:
@@ -27,7 +27,7 @@ async def serving(database_url, *operations, **settings):
 
 
 class Message(dict):
-    """The fields of one server-sent message; a comment stands under the empty name."""
+    """The fields of one server-sent message; a comment has the empty name."""
 
     @property
     def json(self):
@@ -68,12 +68,12 @@ class Stream:
         """The next message; None when the server has ended the stream."""
         while b"\n\n" not in self._text:
             if not (chunk := await self.chunk()):
-                assert not self._text, "the stream ended in the midst of a message"
+                assert not self._text, "the stream ended in the middle of a message"
                 return None
             self._text += chunk
         message, _, self._text = self._text.partition(b"\n\n")
         fields = Message()
-        for line in message.decode().splitlines():  # as clients do that split text, also at U+2028
+        for line in message.decode().splitlines():  # like clients that split text, also at U+2028
             name, _, value = line.partition(":")
             assert name not in fields
             fields[name] = value.removeprefix(" ")
@@ -98,7 +98,7 @@ class Stream:
         return found, last
 
     async def body(self):
-        """An answer that is no stream."""
+        """Read an answer that is not a stream."""
         return await self._reader.readexactly(int(self.headers.get("content-length", 0)))
 
     async def close(self):

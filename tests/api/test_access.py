@@ -1,4 +1,4 @@
-"""Who may come in: keys and scopes over every route, other tenants' objects, hosts and origins."""
+"""Access control: keys and scopes for every route, objects of other tenants, hosts and origins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPEN_ROUTES = {"/healthz", "/readyz"}
 
 
 async def called(http: httpx.AsyncClient, route: APIRoute, **options: Any) -> httpx.Response:
-    """The route with ids that do not exist and a body that says nothing: whoever is let in gets another error."""
+    """Call the route with unknown ids and an empty body: a client that is let in gets another error than 401 or 403."""
     path = route.path_format.format(id=uuid4(), name="nobody")
     (method,) = route.methods
     return await http.request(method, path, **options)
@@ -45,7 +45,7 @@ async def test_every_route_but_health_needs_a_scope(api: Api) -> None:
             assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
-async def test_a_key_with_every_other_scope_is_refused_and_one_with_only_this_gets_in(api: Api) -> None:
+async def test_a_key_with_only_the_needed_scope_is_accepted_and_one_with_all_other_scopes_is_refused(api: Api) -> None:
     only = {scope: await api.holder(scope) for scope in Scope}
     others = {scope: await api.holder(*(other for other in Scope if other is not scope)) for scope in Scope}
     tried = 0
@@ -62,7 +62,7 @@ async def test_a_key_with_every_other_scope_is_refused_and_one_with_only_this_ge
 
 
 async def test_which_scope_a_route_needs(api: Api) -> None:
-    """A change of this table is a change of who may do what."""
+    """A change of this table changes who may do what."""
     found: dict[Scope, set[str]] = {scope: set() for scope in Scope}
     for route in routes(api.app):
         if scope := needed_scope(route):
@@ -135,7 +135,7 @@ async def theirs(api: Api) -> Theirs:
 
 
 async def everything_of(api: Api, tenant: str) -> list[Any]:
-    """The tenant's rows as they stand."""
+    """All current rows of the tenant."""
     rows = [
         await api.sql(f"SELECT to_jsonb(one) FROM batchwright.{table} AS one WHERE tenant = %(t)s ORDER BY 1", t=tenant)
         for table in ("api_request", "batch", "file", "job", "schedule", "upload")
@@ -158,14 +158,14 @@ async def test_every_route_with_another_tenants_object_finds_nothing_and_changes
         ids = [theirs.waiting, theirs.failed, theirs.pipeline, theirs.parent, theirs.file, theirs.batch]
         ids = ids[4:] if route.path.startswith(("/v1/files", "/v1/batches")) else ids[:4]
         if route.path.startswith("/v1/models"):
-            continue  # models are everybody's
+            continue  # models are the same for all tenants
         if route.path.startswith(("/v1/collections", "/v1/ingest")):
             continue  # see tests/ingest/test_http.py
         ids = [theirs.upload] if route.path.startswith("/v1/uploads") else ids
         names = ids if "{id}" in route.path else [theirs.schedule, schedule_id]
         (method,) = route.methods
         if method == "PUT":
-            continue  # makes a schedule of our own: see below
+            continue  # it creates a schedule of our own tenant; see below
         for name in names:
             path = route.path_format.format(id=name, name=name)
             bodies = {"priority": {"priority": 1}, "limits": {}, "complete": {"part_ids": []}}
@@ -180,7 +180,7 @@ async def test_every_route_with_another_tenants_object_finds_nothing_and_changes
     assert await everything_of(api, "b") == before
 
 
-async def test_queues_are_everybodys_and_so_their_pause_is_not_for_operators(api: Api, theirs: Theirs) -> None:
+async def test_queues_are_shared_by_all_tenants_so_operators_may_not_pause_them(api: Api, theirs: Theirs) -> None:
     mine = await api.holder("read", "submit", "operate", tenant="a")
     for verb in ("pause", "resume"):
         fails(await mine.post(f"/v1/queues/theirs/{verb}"), 403, "forbidden")
@@ -225,7 +225,7 @@ async def test_filters_bodies_and_keys_do_not_reach_into_another_tenant(api: Api
     assert (sent.status_code, sent.json()["tenant"]) == (201, "a")
     assert sent.json()["id"] not in (theirs.waiting, theirs.pipeline)
     shown = (await mine.get(f"/v1/pipelines/{theirs.pipeline}")).json()
-    assert shown["counts"] == {"QUEUED": 1}  # our own job under their number, and nothing of theirs
+    assert shown["counts"] == {"QUEUED": 1}  # it shows our own job with their pipeline id, and nothing of theirs
     assert (await mine.post(f"/v1/pipelines/{theirs.pipeline}/cancel")).json()["counts"] == {"CANCELLED": 1}
     assert await everything_of(api, "b") == before
 
@@ -249,7 +249,7 @@ async def test_only_an_admin_acts_in_another_tenant(api: Api, theirs: Theirs) ->
     assert cancelled.json()["status"] == "CANCELLED"
 
 
-async def test_nothing_is_made_in_all_tenants(api: Api) -> None:
+async def test_nothing_can_be_created_in_all_tenants_at_once(api: Api) -> None:
     admin = await api.holder()
     plan = {"cron": "0 4 * * *", "job": {"job_type": "echo"}}
     everywhere = {"tenant": "*"}
@@ -271,7 +271,7 @@ async def asked(api: Api, host: str, settings: dict[str, Any] | None = None, **h
     return await http.get("/healthz", headers={"Host": host, **headers})
 
 
-async def test_on_loopback_only_the_machines_own_names_are_known(api: Api) -> None:
+async def test_on_loopback_only_the_machines_own_names_are_accepted(api: Api) -> None:
     for host in ("localhost", "LOCALHOST:1", "localhost:8765", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8765"):
         assert (await asked(api, host)).status_code == 200, host
     for host in (
@@ -304,7 +304,7 @@ async def test_several_host_headers_are_refused(api: Api) -> None:
         assert "several Host headers" in fails(answer, 400, "invalid_request", "host")
 
 
-async def test_other_names_are_known_by_their_patterns(api: Api) -> None:
+async def test_other_host_names_are_accepted_by_patterns(api: Api) -> None:
     settings = {"allowed_hosts": ("Desk.example.com", "*.inner.example.com", "[2001:db8::7]", "192.0.2.7")}
     for host in (
         "desk.example.com",
@@ -328,7 +328,9 @@ async def test_other_names_are_known_by_their_patterns(api: Api) -> None:
     assert (await asked(api, "anything", {"allowed_hosts": ("*",)})).status_code == 200
 
 
-async def test_a_server_on_all_addresses_is_known_by_any_of_them(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_on_all_addresses_accepts_each_of_them_as_host(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("batchwright.api.access.socket.gethostname", lambda: "Pod-7")
     for bound in ("0.0.0.0", "::"):
         for host in ("192.0.2.7", "192.0.2.7:8765", "[2001:db8::8]:1", "localhost", "pod-7", "POD-7:8765"):

@@ -1,4 +1,4 @@
-"""Strangers on the network: what comes without a key, too large, too slowly or too often costs others nothing."""
+"""Strangers on the network: requests without a key, and too large, too slow or too many ones, do not affect others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def nothing() -> None:
 
 
 class Door:
-    """A server, and the keys to it."""
+    """A server, and its keys."""
 
     def __init__(self, batchwright: AsyncBatchwright, server: ApiServer) -> None:
         self.batchwright = batchwright
@@ -50,7 +50,7 @@ class Door:
             return (await wire.ask("GET /healthz")).status
 
     def check_in(self, seconds: float) -> None:
-        """As the server's own look at its connections, so much later."""
+        """Let the server check its connections, this many seconds later."""
         self.crowd.check(asyncio.get_running_loop().time() + seconds)
 
 
@@ -69,7 +69,7 @@ async def door(database_url: str) -> AsyncIterator[Door]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """What the server notices shows in no message; the test's timeout bounds this."""
+    """Wait for a condition of which the server sends no message; the test's timeout bounds this."""
     while not condition():
         await asyncio.sleep(0.005)
 
@@ -93,7 +93,7 @@ async def test_without_a_valid_key_nothing_of_a_body_is_read(door: Door) -> None
     for line in BODIES:
         for header, status in (("X-None: 1", 401), (wrong, 401), ("Authorization: Basic eDp4", 401), (reader, 403)):
             for length in ("Content-Length: 100000", "Transfer-Encoding: chunked"):
-                async with await door.wire() as wire:  # the body does not come, and is not waited for
+                async with await door.wire() as wire:  # the body is never sent, and the server does not wait for it
                     answer = await wire.ask(line, header, length, JSON)
                     assert answer.status == status, line
                     assert answer.headers["connection"] == "close"
@@ -116,7 +116,7 @@ async def test_a_large_body_without_a_key_is_cut_off_and_its_sender_sees_why(doo
     await until(lambda: not door.crowd.connections)
 
 
-async def test_who_has_a_key_may_finish_sending_and_sees_that_it_was_too_much(database_url: str) -> None:
+async def test_a_client_with_a_key_may_finish_sending_and_sees_that_the_body_was_too_large(database_url: str) -> None:
     key = {"Content-Type": "application/json"}
     async with (
         opened(database_url, jobs_bytes_max=MEGABYTE) as door,
@@ -135,7 +135,7 @@ async def test_who_has_a_key_may_finish_sending_and_sees_that_it_was_too_much(da
             assert f"larger than {MEGABYTE} bytes" in answer.text
 
 
-async def test_a_connection_is_kept_when_the_body_was_read_and_also_when_it_came_with_the_headers(door: Door) -> None:
+async def test_a_connection_is_kept_after_the_body_was_read_also_if_it_came_with_the_headers(door: Door) -> None:
     body = orjson.dumps({"jobs": []}).decode()
     async with await door.wire() as wire:
         for _ in range(3):
@@ -149,14 +149,16 @@ async def test_a_connection_is_kept_when_the_body_was_read_and_also_when_it_came
         assert (await wire.answer()).status == 401
 
 
-async def test_a_key_in_a_trailer_opens_nothing(door: Door) -> None:
+async def test_a_key_in_a_trailer_is_ignored(door: Door) -> None:
     async with await door.wire() as wire:
         wire.begin("POST /v1/jobs", "Transfer-Encoding: chunked", JSON)
         wire.send(b"2\r\n{}\r\n0\r\n" + door.key.encode() + b"\r\n\r\n")
         assert (await wire.answer()).status == 401
 
 
-async def test_hanging_up_in_a_body_is_one_line_in_the_log(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_disconnects_within_a_body_is_one_line_in_the_log(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     for kind in (JSON, "Content-Type: text/plain", "X-None: 1"):
         caplog.clear()
@@ -226,7 +228,7 @@ async def test_unfinished_headers_of_all_connections_have_a_limit(door: Door, mo
     await until(lambda: door.crowd.head_bytes == 0)
 
 
-async def test_what_is_no_request_is_refused_in_the_shape_of_every_error(door: Door) -> None:
+async def test_bytes_that_are_not_a_request_are_refused_in_the_common_format_of_errors(door: Door) -> None:
     async with await door.wire() as wire:
         wire.send(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
         answer = await wire.answer()
@@ -281,7 +283,7 @@ async def test_an_answer_that_is_not_read_ends(door: Door) -> None:
     address = door.server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(address[0], int(address[1]), limit=1024)
     request = f"GET /openapi.json HTTP/1.1\r\nHost: {':'.join(address)}\r\n\r\n".encode()
-    writer.write(request * 2_000)  # it reads nothing of 2,000 answers
+    writer.write(request * 2_000)  # the client reads none of 2,000 answers
     await until(lambda: any(one.transport.get_write_buffer_size() for one in door.crowd.connections))
     (connection,) = door.crowd.connections
     await until(lambda: connection.flow.write_paused)
@@ -294,7 +296,7 @@ async def test_an_answer_that_is_not_read_ends(door: Door) -> None:
     assert reader is not None
 
 
-def test_a_window_asks_for_bytes_only_at_its_end() -> None:
+def test_a_window_requires_bytes_only_at_its_end() -> None:
     window = Window(100.0, 5_000)
     assert window.moves(109.0, 5_000, 100, 10)
     assert window.moves(110.0, 6_000, 100, 10)
@@ -305,7 +307,7 @@ def test_a_window_asks_for_bytes_only_at_its_end() -> None:
 # Numbers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_new_connections_take_the_place_of_the_oldest_without_a_request(
+async def test_new_connections_replace_the_oldest_ones_without_a_request(
     database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(database_url, connections_max=64) as door, contextlib.AsyncExitStack() as stack:

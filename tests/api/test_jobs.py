@@ -1,4 +1,4 @@
-"""Jobs over HTTP: each route with its happy path and its negative twin, and every way to send nonsense."""
+"""Jobs over HTTP: each route with valid, refused and malformed requests."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_operations_of_batches_cannot_be_enqueued_by_hand(api: Api, http: 
     assert await api.jobs() == 0
 
 
-async def test_many_jobs_are_all_made_or_none(api: Api, http: httpx.AsyncClient) -> None:
+async def test_many_jobs_are_created_together_or_not_at_all(api: Api, http: httpx.AsyncClient) -> None:
     answer = await post(http, {"jobs": [{**ADA, "priority": n} for n in range(5)]})
     assert answer.status_code == 201
     assert [job["priority"] for job in answer.json()["data"]] == [0, 1, 2, 3, 4]
@@ -104,7 +104,7 @@ async def test_many_jobs_are_all_made_or_none(api: Api, http: httpx.AsyncClient)
     assert await api.jobs() == 5
 
 
-async def test_one_job_in_a_list_is_named_as_a_list(api: Api, http: httpx.AsyncClient) -> None:
+async def test_an_error_in_a_list_of_one_job_names_its_position(api: Api, http: httpx.AsyncClient) -> None:
     fails(await post(http, {"jobs": [{"job_type": "gret"}]}), 400, param="jobs.0.job_type")
 
 
@@ -161,7 +161,7 @@ async def test_twenty_requests_with_one_key_at_once_make_one_job(api: Api, http:
     assert await api.jobs() == 2
 
 
-async def test_a_death_before_the_commit_leaves_neither_key_nor_job(
+async def test_a_crash_before_the_commit_leaves_neither_key_nor_job(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = {**submit.SQL, "answer": "SELECT 1 / 0"}
@@ -174,7 +174,7 @@ async def test_a_death_before_the_commit_leaves_neither_key_nor_job(
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-async def test_a_commit_whose_answer_was_lost_is_still_this_requests_own(
+async def test_a_commit_whose_answer_was_lost_is_recognized_as_this_requests(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     once, losses = submit._once, [DatabaseUnavailable("the answer was lost"), Deadlock("chosen as a victim")]
@@ -194,7 +194,7 @@ async def test_a_commit_whose_answer_was_lost_is_still_this_requests_own(
     assert await api.jobs() == 1
 
 
-async def test_a_key_that_retention_removes_meanwhile_is_taken_anew(
+async def test_a_key_that_retention_removes_meanwhile_can_be_used_again(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await post(http, ADA, "k")
@@ -223,7 +223,7 @@ async def test_a_jobs_own_idempotency_key_gives_the_same_job(api: Api, http: htt
     fails(await post(http, {"job_type": "echo", "idempotency_key": "mine"}), 409, "conflict")
 
 
-# Look -------------------------------------------------------------------------------------------------------------
+# Get and list -----------------------------------------------------------------------------------------------------
 
 
 async def test_the_list_is_filtered_by_every_field(api: Api, http: httpx.AsyncClient) -> None:
@@ -255,8 +255,8 @@ async def test_the_list_is_filtered_by_every_field(api: Api, http: httpx.AsyncCl
         assert (page["object"], page["has_more"], page["next_cursor"]) == ("list", False, None)
 
 
-async def test_pages_are_stable_while_jobs_come_in(api: Api, http: httpx.AsyncClient) -> None:
-    ids = await many(http, 7)  # created in one moment: only their ids tell them apart
+async def test_pages_are_stable_while_jobs_are_added(api: Api, http: httpx.AsyncClient) -> None:
+    ids = await many(http, 7)  # they have the same creation time, so only their ids differ
     seen, cursor = [], None
     for _ in range(4):
         page = (await http.get("/v1/jobs", params={"limit": 2, **({"cursor": cursor} if cursor else {})})).json()
@@ -318,7 +318,7 @@ async def test_events_are_read_page_by_page(api: Api, http: httpx.AsyncClient) -
         fails(await http.get(f"/v1/jobs/{id}/events", params={"after": value}), 400, param="after")
 
 
-async def test_what_an_operation_did_oddly_can_still_be_shown(api: Api, http: httpx.AsyncClient) -> None:
+async def test_a_job_with_odd_values_can_still_be_shown(api: Api, http: httpx.AsyncClient) -> None:
     id = await made(http, "odd")
     await api.drain()
     (job,) = (await http.get("/v1/jobs")).json()["data"]
@@ -344,14 +344,14 @@ async def test_cancel_is_a_no_op_on_a_job_that_has_ended(api: Api, http: httpx.A
     fails(await http.post(f"/v1/jobs/{open_}/cancel", json={"reason": ""}), 400, param="reason")
 
 
-async def test_a_job_of_another_object_is_left_to_it(api: Api, http: httpx.AsyncClient) -> None:
+async def test_verbs_on_a_job_with_an_owner_are_refused(api: Api, http: httpx.AsyncClient) -> None:
     id = await made(http)
     await api.sql("UPDATE batchwright.job SET owner = 'batch b1'")
     for verb in ("cancel", "recover", "rerun"):
         assert "batch b1" in fails(await http.post(f"/v1/jobs/{id}/{verb}"), 409, "conflict")
 
 
-async def test_recover_is_for_jobs_whose_lease_is_over(api: Api, http: httpx.AsyncClient) -> None:
+async def test_recover_is_only_for_jobs_whose_lease_has_expired(api: Api, http: httpx.AsyncClient) -> None:
     id = await made(http)
     assert "QUEUED" in fails(await http.post(f"/v1/jobs/{id}/recover"), 409, "conflict")
     await take_one(api.queue, types=["echo"])
@@ -361,7 +361,7 @@ async def test_recover_is_for_jobs_whose_lease_is_over(api: Api, http: httpx.Asy
     assert (answer.status_code, answer.json()["status"], answer.json()["attempts"]) == (200, "QUEUED", 0)
 
 
-async def test_rerun_is_for_jobs_that_ended_badly(api: Api, http: httpx.AsyncClient) -> None:
+async def test_rerun_is_only_for_failed_and_cancelled_jobs(api: Api, http: httpx.AsyncClient) -> None:
     bad, good = await made(http, "broken"), await made(http)
     await api.drain()
     answer = await http.post(f"/v1/jobs/{bad}/rerun")
@@ -484,7 +484,7 @@ async def test_a_pipeline_is_shown_and_cancelled(api: Api, http: httpx.AsyncClie
     assert (await http.post(f"/v1/pipelines/{id}/cancel")).json() == answer.json()
 
 
-# Nonsense ---------------------------------------------------------------------------------------------------------
+# Malformed requests -----------------------------------------------------------------------------------------------
 
 NO_JSON = [
     b"{",
@@ -521,7 +521,7 @@ async def test_a_body_that_is_not_json_is_refused(http: httpx.AsyncClient) -> No
         assert "not JSON" in fails(answer, 400, "invalid_request", "body")
 
 
-async def test_json_that_is_no_request_is_refused(api: Api, http: httpx.AsyncClient) -> None:
+async def test_json_that_is_not_a_request_is_refused(api: Api, http: httpx.AsyncClient) -> None:
     for body in NO_REQUEST:
         fails(await http.post("/v1/jobs", content=body, headers=JSON), 400, "invalid_request")
     assert "body: Field required" in fails(await http.post("/v1/jobs"), 400, param="body")
@@ -592,7 +592,7 @@ async def test_headers_have_limits(http: httpx.AsyncClient) -> None:
     fails(await post(http, ADA, ""), 400, param="idempotency-key")
     fails(await post(http, ADA, "k" * 256), 400, param="idempotency-key")
     long = await http.post("/v1/jobs", json=ADA, headers={"traceparent": "t" * 201})
-    assert (long.status_code, long.json()["traceparent"]) == (201, None), "one that is no good is as good as none"
+    assert (long.status_code, long.json()["traceparent"]) == (201, None), "an invalid traceparent is ignored"
     odd = {"Idempotency-Key": b"\xff\xe9"}
     assert (await http.post("/v1/jobs", json=ADA, headers=odd)).status_code == 201
 
@@ -642,7 +642,7 @@ async def test_payloads_have_a_depth(api: Api, http: httpx.AsyncClient) -> None:
     assert {job["status"] for job in (await http.get("/v1/jobs")).json()["data"]} == {"SUCCEEDED"}
 
 
-async def test_numbers_and_names_that_json_leaves_open_do_no_harm(http: httpx.AsyncClient) -> None:
+async def test_numbers_and_names_that_json_does_not_define_do_no_harm(http: httpx.AsyncClient) -> None:
     huge = b'{"job_type": "echo", "payload": {"value": ' + b"9" * 400 + b"}}"
     fails(await http.post("/v1/jobs", content=huge, headers=JSON), 400, "invalid_request")
     twice = b'{"job_type": "echo", "job_type": "greet", "payload": {"name": "x", "name": "y"}}'
@@ -668,7 +668,7 @@ async def test_bodies_have_a_size_however_they_are_sent(api: Api) -> None:
     assert (await post(http, ADA)).status_code == 201
 
 
-async def test_only_json_is_taken_for_json(api: Api, http: httpx.AsyncClient) -> None:
+async def test_only_the_content_type_of_json_is_accepted(api: Api, http: httpx.AsyncClient) -> None:
     body = orjson.dumps(ADA)
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "nonsense", ""):
         answer = await http.post("/v1/jobs", content=body, headers={"Content-Type": kind})
@@ -679,7 +679,7 @@ async def test_only_json_is_taken_for_json(api: Api, http: httpx.AsyncClient) ->
         assert (await http.post("/v1/jobs", content=body, headers={"Content-Type": kind})).status_code == 201
 
 
-async def test_a_long_value_is_not_sent_back_whole(http: httpx.AsyncClient) -> None:
+async def test_a_long_value_is_shortened_in_the_error(http: httpx.AsyncClient) -> None:
     answer = await post(http, {**ADA, "x" * 100_000: 1})
     fails(answer, 400)
     assert len(answer.content) < 5_000
@@ -688,7 +688,7 @@ async def test_a_long_value_is_not_sent_back_whole(http: httpx.AsyncClient) -> N
     assert len(answer.content) < 2_000
 
 
-async def test_a_parameter_that_nobody_knows_is_refused_not_ignored(
+async def test_an_unknown_parameter_is_refused_and_not_ignored(
     http: httpx.AsyncClient,
 ) -> None:
     message = fails(await http.get("/v1/jobs?statuss=FAILED"), 400, "unknown_parameter", "statuss")

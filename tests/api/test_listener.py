@@ -27,7 +27,7 @@ from tests.test_private import second_user
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a path that is short enough for a socket, and open to others."""
+    """A folder with a path that is short enough for a socket, which other users may enter."""
     made = Path(tempfile.mkdtemp(prefix="bw-", dir=roomy_folder()))
     made.chmod(0o755)
     yield made
@@ -109,7 +109,9 @@ def test_a_second_user_cannot_connect(folder: Path) -> None:
     listener = listen_on(folder / "api.sock")
     assert other.look([folder / "api.sock"]) == []
     (folder / "api.sock").chmod(0o666)
-    assert other.look([folder / "api.sock"]) == [str(folder / "api.sock")], "with that mode they could"
+    assert other.look([folder / "api.sock"]) == [str(folder / "api.sock")], (
+        "with an open mode, the second user can connect"
+    )
     listener.close()
 
 
@@ -123,11 +125,11 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_an_error_that_names_it(fol
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(path))
     dead.close()
-    assert path.is_socket(), "the name belongs to another server by now"
+    assert path.is_socket(), "the path belongs to another server now, so it must stay"
     alive.close()
 
 
-def test_what_cannot_be_a_socket_is_refused_with_its_reason(folder: Path) -> None:
+def test_a_path_that_cannot_be_a_socket_is_refused_with_the_reason(folder: Path) -> None:
     (folder / "file").write_text("mine")
     with pytest.raises(ConfigurationError, match="is not a socket but another file"):
         listen_on(folder / "file")

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what it must say of every route, and whether the server keeps to it under fire."""
+"""The OpenAPI document: what it must say about every route, and whether the server conforms to it under fuzzing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchwright.testing import drain
 from tests.api.conftest import GATEWAY, OPERATIONS, Api, configured, routes, stored_file
 
 EXAMPLES = int(os.environ.get("BATCHWRIGHT_TEST_FUZZ_EXAMPLES", "3"))
-"""Cases per route in the fuzzing phase; a thousand are good company over lunch."""
+"""Cases per route in the fuzzing phase; more of them take long."""
 PHASES = ("examples", "coverage", "fuzzing")
 
 CONFIG = """\
@@ -86,7 +86,7 @@ checks.allow_header_conformance.enabled = false
 @pytest.mark.parametrize(
     ("phases", "examples"), [(("fuzzing",), 1), pytest.param(PHASES, EXAMPLES, marks=pytest.mark.thorough)]
 )
-async def test_the_server_keeps_to_its_document_whatever_is_sent(
+async def test_the_server_conforms_to_its_document_for_any_request(
     database_url: str, tmp_path: Path, phases: Sequence[str], examples: int
 ) -> None:
     settings = configured(database_url, tmp_path)
@@ -105,7 +105,7 @@ async def test_the_server_keeps_to_its_document_whatever_is_sent(
         server, worker = await front.server(), batchwright.worker()
         running = [server.start(), asyncio.create_task(worker.run())]
         try:
-            # The document is made when it is first asked for, which the fuzzer would wait for ten seconds only.
+            # The document is made at the first request for it, and the fuzzer would wait only ten seconds.
             async with httpx.AsyncClient(timeout=60) as http:
                 assert (await http.get(f"{server.url}/openapi.json")).status_code == 200
             code, said = await fuzz(f"{server.url}/openapi.json", config, phases)
@@ -120,7 +120,7 @@ async def test_the_server_keeps_to_its_document_whatever_is_sent(
 
 
 async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
-    """The ids of some that are there to be looked at and changed."""
+    """The ids of objects that requests can read and change."""
     ids = []
     for n in range(3):
         file = await stored_file(batchwright, b"{}\n" * n)
@@ -136,7 +136,7 @@ async def files_and_batches(batchwright: AsyncBatchwright) -> list[str]:
 
 
 async def runs_and_documents(batchwright: AsyncBatchwright) -> list[str]:
-    """A run whose documents wait, of a collection that is empty; the sources lead nowhere."""
+    """A run with waiting documents and an empty collection; its sources do not exist."""
     part = batchwright.part(IngestPart)
     ids = []
     for n in range(3):
@@ -173,7 +173,7 @@ def operations(api: Api) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-async def test_every_route_says_what_it_is_and_how_it_fails(api: Api) -> None:
+async def test_every_route_has_a_summary_and_lists_its_errors(api: Api) -> None:
     assert len(operations(api)) == len(routes(api.app)) > 25
     for name, one in operations(api):
         assert one["summary"], name
@@ -196,17 +196,17 @@ async def test_every_parameter_and_every_field_of_a_body_has_a_limit(api: Api) -
     for name, one in operations(api):
         for parameter in one.get("parameters", ()):
             if parameter["name"] == "traceparent":
-                continue  # one that is no good, however long it is, is as good as none
+                continue  # an invalid one is ignored, however long it is
             unlimited = list(unbounded(document, parameter["schema"], f"{name} {parameter['name']}"))
             assert not unlimited
         for content in one.get("requestBody", {}).get("content", {}).values():
             unlimited = list(unbounded(document, content["schema"], name))
-            counted = (".payload", ".file", ".data", ".options.*")  # by bytes and by depth
+            counted = (".payload", ".file", ".data", ".options.*")  # these are limited in bytes and in depth
             assert [where for where in unlimited if not where.endswith(counted)] == []
 
 
 def unbounded(document: dict[str, Any], schema: dict[str, Any], where: str) -> list[str]:
-    """The places below a schema at which anything fits."""
+    """The places below a schema that have no limit."""
     if reference := schema.get("$ref"):
         schema = document["components"]["schemas"][reference.rpartition("/")[2]]
     choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
@@ -234,7 +234,7 @@ def unbounded(document: dict[str, Any], schema: dict[str, Any], where: str) -> l
     return [where]
 
 
-async def test_the_document_is_there_for_everybody_and_its_examples_are_true(api: Api) -> None:
+async def test_the_document_needs_no_key_and_its_examples_are_valid(api: Api) -> None:
     await api.holder()
     http = await api.client()
     answer = await http.get("/openapi.json")

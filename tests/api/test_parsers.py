@@ -1,6 +1,6 @@
-"""Every parser that reads what strangers send: whatever comes is read or refused, in a time that grows with its length.
+"""Every parser of data from strangers: any input is read or refused, in a time that is proportional to its length.
 
-Double the input and the time may double; it may not quadruple.
+For twice the input, the time may double, but not quadruple.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from batchwright.telemetry import tracing
 REFUSALS = (BatchwrightError, Refusal, JSONDecodeError)
 REPEATED = 10_000
 FLOOR_SECONDS = 0.01
-"""Shorter times say nothing."""
+"""Shorter times are too inexact to compare."""
 
 
 def read_form(text: str) -> None:
-    """As the body of a form, in chunks; and as the header of one of its parts."""
+    """Parse the text as the body of a form, in chunks, and as the header of one of its parts."""
     asyncio.run(read_all(text.encode("utf-8", "replace")))
     part = f"--b\r\nContent-Disposition: form-data; name=a; {text}\r\n\r\nx\r\n--b--\r\n"
     asyncio.run(read_all(part.encode("utf-8", "replace")))
@@ -90,7 +90,7 @@ def refused(parser: Callable[[str], Any], text: str) -> bool:
 
 
 def seconds(parser: Callable[[str], Any], text: str) -> float:
-    """Of the processor, the best of three."""
+    """The shortest processor time of three runs."""
 
     def once() -> float:
         began = time.process_time()
@@ -101,9 +101,9 @@ def seconds(parser: Callable[[str], Any], text: str) -> float:
     return first if first < FLOOR_SECONDS else min(first, once(), once())
 
 
-@pytest.mark.timed  # it bounds times of the processor
+@pytest.mark.timed  # it limits processor times
 @pytest.mark.parametrize("name", PARSERS)
-def test_the_time_of_every_parser_grows_with_its_input_and_no_faster(name: str) -> None:
+def test_the_time_of_every_parser_grows_in_proportion_to_its_input(name: str) -> None:
     parser = PARSERS[name]
     for start in ("", '{"jobs":[', "bytes=", "--b\r\n", 'x="', "multipart/form-data; boundary=b; x="):
         for token in TOKENS:
@@ -116,11 +116,11 @@ def test_the_time_of_every_parser_grows_with_its_input_and_no_faster(name: str) 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tokens=st.lists(st.one_of(st.sampled_from(TOKENS), st.text(max_size=5)), max_size=30), again=st.integers(1, 300))
 @pytest.mark.parametrize("name", PARSERS)
-def test_whatever_is_sent_is_read_or_refused(name: str, tokens: list[str], again: int) -> None:
+def test_any_input_is_read_or_refused(name: str, tokens: list[str], again: int) -> None:
     refused(PARSERS[name], "".join(tokens) * again)
 
 
-def test_a_content_type_that_took_a_minute_and_a_half_is_refused_at_once() -> None:
+def test_a_content_type_that_would_take_minutes_to_parse_is_refused_at_once() -> None:
     hostile = 'multipart/form-data; boundary=b; x="' + ";" * 320_000
     began = time.process_time()
     with pytest.raises(InvalidInput, match="at most 1000 characters and 64 parameters"):
@@ -151,13 +151,13 @@ JSON = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(body=st.dictionaries(st.sampled_from(["jobs", "a", "é"]), JSON), jobs=st.lists(JSON, max_size=5))
-def test_a_large_body_is_read_as_a_small_one(body: dict[str, Any], jobs: list[Any]) -> None:
+def test_a_large_body_is_read_like_a_small_one(body: dict[str, Any], jobs: list[Any]) -> None:
     for one in (body, {**body, "jobs": jobs}):
         for written in (orjson.dumps(one), orjson.dumps(one, option=orjson.OPT_INDENT_2)):
             assert parse_large(written) == orjson.loads(written)
 
 
-async def test_what_a_large_body_must_not_be() -> None:
+async def test_an_invalid_large_body_is_refused() -> None:
     space = b" " * (1024 * 1024)
     assert await parse(b'{"jobs": [{}]}' + space) == {"jobs": [{}]}
     for bad in (b'{"jobs": [NaN]}', b'{"jobs": [1,]}', b'{"jobs": ["\\ud800"]}', b'{"jobs": ["\xff"]}', b'{"a": 1'):
@@ -169,7 +169,7 @@ async def test_what_a_large_body_must_not_be() -> None:
         await parse(b'{"jobs": [{}, "' + b"x" * JOB_BYTES_MAX + b'"]}')
 
 
-async def test_others_have_their_turn_while_a_large_body_is_read() -> None:
+async def test_reading_a_large_body_does_not_block_other_requests() -> None:
     job = orjson.dumps({"job_type": "echo", "payload": {"value": [[]] * 10_000}})
     body = b'{"jobs":[' + b",".join([job] * 50) + b"]}"
     reading = asyncio.create_task(parse(body))

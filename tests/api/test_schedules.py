@@ -1,4 +1,4 @@
-"""Schedules over HTTP: each route with its happy path and its negative twin."""
+"""Schedules over HTTP: each route with valid and refused requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def create(http: httpx.AsyncClient, name: str = "report", **changes: Any) 
     return await http.post("/v1/schedules", json={"name": name, **PLAN, **changes})
 
 
-async def test_a_schedule_lives_from_its_making_to_its_end(api: Api, http: httpx.AsyncClient) -> None:
+async def test_a_schedule_is_created_changed_paused_run_and_deleted(api: Api, http: httpx.AsyncClient) -> None:
     made = await create(http, timezone="Europe/Berlin", missed="skip", tick_field=None)
     assert made.status_code == 201
     schedule = made.json()
@@ -92,7 +92,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_a_plan_that_is_wrong_is_refused_by_the_name_of_its_field(http: httpx.AsyncClient) -> None:
+async def test_an_invalid_schedule_is_refused_with_the_name_of_the_field(http: httpx.AsyncClient) -> None:
     for changes, param in WRONG:
         fails(await http.post("/v1/schedules", json={"name": "report", **PLAN, **changes}), 400, param=param)
     assert (await http.get("/v1/schedules")).json()["data"] == []

@@ -1,4 +1,4 @@
-"""The server as a whole: how it ends."""
+"""The end of the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.api.streaming import serving
 
 
 class Slow(CountsWriter):
-    """A write that is under way, and that takes a moment to be broken off: the driver asks the server to."""
+    """A write in progress that takes a moment to cancel, because the driver must ask the server."""
 
     is_writing = False
     has_ended = False
@@ -25,11 +25,11 @@ class Slow(CountsWriter):
             self.is_writing = False
 
     async def write_last(self):
-        assert not self.is_writing, "older counts may be written over the last ones"
+        assert not self.is_writing, "the last counts were written while an older write could still overwrite them"
         self.has_ended = True
 
 
-async def test_the_last_counts_are_written_when_no_older_write_is_under_way(database_url):
+async def test_the_last_counts_are_written_after_any_older_write_has_ended(database_url):
     async with serving(database_url) as (batchwright, first):
         counts = Slow(batchwright.queue, "api", Counts([]))
         server = ApiServer(counts, first._services)

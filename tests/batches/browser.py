@@ -24,7 +24,7 @@ DROP = """([target, name, text]) => {
 
 
 class Browsing:
-    """A browser and what it complained about."""
+    """A browser, and the errors that it reported."""
 
     def __init__(self, browser: Browser, url: str) -> None:
         self.browser = browser
@@ -41,7 +41,7 @@ class Browsing:
         return page
 
     def forgive(self, status: int) -> None:
-        """A page with this status was meant to be seen; the browser reports it as an error."""
+        """Expect a page with this status, which the browser reports as an error."""
         (said,) = self.troubles
         assert f"a status of {status}" in said
         self.troubles.clear()
@@ -67,12 +67,12 @@ async def browsing(url: str) -> AsyncIterator[Browsing]:
 
 
 async def drop(page: Page, name: str, text: str) -> None:
-    """As if somebody let go of a file over the area for it."""
+    """Drop a file on the drop area."""
     await page.evaluate(DROP, ["[data-drop]", name, text])
 
 
 async def check_access(page: Page) -> None:
-    """No violation of the rules for accessibility, and nothing that is wider than the screen of a phone."""
+    """Check that the page violates no accessibility rule and is not wider than the screen of a phone."""
     await page.evaluate(AXE)
     found = await page.evaluate("rules => axe.run(document, rules)", RULES)
     words = [f"{one['id']}: {[node['html'] for node in one['nodes']][:3]}" for one in found["violations"]]

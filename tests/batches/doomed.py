@@ -1,4 +1,4 @@
-"""A worker process that kills itself at a named point: `python -m tests.batches.doomed BRIEF`.
+"""A worker process that kills itself at a given point: `python -m tests.batches.doomed BRIEF`.
 
 The brief is JSON: the settings, and optionally `at` ("module:Class.method"), `when` ("before" or "after") and `call`,
 the number of the call at which it dies. With `cancel`, a batch's id, it is a client that cancels the batch.

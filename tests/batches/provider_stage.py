@@ -1,4 +1,4 @@
-"""A stage for batches that go to outside providers: that of whole batches, and the contract server beside it."""
+"""A stage for batches that go to outside providers: the stage for whole batches, and the contract server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProviderStage(Stage):
         return self.batchwright.part(BatchesPart).batches
 
     def pass_time(self, seconds: float | None = None) -> None:
-        """At the providers; by default as much as their jobs need."""
+        """Advance the providers' clock, by default until their jobs have ended."""
         settings = self.providers.settings
         self.providers.advance(settings.queue_seconds + settings.run_seconds + 1 if seconds is None else seconds)
 
@@ -54,7 +54,7 @@ class ProviderStage(Stage):
         return [row for owner in sorted(owners) for row in await jobs.of(owner)]
 
     async def submitted(self, id: str, count: int = 1, seconds: float = 30.0) -> list[RemoteJob]:
-        """Wait until so many jobs of the batch are at their providers."""
+        """Wait until this number of jobs of the batch is at the providers."""
         async with asyncio.timeout(seconds):
             while len(rows := [row for row in await self.rows(id) if row.phase == "submitted"]) < count:
                 self.look()
@@ -62,7 +62,7 @@ class ProviderStage(Stage):
         return rows
 
     async def finished(self, id: str, count: int = 1) -> Batch:
-        """Wait until the providers have had so many jobs, let them do their work, and wait for the end."""
+        """Wait until the providers have received this number of jobs, let them finish, and wait for the batch's end."""
         async with asyncio.timeout(30.0):
             while len(self.remote()) < count:
                 self.look()

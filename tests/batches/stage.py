@@ -86,7 +86,7 @@ class Stage:
         return worker
 
     async def ended(self, id: str, seconds: float = 60.0) -> Batch:
-        """Wait for the end; a worker that breaks down fails the test at once."""
+        """Wait for the end; an error of a worker fails the test at once."""
         async with asyncio.timeout(seconds):
             while not (batch := await self.get(id)).has_ended:
                 for _, task in self.workers:
@@ -98,7 +98,7 @@ class Stage:
     async def until(self, id: str, condition: Any, seconds: float = 30.0) -> Batch:
         async with asyncio.timeout(seconds):
             while not condition(batch := await self.get(id)):
-                assert not batch.has_ended, f"the batch ended {batch.status} before it came to that"
+                assert not batch.has_ended, f"the batch ended {batch.status} before the condition was met"
                 await asyncio.sleep(0.01)
         return batch
 
@@ -121,7 +121,7 @@ class Stage:
 
 
 async def given_up(stage: Stage, monkeypatch: Any, id: str) -> Batch:
-    """How a batch ends that has waited for the store as long as it may."""
+    """Let the window of a batch pass while it waits for the store; return it as it ended."""
     monkeypatch.setattr(process, "AWAY_SECONDS", 0.05)
     monkeypatch.setattr(store, "PATIENCE_SECONDS", 0.0)
     async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""What goes wrong, and what becomes of it: bad files, bad answers, full disks, a lost machine."""
+"""How batches end with bad files and bad answers, and which unusual files and endpoints work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BAD = {
 }
 
 
-async def test_a_bad_file_fails_its_batch_and_says_where(database_url, tmp_path):
+async def test_a_bad_file_fails_its_batch_with_the_lines_that_are_bad(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         ids = {name: await stage.submit(data) for name, (data, _, _) in BAD.items()}
@@ -54,7 +54,7 @@ async def test_a_file_beyond_a_limit_fails_its_batch(database_url, tmp_path, dat
         assert [(one["code"], one["line"]) for one in batch.errors["data"]] == [(code, line)]
 
 
-async def test_strange_but_lawful_files_are_read(database_url, tmp_path):
+async def test_unusual_but_valid_files_are_read(database_url, tmp_path):
     """A byte order mark, CRLF, blank lines, no newline at the end, a line of 4 MB, and content as an array."""
     parts = [{"type": "text", "text": "hello"}]
     array = {**GOOD, "custom_id": "array", "body": {"model": "small", "messages": [{"role": "user", "content": parts}]}}
@@ -69,17 +69,17 @@ async def test_strange_but_lawful_files_are_read(database_url, tmp_path):
 
 
 @pytest.mark.parametrize("window", ["", "59s", "31d", "0h", "24", "1w", "-1h", "1.5h", "24h ", "9999999999d"])
-def test_a_window_that_is_none_is_refused(window):
+def test_an_invalid_window_is_refused(window):
     with pytest.raises(InvalidInput, match="Supported values are"):
         window_seconds(window)
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("1m", 60), ("60s", 60), ("24h", 86_400), ("30d", 2_592_000)])
-def test_windows_go_from_a_minute_to_thirty_days(window, seconds):
+def test_a_window_may_be_a_minute_to_thirty_days(window, seconds):
     assert window_seconds(window) == seconds
 
 
-async def test_an_input_whose_bytes_are_gone_fails_the_batch(database_url, tmp_path):
+async def test_an_input_whose_stored_bytes_are_lost_fails_the_batch(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([GOOD])
         file = await stage.batchwright.part(BatchesPart).files.get(
@@ -100,7 +100,7 @@ FAULTS = {
 }
 
 
-async def test_an_answer_that_is_none_becomes_an_error_line(database_url, tmp_path):
+async def test_an_unusable_answer_becomes_an_error_line(database_url, tmp_path):
     async with staged(database_url, tmp_path, global_inference_gateway={"max_retries": 1}) as stage:
         stage.work()
         lines = [request(fault, prompt=f"[[fault:{fault}]]") for fault in FAULTS]

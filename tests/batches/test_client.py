@@ -1,4 +1,4 @@
-"""Batches from Python: submit, follow, results as they come, and control, with real workers and a simulated server."""
+"""Batches from Python: submit, follow, read results as they arrive, and control; real workers, a simulated server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bodies(n: int) -> Iterator[dict[str, Any]]:
 
 
 def client_beside(one: Stage, **options: Any) -> AsyncBatchwright:
-    """A process that only submits: it has the same database and store, and no gateway."""
+    """A client that only submits: it has the same database and store, but no gateway."""
     settings = one.batchwright.settings
     tables = {
         "database": {"url": settings.database.url, "folder": settings.database.folder},
@@ -134,7 +134,7 @@ async def test_a_reader_resumes_behind_a_cursor_and_gets_the_rest_once(database_
 
 
 async def test_lines_that_never_got_an_answer_are_results_too(database_url, tmp_path):
-    """They are in the error file only; each one comes once all the same."""
+    """They are only in the error file; each one is still returned once."""
     async with staged(database_url, tmp_path) as one:
         batch = await one.batchwright.batch(bodies(8), model="small")
         await batch.pause()
@@ -149,7 +149,7 @@ async def test_lines_that_never_got_an_answer_are_results_too(database_url, tmp_
         assert {result.error.code for result in results if not result.ok} <= {"batch_cancelled"}
 
 
-async def test_results_that_are_not_kept_one_by_one_any_more_come_from_the_files(database_url, tmp_path):
+async def test_when_journals_are_removed_results_come_from_the_files(database_url, tmp_path):
     async with staged(database_url, tmp_path) as one:
         one.work()
         batch = await one.batchwright.batch(
@@ -180,7 +180,7 @@ async def test_another_machine_without_a_shared_work_folder_gets_results_at_the_
             assert sorted(results) == [f"request-{n}" for n in range(1, 6)]
 
 
-async def test_a_result_is_there_before_the_batch_has_ended(database_url, tmp_path):
+async def test_a_result_is_returned_before_the_batch_has_ended(database_url, tmp_path):
     async with staged(database_url, tmp_path, batches={"cancel_grace_seconds": 0.1}) as one:
         one.work()
         slow = {"custom_id": "slow", "messages": [{"role": "user", "content": "[[fault:hang]]"}]}
@@ -206,7 +206,7 @@ async def test_a_batch_that_fails_as_a_whole_says_why(database_url, tmp_path):
         assert (await batch.progress()).status is BatchStatus.FAILED
 
 
-async def test_nobody_waits_longer_than_he_wants_to(database_url, tmp_path):
+async def test_waiting_ends_after_the_timeout(database_url, tmp_path):
     async with staged(database_url, tmp_path) as one:
         batch = await one.batchwright.batch(bodies(1), model="small")
         assert str(await batch.progress()) == "validating, 0 of 0 requests done"
@@ -220,7 +220,7 @@ async def test_without_any_worker_for_batches_it_is_refused(database_url, tmp_pa
         requests = bodies(1)
         with pytest.raises(ConfigurationError, match="no worker runs batches"):
             await batchwright.batch(requests, model="small")
-        assert len([*requests]) == 1, "they were read in vain"
+        assert len([*requests]) == 1, "the requests were read although no batch can be made"
         assert await batchwright.batches.list() == []
         with pytest.raises(NotFound, match="there is no batch 'batch_nope'"):
             await batchwright.batches["batch_nope"].progress()
@@ -230,7 +230,7 @@ def test_a_client_that_is_not_open_says_so_before_it_reads_the_requests():
     requests, client = bodies(1), Batchwright(database_url="postgresql://nowhere")
     with pytest.raises(InvalidInput, match="not open"):
         client.batch(requests)
-    assert len([*requests]) == 1, "they were read in vain"
+    assert len([*requests]) == 1, "the requests were read although no batch can be made"
 
 
 BAD_INPUT = [
@@ -295,7 +295,7 @@ def test_a_request_is_a_line_or_a_body():
     assert orjson.loads(_as_line({"body": {}}, 1, Defaults()))["url"] == CHAT
 
 
-def test_the_endpoint_is_that_of_the_lines(tmp_path):
+def test_the_endpoint_is_read_from_the_lines(tmp_path):
     file = tmp_path / "in.jsonl"
     for urls, endpoint in (
         ([], CHAT), (["/v1/embeddings"] * 2, "/v1/embeddings"), (["/v1/embeddings", CHAT], "mixed"), (["/nope"], CHAT)
@@ -325,7 +325,7 @@ def test_a_large_iterable_is_not_held_in_memory_and_has_a_limit():
 # Results ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_result_tells_an_answer_from_an_error():
+def test_a_result_is_either_an_answer_or_an_error():
     def answer(status: int, body: bytes) -> BatchResult:
         answer = classify(Reply(status=status, body=body), now=0.0)
         return parse_result(answered("batch_req_0", "a", answer))

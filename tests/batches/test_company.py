@@ -1,4 +1,4 @@
-"""Many batches at once, on a database that takes its time: none is taken for another, and no line is left behind."""
+"""Many batches at once on a slow database, lines without an answer, and batches beside other jobs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.support import raw
 SLOWLY = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0, max_running=1000))
 
 
-async def test_a_batch_that_begins_while_orders_are_read_is_not_taken_for_a_lost_one(
+async def test_a_batch_that_begins_while_controls_are_read_is_not_taken_for_a_lost_one(
     database_url, tmp_path, monkeypatch
 ):
-    """Twenty batches begin one after the other, while each look at the controls takes nearly half a second."""
+    """Twenty batches begin one after the other, while each reading of the controls takes nearly half a second."""
     controls = Batches.controls
 
     async def slowly(self, ids):
@@ -46,7 +46,7 @@ async def test_a_batch_that_begins_while_orders_are_read_is_not_taken_for_a_lost
         assert {batch.resends for batch in batches} == {0}
 
 
-async def test_a_shard_that_is_taken_for_lost_while_we_hold_it_is_run_again(database_url, tmp_path, monkeypatch):
+async def test_a_shard_that_was_wrongly_taken_for_lost_is_run_again(database_url, tmp_path, monkeypatch):
     controls, looks = Batches.controls, 0
 
     async def forgetful(self, ids):
@@ -67,7 +67,7 @@ async def test_a_shard_that_is_taken_for_lost_while_we_hold_it_is_run_again(data
 # Lines without an answer --------------------------------------------------------------------------------------------
 
 
-async def test_lines_that_a_shard_left_unasked_are_sent_again_and_only_those(database_url, tmp_path, monkeypatch):
+async def test_only_lines_that_a_shard_did_not_send_are_resent(database_url, tmp_path, monkeypatch):
     send, sends = ShardRun._send, 0
 
     async def half_of_it(self, pending, control):
@@ -91,7 +91,7 @@ async def test_lines_that_a_shard_left_unasked_are_sent_again_and_only_those(dat
         assert counted.total("batch_lines_resent_total") == 10
 
 
-async def test_lines_that_never_get_an_answer_fail_their_batch_and_it_says_so(database_url, tmp_path, monkeypatch):
+async def test_a_batch_whose_lines_never_get_an_answer_fails_and_says_so(database_url, tmp_path, monkeypatch):
     runs = 0
 
     async def nothing(*_):
@@ -110,7 +110,7 @@ async def test_lines_that_never_get_an_answer_fail_their_batch_and_it_says_so(da
 
 
 @pytest.mark.parametrize(("how", "status"), [("cancel", BatchStatus.CANCELLED), ("deadline", BatchStatus.EXPIRED)])
-async def test_a_batch_that_sends_again_can_be_cancelled_and_ends_with_its_window(
+async def test_a_batch_that_resends_lines_can_be_cancelled_and_expires(
     database_url, tmp_path, monkeypatch, how, status
 ):
     send, sends = ShardRun._send, 0
@@ -137,7 +137,7 @@ async def test_a_batch_that_sends_again_can_be_cancelled_and_ends_with_its_windo
 # Other work in the same worker --------------------------------------------------------------------------------------
 
 
-async def test_long_jobs_of_a_user_do_not_keep_batches_from_being_planned_cancelled_and_ended(database_url, tmp_path):
+async def test_batches_are_planned_cancelled_and_ended_while_long_jobs_of_users_fill_the_worker(database_url, tmp_path):
     release = asyncio.Event()
 
     @operation("linger", max_attempts=1)
@@ -163,12 +163,12 @@ async def test_long_jobs_of_a_user_do_not_keep_batches_from_being_planned_cancel
         await raw(stage.batchwright.queue, sql, id=late)
         statuses = [done.status, *[(await stage.ended(id, 20)).status for id in (cancelled, late)]]
         assert statuses == [BatchStatus.COMPLETED, BatchStatus.CANCELLED, BatchStatus.EXPIRED]
-        assert await raw(stage.batchwright.queue, busy) == [(2,)], "and batches take no slot of theirs"
+        assert await raw(stage.batchwright.queue, busy) == [(2,)], "batches take no slots from the jobs"
         release.set()
 
 
 @pytest.mark.thorough
-async def test_more_batches_than_a_worker_plans_at_once_take_turns_without_waiting_for_the_poller(
+async def test_with_more_batches_than_a_worker_plans_at_once_the_next_ones_do_not_wait_for_the_poller(
     database_url, tmp_path
 ):
     async with staged(database_url, tmp_path, worker={"poll_seconds_max": 10.0}) as stage:
@@ -179,7 +179,7 @@ async def test_more_batches_than_a_worker_plans_at_once_take_turns_without_waiti
         assert {batch.status for batch in batches} == {BatchStatus.COMPLETED}
 
 
-async def test_what_a_worker_takes_on_demand_is_bounded_and_only_of_its_queues(database_url, tmp_path):
+async def test_the_jobs_a_worker_takes_on_demand_are_limited_and_only_from_its_queues(database_url, tmp_path):
     async with staged(database_url, tmp_path, worker={"queues": ["batches", "mail"]}) as stage:
         stage.batchwright.worker()
         runtime: Runtime = stage.batchwright.part(BatchesPart).runtime

@@ -1,4 +1,4 @@
-"""What of batches needs attention, and what they cost today."""
+"""Which batches need attention, and what batches cost today."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def told(client: AsyncBatchwright, tenant: str | None = None) -> dict[str,
     return {one.kind: one.message for one in found}
 
 
-async def test_batches_that_wait_are_paused_or_too_slow_are_told_to_their_tenant(client):
+async def test_a_tenant_is_shown_its_batches_that_wait_are_paused_or_are_too_slow(client):
     assert await told(client) == {}
     batches = client.part(BatchesPart).batches
     waiting = await begun(client)
@@ -72,7 +72,7 @@ async def test_batches_that_wait_are_paused_or_too_slow_are_told_to_their_tenant
     assert links == {f"batches/{id}" for id in (waiting, paused, slow)}
 
 
-async def test_servers_that_cannot_be_reached_and_full_disks_are_told_to_operators(client):
+async def test_operators_are_shown_unreachable_servers_and_full_disks(client):
     database = client.queue.database
     values = {"host": "h", "pid": 1, "version": "1", "queues": None, "operations": [], "concurrency": 1}
     await Workers(database).register(id="w1", **values)
@@ -92,7 +92,7 @@ async def test_servers_that_cannot_be_reached_and_full_disks_are_told_to_operato
     assert await told(client) == {}
 
 
-async def test_money_of_today_is_that_of_batches_of_today_and_of_todays_part_of_older_ones(client):
+async def test_the_cost_of_today_is_that_of_todays_batches_and_of_todays_part_of_older_ones(client):
     usage = orjson.dumps({"small": {"input": 1_000_000, "cached": 0, "output": 500_000}}).decode()
     await begun(client, usage_by_model=usage)
     await begun(client, tenant="other", usage_by_model=usage.replace("small", "unpriced"))

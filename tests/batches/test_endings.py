@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the way, a batch ends once, in the right state, and with every answer that it has."""
+"""Whatever goes wrong, a batch ends once, in the right state, and with every answer that it has."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def failing(monkeypatch, owner, name, error, *, times=1, when=lambda *_: True):
 # Stopping -----------------------------------------------------------------------------------------------------------
 
 
-async def test_shards_that_come_back_after_an_error_do_not_keep_their_batch_open(database_url, tmp_path):
+async def test_shards_that_are_rerun_after_an_error_do_not_keep_their_batch_open(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
         await stage.batchwright.part(BatchesPart).batches.pause(id, tenant=None)
@@ -69,7 +69,7 @@ async def test_shards_that_come_back_after_an_error_do_not_keep_their_batch_open
         assert (batch.status, batch.failed, batch.errors["data"][0]["code"]) == (BatchStatus.FAILED, 1, "odd")
 
 
-async def test_after_an_error_too_requests_in_flight_do_not_outlive_the_window(database_url, tmp_path):
+async def test_after_an_error_requests_in_flight_still_end_with_the_window(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=HANGING) as stage:
         stage.work()
         id = await stage.submit([request("a")])
@@ -82,7 +82,7 @@ async def test_after_an_error_too_requests_in_flight_do_not_outlive_the_window(d
         assert (batch.status, batch.failed) == (BatchStatus.FAILED, 1)
 
 
-async def test_a_cancellation_after_an_error_has_its_grace_and_after_the_deadline_none(database_url, tmp_path):
+async def test_a_cancellation_gets_its_grace_after_an_error_but_not_after_the_deadline(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batches = stage.batchwright.part(BatchesPart).batches
         for reason, expected in (("error", "cancel"), ("deadline", "deadline")):
@@ -93,8 +93,8 @@ async def test_a_cancellation_after_an_error_has_its_grace_and_after_the_deadlin
             assert (batch.status, batch.stop_reason) == (BatchStatus.CANCELLING, expected)
 
 
-async def test_shards_say_that_the_window_is_over_before_they_end(database_url, tmp_path, monkeypatch):
-    """Otherwise their batch finds lines without an answer, and no reason for it."""
+async def test_shards_record_that_the_window_is_over_before_they_end(database_url, tmp_path, monkeypatch):
+    """Otherwise their batch finds lines without an answer and does not know the reason."""
 
     async def nothing(*_):
         pass
@@ -118,7 +118,7 @@ async def test_a_worker_whose_clock_is_ahead_expires_nothing(database_url, tmp_p
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 1)
 
 
-async def test_a_batch_that_is_resumed_while_its_requests_end_goes_on_at_once(database_url, tmp_path):
+async def test_a_batch_that_is_resumed_while_its_requests_end_continues_at_once(database_url, tmp_path):
     long = SimulatorSettings(any_model=Profile(decode_rate=2.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=long) as stage:
         stage.work()
@@ -136,8 +136,8 @@ async def test_a_batch_that_is_resumed_while_its_requests_end_goes_on_at_once(da
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 15)
 
 
-async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon(database_url, tmp_path, monkeypatch):
-    """Nobody can wake a shard that a worker still has."""
+async def test_a_batch_that_is_resumed_while_its_shards_snooze_continues_soon(database_url, tmp_path, monkeypatch):
+    """A shard that a worker still holds cannot be woken."""
     controls = Batches.controls
 
     async def then_resume(self, ids):
@@ -160,7 +160,7 @@ async def test_a_batch_that_is_resumed_while_its_shards_go_to_sleep_goes_on_soon
 
 
 @pytest.mark.parametrize(("verb", "folder"), [("put_file", "batches/"), ("put", "files/")])
-async def test_a_store_that_is_full_for_a_moment_costs_nothing_but_time(
+async def test_a_store_that_is_full_for_a_moment_only_delays_the_batch(
     database_url, tmp_path, monkeypatch, verb, folder
 ):
     monkeypatch.setattr(process, "AWAY_SECONDS", 0.05)
@@ -177,7 +177,7 @@ async def test_a_store_that_is_full_for_a_moment_costs_nothing_but_time(
     ("owner", "name", "times"),
     [(Workspace, "fetch_input", 11), (ShardRun, "_open_input", 5), (UnregisteredAnswers, "recover_for_shard", 5)],
 )
-async def test_a_batch_that_has_sent_nothing_yet_waits_for_a_store_that_is_away(
+async def test_a_batch_that_has_sent_nothing_yet_waits_for_an_unavailable_store(
     database_url, tmp_path, monkeypatch, owner, name, times
 ):
     for module in (execution, process):
@@ -192,7 +192,7 @@ async def test_a_batch_that_has_sent_nothing_yet_waits_for_a_store_that_is_away(
         assert await raw(stage.batchwright.queue, said) == [("away",)]
 
 
-async def test_answers_wait_for_a_store_that_is_away(database_url, tmp_path, monkeypatch):
+async def test_answers_wait_for_an_unavailable_store(database_url, tmp_path, monkeypatch):
     parts = {"storage": {"url": f"file://{tmp_path}/store"}, "batches": {"shared_checkpoint_seconds": 60.0}}
     away = StorageUnavailable("away")
     failing(monkeypatch, Store, "put", away, times=8, when=lambda key, *_: "/segments/" in key)
@@ -219,7 +219,7 @@ async def test_a_worker_does_not_start_with_a_work_folder_that_it_cannot_use(dat
 
 
 @pytest.mark.thorough
-async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_request(database_url, tmp_path):
+async def test_when_the_work_folder_is_deleted_the_worker_sends_no_more_requests(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": 10}) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(200)])
@@ -231,7 +231,9 @@ async def test_a_work_folder_that_is_deleted_under_a_worker_costs_no_further_req
         assert stage.simulator.stats()["received"] < 100
 
 
-async def test_last_words_are_said_although_something_is_still_under_way(database_url, tmp_path, monkeypatch):
+async def test_answers_are_registered_at_the_end_although_another_write_is_still_under_way(
+    database_url, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Work, "look", lambda _: None)
     parts = {"worker": {"stop_grace_seconds": 0.1}, "batches": {"checkpoint_seconds": 60.0}}
     async with staged(database_url, tmp_path, **parts) as stage:
@@ -248,7 +250,7 @@ async def test_last_words_are_said_although_something_is_still_under_way(databas
 # Input and plan -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_input_of_which_the_store_lost_the_end_is_not_taken_for_a_shorter_one(database_url, tmp_path):
+async def test_a_truncated_input_fails_the_batch(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a"), request("b")])
         file = await stage.batchwright.part(BatchesPart).files.get(
@@ -263,7 +265,7 @@ async def test_an_input_of_which_the_store_lost_the_end_is_not_taken_for_a_short
 
 
 @pytest.mark.parametrize("harm", ["gone", "cut", "odd"])
-async def test_a_retry_does_not_take_a_damaged_error_file_for_one_with_fewer_lines(database_url, tmp_path, harm):
+async def test_a_retry_of_a_damaged_error_file_fails(database_url, tmp_path, harm):
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         lines = [request(f"r{n}", prompt=f"{n} [[fault:400:times=1]]") for n in range(4)]
@@ -280,7 +282,7 @@ async def test_a_retry_does_not_take_a_damaged_error_file_for_one_with_fewer_lin
         assert message.startswith(f"The error file {first.error_file_id} of {first.id} ")
 
 
-async def test_a_batch_that_is_answered_needs_its_input_no_more(database_url, tmp_path, monkeypatch):
+async def test_a_batch_with_all_its_answers_no_longer_needs_its_input(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a"), request("b", prompt="[[fault:400]]")])
         finalize = Batches.finalize
@@ -301,8 +303,8 @@ async def test_a_batch_that_is_answered_needs_its_input_no_more(database_url, tm
         assert [line["custom_id"] for line in output + errors] == ["a", "b"]
 
 
-async def test_what_an_earlier_planner_left_behind_is_no_part_of_the_plan(database_url, tmp_path):
-    """It knew a gateway for another model, and died before the batch began."""
+async def test_files_of_an_earlier_planner_are_not_part_of_the_plan(database_url, tmp_path):
+    """The earlier planner had a gateway for another model, and died before the batch began."""
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request("a")])
         plans = stage.batchwright.part(BatchesPart).workspace.folder(id) / PLANS
@@ -316,7 +318,9 @@ async def test_what_an_earlier_planner_left_behind_is_no_part_of_the_plan(databa
         ] == []
 
 
-async def test_a_plan_of_another_length_than_was_planned_writes_no_files(database_url, tmp_path, monkeypatch):
+async def test_a_plan_that_does_not_match_the_planned_number_of_lines_writes_no_files(
+    database_url, tmp_path, monkeypatch
+):
     async with staged(database_url, tmp_path) as stage:
         finalize = Batches.finalize
 
@@ -331,7 +335,9 @@ async def test_a_plan_of_another_length_than_was_planned_writes_no_files(databas
         assert batch.errors["data"][0]["message"].endswith("has 1 lines, and 2 were planned")
 
 
-async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(database_url, tmp_path, monkeypatch):
+async def test_the_processing_time_runs_from_the_first_start_of_a_worker_to_the_end(
+    database_url, tmp_path, monkeypatch
+):
     took = []
     monkeypatch.setattr(BatchCounts, "ended", lambda self, *reason, **figures: took.append(figures["seconds"]))
     async with staged(database_url, tmp_path) as stage:
@@ -348,10 +354,10 @@ async def test_processing_takes_from_the_moment_a_worker_first_came_to_the_end(d
 @pytest.mark.parametrize(
     ("dead_claim", "recovered"), [("NULL", []), ("1", []), ("2", [(BatchStatus.FAILED, "cleaned_up")])]
 )
-async def test_only_what_a_worker_left_behind_by_its_death_counts_as_recovered(
+async def test_a_batch_counts_as_recovered_only_if_its_last_worker_died(
     database_url, tmp_path, monkeypatch, dead_claim, recovered
 ):
-    """The job was claimed twice before: deploys, pauses and snoozes are no deaths, nor is one that was long ago."""
+    """The job was claimed twice before. A deploy, pause or snooze is not a death, and only the last claim counts."""
     seen = []
     monkeypatch.setattr(BatchCounts, "recovered", lambda self, *labels: seen.append(labels))
     async with staged(database_url, tmp_path) as stage:

@@ -1,4 +1,4 @@
-"""Headers of a batch's creator: from the HTTP call to every request of the batch, and nowhere in clear in between."""
+"""Headers of a batch's creator reach every request of the batch, and are stored only encrypted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OK, REFUSED, BROKEN = answer(b"{}"), answer(b"{}", "400 Bad Request"), answer(b"
 
 
 class Model(RawServer):
-    """Answers with what is next in the script; with OK when that is over."""
+    """A model that answers with the next status of the script, and with OK after its end."""
 
     def __init__(self, *script: bytes | None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _Next(dict[str, Any]):
 
 
 class Play(Stage):
-    """A stage with the HTTP API before it and a raw server behind it."""
+    """A stage with the HTTP API in front of it and a raw server behind it."""
 
     http: httpx.AsyncClient
     model: Model
@@ -111,7 +111,7 @@ def new_key(folder: Path) -> Path:
     return file
 
 
-async def test_headers_reach_the_model_on_every_attempt_after_a_takeover_and_a_retry_and_are_nowhere_in_clear(
+async def test_headers_reach_the_model_on_every_attempt_after_a_takeover_and_a_retry_and_are_stored_only_encrypted(
     database_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -120,7 +120,7 @@ async def test_headers_reach_the_model_on_every_attempt_after_a_takeover_and_a_r
         made = await stage.ask(request("a"), headers={"X-Tenant-Id": SECRET, "X-Other": "unlisted", "X-Team": "mine"})
         assert made.status_code == 200, made.text
         first = stage.work()
-        await stage.sent(2)  # the second is not answered, and is cut off with its worker
+        await stage.sent(2)  # the second request is not answered; it ends with its worker
         first.stop()
         await stage.workers.pop(0)[1]
         stage.work()
@@ -133,7 +133,7 @@ async def test_headers_reach_the_model_on_every_attempt_after_a_takeover_and_a_r
         heads = stage.model.heads
         assert [head.get("x-tenant-id") for head in heads] == [SECRET] * 4
         assert [head["x-router-key"] for head in heads] == [BEHIND] * 4
-        assert [head["x-team"] for head in heads] == ["search"] * 4, "a creator's header replaced a fixed one"
+        assert [head["x-team"] for head in heads] == ["search"] * 4, "a creator's header must not replace a fixed one"
         assert not any("x-other" in head for head in heads)
 
         shown = [made.text, again.text, caplog.text, await stage.dump()]
@@ -145,9 +145,7 @@ async def test_headers_reach_the_model_on_every_attempt_after_a_takeover_and_a_r
                 assert not any(form in text for text in shown)
 
 
-async def test_without_a_key_a_batch_with_such_headers_is_refused_and_one_without_is_taken(
-    database_url: str, tmp_path: Path
-) -> None:
+async def test_without_a_key_only_batches_with_such_headers_are_refused(database_url: str, tmp_path: Path) -> None:
     async with play(database_url, tmp_path) as stage:
         refused = await stage.ask(request("a"))
         assert refused.status_code == 400
@@ -174,7 +172,7 @@ def test_the_embedded_database_has_a_key_of_its_own_and_a_remote_one_needs_one(t
         seal_of(url="postgresql://db/batchwright").close({"x-tenant-id": SECRET}, "batch_1")
 
 
-async def test_a_worker_with_another_key_sends_nothing_and_says_what_it_waits_for(
+async def test_a_worker_with_another_key_sends_nothing_and_the_batch_says_why_it_waits(
     database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execution, "NO_ROOM_SECONDS", 0.05)
@@ -195,7 +193,7 @@ async def test_a_worker_with_another_key_sends_nothing_and_says_what_it_waits_fo
         assert [head["x-tenant-id"] for head in stage.model.heads] == [SECRET]
 
 
-async def test_an_idempotency_key_stands_for_the_headers_too_and_values_must_be_sendable(
+async def test_an_idempotency_key_covers_the_headers_too_and_header_values_must_be_valid(
     database_url: str, tmp_path: Path
 ) -> None:
     async with play(database_url, tmp_path, header_key_file=str(new_key(tmp_path))) as stage:

@@ -1,4 +1,4 @@
-"""Batches over HTTP: what may be asked for, in which words it is refused, what a batch shows, and the extra verbs."""
+"""Batches over HTTP: valid and refused requests, the fields of a batch, and the additional verbs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_a_new_batch_is_shown_with_every_field(api: Api, http: httpx.Async
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("1m", 60), ("90m", 5400), ("24h", 86_400), ("30d", 2_592_000)])
-async def test_any_window_from_a_minute_to_thirty_days_is_taken(
+async def test_any_window_from_a_minute_to_thirty_days_is_accepted(
     api: Api, http: httpx.AsyncClient, window: str, seconds: int
 ) -> None:
     batch = await made(api, http, completion_window=window)
@@ -185,7 +185,7 @@ async def test_any_window_from_a_minute_to_thirty_days_is_taken(
         ({"colour": "red"}, "unknown_parameter", "colour", "Unknown parameter: 'colour'."),
     ],
 )
-async def test_a_body_that_makes_no_sense_is_refused_in_openais_words(
+async def test_an_invalid_body_is_refused_with_openais_messages(
     api: Api, http: httpx.AsyncClient, change: dict[str, Any], code: str, param: str | None, message: str
 ) -> None:
     said = fails(await http.post("/v1/batches", json=await asked(api, **change)), 400, code, param)
@@ -193,7 +193,7 @@ async def test_a_body_that_makes_no_sense_is_refused_in_openais_words(
     assert await batches(api) == 0
 
 
-async def test_what_is_no_body_is_refused(http: httpx.AsyncClient) -> None:
+async def test_a_body_that_is_not_a_json_object_is_refused(http: httpx.AsyncClient) -> None:
     fails(await http.post("/v1/batches"), 400, "missing_required_parameter", "body")
     fails(await http.post("/v1/batches", json=[]), 400, "invalid_type", "body")
     json = {"Content-Type": "application/json"}
@@ -228,7 +228,9 @@ async def test_the_input_must_be_a_file_of_this_tenant_with_the_purpose_batch(
     assert await batches(api) == 0
 
 
-async def test_what_a_batch_may_use_and_how_long_its_files_stay_is_kept(api: Api, http: httpx.AsyncClient) -> None:
+async def test_the_limits_of_a_batch_and_the_lifetime_of_its_files_are_stored(
+    api: Api, http: httpx.AsyncClient
+) -> None:
     batch = await made(
         api,
         http,
@@ -244,7 +246,7 @@ async def test_what_a_batch_may_use_and_how_long_its_files_stay_is_kept(api: Api
 
 
 @pytest.mark.parametrize(("sent", "kept"), [(TRACE, TRACE), ("nonsense" * 100, None), (None, None)])
-async def test_the_trace_of_the_call_goes_with_the_job(
+async def test_the_trace_of_the_call_is_stored_with_the_job(
     api: Api, http: httpx.AsyncClient, sent: str | None, kept: str | None
 ) -> None:
     headers = {} if sent is None else {"traceparent": sent}
@@ -253,7 +255,7 @@ async def test_the_trace_of_the_call_goes_with_the_job(
     assert await api.sql("SELECT traceparent FROM batchwright.batch") == [(kept,)]
 
 
-async def test_without_a_gateway_a_batch_is_taken_only_if_some_worker_runs_batches(database_url: str) -> None:
+async def test_without_a_gateway_a_batch_is_accepted_only_if_some_worker_runs_batches(database_url: str) -> None:
     async with serving(database_url) as api:
         http = await api.client()
         body = await asked(api)
@@ -283,7 +285,7 @@ async def test_the_same_key_gives_the_same_batch_and_another_body_is_a_conflict(
     other = await http.post("/v1/batches", json={**body, "completion_window": "1h"}, headers=key)
     fails(other, 409, "conflict")
     assert other.headers["x-should-retry"] == "false"
-    # A replay is answered also when a new batch could not be made any more.
+    # A repeated request is answered even if its batch could no longer be made.
     await api.batchwright.part(BatchesPart).files.delete(body["input_file_id"], tenant="default")
     late = await http.post("/v1/batches", json=body, headers=key)
     assert (late.status_code, late.json()["id"]) == (200, first.json()["id"])
@@ -291,7 +293,7 @@ async def test_the_same_key_gives_the_same_batch_and_another_body_is_a_conflict(
     assert (await batches(api), await api.jobs()) == (1, 1)
 
 
-async def test_keys_are_the_tenants_and_the_routes_own(api: Api) -> None:
+async def test_idempotency_keys_are_separate_for_each_tenant_and_route(api: Api) -> None:
     key = {"Idempotency-Key": "k"}
     mine, theirs = await api.holder(tenant="default"), await api.holder(tenant="b")
     body = await asked(api)
@@ -307,7 +309,7 @@ async def test_keys_are_the_tenants_and_the_routes_own(api: Api) -> None:
     assert "idempotent-replayed" not in retried.headers
 
 
-async def test_of_requests_with_one_key_at_the_same_time_one_batch_comes(api: Api, http: httpx.AsyncClient) -> None:
+async def test_simultaneous_requests_with_one_key_make_one_batch(api: Api, http: httpx.AsyncClient) -> None:
     body = await asked(api)
     answers = await asyncio.gather(
         *(http.post("/v1/batches", json=body, headers={"Idempotency-Key": "k"}) for _ in range(8))
@@ -317,7 +319,7 @@ async def test_of_requests_with_one_key_at_the_same_time_one_batch_comes(api: Ap
     assert (await batches(api), await api.jobs()) == (1, 1)
 
 
-async def test_a_commit_whose_answer_was_lost_is_no_second_batch(
+async def test_a_commit_whose_answer_was_lost_makes_no_second_batch(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create, calls = api.batchwright.part(BatchesPart).batches.create, 0
@@ -337,7 +339,7 @@ async def test_a_commit_whose_answer_was_lost_is_no_second_batch(
     assert (await batches(api), await api.jobs()) == (1, 1)
 
 
-# Look -------------------------------------------------------------------------------------------------------------
+# Get and list -----------------------------------------------------------------------------------------------------
 
 
 async def test_batches_are_listed_page_by_page_the_newest_first(api: Api, http: httpx.AsyncClient) -> None:
@@ -358,7 +360,7 @@ async def test_batches_are_listed_page_by_page_the_newest_first(api: Api, http: 
         fails(await http.get("/v1/batches", params={"limit": limit}), 400, code, "limit")
 
 
-async def test_a_batch_that_nobody_knows_is_404(api: Api, http: httpx.AsyncClient) -> None:
+async def test_an_unknown_batch_is_404(api: Api, http: httpx.AsyncClient) -> None:
     verbs = ("cancel", "pause", "resume", "retry")
     answers = [await http.post(f"/v1/batches/batch_unknown/{verb}") for verb in verbs]
     answers += [await http.get(f"/v1/batches/batch_unknown{part}") for part in ("", "/results", "/manifest", "/events")]
@@ -401,7 +403,7 @@ async def test_tenants_see_only_their_own_batches(api: Api) -> None:
     fails(await admin.post("/v1/batches", params={"tenant": "*"}, json=await asked(api)), 400)
 
 
-async def test_counts_usage_model_and_times_are_those_of_the_row(api: Api, http: httpx.AsyncClient) -> None:
+async def test_counts_usage_model_and_times_are_shown_as_in_the_row(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     await api.sql(
         """UPDATE batchwright.batch SET completed = 4, failed = 2, expired = 1, cancelled = 1, input_tokens = 1000,
@@ -431,7 +433,7 @@ async def test_counts_usage_model_and_times_are_those_of_the_row(api: Api, http:
     assert (await shown(http, id))["cost"] is None
 
 
-async def test_a_batch_that_waits_says_for_what_until_nobody_says_so_any_more(
+async def test_a_waiting_batch_says_what_it_waits_for_while_the_note_is_fresh(
     api: Api, http: httpx.AsyncClient
 ) -> None:
     id = await begun(api, http)
@@ -448,7 +450,7 @@ async def test_a_batch_of_many_models_names_none(api: Api, http: httpx.AsyncClie
     assert (await shown(http, await begun(api, http, ["large"])))["model"] == "large"
 
 
-async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncClient) -> None:
+async def test_problems_of_the_input_are_shown(api: Api, http: httpx.AsyncClient) -> None:
     id = (await made(api, http))["id"]
     problem = {"code": "invalid_json_line", "line": 3, "message": "This line is …", "param": None}
     ending = Ending(errors={"data": [problem], "total": 2_000})
@@ -460,7 +462,7 @@ async def test_what_is_wrong_with_the_input_is_told(api: Api, http: httpx.AsyncC
     assert batch["failed_at"] is not None
 
 
-async def test_what_broke_a_batch_is_told_where_its_input_was_good(api: Api, http: httpx.AsyncClient) -> None:
+async def test_the_error_that_failed_a_batch_is_shown_if_its_input_was_good(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     await api.batchwright.part(BatchesPart).batches.stop(
         id, "error", {"code": "input_gone", "message": "The input is gone."}
@@ -472,10 +474,10 @@ async def test_what_broke_a_batch_is_told_where_its_input_was_good(api: Api, htt
 
 
 @pytest.mark.parametrize(("done", "seconds", "risk"), [(5, 3600, "none"), (5, 35, "low"), (5, 20, "high")])
-async def test_the_end_is_foretold_from_the_pace_of_the_last_minute(
+async def test_the_end_is_estimated_from_the_pace_of_the_last_minute(
     api: Api, http: httpx.AsyncClient, done: int, seconds: int, risk: str
 ) -> None:
-    """Five of ten lines in thirty seconds: thirty more for the rest."""
+    """Five of ten lines took thirty seconds, so the rest takes thirty more."""
     id = await begun(api, http)
     await api.sql(
         """UPDATE batchwright.batch SET completed = %(done)s, in_progress_at = now() - interval '30 seconds',
@@ -507,9 +509,7 @@ async def registered(api: Api, id: str, *, lines: int, ago: float = 1.0, seq: in
     )
 
 
-async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
-    api: Api, http: httpx.AsyncClient
-) -> None:
+async def test_the_pace_counts_only_recent_lines_and_reads_few_segments(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http, total=1_000_000)
 
     async def rate() -> float | None:
@@ -526,7 +526,7 @@ async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
     await api.sql(started, id="other", queues=["elsewhere"], ago=1.0)
     assert await rate() == pytest.approx(10, rel=0.05)
     await api.sql(started, id="ours", queues=None, ago=40.0)
-    assert await rate() == pytest.approx(15, rel=0.05), "time in which nobody ran it counted"
+    assert await rate() == pytest.approx(15, rel=0.05), "time in which no worker ran it does not count"
     assert (await api.batchwright.part(BatchesPart).batches.paces([id]))[id].silent_seconds == pytest.approx(30, abs=2)
     await api.sql("UPDATE batchwright.worker SET started_at = now() - interval '5 s' WHERE id = 'ours'")
     assert (await api.batchwright.part(BatchesPart).batches.paces([id]))[id].silent_seconds == pytest.approx(5, abs=2)
@@ -544,7 +544,7 @@ async def test_the_pace_counts_neither_old_lines_nor_more_segments_than_it_must(
 # Cancel, pause and the rest ---------------------------------------------------------------------------------------
 
 
-async def test_a_batch_is_cancelled_as_often_as_one_likes(api: Api, http: httpx.AsyncClient) -> None:
+async def test_cancelling_a_batch_again_is_harmless(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     first = (await http.post(f"/v1/batches/{id}/cancel")).json()
     assert first["status"] == "cancelling"
@@ -605,7 +605,7 @@ async def test_priority_and_limits_are_changed_while_it_is_open(api: Api, http: 
 # Retry ------------------------------------------------------------------------------------------------------------
 
 
-async def test_failed_lines_are_asked_again_in_a_batch_of_their_own(api: Api, http: httpx.AsyncClient) -> None:
+async def test_failed_lines_are_resent_in_a_new_batch(api: Api, http: httpx.AsyncClient) -> None:
     id = await ended(api, http)
     before = await shown(http, id)
     answer = await http.post(f"/v1/batches/{id}/retry", json={"codes": ["rate_limit"]}, headers={"traceparent": TRACE})
@@ -675,7 +675,7 @@ async def test_the_codes_of_a_retry_are_checked(api: Api, http: httpx.AsyncClien
 # Manifest and events ----------------------------------------------------------------------------------------------
 
 
-async def test_the_manifest_is_there_when_the_batch_has_ended(api: Api, http: httpx.AsyncClient) -> None:
+async def test_the_manifest_exists_once_the_batch_has_ended(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     assert "in_progress" in fails(await http.get(f"/v1/batches/{id}/manifest"), 404, "not_found")
     manifest = {"counts": {"total": 10}, "input": {"sha256": "0" * 64}}
@@ -712,7 +712,7 @@ class Shard:
         self._journal = Journal(self.path)
 
     async def answer(self, n: int, size: int = 10) -> list[str]:
-        """Finish so many requests and register them in one piece; answers their custom_ids."""
+        """Finish this number of requests and register them in one piece; return their custom_ids."""
         names = []
         for _ in range(n):
             offset = self.number * 1_000_000 + self._lines
@@ -812,7 +812,7 @@ async def test_a_batch_without_answers_has_an_empty_page_and_a_cursor(api: Api, 
 
 
 @pytest.mark.parametrize("stored", [False, True])
-async def test_a_cursor_that_was_made_up_is_refused(api: Api, http: httpx.AsyncClient, stored: bool) -> None:
+async def test_an_invented_cursor_is_refused(api: Api, http: httpx.AsyncClient, stored: bool) -> None:
     id = await begun(api, http)
     shard = Shard(api, id, stored=stored)
     await shard.answer(2)
@@ -847,7 +847,9 @@ async def test_the_cursor_of_another_batch_is_refused_and_skips_nothing(api: Api
 
 
 @pytest.mark.parametrize("stored", [False, True])
-async def test_each_line_tells_its_cursor_if_that_is_asked_for(api: Api, http: httpx.AsyncClient, stored: bool) -> None:
+async def test_each_line_has_its_cursor_if_the_request_asks_for_it(
+    api: Api, http: httpx.AsyncClient, stored: bool
+) -> None:
     id = await begun(api, http)
     first, second = (Shard(api, id, number, stored=stored) for number in range(2))
     for shard in (first, second, first):
@@ -920,7 +922,7 @@ async def test_results_are_followed_until_the_batch_has_ended(
     assert [orjson.loads(line)["custom_id"] for line in found] == wanted
 
 
-async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
+async def test_a_stream_ends_when_its_key_is_revoked_or_its_client_disconnects(
     api: Api, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = await begun(api, http)
@@ -949,7 +951,7 @@ async def test_a_follower_whose_key_is_revoked_or_who_leaves_is_let_go(
     await server.close()
 
 
-async def test_a_server_that_ends_lets_its_followers_go(api: Api, http: httpx.AsyncClient) -> None:
+async def test_a_server_that_shuts_down_ends_its_streams(api: Api, http: httpx.AsyncClient) -> None:
     id = await begun(api, http)
     await Shard(api, id).answer(1)
     server = await api.batchwright.server()
@@ -967,7 +969,7 @@ async def test_a_server_that_ends_lets_its_followers_go(api: Api, http: httpx.As
         assert asyncio.get_running_loop().time() - began < 4
 
 
-async def test_streams_of_results_are_limited_and_errors_come_before_they_begin(api: Api) -> None:
+async def test_the_number_of_streams_of_results_is_limited_and_bad_requests_get_a_status(api: Api) -> None:
     http = await api.client(api.with_settings(streams_max=0))
     id = await begun(api, http)
     answer = await http.get(f"/v1/batches/{id}/results", params={"follow": "true"})
@@ -976,7 +978,7 @@ async def test_streams_of_results_are_limited_and_errors_come_before_they_begin(
     fails(await http.get(f"/v1/batches/{id}/results", params={"follow": "perhaps"}), 400, "invalid_type", "follow")
 
 
-async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
+async def test_a_database_that_is_unavailable_for_a_moment_interrupts_no_stream(
     api: Api, http: httpx.AsyncClient, live: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     id = await begun(api, http)
@@ -1004,7 +1006,7 @@ async def test_a_database_that_is_away_for_a_moment_interrupts_no_follower(
 
 @pytest.mark.parametrize("error", [DatabaseUnavailable, StorageUnavailable])
 @pytest.mark.usefixtures("small_pages")
-async def test_a_follower_gets_every_page_of_an_ended_batch_though_one_cannot_be_read_at_first(
+async def test_a_stream_of_an_ended_batch_has_every_page_although_a_read_fails_once(
     api: Api,
     http: httpx.AsyncClient,
     live: httpx.AsyncClient,
@@ -1029,7 +1031,7 @@ async def test_a_follower_gets_every_page_of_an_ended_batch_though_one_cannot_be
     assert calls > 2
 
 
-async def test_a_follower_who_was_cut_off_goes_on_behind_the_last_line_that_he_has(
+async def test_a_stream_that_was_cut_off_resumes_after_the_last_line_received(
     api: Api, http: httpx.AsyncClient
 ) -> None:
     id = await begun(api, http)
@@ -1051,7 +1053,7 @@ async def test_a_follower_who_was_cut_off_goes_on_behind_the_last_line_that_he_h
     assert [line["custom_id"] for line in found] == names[:7]
 
 
-async def test_a_follower_who_cannot_be_served_any_further_is_cut_off_and_told_when_he_comes_back(
+async def test_a_stream_that_cannot_continue_is_cut_off_and_the_next_request_gets_the_reason(
     api: Api, http: httpx.AsyncClient, live: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     id = await begun(api, http)

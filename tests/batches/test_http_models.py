@@ -1,4 +1,4 @@
-"""Models over HTTP: those that are configured, those that workers serve, and those that the one gateway names."""
+"""Models over HTTP: configured ones, those that workers serve, and those that the only gateway lists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_models_that_have_gateways_and_those_of_workers_are_listed(databas
         fails(await submitter.get("/v1/models"), 403)
 
 
-async def test_one_gateway_for_all_models_is_asked_and_its_answer_is_remembered(
+async def test_models_of_a_gateway_for_all_models_are_requested_from_it_and_cached(
     database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = SimulatorSettings(models={"small": Profile(), "large": Profile()}, any_model=None)
@@ -65,7 +65,7 @@ async def test_one_gateway_for_all_models_is_asked_and_its_answer_is_remembered(
             assert f"the gateway {simulator.url} does not list its models: {reason}" in caplog.messages
 
 
-async def test_a_gateway_that_never_answered_is_unavailable_and_not_empty(database_url: str) -> None:
+async def test_if_a_gateway_has_never_answered_the_list_is_an_error_and_not_empty(database_url: str) -> None:
     async with serving(database_url, parts={"global_inference_gateway": GATEWAY}) as api:
         http = await api.client()
         for path in ("", "/small"):

@@ -1,4 +1,4 @@
-"""An uploaded file is checked as `batch check` does, and what it will cost and take is estimated."""
+"""An uploaded file is checked as `batch check` does, and its cost and time are estimated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ async def check(stage: Stage, data: bytes):
     return await services(stage).inspector.check(file)
 
 
-async def test_a_good_file_has_its_cost_and_as_soon_as_a_pace_is_known_its_time(database_url, tmp_path):
+async def test_a_good_file_has_an_estimated_cost_and_once_a_pace_is_known_a_time(database_url, tmp_path):
     async with staged(database_url, tmp_path, batches=PRICES) as stage:
         data = jsonl([request(f"r{n}") for n in range(10)])
         found = await check(stage, data)
@@ -22,7 +22,7 @@ async def test_a_good_file_has_its_cost_and_as_soon_as_a_pace_is_known_its_time(
         assert found.inspection.endpoint == "/v1/chat/completions"
         assert (found.inspection.requests, found.inspection.problems_total) == (10, 0)
         assert found.cost == found.cost_cached > 0
-        assert found.seconds is None, "nobody has asked this model yet"
+        assert found.seconds is None, "no request was sent to this model yet"
         for ago, n in ((600, 0), (0, 1200)):
             await stage.batchwright.pool.rows(
                 "INSERT INTO batchwright.sample VALUES (now() - make_interval(secs => %(ago)s), "
@@ -32,7 +32,7 @@ async def test_a_good_file_has_its_cost_and_as_soon_as_a_pace_is_known_its_time(
         assert abs((await check(stage, data)).seconds - 5.0) < 0.1
 
 
-async def test_every_problem_is_told_with_its_line(database_url, tmp_path):
+async def test_every_problem_is_reported_with_its_line(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         data = jsonl([request("twice"), request("twice")]) + b"no json\n" + jsonl([{**request("x"), "method": "GET"}])
         found = await check(stage, data)

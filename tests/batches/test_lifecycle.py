@@ -1,4 +1,4 @@
-"""How batches end: every transition of design §5, with the partial files that each of them keeps."""
+"""How batches end: every transition of design §5, with the partial files that each one keeps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_batch_without_any_success_is_completed_and_has_no_output_file(d
         assert batch.error_file_id is not None
 
 
-async def test_a_busy_server_is_waited_for_and_costs_no_retry(database_url, tmp_path):
+async def test_waiting_for_a_busy_server_uses_no_retry(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         lines = [request(f"r{n}", prompt=f"{n} [[fault:429:times=2:retry_after=0]]") for n in range(3)]
@@ -74,7 +74,7 @@ async def test_a_busy_server_is_waited_for_and_costs_no_retry(database_url, tmp_
         assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 3)
 
 
-async def test_at_the_deadline_what_is_answered_stays_and_the_rest_expires(database_url, tmp_path):
+async def test_at_the_deadline_answers_are_kept_and_the_other_lines_expire(database_url, tmp_path):
     slow = SimulatorSettings(any_model=Profile(decode_rate=8.0, output_sigma=0.0, max_running=10))
     async with staged(database_url, tmp_path, simulator=slow) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(200)])
@@ -102,7 +102,7 @@ async def test_a_batch_whose_window_was_over_before_its_start_expires_without_a_
         assert stage.simulator.stats()["received"] == 0
 
 
-async def test_a_cancelled_batch_lets_requests_in_flight_end_and_keeps_their_answers(database_url, tmp_path):
+async def test_a_cancelled_batch_waits_for_requests_in_flight_and_keeps_their_answers(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(500)])
@@ -149,7 +149,7 @@ async def test_a_batch_found_in_cancelling_before_its_plan_ends_cancelled(databa
 
 @asynccontextmanager
 async def held(monkeypatch, owner, name, when="before"):
-    """Calls of this method wait before or after it until the event is set."""
+    """Hold calls of this method, before or after it runs, until the event is set."""
     reached, may_go_on = asyncio.Event(), asyncio.Event()
     original = getattr(owner, name)
 
@@ -187,11 +187,13 @@ async def test_a_batch_that_is_cancelled_while_finalizing_ends_cancelled_with_al
         assert (errors, batch.completed, batch.failed, batch.cancelled) == ([], 20, 0, 0)
         assert stage.simulator.stats()["received"] == 20
         job = await stage.batchwright.get(batch.job_id)
-        assert (job.status, job.result) == (JobStatus.SUCCEEDED, None), "the batch alone says how it ended"
+        assert (job.status, job.result) == (JobStatus.SUCCEEDED, None), (
+            "the job succeeds; only the batch says how it ended"
+        )
         assert (await stage.batchwright.part(BatchesPart).batches.cancel(id, tenant="default")) == batch
 
 
-async def test_a_cancellation_that_comes_with_the_commit_of_the_end_waits_for_it_and_is_refused(
+async def test_a_cancellation_during_the_commit_of_the_end_waits_for_it_and_is_refused(
     database_url, tmp_path, monkeypatch
 ):
     async with (
@@ -258,7 +260,7 @@ async def test_unlisted_models_become_error_lines_where_each_model_has_its_gatew
             assert (batch.status, batch.total, batch.failed) == (BatchStatus.COMPLETED, 3, 1)
 
 
-async def test_workers_may_have_different_models_whoever_of_them_plans(database_url, tmp_path):
+async def test_workers_may_have_different_models_whichever_of_them_plans(database_url, tmp_path):
     async with staged(database_url, tmp_path) as backend:
         here = {"url": backend.simulator.url}
         async with (
@@ -278,7 +280,7 @@ async def test_workers_may_have_different_models_whoever_of_them_plans(database_
 
 
 @pytest.mark.parametrize("how", ["left", "stopping"])
-async def test_a_model_whose_only_worker_is_restarting_is_not_unknown(database_url, tmp_path, how):
+async def test_a_model_whose_only_worker_restarts_is_still_known(database_url, tmp_path, how):
     async with staged(database_url, tmp_path) as backend:
         here = {"url": backend.simulator.url}
         async with (
@@ -304,7 +306,7 @@ async def test_a_model_whose_only_worker_is_restarting_is_not_unknown(database_u
 
 
 async def test_a_worker_that_left_is_not_listed_and_its_models_are_forgotten_after_minutes(queue, clock):
-    """The database's clock counts."""
+    """The time is the database's."""
     await clock.advance(queue, 0)
     served = {"on_demand_types": ["batch.shard"], "on_demand_queues": ["batches", "shard/two"]}
     names = {"id": "w", "host": "h", "pid": 1, "version": "0", "queues": None, "operations": ["batch.shard"]}
@@ -320,7 +322,7 @@ async def test_a_worker_that_left_is_not_listed_and_its_models_are_forgotten_aft
     assert await Workers(queue.database).remove_dead(300.0) == 1
 
 
-async def test_where_another_worker_takes_any_model_none_is_unknown(database_url, tmp_path):
+async def test_if_another_worker_serves_any_model_no_model_is_unknown(database_url, tmp_path):
     async with staged(database_url, tmp_path, model_gateways={"one": {"url": "http://127.0.0.1:9"}}) as stage:
         queues = {"queues": [], "on_demand_types": ["batch.shard"], "on_demand_queues": ["shard/"]}
         await Workers(stage.batchwright.queue.database).register(
@@ -345,7 +347,7 @@ async def test_two_workers_share_one_batch(database_url, tmp_path):
         assert stage.simulator.asked(over=1)["requests"] == {}
 
 
-async def test_a_graceful_stop_hands_the_rest_to_the_next_worker_and_asks_nothing_twice(database_url, tmp_path):
+async def test_after_a_graceful_stop_the_next_worker_does_the_rest_and_no_request_is_sent_twice(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW) as stage:
         first = stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(400)])
@@ -378,7 +380,7 @@ async def test_a_retry_repeats_only_what_failed(database_url, tmp_path):
         )
 
 
-async def test_a_retry_by_the_servers_own_code_repeats_the_lines_with_that_code(database_url, tmp_path):
+async def test_a_retry_by_an_error_code_of_the_server_repeats_the_lines_with_that_code(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         stage.work()
         faults = {1: "[[fault:400:times=1]]", 2: "[[fault:404:times=1]]"}
@@ -386,13 +388,13 @@ async def test_a_retry_by_the_servers_own_code_repeats_the_lines_with_that_code(
             await stage.submit([request(f"r{n}", prompt=f"{n} {faults.get(n, '')}") for n in range(4)])
         )
         (code,) = [code for code, (_, sample) in first.error_summary.items() if sample == "r1"]
-        assert not code.startswith("http_"), "the simulator sends a code, as servers do"
+        assert not code.startswith("http_"), "the simulator sends an error code, as servers do"
         batch = await stage.ended(await stage.repeat(first, [code]))
         output, errors = await stage.results(batch)
         assert ([line["custom_id"] for line in output], errors, batch.total) == (["r1"], [], 1)
 
 
-async def test_jobs_that_somebody_enqueues_by_hand_do_nothing_to_a_batch(database_url, tmp_path):
+async def test_jobs_that_a_user_enqueues_for_a_batch_by_hand_do_nothing(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": 10}) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}") for n in range(100)])

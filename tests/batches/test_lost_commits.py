@@ -1,4 +1,4 @@
-"""A database that has lost its last commits, in a failover or a crash: no answer that was stored is lost from view."""
+"""A database that has lost its last commits, in a failover or a crash: stored answers are found again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support import raw
 
 SLOW = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
 SLOWER = SimulatorSettings(any_model=Profile(decode_rate=30.0, output_sigma=0.0, max_running=1000))
-"""So that a busy machine loses commits in the middle of a shard, and not after its end."""
+"""Slow enough that commits are lost in the middle of a shard, even on a busy machine."""
 REQUESTS = 120
 LINES = [request(f"r{n}") for n in range(REQUESTS)]
 LOSE = """
@@ -36,7 +36,7 @@ SET completed = completed - (SELECT coalesce(sum(lines), 0) FROM lost), input_to
     usage_by_model = '{}'
 RETURNING completed
 """
-"""As if the commits that registered the later ranges had never been."""
+"""Undoes the commits that registered the later ranges."""
 FORGET = "UPDATE batchwright.job SET status = 'QUEUED', claims = 0, attempts = 0, locked_by = NULL, lease_until = NULL"
 
 
@@ -49,7 +49,7 @@ def shared(folder, store):
 
 
 async def complete(stage, batch):
-    """It has every answer, and its files say so."""
+    """Check that the batch has every answer in its files."""
     output, errors = await stage.results(batch)
     assert (batch.status, errors) == (BatchStatus.COMPLETED, [])
     assert [line["custom_id"] for line in output] == [f"r{n}" for n in range(REQUESTS)]
@@ -115,10 +115,10 @@ async def test_the_end_of_a_batch_finds_stored_answers_before_it_sends_any_again
         assert batch.usage_by_model["small"]["output"] == batch.output_tokens == 4 * REQUESTS
 
 
-async def test_a_batch_that_failed_for_want_of_answers_is_repaired_from_what_is_stored(
+async def test_a_batch_that_failed_because_answers_were_missing_is_repaired_from_stored_ones(
     database_url, tmp_path, monkeypatch
 ):
-    """As batches that an earlier version has ended: their files were written, with lines that say batch_failed."""
+    """Batches that an earlier version has ended are like this: their files contain lines with batch_failed."""
     finalize = Batches.finalize
 
     async def nothing(*_, **__):
@@ -168,7 +168,7 @@ def tally(lines: int) -> Tally:
 
 
 async def held(stage):
-    """A batch whose shard a worker has, and a first range of its journal."""
+    """A batch whose shard a worker holds; returns the first range of its journal."""
     id = await stage.submit(LINES)
     await raw(stage.batchwright.queue, "UPDATE batchwright.batch SET status = 'in_progress', in_progress_at = now()")
     batch = await stage.get(id)
@@ -194,16 +194,20 @@ async def test_ranges_of_a_journal_are_registered_without_gaps_or_not_at_all(dat
         other = replace(first, shard=1)
         assert await batches.register([third, other]) == ({other.name}, {third.name: Position(1, 100)})
         for _ in range(2):
-            assert await batches.register([second]) == ({second.name}, {}), "again after a doubtful commit"
+            assert await batches.register([second]) == ({second.name}, {}), (
+                "a repetition after a doubtful commit is accepted"
+            )
         assert await batches.register([third]) == ({third.name}, {})
         longer = replace(second, end=200)
-        assert await batches.register([longer]) == (set(), {longer.name: Position(3, 250)}), "another range is not that"
+        assert await batches.register([longer]) == (set(), {longer.name: Position(3, 250)}), (
+            "another range with the same number is not a repetition"
+        )
         elsewhere = replace(second, host="another")
         assert await batches.register([elsewhere]) == (set(), {elsewhere.name: Position(3, 250)})
         assert (await stage.get(first.batch_id)).completed == 9
 
 
-async def test_a_claim_number_that_was_given_twice_belongs_to_one_worker(database_url, tmp_path):
+async def test_a_claim_number_that_was_assigned_twice_belongs_to_the_second_worker(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batches, queue = stage.batchwright.part(BatchesPart).batches, stage.batchwright.queue
         ours = await held(stage)

@@ -1,4 +1,4 @@
-"""The metrics of batches: names, labels and values of llm-d's batch gateway; exact sums; gauges of those who live."""
+"""The metrics of batches: names, labels and values of llm-d's batch gateway, exact sums, and gauges of live workers."""
 
 import asyncio
 import sys
@@ -91,7 +91,7 @@ def numbers(counts, name):
 
 
 def spread(counts, name):
-    """The values of a histogram by labels: how many, and their sum."""
+    """The values of a histogram by labels: their number and their sum."""
     found = {}
     for (*labels, place), n in numbers(counts, name).items():
         many, total = found.get(tuple(labels), (0, 0.0))
@@ -100,7 +100,7 @@ def spread(counts, name):
 
 
 async def page(queue, models=()):
-    """Samples by name and the values of their labels, whose names are in order; and the families."""
+    """The samples by name and label values, in the order of the labels' names; and the metric families."""
     exposition = Exposition(queue.database, process_counts(), more=METRICS, label_limits=label_limits(models))
     families = {one.name: one for one in text_string_to_metric_families((await exposition.render()).decode())}
     samples = {
@@ -110,7 +110,7 @@ async def page(queue, models=()):
 
 
 async def living(queue, name, models=()):
-    """A worker's counts, whose row is written by `write()`."""
+    """The counts of a registered worker, and the writer of its row."""
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": [], "concurrency": 1}
     await Workers(queue.database).register(id=name, **columns)
     counts = WorkerCounts(BATCH_METRICS, label_limits(models))
@@ -126,7 +126,7 @@ def test_every_metric_of_the_batch_gateway_is_there_by_its_name_and_labels():
     assert all(one.full_name.startswith("batchwright_") for one in OWN_METRICS)
 
 
-async def test_the_page_shows_them_all(queue):
+async def test_the_page_shows_every_metric(queue):
     _, families = await page(queue)
     for metric in METRICS:
         family = families[metric.full_name.removesuffix("_total")]
@@ -149,11 +149,11 @@ async def test_the_page_shows_them_all(queue):
         (50_000, "large"),
     ],
 )
-def test_sizes_fall_into_the_buckets_of_the_source(requests, bucket):
+def test_sizes_fall_into_the_buckets_of_llm_ds_gateway(requests, bucket):
     assert size_bucket(requests) == bucket
 
 
-async def test_what_one_may_wait_for_is_on_the_page_before_it_happens(queue):
+async def test_series_that_alerts_may_watch_are_zero_before_anything_happens(queue):
     samples, _ = await page(queue)
     assert samples["jobs_processed_total", "system_error", "failed"] == 0
     assert samples["batch_cancellation_total", "finalizing"] == 0
@@ -189,14 +189,14 @@ def test_answers_are_counted_with_their_time_and_tokens(counts, batches):
         answer(failure=Failure.DEADLINE),
     ],
 )
-def test_an_answer_that_is_none_is_an_error_of_its_model(counts, batches, bad):
+def test_an_unusable_answer_counts_as_an_error_of_its_model(counts, batches, bad):
     batches.answered("a", bad)
     batches.answered("a", answer())
     assert numbers(counts, "request_errors_by_model_total") == {("a",): 1}
     assert spread(counts, "model_request_execution_duration_seconds")[("a",)][0] == 2
 
 
-def test_nothing_of_an_answer_is_kept(batches):
+def test_counting_keeps_no_reference_to_the_answer(batches):
     held = answer(body=usage(1, 1))
     before = sys.getrefcount(held), sys.getrefcount(held.body)
     batches.answered("a", held)
@@ -204,7 +204,7 @@ def test_nothing_of_an_answer_is_kept(batches):
     assert (sys.getrefcount(held), sys.getrefcount(held.body)) == before
 
 
-def test_what_is_put_down_is_counted_before_it_grows(counts, batches, monkeypatch):
+def test_noted_durations_are_counted_before_the_list_grows_large(counts, batches, monkeypatch):
     monkeypatch.setattr(metrics, "_PUT_DOWN_MAX", 10)
     for _ in range(25):
         batches.answered("a", answer(seconds=2.0))
@@ -224,15 +224,15 @@ def test_what_is_put_down_is_counted_before_it_grows(counts, batches, monkeypatc
         (answer(failure=Failure.TIMEOUT), "request_timeout"),
     ],
 )
-def test_repetitions_are_counted_by_status_or_by_what_went_wrong(counts, batches, repeated, reason):
+def test_retries_are_counted_by_status_or_error(counts, batches, repeated, reason):
     batches.retried("a", repeated)
     batches.retried("a", repeated)
     assert numbers(counts, "batch_retries_total") == {("a", reason): 2}
-    assert numbers(counts, "request_errors_by_model_total") == {}, "its final answer is still to come"
-    assert numbers(counts, "batch_retries_total") == {("a", reason): 2}, "reading again counts nothing again"
+    assert numbers(counts, "request_errors_by_model_total") == {}, "only a final answer counts as an error"
+    assert numbers(counts, "batch_retries_total") == {("a", reason): 2}, "reading does not count again"
 
 
-def test_answers_that_are_registered_add_up(counts, batches):
+def test_registered_answers_are_summed(counts, batches):
     batches.registered(256)
     batches.registered(4)
     assert numbers(counts, "batch_answers_registered_total") == {(): 260}
@@ -258,7 +258,7 @@ def test_an_ending_is_counted_with_its_result_and_its_times(counts, batches, sta
     assert spread(counts, "batch_job_e2e_latency_seconds") == {(status,): (1, 90.0)}
 
 
-def test_a_batch_that_no_worker_came_to_has_no_processing_time(counts, batches):
+def test_a_batch_that_no_worker_started_has_no_processing_time(counts, batches):
     batches.ended("expired", "expired_dequeue", total=0, seconds=0.0, since_created=90.0)
     assert numbers(counts, "jobs_processed_total") == {("expired", "expired_dequeue"): 1}
     assert spread(counts, "job_processing_duration_seconds") == {}
@@ -270,7 +270,7 @@ def test_a_batch_that_has_not_ended_cannot_be_counted_as_ended(batches):
         batches.ended("in_progress", "none", total=1, seconds=1.0, since_created=1.0)
 
 
-def test_what_happens_to_batches_is_counted_by_its_labels(counts, batches):
+def test_events_of_batches_are_counted_with_their_labels(counts, batches):
     batches.waited(3.0)
     batches.planned(99, 0.25)
     batches.recovered("in_progress", "resumed")
@@ -288,7 +288,7 @@ def test_what_happens_to_batches_is_counted_by_its_labels(counts, batches):
     assert numbers(counts, "batch_cancellation_total") == {("queued",): 1}
 
 
-async def test_counts_add_up_over_workers_and_outlive_them(queue, clock):
+async def test_counts_are_summed_over_workers_and_kept_after_their_end(queue, clock):
     await clock.advance(queue, 0)
     for name in ("w1", "w2"):
         batches, row = await living(queue, name)
@@ -307,7 +307,7 @@ async def test_counts_add_up_over_workers_and_outlive_them(queue, clock):
 # Load ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_load_adds_up_over_processes_and_a_dead_one_does_not_count(queue, clock):
+async def test_the_load_is_summed_over_live_processes(queue, clock):
     await clock.advance(queue, 0)
     given = {
         "dead": load(shards=9, shards_max=99, requests=9, requests_max=99, in_flight={"a": 9}, limits={"a": 9}),
@@ -326,7 +326,7 @@ async def test_the_load_adds_up_over_processes_and_a_dead_one_does_not_count(que
     assert (samples["batchwright_model_limit", "a"], samples["batchwright_model_limit", "b"]) == (12, 10)
 
 
-async def test_the_load_is_asked_for_at_each_writing(queue):
+async def test_the_load_is_read_at_each_write(queue):
     batches, row = await living(queue, "w1")
     requests = iter([3, 3, 0, 0])
     batches.watch(lambda: load(requests=next(requests)))
@@ -344,7 +344,7 @@ async def test_a_process_without_batches_has_no_gauges(queue):
     assert samples["total_workers",] == 0
 
 
-async def test_the_load_of_a_dispatcher_is_what_its_limits_say(tmp_path):
+async def test_the_load_of_a_dispatcher_is_read_from_its_limits(tmp_path):
     gateways = Gateways(GatewaySettings(url="http://127.0.0.1:9"), {})
     dispatcher = Dispatcher(gateways, Limits(InferenceSettings(concurrency=40)), BatchCounts(), Disk(tmp_path))
     sender = dispatcher._sender("a")
@@ -367,7 +367,7 @@ async def test_the_load_of_a_dispatcher_is_what_its_limits_say(tmp_path):
 # Models -------------------------------------------------------------------------------------------------------------
 
 
-async def test_models_that_are_configured_have_series_of_their_own_and_the_first_others_too(queue):
+async def test_configured_models_and_the_first_other_ones_have_series_of_their_own(queue):
     configured = [f"configured {n}" for n in range(150)]
     batches, row = await living(queue, "w1", configured)
     others = [f"other {n:03}" for n in range(MODELS_MAX + 20)]
@@ -415,7 +415,7 @@ async def scraped(stage):
 
 
 async def test_every_ending_is_counted_once_and_only_when_it_is_committed(database_url, tmp_path, monkeypatch):
-    """The commit of each ending is chosen as the victim of a deadlock first, and once its answer is lost."""
+    """The first commit of each ending fails with a deadlock, and once the answer to a commit is lost."""
     hanging = SimulatorSettings(any_model=Profile(decode_rate=1000.0), faults=("hang:1:match=hang",))
     succeed_with, tries = Queue.succeed_with, Counter()
 
@@ -461,9 +461,7 @@ async def test_every_ending_is_counted_once_and_only_when_it_is_committed(databa
     assert not [key for key in found if key[0] == "batch_startup_recovery_total"]
 
 
-async def test_batches_that_end_before_they_begin_or_while_they_are_finished_are_counted_by_phase(
-    database_url, tmp_path, monkeypatch
-):
+async def test_cancelled_and_expired_batches_are_counted_by_phase(database_url, tmp_path, monkeypatch):
     finalize = Batches.finalize
 
     async def then_cancel(self, id):
@@ -487,7 +485,7 @@ async def test_batches_that_end_before_they_begin_or_while_they_are_finished_are
     assert found["jobs_processed_total", "expired", "expired_dequeue"] == 1
 
 
-async def test_a_shard_that_another_worker_has_is_not_counted_as_put_back(database_url, tmp_path):
+async def test_a_shard_that_another_worker_holds_is_not_counted_as_re_enqueued(database_url, tmp_path):
     hanging = SimulatorSettings(any_model=Profile(decode_rate=1000.0), faults=("hang:1:match=hang",))
     async with staged(database_url, tmp_path, simulator=hanging) as stage:
         stage.work()
@@ -501,7 +499,7 @@ async def test_a_shard_that_another_worker_has_is_not_counted_as_put_back(databa
 
 
 @pytest.mark.thorough
-async def test_pauses_deploys_and_snoozes_are_no_recoveries_and_a_death_is_one(database_url, tmp_path):
+async def test_only_the_death_of_a_worker_counts_as_a_recovery(database_url, tmp_path):
     slow = SimulatorSettings(any_model=Profile(decode_rate=50.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}, **LEASE) as stage:
         batches = stage.batchwright.part(BatchesPart).batches

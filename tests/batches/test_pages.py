@@ -1,4 +1,4 @@
-"""Batches in a browser: dropped, checked, started, watched, paused, read and retried; by keys of all kinds."""
+"""Batches in a browser: upload, check, start, watch, pause, read and retry, with keys of all kinds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_dropped_file_is_checked_started_read_and_its_failed_lines_retri
         await expect(page.get_by_text("The batch has started.")).to_be_visible()
         await page.evaluate("window.sameDocument = true")
         await expect(page.locator("#live_status")).to_contain_text("completed")
-        assert await page.evaluate("window.sameDocument"), "it has come without a reload"
+        assert await page.evaluate("window.sameDocument"), "the page is updated without a reload"
         await expect(page.locator("#live_errors")).to_contain_text("invalid_request_error")
         await expect(page.locator("#live_progress")).to_contain_text("large")
         await expect(page.get_by_text("from a test")).to_be_visible()
@@ -118,7 +118,7 @@ async def test_a_dropped_file_is_checked_started_read_and_its_failed_lines_retri
 
 
 @pytest.mark.thorough
-async def test_a_batch_is_paused_resumed_steered_and_read_while_it_runs_also_without_a_script(
+async def test_a_running_batch_can_be_paused_resumed_changed_and_read_also_without_javascript(
     database_url, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(store, "SMALL_MAX", 2)
@@ -211,14 +211,16 @@ async def test_scopes_and_tenants_decide_what_is_shown_and_done(database_url, tm
                 for verb in ("pause", "resume"):
                     answer = await client.post(f"/ui/batches/{id}/{verb}", data=data)
                     assert answer.status_code == status, verb
-            assert (await submitter.post(f"/ui/batches/{id}/pause", data={})).status_code == 403, "without a token"
+            assert (await submitter.post(f"/ui/batches/{id}/pause", data={})).status_code == 403, (
+                "a form without a token is refused"
+            )
             assert (await stage.get(id)).paused_at is None
             assert id in (await submitter.get("/ui/batches")).text
             assert id not in (await stranger.get("/ui/batches")).text
-            assert id in (await stranger.get("/ui/batches?tenant=*")).text, "an administrator may see all"
+            assert id in (await stranger.get("/ui/batches?tenant=*")).text, "an administrator may see all tenants"
 
 
-async def test_the_same_form_sent_twice_makes_one_batch_and_bad_ones_say_why(database_url, tmp_path):
+async def test_the_same_form_sent_twice_makes_one_batch_and_a_bad_form_says_why(database_url, tmp_path):
     async with served(database_url, tmp_path) as (stage, url), httpx.AsyncClient(base_url=url, timeout=30) as http:
         token = token_of((await http.get("/ui/batches/new")).text)
         assert (await http.post("/ui/batches/new", data={"csrf": token})).status_code == 400
@@ -254,7 +256,7 @@ async def test_the_same_form_sent_twice_makes_one_batch_and_bad_ones_say_why(dat
         ({"status_code": 500, "body": "oops"}, ("500", "oops")),
     ],
 )
-def test_the_gist_of_an_answer_is_its_text_or_its_error(response, expected):
+def test_an_answer_is_shortened_to_its_text_or_its_error(response, expected):
     found = gist(orjson.dumps({"custom_id": "a", "response": response, "error": None}))
     assert (found.code, found.text) == expected
     failed = gist(orjson.dumps({"custom_id": "a", "response": None, "error": {"code": "late", "message": "m"}}))

@@ -1,4 +1,4 @@
-"""What is foretold of a batch, and what it has cost."""
+"""The estimated end of a batch, and its cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def seconds(n: float) -> timedelta:
         (1.0, -5, DeadlineRisk.HIGH),
     ],
 )
-def test_the_risk_is_the_share_of_the_time_left_that_is_needed(rate: float, left: float, risk: DeadlineRisk) -> None:
+def test_the_risk_is_the_needed_time_as_a_share_of_the_time_left(rate: float, left: float, risk: DeadlineRisk) -> None:
     found = forecast(batch(expires_at=NOW + seconds(left)), Pace(rate, NOW))
     assert found == Forecast(NOW + seconds(50), risk)
 
@@ -47,7 +47,7 @@ def test_the_risk_is_the_share_of_the_time_left_that_is_needed(rate: float, left
 @pytest.mark.parametrize(
     ("rate", "silent", "is_known"), [(5.0, 9.0, True), (5.0, 11.0, False), (0.05, 59.0, True), (0.05, 61.0, False)]
 )
-def test_while_answers_fail_to_come_nobody_knows_the_end(rate: float, silent: float, is_known: bool) -> None:
+def test_while_no_answers_arrive_no_end_is_estimated(rate: float, silent: float, is_known: bool) -> None:
     found = forecast(batch(expires_at=NOW + seconds(1)), Pace(rate, NOW, silent_seconds=silent))
     assert (found.eta is not None, found.risk) == (is_known, DeadlineRisk.HIGH)
 
@@ -72,11 +72,11 @@ def test_the_slowest_pace_still_has_a_date() -> None:
         {"stop_reason": "deadline"},
     ],
 )
-def test_nothing_is_foretold_of_a_batch_that_does_not_run(values: dict[str, Any]) -> None:
+def test_nothing_is_estimated_for_a_batch_that_does_not_run(values: dict[str, Any]) -> None:
     assert forecast(batch(**values), Pace(1.0, NOW)) == Forecast(None, None)
 
 
-def test_without_a_pace_nothing_is_known() -> None:
+def test_without_a_pace_nothing_is_estimated() -> None:
     assert forecast(batch(), None) == forecast(batch(), Pace(None, NOW)) == Forecast(None, None)
 
 

@@ -1,4 +1,4 @@
-"""Batches whose requests outside providers answer, with the contract server as every provider."""
+"""Batches whose requests are answered by outside providers; the contract server plays every provider."""
 
 import asyncio
 import signal
@@ -98,7 +98,7 @@ async def test_failed_lines_are_retried_in_a_new_job(stage):
 
 
 @pytest.mark.thorough
-async def test_a_job_that_expired_keeps_its_part_and_the_rest_is_sent_once_more(stage):
+async def test_an_expired_job_keeps_its_results_and_the_other_lines_are_resent_once(stage):
     stage.providers.put_faults("expired:share=0.5:times=1")
     stage.work()
     id = await stage.submit([request(f"r{n}", model="gpt") for n in range(4)])
@@ -128,7 +128,7 @@ async def test_lines_that_expire_again_say_so(stage):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["missing:times=1", "malformed:times=1", "duplicate", "stranger", "shuffled"])
-async def test_results_that_are_odd_give_every_line_its_answer_once(stage, fault):
+async def test_with_odd_results_every_line_still_gets_one_answer(stage, fault):
     stage.providers.put_faults(fault)
     stage.work()
     id = await stage.submit([request(f"r{n}", model="gpt") for n in range(4)])
@@ -144,8 +144,8 @@ async def test_results_that_are_odd_give_every_line_its_answer_once(stage, fault
 
 
 @pytest.mark.thorough
-async def test_a_line_without_any_result_is_not_sent_for_ever(stage):
-    """Its requests cannot be read any more, so that nobody can say which results are missing."""
+async def test_a_line_without_any_result_is_not_resent_for_ever(stage):
+    """The file of its requests is gone, so it is unknown which results are missing."""
     stage.providers.put_faults("empty")
     stage.work()
     id = await stage.submit([request("a", model="gpt")])
@@ -161,7 +161,7 @@ async def test_a_line_without_any_result_is_not_sent_for_ever(stage):
 
 
 @pytest.mark.thorough
-async def test_a_provider_that_takes_no_more_is_asked_again_later(stage, monkeypatch):
+async def test_a_provider_that_accepts_no_more_jobs_is_tried_again_later(stage, monkeypatch):
     monkeypatch.setattr(provider, "REFUSED_SECONDS", 0.1)
     stage.providers.put_faults("failed:code=token_limit_exceeded:times=3")
     stage.work()
@@ -187,8 +187,8 @@ async def test_a_job_that_the_provider_refuses_fails_its_lines_and_nothing_else(
 
 
 @pytest.mark.parametrize(("model", "done"), [("gpt", 2), ("claude", 2), ("gemini-2.5-flash", 0)])
-async def test_a_cancelled_batch_has_what_was_done_by_then(stage, model, done):
-    """Gemini gives nothing of a batch that was cancelled."""
+async def test_a_cancelled_batch_has_the_results_so_far(stage, model, done):
+    """Gemini has no results for a batch that was cancelled."""
     stage.work()
     id = await stage.submit([request(f"r{n}", model=model) for n in range(4)])
     await stage.submitted(id)
@@ -208,7 +208,7 @@ async def test_a_cancelled_batch_has_what_was_done_by_then(stage, model, done):
 
 @pytest.mark.thorough
 async def test_a_batch_does_not_wait_for_ever_for_a_provider_to_cancel(database_url, tmp_path):
-    graces = {"cancel_grace_seconds": 0.0, "provider_grace_seconds": 6.0}  # a worker may take a second or two to look
+    graces = {"cancel_grace_seconds": 0.0, "provider_grace_seconds": 6.0}  # a worker may poll only every second or two
     async with provider_stage(database_url, tmp_path, batches=graces) as stage:
         stage.work()
         id = await stage.submit([request("a", model="gpt")])
@@ -230,7 +230,7 @@ async def test_a_batch_that_is_cancelled_before_anything_was_sent_sends_nothing(
     assert stage.remote() == []
 
 
-async def test_at_the_end_of_its_window_a_batch_takes_what_is_there(stage):
+async def test_at_the_end_of_its_window_a_batch_has_the_results_so_far(stage):
     stage.work()
     id = await stage.submit([request(f"r{n}", model="gpt") for n in range(4)])
     await stage.submitted(id)
@@ -245,7 +245,7 @@ async def test_at_the_end_of_its_window_a_batch_takes_what_is_there(stage):
 
 
 @pytest.mark.thorough
-async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there(database_url, tmp_path):
+async def test_a_paused_batch_creates_no_new_jobs_and_fetches_the_results_of_existing_ones(database_url, tmp_path):
     models = {**MODELS, "other": {"provider": "groq"}}
     async with provider_stage(database_url, tmp_path, models=models) as stage:
         id = await stage.submit([request("a", model="gpt"), request("b", model="other")])
@@ -263,7 +263,7 @@ async def test_a_paused_batch_sends_no_new_jobs_and_fetches_those_that_are_there
 
 
 @pytest.mark.thorough
-async def test_a_refused_credential_is_waited_for(stage, monkeypatch):
+async def test_a_batch_waits_while_the_credential_is_refused(stage, monkeypatch):
     monkeypatch.setattr(jobs, "_TRY_SECONDS", 0.2)
     monkeypatch.setattr(provider, "_HELD_SECONDS_MAX", 0.2)
     monkeypatch.setattr(gateway, "KEY_SECONDS", 0.0)
@@ -280,7 +280,7 @@ async def test_a_refused_credential_is_waited_for(stage, monkeypatch):
     assert len(stage.remote()) == 1
 
 
-async def test_what_a_provider_cannot_take_is_refused_at_the_plan_by_line_and_field(stage):
+async def test_lines_that_a_provider_does_not_support_are_refused_while_planning_with_line_and_field(stage):
     stage.work()
     lines = [
         request("a", model="small", logprobs=True),
@@ -296,7 +296,7 @@ async def test_what_a_provider_cannot_take_is_refused_at_the_plan_by_line_and_fi
     assert stage.remote() == []
 
 
-async def test_an_endpoint_that_the_provider_lacks_is_refused_at_the_plan(stage):
+async def test_an_endpoint_that_the_provider_lacks_is_refused_while_planning(stage):
     stage.work()
     line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "claude", "input": "x"}}
     batch = await stage.ended(await stage.submit([line], endpoint="/v1/embeddings"))
@@ -304,7 +304,7 @@ async def test_an_endpoint_that_the_provider_lacks_is_refused_at_the_plan(stage)
     assert batch.errors["data"][0]["param"] == "endpoint"
 
 
-async def test_embeddings_go_there_too(stage):
+async def test_embeddings_can_be_answered_by_a_provider(stage):
     stage.work()
     line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "gpt", "input": "x"}}
     batch = await stage.finished(await stage.submit([line], endpoint="/v1/embeddings"))
@@ -313,7 +313,7 @@ async def test_embeddings_go_there_too(stage):
 
 
 @pytest.mark.thorough
-async def test_the_pace_of_a_batch_is_that_of_its_providers(stage):
+async def test_the_pace_of_a_batch_follows_the_progress_of_its_providers(stage):
     stage.work()
     id = await stage.submit([request(f"r{n}", model="gpt") for n in range(10)])
     await stage.submitted(id)
@@ -328,7 +328,7 @@ async def test_the_pace_of_a_batch_is_that_of_its_providers(stage):
     assert (await stage.ended(id)).completed == 10
 
 
-def test_a_model_has_a_provider_or_a_server_and_not_both():
+def test_a_model_cannot_have_a_provider_and_a_server():
     with pytest.raises(ConfigurationError, match="has the provider 'openai' and url, which are for servers"):
         GatewaySettings(url="http://h:1", provider="openai")
     with pytest.raises(ConfigurationError, match="a provider is named for each model"):
@@ -340,7 +340,7 @@ def test_a_model_has_a_provider_or_a_server_and_not_both():
 @pytest.mark.parametrize(
     ("name", "message"), [("opanai", "did you mean 'openai'"), ("sarvam", "which does not answer such requests")]
 )
-async def test_a_provider_that_cannot_answer_stops_the_worker_at_its_start(database_url, tmp_path, name, message):
+async def test_a_worker_with_a_provider_that_cannot_answer_does_not_start(database_url, tmp_path, name, message):
     async with provider_stage(database_url, tmp_path, models={"x": {"provider": name}}) as stage:
         with pytest.raises(ConfigurationError, match=message):
             stage.batchwright.worker()
@@ -371,7 +371,7 @@ POINTS = [
 
 
 @pytest.mark.parametrize(("at", "when", "call"), sparsely(POINTS, 4))
-async def test_a_worker_that_dies_here_pays_once_and_loses_nothing(database_url, tmp_path, at, when, call):
+async def test_if_a_worker_dies_here_nothing_is_paid_twice_and_nothing_is_lost(database_url, tmp_path, at, when, call):
     quick = {"queue_seconds": 0.0, "run_seconds": 0.0}
     async with provider_stage(database_url, tmp_path, simulator=quick, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}", model="gpt") for n in range(20)])
@@ -400,7 +400,7 @@ SECOND = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("at", "when", "call"), sparsely(SECOND, 4))
-async def test_a_worker_that_dies_while_a_line_is_sent_again_sends_it_once_more_only(
+async def test_if_a_worker_dies_while_a_line_is_resent_the_line_is_resent_only_once(
     database_url, tmp_path, at, when, call
 ):
     quick = {"queue_seconds": 0.0, "run_seconds": 0.0, "faults": ["missing:times=1"]}
@@ -417,7 +417,7 @@ async def test_a_worker_that_dies_while_a_line_is_sent_again_sends_it_once_more_
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", ["claude", "gemini-2.5-flash"])
-async def test_a_worker_that_dies_with_its_request_on_the_way_finds_the_job(database_url, tmp_path, model):
+async def test_if_a_worker_dies_during_its_request_the_next_one_finds_the_job(database_url, tmp_path, model):
     quick = {"queue_seconds": 0.0, "run_seconds": 0.0}
     async with provider_stage(database_url, tmp_path, simulator=quick, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}", model=model) for n in range(5)])
@@ -444,7 +444,7 @@ async def test_a_worker_that_dies_with_its_request_on_the_way_finds_the_job(data
         4,
     ),
 )
-async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(database_url, tmp_path, at, when):
+async def test_if_a_worker_dies_during_a_cancellation_the_next_one_finishes_it(database_url, tmp_path, at, when):
     slow = {"queue_seconds": 0.0, "run_seconds": 60.0, "cancel_seconds": 0.0}
     async with provider_stage(database_url, tmp_path, simulator=slow, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}", model="gpt") for n in range(4)])
@@ -470,7 +470,7 @@ FEW = {"concurrency": 2, "model_concurrency_start": 2, "model_concurrency_max": 
 
 @asynccontextmanager
 async def overflow_stage(database_url, folder, monkeypatch, *, cost_max=1.0, provider="openai", prices=PRICES):
-    """Own servers that are too slow for the batch, in shards of ten requests, and nobody waits before seeing that."""
+    """A stage whose own servers are too slow for the batch, which is noticed at once; shards have ten requests."""
     monkeypatch.setattr(progress, "_RECENT_SECONDS", 0.3)
     monkeypatch.setattr(runner, "RELIEVE_SECONDS", 0.3)
     monkeypatch.setattr(shards.cut, "__kwdefaults__", {**shards.cut.__kwdefaults__, "requests_max": 10})
@@ -489,7 +489,7 @@ async def events(stage, name):
 
 
 @pytest.mark.thorough
-async def test_shards_of_a_late_batch_that_nobody_has_begun_go_to_the_provider(database_url, tmp_path, monkeypatch):
+async def test_shards_of_a_late_batch_that_have_not_begun_go_to_the_provider(database_url, tmp_path, monkeypatch):
     async with overflow_stage(database_url, tmp_path, monkeypatch) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}", model="small") for n in range(120)], completion_window="60s")
@@ -513,7 +513,7 @@ async def test_shards_of_a_late_batch_that_nobody_has_begun_go_to_the_provider(d
         ({"provider": "anthropic"}, "anthropic does not accept this"),
     ],
 )
-async def test_shards_stay_where_the_provider_is_too_dear_or_unable(
+async def test_shards_are_not_moved_to_a_provider_that_is_too_expensive_or_cannot_answer(
     database_url, tmp_path, monkeypatch, options, reason
 ):
     async with overflow_stage(database_url, tmp_path, monkeypatch, **options) as stage:
@@ -531,7 +531,9 @@ async def test_shards_stay_where_the_provider_is_too_dear_or_unable(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("is_there", "reason"), [(False, "cannot be read"), (True, "openai refuses its credential")])
-async def test_shards_stay_where_the_credential_is_no_good(database_url, tmp_path, monkeypatch, is_there, reason):
+async def test_shards_are_not_moved_to_a_provider_that_refuses_the_credential(
+    database_url, tmp_path, monkeypatch, is_there, reason
+):
     async with overflow_stage(database_url, tmp_path, monkeypatch) as stage:
         stage.key_file.unlink()
         if is_there:
@@ -547,7 +549,7 @@ async def test_shards_stay_where_the_credential_is_no_good(database_url, tmp_pat
         await stage.ended(id)
 
 
-async def test_all_that_goes_over_costs_no_more_than_its_limit(database_url, tmp_path, monkeypatch):
+async def test_all_overflow_together_costs_no_more_than_its_limit(database_url, tmp_path, monkeypatch):
     async with overflow_stage(database_url, tmp_path, monkeypatch, cost_max=0.001) as stage:
         stage.work()
         id = await stage.submit([request(f"r{n}", model="small") for n in range(120)], completion_window="60s")

@@ -1,4 +1,4 @@
-"""Workers die at every step of a batch; another one goes on, nothing is lost, and little is asked twice."""
+"""Workers die at every step of a batch; another one continues, nothing is lost, and few requests are resent."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def doomed(stage, folder, **fate):
 
 
 @pytest.mark.parametrize(("at", "when", "call"), sparsely(POINTS, 4))
-async def test_a_worker_that_dies_here_loses_nothing(database_url, tmp_path, at, when, call):
+async def test_if_a_worker_dies_here_nothing_is_lost(database_url, tmp_path, at, when, call):
     async with staged(database_url, tmp_path, simulator=QUICK, inference={"concurrency": IN_FLIGHT}, **LEASE) as stage:
         lines = [request(f"r{n}", model="one" if n % 2 else "two") for n in range(REQUESTS)]
         id = await stage.submit(lines)
@@ -82,12 +82,12 @@ CANCEL_POINTS = [
     "batchwright.batches.store:Batches.end_cancelled",
     "batchwright.engine.queue:Queue.succeed_with",
 ]
-"""The first is the moment after the cancellation, with requests in flight."""
+"""The first point is the moment after the cancellation, with requests in flight."""
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("point", sparsely(CANCEL_POINTS, 3))
-async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(database_url, tmp_path, point):
+async def test_if_a_worker_dies_during_a_cancellation_the_next_one_finishes_it(database_url, tmp_path, point):
     fate = {"at": point, "when": "after", "call": 1} if point else {}
     limits = {"inference": {"concurrency": IN_FLIGHT}, **LEASE}
     async with staged(database_url, tmp_path, simulator=SLOW, **limits) as stage:
@@ -113,7 +113,7 @@ async def test_a_worker_that_dies_inside_a_cancellation_leaves_it_to_the_next(da
 
 
 @pytest.mark.thorough
-async def test_a_client_that_dies_inside_its_cancellation_changes_nothing(database_url, tmp_path):
+async def test_a_client_that_dies_during_its_cancellation_changes_nothing(database_url, tmp_path):
     """Its transaction has cancelled the shards and not yet moved the batch."""
     point = {"at": "batchwright.engine.owned:cancel_children", "when": "after", "call": 1}
     async with staged(database_url, tmp_path, simulator=SLOW, inference={"concurrency": IN_FLIGHT}) as stage:
@@ -145,7 +145,7 @@ async def test_a_shard_that_killed_two_workers_runs_alone_and_the_batch_complete
 
 
 async def test_answers_that_were_never_registered_are_adopted_on_the_same_machine(database_url, tmp_path):
-    """The worker dies with a journal that no checkpoint has seen."""
+    """The worker dies before any checkpoint has registered its journal."""
     settings = {"batches": {"checkpoint_seconds": 60.0}, "inference": {"concurrency": IN_FLIGHT}, **LEASE}
     async with staged(database_url, tmp_path, simulator=QUICK, **settings) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(REQUESTS)])
@@ -164,8 +164,8 @@ async def test_answers_that_were_never_registered_are_adopted_on_the_same_machin
         assert len(stage.simulator.asked(over=1)["requests"]) <= REQUESTS - int(adopted)
 
 
-async def test_a_zombie_that_still_writes_changes_nothing(database_url, tmp_path):
-    """A worker is stopped in the middle, loses its shard, and wakes up when another one has finished the batch."""
+async def test_a_worker_that_lost_its_shard_and_still_writes_changes_nothing(database_url, tmp_path):
+    """A worker is suspended, loses its shard, and continues after another one has finished the batch."""
     async with staged(database_url, tmp_path, simulator=SLOW, **LEASE) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(200)])
         async with doomed(stage, tmp_path) as process:
@@ -184,6 +184,6 @@ async def test_a_zombie_that_still_writes_changes_nothing(database_url, tmp_path
         assert (errors, batch.status, batch.completed) == ([], BatchStatus.COMPLETED, 200)
 
 
-def test_the_settings_travel_to_another_process_unchanged(tmp_path):
+def test_settings_are_unchanged_in_another_process(tmp_path):
     settings = stage_settings("postgresql://h/d", tmp_path, "http://127.0.0.1:1")
     assert json.loads(json.dumps(settings_document(settings)))["database"]["url"] == "postgresql://h/d"

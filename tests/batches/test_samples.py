@@ -1,4 +1,4 @@
-"""The course of a batch is kept as it runs: answers, tokens, the limit, and requests in flight."""
+"""Samples are stored while a batch runs: answers, tokens, the limit, and requests in flight."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ async def test_a_small_and_quick_batch_leaves_none(database_url, tmp_path):
         assert await read(stage, id) == []
 
 
-def test_samples_of_several_models_are_added_step_by_step():
+def test_samples_of_several_models_are_summed_for_each_step():
     found = together([sample(10, 3, limit=4), sample(0, 1), sample(10, 5, model="n", limit=2, in_flight=1)])
     assert [(one.lines, one.limit, one.in_flight) for one in found] == [(8, 6, 1), (1, None, None)]
 
 
-def test_the_range_of_an_eta_follows_from_how_much_the_pace_changes():
+def test_the_range_of_the_estimated_end_grows_with_changes_of_the_pace():
     batch = batch_of(status=BatchStatus.IN_PROGRESS, total=1_000, completed=590)
     pace = Pace(10.0, NOW)
     steady = [sample(10 * n, 100) for n in range(8, -1, -1)]
@@ -72,6 +72,6 @@ def test_the_range_of_an_eta_follows_from_how_much_the_pace_changes():
     found = eta_range(batch, pace, wild)
     assert found is not None
     assert (found.earliest, found.latest) == (NOW + timedelta(seconds=20), NOW + timedelta(seconds=80))
-    assert eta_range(batch, pace, steady[-4:]) is None, "three whole steps say too little"
+    assert eta_range(batch, pace, steady[-4:]) is None, "three whole steps are too few"
     assert eta_range(batch, None, steady) is None
     assert eta_range(batch_of(status=BatchStatus.IN_PROGRESS, total=1_000, paused_at=NOW), pace, steady) is None

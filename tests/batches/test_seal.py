@@ -1,4 +1,4 @@
-"""Headers of creators, encrypted: keys, their exchange, and what cannot be read."""
+"""Encrypted headers of creators: keys, their rotation, and what cannot be decrypted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def key() -> str:
     return base64.b64encode(secrets.token_bytes(32)).decode()
 
 
-def test_headers_come_back_and_equal_ones_never_look_alike(tmp_path: Path) -> None:
+def test_headers_can_be_decrypted_and_equal_ones_have_different_ciphertexts(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(key() + "\n")
     seal = Seal(KeySource(file=tmp_path / "key"))
     one, two = seal.close(HEADERS, "batch_1"), seal.close(HEADERS, "batch_1")
@@ -33,7 +33,7 @@ def test_headers_come_back_and_equal_ones_never_look_alike(tmp_path: Path) -> No
     assert (tmp_path / "key").read_text().strip() not in repr(seal)
 
 
-def test_what_was_changed_or_belongs_to_another_batch_is_refused(tmp_path: Path) -> None:
+def test_a_ciphertext_that_was_changed_or_belongs_to_another_batch_is_refused(tmp_path: Path) -> None:
     seal = Seal(KeySource(variable="KEY"), {"KEY": key()})
     sealed = seal.close(HEADERS, "batch_1")
     for broken, family in [(sealed, "batch_2"), (sealed[:-1] + bytes([sealed[-1] ^ 1]), "batch_1"), (b"", "batch_1")]:
@@ -41,7 +41,7 @@ def test_what_was_changed_or_belongs_to_another_batch_is_refused(tmp_path: Path)
             seal.open(broken, family)
 
 
-def test_a_key_is_exchanged_by_a_line_before_the_old_one(tmp_path: Path) -> None:
+def test_a_key_is_rotated_by_adding_the_new_one_above_the_old_one(tmp_path: Path) -> None:
     old, new, file = key(), key(), tmp_path / "key"
     file.write_text(old)
     seal = Seal(KeySource(file=file))
@@ -75,7 +75,7 @@ def test_without_a_key_nothing_is_encrypted_and_the_remedy_is_named() -> None:
         Seal(KeySource(variable="KEY"), {}).close(HEADERS, "b")
 
 
-def test_processes_that_make_the_key_at_the_same_time_agree_on_one(tmp_path: Path) -> None:
+def test_processes_that_create_the_key_at_the_same_time_use_the_same_one(tmp_path: Path) -> None:
     file, sealed, barrier = tmp_path / "headers.key", list[bytes](), threading.Barrier(8)
 
     def close() -> None:

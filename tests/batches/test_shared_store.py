@@ -1,4 +1,4 @@
-"""Machines that share only the database and an S3 store: journals travel through the store."""
+"""Machines that share only the database and an S3 store exchange journals through the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUESTS = 200
 SHARED = {"checkpoint_seconds": 0.1, "shared_checkpoint_seconds": 0.2}
 
 
-async def test_a_lost_machine_costs_what_it_had_not_uploaded_and_nothing_else(database_url, tmp_path, s3):
+async def test_with_a_lost_machine_only_answers_that_it_had_not_uploaded_are_lost(database_url, tmp_path, s3):
     url = {"url": f"s3://{s3.bucket}/batchwright"}
     lost, heir = tmp_path / "lost", tmp_path / "heir"
     async with staged(database_url, lost, simulator=SLOW, storage=url, batches=SHARED, **LEASE) as first:

@@ -1,4 +1,4 @@
-"""A shard gives a part to workers that have nothing to do: each line is asked once, whatever fails."""
+"""A shard gives a part of its lines to idle workers; each line is sent once, whatever fails."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LINES = [request(f"r{n}") for n in range(REQUESTS)]
 IN_FLIGHT = 6
 INFERENCE = {"inference": {"concurrency": IN_FLIGHT, "model_concurrency_start": IN_FLIGHT}}
 LEASE = {"engine": {"lease_seconds": 4.0, "rescue_jitter_seconds": 0.0}}
-"""Long enough for a busy machine: a lease that is lost is asked again."""
+"""Long enough for a busy machine: lines of a lost lease would be resent."""
 IDLE = """
 INSERT INTO batchwright.worker (id, host, pid, version, operations, concurrency, on_demand_types, on_demand_queues,
     started_at, heartbeat_at)
 VALUES ('idle', 'nowhere', 1, '1', '{}', 1, '{batch.shard}', '{shard/}', now(), now() + interval '1 hour')
 RETURNING id
 """
-"""A worker that never takes anything."""
+"""An idle worker that never takes a job."""
 WORKERS = "SELECT DISTINCT worker FROM batchwright.job_event WHERE event = 'job.started' AND job_id = ANY(%(ids)s)"
 
 
@@ -51,7 +51,7 @@ async def shards_of(stage, batch):
 
 
 async def check(stage, id, *, again=0):
-    """Every line has one answer, and at most so many were asked twice; answers the batch's shards."""
+    """Check that each line has one answer and at most `again` were sent twice; return the batch's shards."""
     batch = await stage.ended(id)
     output, errors = await stage.results(batch)
     assert (batch.status, errors, batch.completed) == (BatchStatus.COMPLETED, [], REQUESTS)
@@ -60,11 +60,11 @@ async def check(stage, id, *, again=0):
     assert sum(twice.values()) - len(twice) <= again
     shards = await shards_of(stage, batch)
     covered = [at for one in shards.values() for at in range(one["start"], one["start"] + one["count"])]
-    assert covered == list(range(REQUESTS)), "the shards are the plan, each line once"
+    assert covered == list(range(REQUESTS)), "the shards together must be the plan, each line once"
     return shards
 
 
-async def test_idle_workers_get_a_part_of_a_shard_that_is_alone(database_url, tmp_path):
+async def test_idle_workers_get_a_part_of_the_only_shard(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=ANSWERS, **INFERENCE) as stage:
         for _ in range(3):
             await stage.work().started.wait()
@@ -77,7 +77,7 @@ async def test_idle_workers_get_a_part_of_a_shard_that_is_alone(database_url, tm
         assert sum(int(requests) for (requests,) in await raw(stage.batchwright.queue, told)) >= given > REQUESTS / 3
 
 
-async def test_a_small_batch_and_one_that_is_quick_cost_no_statement_more(database_url, tmp_path, monkeypatch):
+async def test_a_small_batch_and_a_quick_batch_need_no_additional_statement(database_url, tmp_path, monkeypatch):
     sent = Counter()
     ask = Database.ask
 
@@ -94,7 +94,7 @@ async def test_a_small_batch_and_one_that_is_quick_cost_no_statement_more(databa
     assert sent[WORKER_SQL["idle"]] == sent[BUDGET_SQL["workers"]] == 0
 
 
-async def test_a_larger_batch_is_divided_for_the_workers_that_live(database_url, tmp_path):
+async def test_a_larger_batch_is_divided_among_the_live_workers(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         for _ in range(2):
             await stage.work().started.wait()
@@ -106,14 +106,14 @@ async def test_a_larger_batch_is_divided_for_the_workers_that_live(database_url,
 
 
 @pytest.mark.parametrize("fate", sparsely(["answer lost", "lost before", "refused", "slow and refused", "slow"], 3))
-async def test_whatever_becomes_of_the_split_each_line_is_asked_once(database_url, tmp_path, monkeypatch, fate):
+async def test_each_line_is_sent_once_whether_the_split_succeeds_or_fails(database_url, tmp_path, monkeypatch, fate):
     split, calls = Queue.split, 0
 
     async def doubtful(self, *args, **kwargs):
         nonlocal calls
         calls += 1
         if fate.startswith("slow"):
-            await asyncio.sleep(1.0)  # what it keeps is answered meanwhile
+            await asyncio.sleep(1.0)  # meanwhile, the lines that it keeps are answered
         if "refused" in fate and calls <= 2:
             return False
         if calls == 1 and fate == "lost before":
@@ -131,7 +131,7 @@ async def test_whatever_becomes_of_the_split_each_line_is_asked_once(database_ur
         assert calls >= (2 if "lost" in fate else 1)
 
 
-async def test_what_nobody_takes_comes_back_to_the_giver(database_url, tmp_path):
+async def test_a_part_that_no_worker_takes_is_run_by_the_worker_that_split_it_off(database_url, tmp_path):
     async with staged(database_url, tmp_path, simulator=ANSWERS, **INFERENCE) as stage:
         await raw(stage.batchwright.queue, IDLE)
         stage.work()
@@ -140,7 +140,7 @@ async def test_what_nobody_takes_comes_back_to_the_giver(database_url, tmp_path)
 
 
 @pytest.mark.parametrize("when", sparsely(["after", "before"], 2))
-async def test_a_worker_that_dies_at_the_split_loses_nothing(database_url, tmp_path, when):
+async def test_if_a_worker_dies_during_the_split_nothing_is_lost(database_url, tmp_path, when):
     async with staged(database_url, tmp_path, simulator=ANSWERS, **INFERENCE, **LEASE) as stage:
         await raw(stage.batchwright.queue, IDLE)
         id = await stage.submit(LINES)
@@ -152,10 +152,8 @@ async def test_a_worker_that_dies_at_the_split_loses_nothing(database_url, tmp_p
         assert len(shards) >= 2
 
 
-async def test_answers_that_were_taken_over_are_registered_before_their_shard_is_split(
-    database_url, tmp_path, monkeypatch
-):
-    """Whoever gets a part of their lines would take them over as well, and they would be counted twice."""
+async def test_adopted_answers_are_registered_before_their_shard_is_split(database_url, tmp_path, monkeypatch):
+    """Otherwise a worker that gets a part of their lines would adopt them as well, and they would be counted twice."""
     split, registered = Queue.split, []
 
     async def look_first(self, *args, **kwargs):
@@ -203,7 +201,7 @@ async def test_a_batch_that_is_stopped_during_the_split_ends(database_url, tmp_p
         assert batch.completed + batch.cancelled == REQUESTS
 
 
-def test_the_giver_keeps_as_much_as_it_gives_to_each():
+def test_a_shard_keeps_as_many_lines_as_it_gives_to_each_worker():
     class Run:
         queue = "shard/small"
 

@@ -1,4 +1,4 @@
-"""The statements of files and batches: each can be prepared, and what users ask touches few pages in a crowd."""
+"""The statements of files and batches: each can be prepared, and queries of users read few pages among many rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_statement_can_be_prepared(crowd: psycopg.Connection[Any], source:
         (files, "list_oldest", "file-", "file_listed"),
     ],
 )
-def test_a_page_touches_few_pages_whoever_asks_and_however_deep_it_is(
+def test_any_page_of_a_list_reads_few_database_pages_for_any_tenant(
     crowd: psycopg.Connection[Any], source: Any, name: str, kind: str, index: str, after: str | None, tenant: str
 ) -> None:
     place = None if after is None else kind + after
@@ -76,14 +76,14 @@ def test_a_page_touches_few_pages_whoever_asks_and_however_deep_it_is(
     assert touched(found) < PAGES_MAX
 
 
-def test_a_page_of_all_tenants_touches_few_pages(crowd: psycopg.Connection[Any]) -> None:
+def test_a_page_of_a_list_of_all_tenants_reads_few_database_pages(crowd: psycopg.Connection[Any]) -> None:
     found = plan(crowd, "list_everywhere", source=store.SQL, run=True, after=f"batch_{IN_THE_MIDDLE}", limit=21)
     assert (found["Actual Rows"], indexes(found)) == (21, {"batch_pkey"})
     assert touched(found) < PAGES_MAX
 
 
 @pytest.mark.parametrize(("source", "kind"), [(store, "batch_"), (files, "file-")])
-def test_a_key_is_found_without_a_walk(crowd: psycopg.Connection[Any], source: Any, kind: str) -> None:
+def test_an_idempotency_key_is_found_by_an_index(crowd: psycopg.Connection[Any], source: Any, kind: str) -> None:
     found = plan(
         crowd, "known", source=source.SQL, run=True, tenant="many", idempotency_key="key 2", id=kind + "f" * 32
     )
@@ -91,7 +91,7 @@ def test_a_key_is_found_without_a_walk(crowd: psycopg.Connection[Any], source: A
     assert touched(found) < 50
 
 
-def test_the_pace_of_a_batch_with_many_segments_looks_at_the_newest_only(crowd: psycopg.Connection[Any]) -> None:
+def test_the_pace_of_a_batch_with_many_segments_reads_only_the_newest(crowd: psycopg.Connection[Any]) -> None:
     ids = [f"batch_{1:032x}"]
     found = plan(crowd, "paces", source=store.SQL, run=True, ids=ids, seconds=60.0, segments=500)
     assert found["Actual Rows"] == 1
@@ -100,7 +100,7 @@ def test_the_pace_of_a_batch_with_many_segments_looks_at_the_newest_only(crowd: 
     assert touched(found) < PAGES_MAX
 
 
-def test_the_planner_folds_the_view_of_jobs_into_the_statement(crowd: psycopg.Connection[Any]) -> None:
+def test_postgresql_merges_the_view_of_jobs_into_the_statement(crowd: psycopg.Connection[Any]) -> None:
     found = plan(crowd, "stalled", source=store.SQL, run=True, after_time="2000-01-01", after_id="", limit=200)
     assert found["Actual Rows"] == 200, "none of them has a job"
     assert indexes(found) == {"batch_open", "job_pkey"}

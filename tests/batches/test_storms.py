@@ -1,6 +1,6 @@
-"""Everything at once, by chance: users change their minds, workers come and go, the store and the database break down.
+"""Random events at once: users change batches, workers start and stop, the store and the database fail.
 
-However it went, a batch ends once and as it must, every line is in one of its files, and nothing is left behind.
+Whatever happens, a batch ends once and in the right state, each line is in one of its files, and nothing is left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WEATHER = SimulatorSettings(
 
 @dataclass(kw_only=True)
 class Weather:
-    """What is broken at the moment."""
+    """What fails at the moment."""
 
     chance: Random
     database: bool = False
@@ -55,7 +55,7 @@ class Weather:
 
 @pytest.fixture
 def weather(monkeypatch):
-    """A database that breaks off before or after it has done what it was told, and a store that takes nothing."""
+    """Let the database fail before or after it has run a statement, and let the store refuse writes."""
     now = Weather(chance=Random())
     rows, transaction, put, put_file = Pool.rows, Pool.transaction, Store.put, Store.put_file
 
@@ -97,7 +97,7 @@ def weather(monkeypatch):
 
 @dataclass(kw_only=True)
 class Storm:
-    """One run; what it does follows from its chance alone, what comes of it from the clock as well."""
+    """One run. Its moves depend only on `chance`, their effects also on timing."""
 
     stage: Stage
     weather: Weather
@@ -128,7 +128,7 @@ class Storm:
     # Users
 
     async def insist(self, call: Callable[[], Awaitable[Any]]) -> bool:
-        """A user who tries again until there is an answer; False if that is a refusal."""
+        """Call a verb again until it answers; False if it is refused."""
         while True:
             try:
                 await call()
@@ -167,7 +167,7 @@ class Storm:
     # Operators
 
     async def reinforce(self, _: str) -> None:
-        """One that finds no database when it starts gives up, and is started again."""
+        """Start a worker; one that finds no database exits and is started again."""
         while True:
             worker, runtime = self.stage.work(), self.stage.batchwright.part(BatchesPart).runtime
             assert runtime is not None
@@ -220,7 +220,7 @@ class Storm:
         return {BatchStatus.COMPLETED} | ({BatchStatus.EXPIRED} if batch.id in self.shortened else set())
 
     async def check_that_nothing_is_left(self) -> None:
-        """A worker has a moment to let go of what was taken from it."""
+        """Check this after a moment in which workers release what they have lost."""
         left: list[Any] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(10):
@@ -238,7 +238,7 @@ class Storm:
 
 
 def _in_hand(runtime: Runtime) -> list[Any]:
-    """What a worker holds of batches."""
+    """What a worker still holds for batches."""
     dispatcher, limits = runtime.dispatcher, runtime.dispatcher.limits
     senders = dispatcher.senders.values()
     slots = [limits.total, limits.bytes, *(sender.limit.slots for sender in senders)]
@@ -252,7 +252,7 @@ def _in_hand(runtime: Runtime) -> list[Any]:
 
 
 def _open_files() -> list[Path]:
-    """Where the system can say it."""
+    """The number of open files, on systems that can say it."""
     found, folder = [], Path("/proc/self/fd")
     for descriptor in folder.iterdir() if folder.is_dir() else ():
         with suppress(OSError):
@@ -261,7 +261,9 @@ def _open_files() -> list[Path]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_whatever_happens_every_line_ends_once_and_nothing_is_left_behind(database_url, tmp_path, weather, seed):
+async def test_after_random_failures_every_line_is_in_one_file_and_nothing_is_left_behind(
+    database_url, tmp_path, weather, seed
+):
     chance = Random(seed)
     weather.chance = Random(seed)
     parts = {

@@ -1,4 +1,4 @@
-"""How batches come to be: their input, their keys, and the batches of those that repeat them."""
+"""Creating batches: input, idempotency keys, and retries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchwright.errors import Conflict, InvalidInput, TooLarge
 from tests.batches.stage import CHAT, request, staged
 
 
-async def test_a_file_is_copied_and_not_linked(database_url, tmp_path):
+async def test_an_input_file_is_copied_and_not_linked(database_url, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"what it was\n")
     async with staged(database_url, tmp_path) as stage:
@@ -40,7 +40,7 @@ async def test_a_file_that_is_too_large_or_was_changed_leaves_nothing(database_u
         assert [one async for one in files.store.list("files")] == []
 
 
-async def test_the_place_of_an_ended_batch_can_be_taken_and_that_of_an_open_one_cannot(database_url, tmp_path):
+async def test_a_new_batch_can_take_over_the_key_of_an_ended_batch_but_not_of_an_open_one(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batches, catalog = stage.batchwright.part(BatchesPart).batches, stage.batchwright.catalog
 
@@ -61,7 +61,7 @@ async def test_the_place_of_an_ended_batch_can_be_taken_and_that_of_an_open_one_
         assert known.id == second.id
 
 
-async def test_the_queues_of_a_private_batch_are_forgotten_when_it_has_ended(database_url, tmp_path):
+async def test_the_queues_of_a_private_batch_are_removed_when_it_has_ended(database_url, tmp_path):
     async with staged(database_url, tmp_path, worker={"queues": ["~mine", "batches"]}) as stage:
         stage.work()
         mine = await stage.ended(await stage.submit([request("a")], queue="~mine"))
@@ -82,7 +82,7 @@ async def test_the_queues_of_a_private_batch_are_forgotten_when_it_has_ended(dat
         assert not other.is_private
 
 
-async def test_the_answers_of_a_family_are_one_file_in_the_order_of_the_input(database_url, tmp_path):
+async def test_the_answers_of_a_batch_and_its_retries_are_merged_in_the_order_of_the_input(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batchwright = stage.batchwright
         stage.work()
@@ -118,7 +118,7 @@ def test_metadata_has_limits(metadata: dict[str, str]):
         check_metadata(metadata)
 
 
-def test_a_key_stands_for_its_body_whatever_the_order_of_its_fields():
+def test_an_idempotency_key_ignores_the_order_of_the_fields_of_the_body():
     assert idempotency("run", None, {"a": 1}) == {}
     one, same = idempotency("run", "k", {"a": 1, "b": 2}), idempotency("run", "k", {"b": 2, "a": 1})
     assert one == same

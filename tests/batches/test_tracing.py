@@ -1,4 +1,4 @@
-"""The spans of a batch, as the table of llm-d's batch gateway has them."""
+"""The spans of a batch, as in the table of llm-d's batch gateway."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ async def test_a_shard_is_a_span_from_claim_to_settle_with_its_uploads_and_downl
     inside = {shard.id: {span.name for span in traced.spans if span.parent == shard.id} for shard in shards}
     assert "storage.Store" in inside[one.id]
     assert {"storage.Store", "storage.Retrieve"} <= inside[two.id]
-    assert two.ended / 1e9 >= float(settled[0][0]) - 0.01, "it ends when its success is committed"
-    assert {parsed(traceparent)[1] for traceparent in seen} == {two.id}, "and the model server is told of it"
+    assert two.ended / 1e9 >= float(settled[0][0]) - 0.01, "the span ends when the success is committed"
+    assert {parsed(traceparent)[1] for traceparent in seen} == {two.id}, "the model server gets the trace"
 
 
 async def test_the_span_of_a_batch_that_failed_says_why(database_url, tmp_path, traced):
@@ -117,8 +117,8 @@ async def test_a_shard_that_is_given_back_leaves_a_linked_span(database_url, tmp
     assert span.attributes["batch.re_enqueue.reason"] == "none"
 
 
-async def test_whatever_is_put_back_leaves_a_span_where_it_happens(database_url, tmp_path, traced, monkeypatch):
-    """A batch whose store is unavailable, a shard whose store is, and one that stumbles."""
+async def test_whatever_is_re_enqueued_leaves_a_span_in_the_worker(database_url, tmp_path, traced, monkeypatch):
+    """A batch and a shard whose store is unavailable, and a shard with an error."""
     for module in (execution, process):
         monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
     failing(monkeypatch, Workspace, "keep_plan", StorageUnavailable("away"))

@@ -1,4 +1,4 @@
-"""A store that is unavailable and a disk that is full are waited for, and the batch says so meanwhile."""
+"""A batch waits for an unavailable store and for a full disk, and says so meanwhile."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ async def waiting(stage, id):
 # The store ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_store_that_is_unavailable_while_the_files_are_written_costs_nothing_but_time(
+async def test_a_store_that_is_unavailable_while_the_files_are_written_only_delays_the_batch(
     database_url, tmp_path, monkeypatch, caplog
 ):
-    """More often than the job has attempts: the window bounds the wait, not the attempts."""
+    """The store fails more often than the job has attempts: the window limits the wait, not the attempts."""
     failing(monkeypatch, Finalizer, "write", StorageUnavailable("503 Slow Down"), times=15)
     async with staged(database_url, tmp_path, worker={"poll_seconds_max": 0.1}) as stage:
         stage.work()
@@ -78,7 +78,7 @@ async def test_a_store_that_is_unavailable_while_the_files_are_written_costs_not
     ("how", "status", "counts"),
     [("cancel", BatchStatus.CANCELLED, (1, 5)), ("deadline", BatchStatus.EXPIRED, (1, 5)), ("end", None, (6, 0))],
 )
-async def test_files_that_cannot_be_written_for_good_do_not_change_how_the_batch_ended(
+async def test_a_batch_whose_files_can_never_be_written_still_ends_in_the_same_state(
     database_url, tmp_path, monkeypatch, how, status, counts
 ):
     """All answers are kept, and a repair writes the files once the store is back."""
@@ -110,7 +110,7 @@ async def test_files_that_cannot_be_written_for_good_do_not_change_how_the_batch
         assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, repaired)} == {Level.OK}
 
 
-async def test_a_store_that_is_unavailable_while_answers_come_in_is_waited_for_and_nothing_is_sent_twice(
+async def test_a_store_that_is_unavailable_while_answers_arrive_is_waited_for_and_nothing_is_sent_twice(
     database_url, tmp_path, monkeypatch, caplog
 ):
     parts = {
@@ -134,8 +134,8 @@ async def test_a_store_that_is_unavailable_while_answers_come_in_is_waited_for_a
 # The disk -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_that_finds_no_room_is_kept_until_there_is_some(database_url, tmp_path, monkeypatch):
-    """The server is not asked again for what it has answered."""
+async def test_an_answer_without_room_on_the_disk_is_kept_until_there_is_some(database_url, tmp_path, monkeypatch):
+    """The request is not sent again."""
     append, refusals = Journal.append_all, 0
 
     def often_full(self, *args, **kwargs):
@@ -154,9 +154,7 @@ async def test_an_answer_that_finds_no_room_is_kept_until_there_is_some(database
         assert (refusals, stage.simulator.asked(over=1)["count"]) == (20, 0)
 
 
-async def test_nothing_is_sent_whose_answer_may_find_no_room_and_the_batch_says_why(
-    database_url, tmp_path, monkeypatch
-):
+async def test_nothing_is_sent_without_room_for_its_answer_and_the_batch_says_why(database_url, tmp_path, monkeypatch):
     free = 0
     monkeypatch.setattr(disk, "LOOK_SECONDS", 0.0)
     async with staged(database_url, tmp_path) as stage:
@@ -172,7 +170,7 @@ async def test_nothing_is_sent_whose_answer_may_find_no_room_and_the_batch_says_
         assert (batch.status, batch.completed, batch.waits_for) == (BatchStatus.COMPLETED, 6, None)
 
 
-async def test_a_disk_that_fills_up_while_requests_are_sent_stops_them(database_url, tmp_path, monkeypatch):
+async def test_requests_stop_when_the_disk_fills_up(database_url, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr("batchwright.batches.send.sender.FULL_SECONDS", 0.01)
     slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
@@ -216,7 +214,7 @@ def small_disk(folder, size):
 
 
 async def test_a_disk_that_fills_up_while_every_slot_is_taken_is_noted(database_url, tmp_path, monkeypatch):
-    """The lane waits for a slot, and the slots for room: nobody else would say so."""
+    """New requests wait for a slot, and the slots wait for room, so the failed writes must report it."""
     slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
     async with staged(database_url, tmp_path, simulator=slow, inference={"concurrency": 10}) as stage:
         stage.work()
@@ -237,7 +235,7 @@ async def test_a_disk_that_fills_up_while_every_slot_is_taken_is_noted(database_
 
 
 async def test_a_work_disk_that_is_really_full_is_waited_for_and_no_answer_is_paid_twice(database_url, tmp_path):
-    """Somebody else fills it while requests are in flight, and frees it again."""
+    """Another program fills the disk while requests are in flight, and later frees it."""
     slow = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=1000))
     with small_disk(tmp_path / "small", "24m") as work:
         parts = {"batches": {"checkpoint_seconds": 0.1, "work_dir": str(work), "work_dir_reserve": 1}}

@@ -1,4 +1,4 @@
-"""Fixtures: the real command line, in processes of its own, on the test's database."""
+"""Fixtures: the real command line, in separate processes, on the test's database."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {"BATCHWRIGHT_API_PORT": "0", "BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS"
 
 
 class Running:
-    """A command that goes on; what it says can be waited for."""
+    """A running command, whose output a test can wait for."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -40,7 +40,7 @@ class Running:
         self._reader.start()
 
     def until(self, pattern: str) -> re.Match[str]:
-        """Wait until a line matches; what was said before is looked at, too."""
+        """Wait until a line of the output matches, including earlier lines."""
         deadline = time.monotonic() + SECONDS_MAX
         while (found := re.search(pattern, self.said)) is None:
             try:
@@ -100,7 +100,7 @@ class Cli:
 
     @contextlib.contextmanager
     def start(self, *arguments: str) -> Iterator[Running]:
-        """Run a command beside the test; it is killed if the test leaves it behind."""
+        """Run a command beside the test; it is killed if it still runs at the end of the block."""
         process = subprocess.Popen(
             self._command(arguments),
             cwd=self.folder,
@@ -121,7 +121,7 @@ class Cli:
             return connection.execute(sql, values).fetchall()
 
     def until(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Ask until there are rows."""
+        """Repeat a query until there are rows."""
         deadline = time.monotonic() + SECONDS_MAX
         with psycopg.connect(self.url, autocommit=True) as connection:
             while not (rows := connection.execute(sql, values).fetchall()):
@@ -148,7 +148,7 @@ def empty_cli(tmp_path: Path, empty_database_url: str) -> Cli:
 
 
 class Inside:
-    """`batchwright …` in the test's own process: quicker, for commands that only answer."""
+    """`batchwright …` in the test's own process, which is faster; for commands that print and exit."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
@@ -190,7 +190,7 @@ def inside(
 
 @pytest.fixture
 def publish(database_url: str) -> None:
-    """Make the sample's operations known, as a worker does that was here before."""
+    """Publish the sample's operations, as an earlier worker would have."""
     from batchwright.db.database import Blocking, Database, complete
     from batchwright.engine.catalog import Catalog
     from batchwright.operations.registry import Registry

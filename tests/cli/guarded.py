@@ -1,4 +1,4 @@
-"""Operations that break their own worker, as a bug in its accounts of slots would."""
+"""Operations that break their own worker, like a bug in its counts of slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchwright.batches.send.dispatch import Dispatcher
 
 @operation("guarded.hold", max_attempts=1)
 async def hold(ctx: Context) -> None:
-    """Goes on until it is interrupted; from then on not before somebody says so."""
+    """Runs until it is interrupted, and then until it is released."""
     ctx.emit("hold.began")
     try:
         await asyncio.Event().wait()
@@ -22,5 +22,5 @@ async def hold(ctx: Context) -> None:
 
 @operation("guarded.trip")
 async def trip(ctx: Context) -> None:
-    """Gives a slot back that nobody has taken."""
+    """Gives back a slot that was never taken."""
     ctx.service(Dispatcher).limits.total.give(1)

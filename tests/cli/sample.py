@@ -28,14 +28,14 @@ async def slow(seconds: float) -> None:
 
 @operation("sample.block")
 async def block(ctx: Context) -> None:
-    """Keeps the event loop itself busy for a minute."""
+    """Blocks the event loop for a minute."""
     ctx.logger.info("the job has begun")
     time.sleep(60)
 
 
 @operation("sample.sulk")
 def sulk(ctx: Context) -> None:
-    """A thread that does not care whether anybody wants to stop."""
+    """Runs in a thread and ignores requests to stop."""
     ctx.emit("sulk.began")
     time.sleep(60)
 

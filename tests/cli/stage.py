@@ -21,7 +21,7 @@ SAMPLES = Registry([sample.greet, sample.linger, sample.block, sample.sulk, samp
 
 
 class Stage:
-    """The queue's verbs in plain code."""
+    """The queue's verbs for blocking code."""
 
     def __init__(self, database: Blocking) -> None:
         self.queue = Queue(Database(database))
@@ -56,7 +56,7 @@ class Stage:
         return [job.id for job in new]
 
     def chain(self, id: JobId, job: NewJob) -> JobId:
-        """End a job with one that follows it."""
+        """End a job that chains another one."""
         claim = self.claim(id)
         rows = complete(self._catalog.prepare([job], before=claim))
         values = {"result": None, "progress_current": None, "progress_total": None}
@@ -64,7 +64,7 @@ class Stage:
         return job.id
 
     def worker(self, name: str = "w1", *, stopping: bool = False, **columns: Any) -> None:
-        """A worker that has just given a sign of life."""
+        """Register a worker with a fresh heartbeat."""
         known = {"host": "here", "pid": 7, "version": "1.2", "queues": None, "concurrency": 2}
         row = {**known, "operations": SAMPLES.names(), **columns}
         complete(Workers(self.queue.database).register(id=name, **row))

@@ -1,4 +1,4 @@
-"""Advice that works: what messages tell people to do can be done, and helps."""
+"""The advice in messages can be followed and helps."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _wait_until_listening(port: int) -> None:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
         except ConnectionRefusedError:
-            assert time.monotonic() < deadline, f"nobody listens on {port} after {SECONDS_MAX:g} s"
+            assert time.monotonic() < deadline, f"no process listens on {port} after {SECONDS_MAX:g} s"
             time.sleep(0.02)
         else:
             return
 
 
-def test_a_port_of_another_program_is_told_with_its_name() -> None:
+def test_if_the_port_is_in_use_the_other_program_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = find_listener(port)
@@ -71,7 +71,7 @@ def test_a_port_of_another_program_is_told_with_its_name() -> None:
         ((), False),
     ],
 )
-def test_a_batchwright_is_known_by_its_command_line(words: tuple[str, ...], is_ours: bool) -> None:
+def test_another_batchwright_is_recognized_by_its_command_line(words: tuple[str, ...], is_ours: bool) -> None:
     assert Listener(7, words).is_batchwright == is_ours
 
 
@@ -98,8 +98,8 @@ def test_a_file_without_operations_says_so(inside: Inside, tmp_path: Path) -> No
         Registry.load([SAMPLE, str(tmp_path / "empty.py")], entry_points=False)
 
 
-def test_messages_speak_of_batches_and_not_of_their_jobs() -> None:
-    """Every operation of a part has a name that people know, or is one that people submit."""
+def test_messages_name_batches_and_not_their_internal_jobs() -> None:
+    """Every operation of a part has a name for users, or is one that users submit."""
     operations = [load(place) for kind in part_kinds() for place in kind.operations]
     names = [function.__batchwright_operation__.name for function in operations if _is_ours(function)]
     assert {name for name in names if is_own(name)} == set()
@@ -159,4 +159,4 @@ def test_the_banner_of_up_has_no_internal_names_and_says_what_batches_need() -> 
 def test_a_bad_value_of_the_environment_names_its_variable(variable: str, text: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(said)) as refused:
         load_settings(environment={variable: text})
-    assert "sk-secret" not in str(refused.value), "there may be keys in it"
+    assert "sk-secret" not in str(refused.value), "the message must not repeat the value, which may contain keys"

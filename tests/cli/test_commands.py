@@ -1,4 +1,4 @@
-"""The whole tree of commands: each has its help, its JSON, and completes in a shell."""
+"""The whole tree of commands: each has help and JSON output, and completes in a shell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVERS = {("up",), ("worker",), ("api",)}
 
 
 def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All of the tree: commands of parts are loaded for it."""
+    """All commands of the tree, including those of parts, which are loaded."""
     command = command.load() if isinstance(command, LazyCommand) else command
     yield words, command
     for name, below in getattr(command, "commands", {}).items():
@@ -36,7 +36,7 @@ TREE = dict(walk(get_command(app)))
 LEAVES = [words for words, command in TREE.items() if not hasattr(command, "commands")]
 
 
-def test_the_tree_has_every_command_that_people_are_told_of() -> None:
+def test_the_tree_has_every_documented_command() -> None:
     there = {" ".join(words) for words in LEAVES}
     assert there >= {
         "pipeline show",
@@ -67,7 +67,7 @@ def test_the_commands_on_pages_without_data_exist() -> None:
 
 @pytest.mark.parametrize("words", list(TREE), ids=" ".join)
 def test_every_command_and_every_flag_says_what_it_does(words: tuple[str, ...]) -> None:
-    """Whole: markup takes what stands in brackets for a style, and swallows it unless it is escaped."""
+    """Text in brackets must be shown, too: the markup removes it as a style unless it is escaped."""
     command = TREE[words]
     shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "1000"})
     assert shown.exit_code == 0
@@ -76,7 +76,7 @@ def test_every_command_and_every_flag_says_what_it_does(words: tuple[str, ...]) 
     assert all(packed(part) in said for part in command.help.partition("\f")[0].split("\n\n"))
     for flag in (flag for flag in command.params if not getattr(flag, "hidden", False)):
         assert flag.help, f"{words}: {flag.name} has no help"
-        if not words:  # the list of all commands has only room for the names of flags
+        if not words:  # the list of all commands only has room for the names of flags
             assert flag.opts[0] in said
             continue
         assert packed(flag.help) in said, f"{words}: {flag.name}"
@@ -84,7 +84,7 @@ def test_every_command_and_every_flag_says_what_it_does(words: tuple[str, ...]) 
 
 
 def packed(text: str) -> str:
-    """Without white space and frames, and without what escapes a bracket."""
+    """The text without white space, frames and escapes of brackets."""
     return "".join(text.replace("\\[", "[").replace("│", "").split())
 
 
@@ -106,7 +106,7 @@ def test_the_same_flag_means_the_same_everywhere(words: tuple[str, ...]) -> None
 
 
 def complete(shell: str, line: str) -> subprocess.CompletedProcess[str]:
-    """What the shell's completion would offer behind this line."""
+    """The suggestions of the shell's completion for this line."""
     words = line.split(" ")
     return subprocess.run(
         [sys.executable, "-P", "-m", "batchwright"],
@@ -209,7 +209,7 @@ def test_a_command_of_one_part_loads_no_other_part() -> None:
 @pytest.mark.thorough
 @pytest.mark.timed("CPU time is compared")
 def test_the_list_of_commands_takes_at_most_twice_the_cpu_of_loading_typer_and_rich() -> None:
-    """With all of rich that Typer draws any help with. Several runs: others use this machine, too."""
+    """Compared with loading all of rich that Typer needs for help; several runs, because the machine is shared."""
     base = ["-c", "import typer, typer.rich_utils"]
     ratios = [cpu_seconds("-m", "batchwright", "--help") / cpu_seconds(*base) for _ in range(5)]
     assert min(ratios) <= 2, ratios
@@ -298,7 +298,7 @@ def test_a_part_of_another_package_brings_commands_and_groups(posted: Posted) ->
     assert posted("letter", "Ada") == "Dear Ada\n"
     assert posted("stamp", "buy", "3") == "bought 3\n"
     assert "Write a letter to somebody." in posted("letter", "--help")
-    assert "Buy and count stamps." in posted("stamp", "--help"), "a group without help has its line of the list"
+    assert "Buy and count stamps." in posted("stamp", "--help"), "a group without help has its line in the list"
 
 
 def test_a_command_that_cannot_be_loaded_names_its_part_and_why(posted: Posted) -> None:
@@ -313,7 +313,7 @@ def test_a_command_that_cannot_be_loaded_names_its_part_and_why(posted: Posted) 
     assert posted("odd", code=1).startswith(
         "error: the command 'odd' of the part 'post' (post:POSTAGE) cannot be loaded: "
     )
-    assert posted("letter", "Ada") == "Dear Ada\n", "the others are not affected"
+    assert posted("letter", "Ada") == "Dear Ada\n", "other commands still work"
 
 
 def test_two_commands_of_one_name_are_refused(posted: Posted) -> None:
@@ -325,7 +325,7 @@ def test_two_commands_of_one_name_are_refused(posted: Posted) -> None:
     assert said == "error: two parts have a command 'letter': 'post' and 'mail'; remove one of them\n"
 
 
-def test_a_word_that_is_no_command_is_answered_with_those_that_are_close() -> None:
+def test_an_unknown_command_is_refused_with_similar_ones() -> None:
     done = subprocess.run([sys.executable, "-m", "batchwright", "jobs"], capture_output=True, text=True, timeout=45)
     assert done.returncode == 2
     assert "No such command 'jobs'. Did you mean 'job'" in done.stderr
@@ -339,7 +339,7 @@ def test_the_help_of_the_simulator_names_its_profiles() -> None:
     assert ", ".join(PROFILES) in flag.help
 
 
-# Help on a screen ---------------------------------------------------------------------------------------------------
+# Help that fits on a screen -----------------------------------------------------------------------------------------
 
 
 def shown_help(*words: str) -> str:
@@ -348,14 +348,14 @@ def shown_help(*words: str) -> str:
 
 def test_the_list_of_commands_fits_a_screen_and_is_grouped_by_what_people_do() -> None:
     lines = shown_help().splitlines()
-    assert len(lines) < 24, "the prompt needs a line, too"
+    assert len(lines) < 24, "one line is left for the prompt"
     assert max(map(len, lines)) <= 80
     groups = [line.split()[0] for line in lines[3:] if not line.startswith(" ")]
     assert groups == ["Start", "Batches", "Jobs", "Operate", "Options"]
     assert {words[0] for words in TREE if words} <= {word for line in lines for word in line.split()[:2]}
 
 
-def test_each_group_begins_with_the_command_that_it_is_named_after() -> None:
+def test_each_group_begins_with_the_command_after_which_it_is_named() -> None:
     first = {line.split()[0]: line.split()[1] for line in shown_help().splitlines()[3:] if not line.startswith(" ")}
     assert (first["Start"], first["Batches"], first["Jobs"]) == ("up", "batch", "job")
 
@@ -374,4 +374,4 @@ def test_help_breaks_no_word_and_shows_flags_as_flags_at_80_columns(
         assert set(names) <= seen, f"{words}: {flag.name}"
         for word in (flag.help or "").replace(",", " ").split():
             assert word in seen, f"{words}: {word!r} is broken"
-    assert "<" not in said.replace("<=", ""), "a type in brackets is for programmers"
+    assert "<" not in said.replace("<=", ""), "help shows no types in brackets"

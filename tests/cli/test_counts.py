@@ -1,4 +1,4 @@
-"""What real worker processes count adds up, also when one of them is killed."""
+"""The counts of real worker processes are summed, even if one of them is killed."""
 
 import signal
 

@@ -35,7 +35,7 @@ serve._run(main(), serve.Settings())
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
     ],
 )
-def test_the_soft_limit_becomes_the_hard_one_up_to_what_is_enough(
+def test_the_soft_limit_is_raised_to_the_hard_one_but_not_beyond_a_maximum(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, then: int
 ) -> None:
     now = [soft, hard]

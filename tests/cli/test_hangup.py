@@ -1,4 +1,4 @@
-"""Closing the terminal stops what Ctrl-C would stop, with all that it started."""
+"""Closing the terminal stops what Ctrl-C would stop, and all processes that it started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHWRIGHT = [sys.executable, "-P", "-m", "batchwright"]
 
 @pytest.fixture
 def reachable_folder() -> Iterator[Path]:
-    """The system user of root's PostgreSQL can reach it."""
+    """A folder that the system user of root's PostgreSQL can enter."""
     folder = Path(tempfile.mkdtemp(prefix="batchwright-hangup-", dir=roomy_folder()))
     folder.chmod(0o755)
     yield folder
@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 def test_a_demo_leaves_neither_its_database_nor_its_workers_nor_its_folder(
     environment: dict[str, str], reachable_folder: Path
 ) -> None:
-    """It has no handler of signals of its own: SIGHUP comes as an interruption."""
+    """The demo has no signal handlers of its own: SIGHUP arrives as KeyboardInterrupt."""
     environment["TMPDIR"] = str(reachable_folder)
     with terminal([*BATCHWRIGHT, "demo", "--pipeline"], reachable_folder, environment):
         wait_until(lambda: list(reachable_folder.glob("batchwright-demo-*/*.log")))
@@ -59,8 +59,8 @@ def test_up_stops_its_workers_and_the_embedded_database(environment: dict[str, s
     assert not (reachable_folder / "api.sock").exists()
 
 
-def test_under_nohup_a_command_goes_on_until_it_is_told_to_stop(environment: dict[str, str]) -> None:
-    """Had it heard the first signal, it would leave at once at the second."""
+def test_under_nohup_a_command_continues_until_it_is_stopped(environment: dict[str, str]) -> None:
+    """If SIGHUP counted as a first signal, the next one would end the command at once."""
     command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *BATCHWRIGHT, "simulate", "--port", "0", "--json"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None

@@ -1,4 +1,4 @@
-"""A worker's health page, and what becomes of a worker that finds itself broken: real processes, real HTTP."""
+"""A worker's health page, and workers that detect that they are broken: real processes, real HTTP."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Page(NamedTuple):
 
 
 class Probe:
-    """Asks as a kubelet does."""
+    """Requests pages like a kubelet."""
 
     def __init__(self, port: int) -> None:
         self.port = port
 
     def ask(self, path: str, method: str = "GET") -> Page | None:
-        """None when nobody listens."""
+        """None if nothing listens."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request(method, path)
@@ -62,7 +62,7 @@ def guarded(cli: Cli) -> Cli:
 
 
 def two_free_ports() -> int:
-    """The first of two neighbours."""
+    """The first of two neighbouring free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError, OverflowError):
             port = first.getsockname()[1]
@@ -71,7 +71,7 @@ def two_free_ports() -> int:
 
 
 @pytest.mark.thorough
-def test_a_worker_whose_guard_has_tripped_says_so_to_the_probe_gives_its_jobs_back_and_exits_with_an_error(
+def test_a_broken_worker_fails_its_probe_releases_its_jobs_and_exits_with_an_error(
     guarded: Cli,
 ) -> None:
     with guarded.start("worker", GUARDED) as worker:

@@ -1,6 +1,6 @@
-"""Every list of the command line, on five widths, with values that are longer than anybody expects.
+"""Every list of the command line, at five widths, with unusually long values.
 
-A table that nobody draws here is found by `test_every_table_and_every_list_is_drawn_here`.
+`test_every_table_and_every_list_is_drawn_here` finds tables that are missing here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MANY = 123_456_789
 
 
 def filled(kind: Any, **values: Any) -> Any:
-    """An object of this kind; fields that are not named get a value of their type."""
+    """An object of this class; fields without a given value get one of their type."""
     hints = typing.get_type_hints(kind)
     names = [one.name for one in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
     return kind(**{name: values[name] if name in values else _value(hints[name]) for name in names})
@@ -304,7 +304,7 @@ def draw_costs() -> None:
 
 
 def draw_live(draw: Callable[[int], Any]) -> None:
-    """A live view, as the terminal would show it."""
+    """A live view as a terminal shows it."""
     from batchwright.cli import show
 
     width = show.terminal_width() or 1000
@@ -313,7 +313,7 @@ def draw_live(draw: Callable[[int], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A list, what it must show whole at any width, and what it cuts."""
+    """A list, the texts that it must show completely at any width, and those that it may cut."""
 
     draw: Callable[[], None]
     tables: Sequence[str]
@@ -441,9 +441,9 @@ LISTS = {
     ),
 }  # fmt: skip
 NOT_LISTS = {("ingest", "search")}
-"""They have a limit, but print passages."""
+"""Commands with `--limit` that print passages and no table."""
 COPIED = ("batchwright ", "  see:", "  act:", "see them:", "act:  ", "✗ ", "! ", "+  ")
-"""Lines with commands to copy, which the terminal wraps."""
+"""Commands that print lines to copy, which the terminal wraps."""
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -492,7 +492,7 @@ def _lists_something(words: tuple[str, ...], command: Any) -> bool:
 
 
 def _tables() -> Iterator[str]:
-    """Functions that call what lays out a table, outside the toolkit itself."""
+    """Functions outside of the toolkit that lay out a table."""
     root = Path(batchwright.__file__).parent
     for path in root.rglob("*.py"):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
@@ -509,7 +509,7 @@ def _calls_table(function: ast.FunctionDef) -> bool:
 
 
 def test_no_command_lays_out_a_table_by_itself() -> None:
-    """Rich's tables shrink all columns alike, and so cut statuses and times."""
+    """Rich's tables shrink all columns equally, which cuts statuses and times."""
     root = Path(batchwright.__file__).parent
     found = {
         path.relative_to(root).as_posix()

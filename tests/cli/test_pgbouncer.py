@@ -39,7 +39,7 @@ async def test_a_session_pool_that_is_too_small_is_explained(database_url: str, 
 
 @pytest.mark.timed("it takes 3 s already")
 async def test_the_mode_of_a_pool_200_ms_away_is_recognized(database_url, tmp_path) -> None:
-    """The limit is one for each round trip: all of them together take longer than it."""
+    """The time limit is for each round trip; all of them together take longer."""
     size = "default_pool_size = 20"
     with pgbouncer(tmp_path, database_url, "session", IGNORING, size) as url:
         async with far_away(url, 0.1) as far, Pool(DATABASE, far) as pool:
@@ -65,7 +65,7 @@ COMMANDS = (
 
 
 def test_every_command_works_in_transaction_mode(inside: Inside, publish: None, database_url: str, tmp_path) -> None:
-    """Each leaves nothing in the one session that they all share, over which the next would stumble."""
+    """The commands share one session, in which each must leave nothing that disturbs the next."""
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, "default_pool_size = 1") as url:
         for command in COMMANDS * 2:
             code, _, err = inside(*command.split(), "--database-url", url)
@@ -100,14 +100,14 @@ def test_a_wrong_url_for_leases_stops_every_worker_before_it_runs(inside: Inside
         code, out, err = inside(*command.split())
         assert (code, out) == (1, "")
         assert elsewhere in err
-    assert inside("job", "list")[0] == 0, "it needs no leases"
+    assert inside("job", "list")[0] == 0, "a command without leases still works"
     monkeypatch.setenv("BATCHWRIGHT_DATABASE_LEASE_URL", "postgresql://some one")
     assert "URL cannot be read" in inside("job", "list")[2]
 
 
 @pytest.mark.parametrize("mode", ["session", "transaction"])
 def test_up_works_behind_a_pooler(inside: Inside, cli: Cli, tmp_path, mode: str) -> None:
-    """Only the timeouts do not arrive; the check says so."""
+    """Only the timeouts do not get through; the check says so."""
     with pgbouncer(tmp_path, cli.url, mode, IGNORING, "default_pool_size = 50") as url:
         found = {one["name"]: one for one in inside.json("check", "--database-url", url)}
         assert found["database"]["level"] == "ok"

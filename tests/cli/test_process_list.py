@@ -1,4 +1,4 @@
-"""A password of the database is not in the process list: neither of a command that got it, nor of what it starts."""
+"""The database's password is not in the process list, neither for a command that got it nor for its children."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def spin(ctx):
 
 
 def command_lines(pid: int) -> list[str]:
-    """Of a process and of all that it has started."""
+    """The command lines of a process and of its descendants."""
     process = psutil.Process(pid)
     found = [process, *process.children(recursive=True)]
     return [Path(f"/proc/{one.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for one in found]
 
 
 def test_no_process_has_the_password_in_its_command_line(cli: Cli, tmp_path: Path) -> None:
-    """The server trusts whoever reaches its socket, and so takes any password."""
+    """The server trusts all clients of its socket, so it accepts any password."""
     (tmp_path / "spinning.py").write_text(OPERATIONS)
     url = make_conninfo(cli.url, password=PASSWORD)
     del cli.environment["BATCHWRIGHT_DATABASE_URL"]
@@ -42,7 +42,7 @@ def test_no_process_has_the_password_in_its_command_line(cli: Cli, tmp_path: Pat
         id = cli.json("job", "submit", "spin")["id"]
         cli.begun(id, "spin.began")
         lines = command_lines(up.pid)
-        assert len(lines) >= 3, "the command, its worker, and the process of the operation"
+        assert len(lines) >= 3, "these are the command, its worker, and the process of the operation"
         assert [line for line in lines if PASSWORD in line] == []
         assert "up spinning.py --no-api --database-url postgresql://" in lines[0]
         assert PASSWORD not in up.said

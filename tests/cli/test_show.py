@@ -1,4 +1,4 @@
-"""Numbers and findings as people read them."""
+"""Formatting numbers and findings for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_money_has_four_digits_below_one(amount: float, text: str) -> None:
     assert money(amount) == text
 
 
-def test_findings_stand_in_columns_whatever_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_are_aligned_in_columns_whatever_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     print_findings(
         [Finding("clock", Level.OK, "right"), Finding("provider azure_openai", Level.ERROR, "refused", "replace it")]
     )

@@ -35,10 +35,10 @@ def test_no_column_vanishes_and_no_line_is_too_long(width: int) -> None:
     assert ID in "".join(line.strip() for line in lines)
     assert "empty" not in shown
     assert "handler_error:" in shown
-    assert "…" in shown, "the message is longer than any of these"
+    assert "…" in shown, "the message is longer than any of these widths, so it is cut"
 
 
-def test_a_row_that_does_not_fit_goes_on_in_an_indented_line_and_only_if_it_has_more() -> None:
+def test_a_row_that_does_not_fit_continues_in_an_indented_line() -> None:
     head, below, first, second, message = draw(80)
     assert head.split() == ["id", "status", "tries", "age", "type"]
     assert below == "  message"
@@ -49,7 +49,7 @@ def test_a_row_that_does_not_fit_goes_on_in_an_indented_line_and_only_if_it_has_
     assert len(message) == 80
 
 
-def test_a_pipe_gets_one_whole_line_for_each_row() -> None:
+def test_a_pipe_gets_one_complete_line_for_each_row() -> None:
     lines = draw(None)
     assert len(lines) == 3
     assert "…" not in "".join(lines)
@@ -69,7 +69,7 @@ def test_a_table_may_have_no_header_and_be_indented() -> None:
     assert all(line.startswith("    ") and cell_len(line) <= 80 for line in lines)
 
 
-def test_numbers_stand_on_the_right_and_wide_characters_count_double() -> None:
+def test_numbers_are_aligned_to_the_right_and_wide_characters_count_double() -> None:
     columns = {"n": [Text("7"), Text("1,234")], "name": [Text("日本語の長い名前です"), Text("a")], "x": [Text("y")] * 2}
     lines = [line.plain for line in table_lines(columns, 30, elastic=("name",))]
     assert lines[1].startswith("    7  日本語")

@@ -1,4 +1,4 @@
-"""Where results are written: files that are whole, and everything that is no file."""
+"""Where results are written: complete files, and everything that is not a regular file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_has_its_name_only_when_it_is_whole(folder: Path) -> None:
+def test_a_file_gets_its_name_only_when_it_is_complete(folder: Path) -> None:
     (folder / "out").write_bytes(b"before")
     with open_target("--output", Path("out")).replace() as stream:
         stream.write(b"after")
@@ -92,7 +92,7 @@ def test_a_pipe_waits_for_its_reader_and_says_so(folder: Path, capsys: pytest.Ca
     assert names(folder) == ["pipe"]
 
 
-def test_a_pipe_whose_reader_is_gone_is_an_error(folder: Path) -> None:
+def test_a_pipe_whose_reader_has_exited_is_an_error(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     found = open_target("--output", Path("pipe"))
@@ -101,7 +101,7 @@ def test_a_pipe_whose_reader_is_gone_is_an_error(folder: Path) -> None:
         stream.write(b"line")
 
 
-def test_a_file_that_the_shell_has_opened_is_written_behind_what_it_holds(folder: Path) -> None:
+def test_a_file_that_the_shell_has_opened_is_appended_to(folder: Path) -> None:
     with (folder / "out").open("wb") as opened:
         opened.write(b"head\n")
         opened.flush()
@@ -180,8 +180,10 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next_and_one_in_use_is_
     assert (folder / "out.jsonl").read_bytes() == b"half"
 
 
-def test_a_draft_that_was_taken_for_abandoned_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its making and its lock another process may look at it."""
+def test_a_draft_that_another_process_took_for_abandoned_is_created_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may check it between its creation and its lock."""
     from batchwright.cli import targets
 
     flock, removed = targets.fcntl.flock, []
@@ -207,7 +209,7 @@ def test_a_clean_up_that_fails_does_not_hide_why_nothing_could_be_written(folder
         pass
 
 
-def test_a_read_only_file_system_is_told_without_a_traceback_of_the_clean_up(folder: Path) -> None:
+def test_a_read_only_file_system_is_an_error_without_a_traceback_of_the_clean_up(folder: Path) -> None:
     alone = ["unshare", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no file system of our own can be mounted here")

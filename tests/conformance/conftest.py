@@ -1,6 +1,6 @@
-"""A whole Batchwright on a loopback address, a simulated model server behind it, and the official clients before it.
+"""A whole Batchwright on a loopback address, with a simulated model server, used by the official clients.
 
-It runs in a thread of its own, because the blocking client is to block a thread that is not the server's.
+It runs in a separate thread, because the blocking client must not block the server's thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Running:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(60), "the server does not start"
+        assert self._ready.wait(60), "the server did not start in time"
         if self._failure is not None:
             raise self._failure
 
@@ -57,7 +57,7 @@ class Running:
             raise self._failure
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Do something on the server's own loop, and wait for it."""
+        """Run a coroutine on the server's event loop, and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     def secret(self, tenant: str, *scopes: str) -> str:
@@ -88,7 +88,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(server: str, template: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One for all tests, each of which is a tenant of its own."""
+    """One server for all tests; each test is a separate tenant."""
     with database(server, f"batchwright_conformance_{uuid.uuid4().hex[:12]}", template) as url:
         running = Running(url, tmp_path_factory.mktemp("batchwright"))
         running.start()
@@ -102,7 +102,7 @@ def tenant() -> str:
 
 
 class Client:
-    """Either of the official clients, called the same way; what they do differently has two tests."""
+    """One of the two official clients, called in the same way; where they differ there are two tests."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
@@ -116,7 +116,7 @@ class Client:
         return await asyncio.to_thread(method, *args, **options)
 
     async def all(self, method: Callable[..., Any], **options: Any) -> list[Any]:
-        """Everything in a list, over as many pages as the client asks for by itself."""
+        """All items of a list, over the pages that the client requests by itself."""
         if self.is_async:
             return [one async for one in method(**options)]
         return await asyncio.to_thread(lambda: list(method(**options)))

@@ -55,7 +55,7 @@ async def test_a_batch_is_created_retrieved_cancelled_and_listed(client: Client)
 
 
 async def test_line_breaks_of_unicode_do_not_cut_lines_in_two(client: Client, running: Running) -> None:
-    """Neither for `iter_lines`, which splits at them, nor for `splitlines`; the model's name is in each answer."""
+    """Neither with `iter_lines`, which splits at them, nor with `splitlines`; the model's name is in each answer."""
     breaks = "\u2028\u2029\x85"
     sent = [request(f"good{breaks}", model=f"odd{breaks}"), request(f"bad{breaks}", prompt="[[fault:400]]")]
     batch = await client.ended((await client.create(jsonl(sent))).id)
@@ -91,7 +91,7 @@ async def test_more_than_a_hundred_batches_are_listed_over_several_pages(
     client: Client, running: Running, tenant: str
 ) -> None:
     async def make() -> list[str]:
-        """In a queue that nobody serves, so that they only stand there."""
+        """In a queue that no worker serves, so that they stay as they are."""
         ids = []
         for _ in range(123):
             new = NewBatch(
@@ -114,7 +114,7 @@ async def test_more_than_a_hundred_batches_are_listed_over_several_pages(
     assert (rest.has_more, [batch.id for batch in rest.data]) == (False, ids[100:])
 
 
-async def test_what_the_client_does_not_know_is_kept(client: Client) -> None:
+async def test_fields_that_the_client_does_not_know_are_kept(client: Client) -> None:
     batch = await client.create(ONE, extra_body={"priority": 2, "limits": {"max_in_flight": 7}})
     extra = batch.model_extra
     assert (extra["priority"], extra["limits"], extra["paused_at"]) == (2, {"max_in_flight": 7}, None)
@@ -122,7 +122,7 @@ async def test_what_the_client_does_not_know_is_kept(client: Client) -> None:
     assert batch._request_id.startswith("req_")
 
 
-async def test_a_batch_that_nobody_knows_is_not_found(client: Client) -> None:
+async def test_an_unknown_batch_is_not_found(client: Client) -> None:
     for method in (client.batches.retrieve, client.batches.cancel):
         with pytest.raises(openai.NotFoundError) as refused:
             await client(method, "batch_unknown")
@@ -152,7 +152,7 @@ async def test_a_batch_that_nobody_knows_is_not_found(client: Client) -> None:
         ({"input_file_id": "file-none"}, None, "file_id", "Cannot find file file-none, or project"),
     ],
 )
-async def test_a_request_that_makes_no_sense_is_a_bad_request(
+async def test_an_invalid_request_is_a_bad_request(
     client: Client, options: dict[str, Any], code: str | None, param: str, message: str
 ) -> None:
     wanted = {"input_file_id": (await client.upload(ONE)).id, "completion_window": "24h"}
@@ -218,7 +218,7 @@ async def test_a_batch_completes_and_its_output_is_read(client: Client) -> None:
     assert was_sent_once(refused.value)
 
 
-async def test_answers_that_are_no_success_are_in_the_error_file(client: Client) -> None:
+async def test_answers_without_success_are_in_the_error_file(client: Client) -> None:
     asked = [request(f"r{n}", prompt="[[fault:400]]" if n % 2 else None) for n in range(6)]
     kept = {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}
     batch = await client.ended((await client.create(jsonl(asked), **kept)).id)
@@ -263,7 +263,7 @@ CONTENT = [{"type": "text", "text": "What is this?"}, {"type": "text", "text": "
         pytest.param(jsonl([request("a", prompt="\u20ac\U0001f600")]), id="any characters"),
     ],
 )
-async def test_lines_of_every_kind_are_asked(client: Client, data: bytes) -> None:
+async def test_lines_of_every_kind_are_sent(client: Client, data: bytes) -> None:
     batch = await client.ended((await client.create(data)).id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 1), batch.errors
     (line,) = lines(await client.text(batch.output_file_id))
@@ -283,7 +283,7 @@ async def test_lines_of_every_kind_are_asked(client: Client, data: bytes) -> Non
         pytest.param(ONE.replace(b'"method"', b'"m"'), "missing_required_parameter", 1, "method", id="no method"),
     ],
 )
-async def test_a_line_that_is_wrong_fails_the_batch_and_is_named(
+async def test_an_invalid_line_fails_the_batch_and_is_named(
     client: Client, data: bytes, code: str, line: int | None, param: str | None
 ) -> None:
     batch = await client.ended((await client.create(data)).id)
@@ -305,20 +305,22 @@ async def test_a_line_that_is_wrong_fails_the_batch_and_is_named(
         ("/v1/responses", {"input": "Hello", "max_output_tokens": 3}),
     ],
 )
-async def test_every_endpoint_of_the_model_server_is_asked(client: Client, endpoint: str, body: dict[str, Any]) -> None:
+async def test_every_endpoint_of_the_model_server_can_be_used(
+    client: Client, endpoint: str, body: dict[str, Any]
+) -> None:
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": {"model": "small", **body}}
     batch = await client.ended((await client.create(jsonl([line]), endpoint=endpoint)).id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 1), batch.errors
     assert batch.usage.input_tokens > 0
 
 
-async def test_many_models_in_one_file_are_welcome(client: Client) -> None:
+async def test_many_models_in_one_file_are_accepted(client: Client) -> None:
     asked = [request(f"r{n}", model=f"model-{n % 3}") for n in range(9)]
     batch = await client.ended((await client.create(jsonl(asked))).id)
     assert (batch.status, batch.request_counts.completed, batch.model) == ("completed", 9, None)
 
 
-async def test_a_cancelled_batch_keeps_what_was_answered(client: Client) -> None:
+async def test_a_cancelled_batch_keeps_its_answers(client: Client) -> None:
     asked = [request("quick"), *(request(f"slow{n}", model=SLOW) for n in range(3))]
     batch = await client.create(jsonl(asked))
     while (await client(client.batches.retrieve, batch.id)).request_counts.completed < 1:

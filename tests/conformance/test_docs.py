@@ -1,4 +1,4 @@
-"""What docs/batches.md prints is run as it stands."""
+"""The examples of docs/batches.md run as printed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ DATA = TEXT.encode()
 
 
 @pytest.mark.parametrize("kind", ["path", "bytes", "tuple", "BytesIO", "file"])
-async def test_a_file_is_uploaded_from_whatever_the_client_takes(client: Client, kind: str, tmp_path: Path) -> None:
+async def test_a_file_is_uploaded_from_anything_that_the_client_accepts(
+    client: Client, kind: str, tmp_path: Path
+) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(DATA)
     with path.open("rb") as opened:
@@ -140,7 +142,7 @@ async def test_an_upload_is_repeated_by_its_key(client: Client) -> None:
     assert len(await client.all(client.files.list)) == 1
 
 
-async def test_keys_open_what_they_are_for(running: Running, tenant: str) -> None:
+async def test_keys_allow_only_what_their_scopes_allow(running: Running, tenant: str) -> None:
     reader = await asyncio.to_thread(running.secret, tenant, "read")
     async with official("async", running, "bw_unknown") as client:
         with pytest.raises(openai.AuthenticationError):
@@ -152,5 +154,5 @@ async def test_keys_open_what_they_are_for(running: Running, tenant: str) -> Non
 
 
 def was_sent_once(error: Any) -> bool:
-    """Whether the client did not repeat the request by itself."""
+    """Whether the client sent the request only once."""
     return bool(error.response.request.headers["x-stainless-retry-count"] == "0")

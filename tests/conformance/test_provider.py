@@ -18,7 +18,7 @@ from tests.conformance.conftest import SLOW, Running
 
 
 class Elsewhere:
-    """An adapter that is set to another Batchwright."""
+    """An adapter whose provider is another Batchwright."""
 
     def __init__(self, http: Http, url: str, secret: str) -> None:
         self._stored: dict[str, bytes] = {}
@@ -82,7 +82,7 @@ async def test_a_batch_on_another_batchwright_is_cancelled(running: Running, ten
 
 async def test_a_wrong_key_is_refused_by_another_batchwright(running: Running, tenant: str) -> None:
     async with Http() as http:
-        right = await elsewhere(http, running, tenant)  # first: until there is a key, a server needs none
+        right = await elsewhere(http, running, tenant)  # this first: a server needs no key until one exists
         assert "accepts the key" in await right.adapter.check()
         with pytest.raises(Fatal) as caught:
             await Elsewhere(http, running.url, "bw-wrong").adapter.check()

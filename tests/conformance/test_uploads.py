@@ -52,7 +52,7 @@ async def test_a_file_uploaded_in_parts_is_the_input_of_a_batch(client: Client) 
     assert (over.status, over.request_counts.completed) == ("completed", 20)
 
 
-async def test_an_upload_is_cancelled_and_a_file_that_is_too_large_is_not_begun(client: Client) -> None:
+async def test_an_upload_can_be_cancelled_and_one_that_is_too_large_is_refused(client: Client) -> None:
     upload = await begun(client)
     await part(client, upload, DATA)
     assert (await client(client.raw.uploads.cancel, upload.id)).status == "cancelled"

@@ -40,7 +40,7 @@ async def _connect(host: str, port: str) -> tuple[asyncio.StreamReader, asyncio.
 
 
 async def _relay(source: asyncio.StreamReader, target: asyncio.StreamWriter, seconds: float) -> None:
-    """Each piece arrives so much later than it was sent, however many are on their way."""
+    """Delay each piece by the same time, however many are in transit."""
     sent: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

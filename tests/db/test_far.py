@@ -1,4 +1,4 @@
-"""A database that is far away is reached; one that is too slow is told from one that has no connection left."""
+"""A distant database works; errors distinguish one that is too slow from one without free connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def test_a_database_200_ms_away_is_reached_and_measured(database_url):
         assert await pool.rows("SELECT 1") == [(1,)]
 
 
-async def test_an_answer_that_is_too_slow_is_blamed_with_what_was_measured(database_url, monkeypatch):
+async def test_the_error_for_an_answer_that_is_too_slow_contains_the_measured_time(database_url, monkeypatch):
     monkeypatch.setattr("batchwright.db.sessions._ANSWER_SECONDS_MAX", 0.1)
     said = r"gave no answer within 0\.1 s; connecting took [1-9]?\d\.\d\d s, and 0 answers before it up to 0\.00 s each"
     async with far_away(database_url, 0.1) as far:

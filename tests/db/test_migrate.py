@@ -1,4 +1,4 @@
-"""Migrations: applied once, safe from many processes, and honest about which programs they serve."""
+"""Migrations: applied once, safe with many processes, and refused for programs that they do not support."""
 
 import asyncio
 import dataclasses
@@ -44,7 +44,7 @@ async def test_a_schema_that_is_behind_is_refused_with_the_remedy(empty):
         await require_current(empty, "0.1.0")
 
 
-async def test_a_program_that_a_migration_no_longer_serves_is_refused(empty, monkeypatch):
+async def test_a_program_that_a_migration_no_longer_supports_is_refused(empty, monkeypatch):
     await migrate(empty, "0.1.0")
     number = len(migrations()) + 1
     with_extra(monkeypatch, Migration(number, "leap", "SELECT 1", "2.0.0"))
@@ -57,7 +57,7 @@ async def test_a_program_that_a_migration_no_longer_serves_is_refused(empty, mon
     await require_current(empty, "2.0.0")
 
 
-async def test_a_newer_schema_that_still_serves_the_program_is_fine(empty, monkeypatch):
+async def test_a_newer_schema_that_still_supports_the_program_is_accepted(empty, monkeypatch):
     await migrate(empty, "0.1.0")
     with_extra(monkeypatch, Migration(len(migrations()) + 1, "small", "SELECT 1", "0.1.0"))
     await migrate(empty, "0.2.0")

@@ -1,4 +1,4 @@
-"""The database goes away under a working worker and comes back: nobody who lives is rescued."""
+"""The database becomes unavailable while a worker runs jobs, and returns: no job of a live worker is rescued."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def pool(server):
 
 
 def held_operation():
-    """An operation that says that it has begun, and ends when it is told to."""
+    """An operation that reports its start, and ends when the test says so."""
     begun, may_end = asyncio.Event(), asyncio.Event()
 
     @operation("held")
@@ -50,7 +50,7 @@ def held_operation():
 
 
 async def until(condition) -> None:
-    """Poll for something that only another thread or process can bring about; the test's timeout bounds it."""
+    """Poll for a change by another thread or process; the test's timeout bounds it."""
     while not condition():
         await asyncio.sleep(0.02)
 
@@ -83,7 +83,7 @@ async def test_a_worker_starts_the_embedded_server_again(server, pool):
         assert (await queue.get(id)).result == "kept"
 
 
-async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(server, pool):
+async def test_no_job_is_rescued_during_the_first_lease_after_the_server_started(server, pool):
     queue = Queue(Database(pool), EngineSettings(lease_seconds=60))
     ((started, now),) = await pool.rows("SELECT pg_postmaster_start_time(), now()")
     assert (now - started).total_seconds() < 60

@@ -1,4 +1,4 @@
-"""PgBouncer in transaction mode before the database: everything works, and what needs a session goes another way."""
+"""PgBouncer in transaction mode in front of the database: everything works, without sessions or with a second URL."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SMALL = "default_pool_size = 3"
 
 @pytest.fixture
 def pooled(database_url: str, tmp_path) -> Iterator[str]:
-    """The test's database through a pooler that lends few sessions."""
+    """The test's database through a pooler with few sessions."""
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, SMALL) as url:
         yield url
 
@@ -61,7 +61,7 @@ async def pool(pooled: str) -> AsyncIterator[Pool]:
 
 
 def listeners(database_url: str) -> int:
-    """Sessions that listen for the doorbell, or have done so at last."""
+    """The number of sessions whose last statement is the LISTEN for the doorbell."""
     with psycopg.connect(database_url) as connection:
         sql = (
             "SELECT count(*) FROM pg_stat_activity WHERE query = 'LISTEN batchwright' AND datname = current_database()"
@@ -70,7 +70,7 @@ def listeners(database_url: str) -> int:
         return int(n)
 
 
-# What lies between --------------------------------------------------------------------------------------------------
+# The pooler ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", ["default_pool_size = 1", "default_pool_size = 20", "server_round_robin = 1"])
@@ -83,7 +83,7 @@ async def test_transaction_mode_is_recognized_whatever_its_pool(database_url, tm
 
 @pytest.mark.parametrize("kept", [0, 100])
 async def test_statements_stay_prepared_where_the_pooler_keeps_track_of_them(database_url, tmp_path, kept) -> None:
-    """In an older one nothing is left in the sessions, where the next client would stumble over it."""
+    """With an older pooler, no prepared statement is left in the sessions, where it would disturb the next client."""
     can_keep = version() >= (1, 22)
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, "default_pool_size = 1", *keeping(kept)) as url:
         for _ in range(2):
@@ -115,7 +115,7 @@ async def test_statement_mode_is_refused(database_url, tmp_path) -> None:
 
 
 async def test_a_mode_that_changes_under_a_process_is_explained(database_url, tmp_path) -> None:
-    """Nobody told these connections that their sessions are lent."""
+    """These connections do not know that their sessions are shared."""
     said = "a pooler got another pool_mode while this process ran: start it again"
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, SMALL, *keeping(0)) as url:
         first, second = Blocking(DATABASE, url), Blocking(DATABASE, url)
@@ -127,14 +127,14 @@ async def test_a_mode_that_changes_under_a_process_is_explained(database_url, tm
 
 
 async def test_times_come_in_utc_whatever_the_zone_of_the_server(database_url, tmp_path) -> None:
-    """The ticks of schedules are told apart by their text."""
+    """The ticks of schedules are compared as text."""
     with psycopg.connect(database_url, autocommit=True) as admin:
         name = admin.info.dbname
         admin.execute(f"ALTER DATABASE {name} SET timezone = 'Asia/Kolkata'")
     sql = "SELECT current_setting('timezone'), now(), %(n)s::integer, pg_sleep(0.05)"
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING) as url:
         async with Pool(DATABASE, url) as pool:
-            asked = [pool.rows(sql, {"n": n}) for n in range(6)]  # in as many sessions of the server
+            asked = [pool.rows(sql, {"n": n}) for n in range(6)]  # in several sessions of the server
             blocking = Blocking(DATABASE, url, prepares=False)
             found = [*await asyncio.gather(*asked), complete(blocking.rows(sql, {"n": 6}))]
             blocking.close()
@@ -189,7 +189,7 @@ async def test_without_a_session_the_poller_finds_jobs(pool) -> None:
 
 
 async def test_by_the_url_for_leases_the_doorbell_wakes(pooled, database_url) -> None:
-    """The poller alone would come after 7.5 s at the earliest."""
+    """The poller alone would poll after 7.5 s at the earliest."""
     settings = dataclasses.replace(DATABASE, lease_url=database_url)
     async with Pool(settings, pooled) as pool:
         queue, doorbell = Queue(Database(pool)), Doorbell(pool)
@@ -203,8 +203,8 @@ async def test_by_the_url_for_leases_the_doorbell_wakes(pooled, database_url) ->
         await doorbell.close()
 
 
-async def test_leases_may_have_a_pool_of_their_own_that_is_lent_too(pooled, database_url, tmp_path) -> None:
-    """So they wait for nobody, and a thousand workers need few sessions for them."""
+async def test_leases_may_use_a_separate_pool_in_transaction_mode(pooled, database_url, tmp_path) -> None:
+    """So leases do not wait for other statements, and a thousand workers need few sessions for them."""
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, "default_pool_size = 1") as leases:
         async with Pool(dataclasses.replace(DATABASE, pool_size=4, lease_url=leases), pooled) as pool:
             queue = Queue(Database(pool), EngineSettings(lease_seconds=4.0))
@@ -218,7 +218,7 @@ async def test_leases_may_have_a_pool_of_their_own_that_is_lent_too(pooled, data
             async with working(pool, stay, queue=queue, stop_grace_seconds=0.0) as worker, AsyncExitStack() as stack:
                 (id,) = await put(queue, NewJob("stay"), operations=worker._operations)
                 await entered.wait()
-                for _ in range(3):  # all that the pool for statements has
+                for _ in range(3):  # all sessions of the pool for statements
                     await stack.enter_async_context(pool.transaction())
                 with psycopg.connect(database_url) as beside:
                     for _ in range(3):
@@ -237,8 +237,8 @@ async def _renewed(connection: psycopg.Connection[tuple[object, ...]], id: objec
         await asyncio.sleep(0.01)
 
 
-async def test_jobs_survive_a_server_that_throws_the_pooler_out_again_and_again(pool, database_url) -> None:
-    """What is heard then are two errors at once: the server's last words, and the pooler's own."""
+async def test_jobs_survive_a_server_that_closes_the_poolers_connections_repeatedly(pool, database_url) -> None:
+    """Clients then get two errors at once: the server's and the pooler's."""
     queue = Queue(Database(pool), EngineSettings(lease_seconds=3.0))
     await pool.rows("CREATE TABLE effect (n int)")
 
@@ -258,7 +258,7 @@ async def test_jobs_survive_a_server_that_throws_the_pooler_out_again_and_again(
             ids = await put(queue, *[NewJob("writes", {"n": n}) for n in range(100)], operations=worker._operations)
             while admin.execute("SELECT FROM effect").rowcount < len(ids):
                 admin.execute(throw_out)
-                for _ in range(10):  # so that a statement has a chance to come through
+                for _ in range(10):  # so that a statement has a chance to succeed
                     await asyncio.sleep(0.01)
             while admin.execute("SELECT FROM batchwright.job WHERE finished_at IS NULL").rowcount:
                 await asyncio.sleep(0.01)
@@ -322,7 +322,7 @@ async def test_leases_that_would_go_to_another_database_are_refused(pool, pooled
             assert await pool.rows("SELECT id FROM batchwright.worker") == []
 
 
-async def test_a_url_for_leases_that_leads_nowhere_is_explained(pooled, database_url) -> None:
+async def test_an_unreachable_url_for_leases_is_explained(pooled, database_url) -> None:
     nowhere = make_conninfo(database_url, host="127.0.0.1", port=1)
     async with Pool(dataclasses.replace(DATABASE, lease_url=nowhere), pooled) as pool:
         with pytest.raises(DatabaseUnavailable) as found:
@@ -342,15 +342,15 @@ async def test_a_url_for_leases_with_a_pooler_in_statement_mode_is_refused(poole
 # What the check says ------------------------------------------------------------------------------------------------
 
 
-async def test_the_check_prints_the_words_that_bring_our_settings_into_force(database_url, tmp_path) -> None:
-    """They can be pasted as they are; afterwards it has nothing to say."""
+async def test_the_check_prints_the_statements_that_apply_our_settings(database_url, tmp_path) -> None:
+    """They can be pasted; afterwards the check has no complaint."""
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING) as url:
         async with Pool(DATABASE, url) as pool:
             found = {one.name: one for one in await check_database(pool, DATABASE)}["session"]
             prepares = pool.route.prepares
     assert found.level is Level.WARNING
     assert "statement_timeout (it is 0, not 10000)" in found.text
-    assert ("plan_cache_mode" in found.text) is prepares, "else no plan is kept"
+    assert ("plan_cache_mode" in found.text) is prepares, "otherwise no plan is cached"
     assert found.remedy is not None
     with psycopg.connect(database_url, autocommit=True) as admin:
         for rest in found.remedy.split("ALTER ROLE")[1:]:
@@ -361,8 +361,8 @@ async def test_the_check_prints_the_words_that_bring_our_settings_into_force(dat
     assert (found.level, found.text) == (Level.OK, "timeouts of 10 s are in force")
 
 
-async def test_a_pool_with_a_connect_query_needs_no_role_of_its_own(database_url, tmp_path) -> None:
-    """As docs/operating.md has it."""
+async def test_a_pool_with_a_connect_query_needs_no_separate_role(database_url, tmp_path) -> None:
+    """The pool is configured as in docs/operating.md."""
     query = "SET statement_timeout = '10s'; SET lock_timeout = '10s'; SET enable_seqscan = off; SET jit = off"
     query += "; SET idle_in_transaction_session_timeout = '10s'; SET plan_cache_mode = force_generic_plan"
     query += "; SET timezone = 'UTC'"
@@ -372,8 +372,8 @@ async def test_a_pool_with_a_connect_query_needs_no_role_of_its_own(database_url
     assert found.level is Level.OK, found.text
 
 
-async def test_the_check_counts_what_is_lent_apart(pool, pooled, database_url) -> None:
-    """Of the server's connections a worker behind the pooler takes none, and two with a direct way for leases."""
+async def test_the_check_counts_connections_through_the_pooler_separately(pool, pooled, database_url) -> None:
+    """A worker behind the pooler uses none of the server's connections, or two with a direct URL for leases."""
     found = {one.name: one for one in await check_database(pool, DATABASE, processes=1_000)}["connections"]
     assert found.level is Level.OK
     assert found.text.startswith("1000 worker process(es) use up to 0 of ")

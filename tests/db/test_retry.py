@@ -9,7 +9,7 @@ from batchwright.errors import DatabaseUnavailable, Deadlock
 
 
 class Flaky:
-    """Fails so often before it answers."""
+    """A call that fails this many times before it succeeds."""
 
     def __init__(self, failures: int, error: Exception) -> None:
         self.calls = 0
@@ -25,7 +25,7 @@ class Flaky:
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Pauses that were asked for; nobody waits."""
+    """Records the requested pauses, without waiting."""
     asked: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -48,7 +48,7 @@ async def test_a_victim_in_the_callers_transaction_is_left_to_the_caller():
     assert flaky.calls == 1
 
 
-async def test_deadlocks_without_end_are_an_error():
+async def test_a_deadlock_that_repeats_too_often_is_an_error():
     flaky = Flaky(1000, Deadlock("victim"))
     with pytest.raises(Deadlock):
         await retry_deadlocks(flaky)()

@@ -1,4 +1,4 @@
-"""A URL that names several servers: Batchwright uses the one that takes writes, before a failover and after it."""
+"""A URL that names several servers: Batchwright uses the one that accepts writes, before and after a failover."""
 
 from __future__ import annotations
 

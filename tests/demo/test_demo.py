@@ -1,4 +1,4 @@
-"""`batchwright demo` as `make demo` runs it, only smaller; and what it says when the numbers do not add up."""
+"""`batchwright demo` as `make demo` runs it, only smaller; and its report if the numbers do not agree."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def numbers(pattern: str, text: str) -> tuple[int, ...]:
     return tuple(int(one.replace(",", "")) for one in found.groups())
 
 
-# The whole of it --------------------------------------------------------------------------------------------------
+# The whole demo ---------------------------------------------------------------------------------------------------
 
 
 def test_the_demo_loses_no_answer_and_touches_no_database_of_the_users(cli: Cli) -> None:
@@ -95,7 +95,7 @@ def test_the_demo_loses_no_answer_and_touches_no_database_of_the_users(cli: Cli)
     _, shards, in_flight = numbers(
         r"killed worker (\d+) with SIGKILL: it held (\d+) shards?, and (\d+) of its requests", said
     )
-    assert 1 <= shards <= 5, "300 requests are divided into no more parts of 64 and a rest"
+    assert 1 <= shards <= 5, "300 requests make at most this many shards of 64 and a rest"
     assert "the other worker has taken over, and its first answer for them came" in said
     assert "300 of 300" in said
     (asked,) = numbers(r"requests that the simulated server got +│ +(\d+)", said)
@@ -156,7 +156,7 @@ def test_options_that_do_not_fit_are_refused(inside: Inside, arguments: list[str
 
 
 @pytest.mark.parametrize(("report", "code"), [(RIGHT, 0), (changed(completed=299, failed=1), 1)])
-def test_the_exit_code_says_whether_it_adds_up(
+def test_the_exit_code_says_whether_the_numbers_agree(
     inside: Inside, monkeypatch: pytest.MonkeyPatch, report: Report, code: int
 ) -> None:
     async def run_batch(requests: int, out: Console, *, keep: bool) -> Report:
@@ -177,7 +177,7 @@ def test_the_exit_code_says_whether_it_adds_up(
 # The report -------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_that_adds_up_has_no_problems() -> None:
+def test_a_report_whose_numbers_agree_has_no_problems() -> None:
     assert RIGHT.problems == []
     said = printed(RIGHT)
     for words in ("3.2 s after the kill", "180,000, 90%", "50%", "sha256 aaaaaaaaaaaa…", "letter-00000", "✓ A worker"):
@@ -201,7 +201,7 @@ def test_a_report_that_adds_up_has_no_problems() -> None:
         ({"findings": [Finding("output", Level.WARNING, "it was deleted")]}, "output: it was deleted"),
     ],
 )
-def test_whatever_does_not_add_up_is_said(values: dict[str, Any], problem: str) -> None:
+def test_numbers_that_do_not_agree_are_reported(values: dict[str, Any], problem: str) -> None:
     report = changed(**values)
     assert not report.is_right
     assert any(problem in one for one in report.problems), report.problems
@@ -289,7 +289,7 @@ async def test_the_takeover_is_the_first_answer_of_a_later_claim_of_a_lost_shard
     assert await read_takeover(pool, BATCH, [], KILLED_AT) is None
 
 
-# What it stands on ------------------------------------------------------------------------------------------------
+# Environment and workers ------------------------------------------------------------------------------------------
 
 
 def test_nothing_of_the_users_settings_reaches_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_nothing_of_the_users_settings_reaches_the_workers(tmp_path: Path, monke
     assert environment["PATH"]
 
 
-async def test_a_worker_that_ends_by_itself_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_worker_that_exits_by_itself_ends_the_demo_and_its_last_output_is_shown(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text("once\nthe disk is on fire\n")
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", "")

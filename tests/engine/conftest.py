@@ -1,4 +1,4 @@
-"""Fixtures: a database with a crowd in it, for looking at plans."""
+"""Fixtures: a database with many jobs, for tests of query plans."""
 
 import psycopg
 import pytest
@@ -20,7 +20,7 @@ def crowded_url(server, template):
 
 @pytest.fixture
 def crowd(crowded_url):
-    """A connection as the engine makes them; whatever a test does there is rolled back."""
+    """A connection as the engine makes them; all changes of the test are rolled back."""
     with psycopg.connect(crowded_url, **connect_arguments(DATABASE)) as connection:
         yield connection
         connection.rollback()

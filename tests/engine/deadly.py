@@ -1,4 +1,4 @@
-"""Operations for processes of their own: they kill, hang, and say who they are by touching files."""
+"""Operations that run in processes of their own: they die, hang, and write their process id into files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def raises(name: str) -> None:
 
 @operation("cpu.counts", cpu=True)
 def counts(folder: str) -> int:
-    """How many run at the same time, as far as this one can see."""
+    """Return how many jobs this one saw running at the same time."""
     mine = Path(folder) / str(os.getpid())
     mine.touch()
     time.sleep(0.1)

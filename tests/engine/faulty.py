@@ -1,4 +1,4 @@
-"""A database that loses answers on purpose: the statement happened (or did not), and the caller is told nothing."""
+"""A database that loses answers on purpose: the caller gets an error, whether or not the statement was committed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ ERRORS = {"lost": DatabaseUnavailable, "deadlock": Deadlock, "unique": UniqueVio
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with the n-th run of a statement, by the statement's name in jobs.sql.
+    """An error at the n-th run of a statement, which is named as in jobs.sql.
 
-    `after` a lone statement means that it was committed and its answer lost. In a transaction `after` is the loss of
-    the COMMIT's answer, and `before` is an error before the statement, which rolls the transaction back.
+    For a single statement, `after` means that it was committed and its answer was lost. In a transaction, `after`
+    means that the answer to COMMIT was lost, and `before` is an error before the statement, which rolls back the
+    transaction.
     """
 
     statement: str
@@ -46,7 +47,7 @@ class _Gate:
 
 @dataclass(slots=True)
 class Faulty:
-    """Wraps a database; counts statements and commits, holds some back, and breaks others by plan."""
+    """Wraps a database: counts statements and commits, delays some, and lets others fail as planned."""
 
     inner: Database
     faults: list[Fault] = field(default_factory=list)
@@ -60,12 +61,12 @@ class Faulty:
         self.ran.clear()
 
     def hold(self, statement: str) -> tuple[asyncio.Event, asyncio.Event]:
-        """Stop this statement before it runs: answers `arrived`, set when it stands there, and `go`."""
+        """Hold this statement before it runs. Returns the events `arrived`, set once it is held, and `go`."""
         self.gates[statement] = _Gate()
         return self.gates[statement].arrived, self.gates[statement].go
 
     def hold_answer(self, statement: str) -> tuple[asyncio.Event, asyncio.Event]:
-        """Let this statement happen, and keep its answer back until `go`."""
+        """Run this statement, but hold its answer until `go` is set."""
         self.answer_gates[statement] = _Gate()
         return self.answer_gates[statement].arrived, self.answer_gates[statement].go
 

@@ -1,7 +1,7 @@
-"""The engine once more, in memory and in plain Python: what the model test expects of the database.
+"""A second engine, in memory and in plain Python: what the model test expects of the database.
 
-It follows design.md §4 and knows nothing of SQL, indexes or transactions. Every method answers what the verb should
-answer, and raises `Refused` where the verb should raise `Conflict`.
+It follows design.md §4 and has no SQL, indexes or transactions. Every method returns what the verb should return, and
+raises `Refused` where the verb should raise `Conflict`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ OPEN = ("QUEUED", "RUNNING")
 
 
 class Refused(Exception):
-    """The verb should answer Conflict, or InvalidInput."""
+    """The verb should raise Conflict or InvalidInput."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A job as it should stand."""
+    """The expected row of a job."""
 
     id: UUID
     tenant: str
@@ -77,9 +77,9 @@ class Oracle:
         self.now = now
         self.jobs: dict[UUID, Row] = {}
         self.accepted: set[tuple[UUID, int]] = set()
-        """Every claim that has been settled once."""
+        """Every claim that was settled."""
 
-    # Into the queue ---------------------------------------------------------------------------------------------
+    # Enqueue ----------------------------------------------------------------------------------------------------
 
     def enqueue(self, row: Row, delay_seconds: float, on_held: str = "queue") -> tuple[UUID, bool]:
         first = self._first_of(row)
@@ -117,10 +117,10 @@ class Oracle:
             return next((job.id for job in others if not job.started), None)
         return None
 
-    # Into a worker's hands --------------------------------------------------------------------------------------
+    # Claims -----------------------------------------------------------------------------------------------------
 
     def due(self) -> list[Row]:
-        """What a claim of everything should bring, in order."""
+        """The jobs that a claim of everything should return, in order."""
         ready = [job for job in self.jobs.values() if self._is_ready(job) and job.rescues < 2]
         first = [job for job in ready if job.is_current or not self._has_rival(job)]
         return sorted((job for job in first if self._key_is_free(job)), key=lambda job: job.place)
@@ -170,10 +170,10 @@ class Oracle:
             other for other in self.jobs.values() if (other.tenant, other.exclusive_key) == same and other is not job
         ]
 
-    # Out of a worker's hands ------------------------------------------------------------------------------------
+    # Settles ----------------------------------------------------------------------------------------------------
 
     def settle(self, settles: Sequence[tuple[UUID, int, str, float]]) -> set[UUID]:
-        """Settles of (id, claim, verb, delay): those whose fence holds move."""
+        """Apply settles of (id, claim, verb, delay); only those with a valid fence change a job."""
         moved = set()
         for id, claim, verb, delay_seconds in settles:
             job = self.jobs[id]
@@ -196,7 +196,7 @@ class Oracle:
         job.run_after = max(self.now, min(due, job.deadline) if is_bound else due)
 
     def _line(self, job: Row) -> list[Row]:
-        """The job and all that wait for it."""
+        """The job and all its ancestors, which wait for it."""
         return [job] if job.parent_job_id is None else [job, *self._line(self.jobs[job.parent_job_id])]
 
     def wait(self, id: UUID, claim: int, children: Sequence[Row], on_join: str, allow_failures: int | None) -> None:
@@ -249,7 +249,7 @@ class Oracle:
     # Parents ----------------------------------------------------------------------------------------------------
 
     def _end(self, job: Row, status: str) -> None:
-        """A terminal move, by whatever verb, counts on the parent at once."""
+        """A terminal move, by any verb, is counted on the parent at once."""
         job.status = status
         parent = self.jobs.get(job.parent_job_id) if job.parent_job_id else None
         if parent is not None and parent.children_open > 0:
@@ -281,7 +281,7 @@ class Oracle:
         wanted = set(ids)
         return [job for job in self.jobs.values() if job.parent_job_id in wanted and job.is_open]
 
-    # Human verbs ------------------------------------------------------------------------------------------------
+    # Verbs of people --------------------------------------------------------------------------------------------
 
     def cancel(self, ids: Iterable[UUID]) -> int:
         tree = {id for id in ids if self.jobs[id].is_open}
@@ -324,12 +324,12 @@ class Oracle:
             self._revive(one, len(self._unsuccessful(one)))
 
     def _meets_itself(self, waiting: list[Row]) -> bool:
-        """Two jobs of one key that would both wait again: only one can."""
+        """Whether two jobs of one key would both wait again, which only one of them can."""
         keys = [(job.tenant, job.exclusive_key) for job in waiting if job.exclusive_key is not None]
         return len(set(keys)) < len(keys)
 
     def _lives(self, job: Row) -> list[Row]:
-        """The job with the unsuccessful descendants for which it and they wait again, parents first."""
+        """The job and its unsuccessful descendants, which would wait again or run again; parents first."""
         return [job, *(one for child in self._unsuccessful(job) for one in self._lives(child))]
 
     def _unsuccessful(self, job: Row) -> list[Row]:
@@ -357,7 +357,7 @@ class Oracle:
     # Upkeep -----------------------------------------------------------------------------------------------------
 
     def rescue(self, dead: Sequence[tuple[UUID, int]] = ()) -> dict[UUID, bool]:
-        """Those named dead, or else all whose lease is over; answers whose lock went, and who of them was running."""
+        """Rescue the named jobs, or all with an expired lease; return those that lost their lock, and if they ran."""
         named = {id for id, claim in dead if self.jobs[id].claims == claim}
         over = [
             job

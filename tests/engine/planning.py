@@ -1,4 +1,4 @@
-"""A crowd of jobs, and what a generic plan does among them."""
+"""Many jobs, and what a generic plan reads among them."""
 
 import re
 
@@ -35,7 +35,7 @@ CROWD = f"""
 
 
 def numbered(name, source=SQL):
-    """The statement with `$n` for its parameters, and their names in that order."""
+    """The statement with `$n` for its parameters, and the parameters' names in that order."""
     names = list(dict.fromkeys(re.findall(r"%\((\w+)\)s", source[name])))
     text = source[name]
     for number, parameter in enumerate(names, 1):
@@ -44,7 +44,7 @@ def numbered(name, source=SQL):
 
 
 def plan(connection, name, *, source=SQL, run=False, **values):
-    """The generic plan of a statement; with `run` also what it really touched."""
+    """The generic plan of a statement; with `run`, also the pages that it read."""
     text, names = numbered(name, source)
     connection.execute(f"PREPARE probe AS {text}".encode())
     arguments = sql.SQL(", ").join(sql.Literal(values.get(parameter)) for parameter in names)
@@ -62,12 +62,12 @@ def nodes(plan):
 
 
 def touched(plan):
-    """Buffers that the whole statement looked at."""
+    """The number of buffers that the whole statement read."""
     return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
 
 
 def scanned(plan):
-    """Job rows that were read and passed over or given on, in all scans together."""
+    """The number of job rows that all scans together read, whether they matched or not."""
     return sum(
         (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
         for node in nodes(plan)

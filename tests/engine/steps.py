@@ -1,4 +1,4 @@
-"""Steps that the engine's tests share: handing over to children, giving back, and standing in each other's way."""
+"""Steps that the engine's tests share: waiting for children, ending jobs, rescues and locks."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.support import BASIC, DATABASE, Clock, fail, succeed
 
 
 async def hand_over(queue: Queue, claim: Claim, children: int | list[NewJob], **wait: Any) -> list[JobId]:
-    """Let a held job wait for children; a number means so many `noop`s."""
+    """Let a held job wait for children; a number means this many `noop` jobs."""
     new = [NewJob("noop", {"n": n}) for n in range(children)] if isinstance(children, int) else children
     rows = await Catalog(queue.database, BASIC).prepare(new, parent=claim)
     await queue.wait(claim, "w1", Wait(new, **wait), rows)
@@ -34,7 +34,7 @@ async def release(queue: Queue, claim: Claim, *, worker: str = "w1") -> bool:
 
 
 async def claim_one(queue: Queue, id: JobId, *, worker: str = "w1", **options: Any) -> Claim:
-    """Claim this very job, which must be there to be claimed."""
+    """Claim this job, which must be claimable."""
     claim = await queue.claim_job(worker, id, BASIC.names(), **options)
     assert claim is not None
     return claim
@@ -45,7 +45,7 @@ async def status(queue: Queue, id: JobId) -> JobStatus:
 
 
 async def end(queue: Queue, claim: Claim, how: JobStatus) -> None:
-    """Bring a held job to this end."""
+    """End a held job in this status."""
     if how is JobStatus.SUCCEEDED:
         assert await succeed(queue, claim)
     elif how is JobStatus.FAILED:
@@ -56,12 +56,12 @@ async def end(queue: Queue, claim: Claim, how: JobStatus) -> None:
 
 
 async def snapshot(queue: Queue, id: JobId) -> tuple[Any, Any]:
-    """The whole row and its whole history, for saying that nothing has changed."""
+    """The whole row and its whole history, to check that nothing has changed."""
     return await queue.get(id), await queue.events(id)
 
 
 async def dead(queue: Queue, clock: Clock, claim: Claim) -> Any:
-    """Let the lease of a claim run out, and rescue it."""
+    """Let the lease of a claim expire, and rescue the job."""
     await clock.advance(queue, queue.settings.lease_seconds + 1)
     await clock.advance(queue, max(0.0, 60 - await _age_of_server(queue, clock)))
     (rescued,) = await queue.rescue()
@@ -78,13 +78,13 @@ async def _age_of_server(queue: Queue, clock: Clock) -> float:
 
 @contextlib.asynccontextmanager
 async def another(queue: Queue, pool: Pool) -> AsyncIterator[Queue]:
-    """The same job table through connections of its own."""
+    """A queue on the same tables with its own connections."""
     async with Pool(dataclasses.replace(DATABASE, pool_size=2), pool.url) as second:
         yield Queue(Database(second, clock=queue.database.clock), queue.settings)
 
 
 async def blocked(queue: Queue, n: int) -> None:
-    """Until so many statements wait for a lock in this database."""
+    """Wait until this number of statements wait for a lock in this database."""
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     while (await queue.database.rows(waiting))[0][0] < n:
         await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What needs attention is said in a sentence with its remedy, and nothing is said of what is well."""
+"""Each problem is one sentence with a remedy, and healthy things are not mentioned."""
 
 import shutil
 from typing import NamedTuple
@@ -30,7 +30,7 @@ async def live_worker(queue, name="w1", **columns):
 
 async def test_a_queue_without_a_worker_is_named_with_its_oldest_job(queue, clock):
     (id,) = await put(queue, NewJob("noop", queue="mail"))
-    assert await concerns(queue) == [], "it has just fallen due"
+    assert await concerns(queue) == [], "it became due only now"
     await clock.advance(queue, 180)
     (one,) = await concerns(queue)
     assert (one.kind, one.level, one.link) == ("no_worker", "error", f"jobs/{id}")
@@ -72,7 +72,7 @@ async def test_a_job_of_a_dead_worker_that_nobody_rescues_is_stuck(queue, clock)
     assert "is held by w1" in one.message
 
 
-async def test_parked_jobs_and_broken_and_silent_workers_are_told(queue, clock):
+async def test_parked_jobs_and_broken_and_silent_workers_are_shown(queue, clock):
     await live_worker(queue, "silent")
     await clock.advance(queue, 150)
     await live_worker(queue, "sound")
@@ -86,11 +86,11 @@ async def test_parked_jobs_and_broken_and_silent_workers_are_told(queue, clock):
     assert [one.level for one in workers] == ["warning", "error"]
     assert "silent has not been heard of for 2 minutes" in workers[0].message
     assert "a slot was given back twice" in workers[1].message
-    assert [one.kind for one in await concerns(queue, tenant="default")] == ["parked"], "workers are the operator's"
+    assert [one.kind for one in await concerns(queue, tenant="default")] == ["parked"], "only operators see workers"
     assert await concerns(queue, tenant="another") == await concerns(queue, tenant="beyond") == []
 
 
-async def test_a_nearly_full_disk_is_told(tmp_path, monkeypatch):
+async def test_a_nearly_full_disk_is_shown(tmp_path, monkeypatch):
     assert await disk_concern(tmp_path / "absent", "it") is None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 << 30, 99 << 30, 2 << 30))
     assert await disk_concern(tmp_path, "the data folder") is None
@@ -104,7 +104,7 @@ def test_errors_come_first():
     assert by_urgency([mild, bad, mild]) == [bad, mild, mild]
 
 
-def test_what_waits_is_found_along_an_index(crowd):
+def test_waiting_jobs_are_found_by_an_index(crowd):
     late, counts = {"late_seconds": 1.0}, {"kinds_max": 1_000, "count_max": 1_000}
     for name, values in (("late_heads", late), ("abandoned", late), ("poisoned", counts)):
         found = plan(crowd, name, source=attention.SQL, run=True, limit=50, **values)

@@ -1,4 +1,4 @@
-"""Verbs on many jobs at once: what is counted is what is changed, in bounded calls, and nobody else is touched."""
+"""Verbs on many jobs: they change exactly the counted jobs, in bounded calls."""
 
 import asyncio
 
@@ -28,17 +28,17 @@ async def statuses(queue, ids):
 
 
 async def to_the_end(verb, wanted):
-    """Call a verb with its own cursor until nothing is left; answers the calls."""
+    """Call a verb again with its cursor until nothing is left; return the results."""
     calls, after = [], None
     for _ in range(1000):
         calls.append(await verb(wanted, after=after))
         after = calls[-1].next
         if after is None:
             return calls
-    raise AssertionError("a verb by filter has no end")
+    raise AssertionError("the calls of a verb do not end")
 
 
-async def test_cancel_changes_what_was_counted_and_nothing_else(queue, bulk):
+async def test_cancel_changes_exactly_the_counted_jobs(queue, bulk):
     mine = await some(queue, 5, queue="letters")
     others = [*await some(queue, 3), *await some(queue, 2, queue="letters", tenant="b")]
     done = await single(queue, queue="letters")
@@ -53,7 +53,7 @@ async def test_cancel_changes_what_was_counted_and_nothing_else(queue, bulk):
     assert await bulk.cancel(wanted) == Changed(0, 0, None)
 
 
-async def test_rerun_and_dismiss_change_what_was_counted(queue, bulk):
+async def test_rerun_and_dismiss_change_exactly_the_counted_jobs(queue, bulk):
     broken = await failed(queue, 3)
     paper = await failed(queue, 2, code="no_paper")
     cancelled = await single(queue)
@@ -80,7 +80,7 @@ async def test_rerun_and_dismiss_change_what_was_counted(queue, bulk):
         ("cancel", {"owned": True}),
     ],
 )
-async def test_a_filter_that_contradicts_the_verb_means_nobody(queue, bulk, verb, wanted):
+async def test_a_filter_that_contradicts_the_verb_matches_no_job(queue, bulk, verb, wanted):
     ids = [*await failed(queue, 2), *await some(queue, 2)]
     before = await queue.get_many(ids)
     assert await bulk.count(verb, JobFilter(**wanted)) == 0
@@ -89,7 +89,7 @@ async def test_a_filter_that_contradicts_the_verb_means_nobody(queue, bulk, verb
 
 
 @pytest.mark.parametrize("scan_max", [4, 20_000])
-async def test_a_call_is_bounded_and_its_cursor_goes_on(queue, bulk, monkeypatch, scan_max):
+async def test_a_call_is_bounded_and_its_cursor_continues(queue, bulk, monkeypatch, scan_max):
     monkeypatch.setattr(bulk_module, "BULK_MAX", 5)
     monkeypatch.setattr(bulk_module, "_PER_STEP", 2)
     monkeypatch.setattr(bulk_module, "_COUNTED_PER_STEP", 3)
@@ -107,7 +107,7 @@ async def test_a_call_is_bounded_and_its_cursor_goes_on(queue, bulk, monkeypatch
     assert len(await walk(Views(queue), JobFilter(statuses=(QUEUED,)))) == 30
 
 
-async def test_a_call_that_finds_little_stops_after_some_pages_and_goes_on(queue, bulk, monkeypatch):
+async def test_a_call_that_finds_little_stops_after_some_pages_and_its_cursor_continues(queue, bulk, monkeypatch):
     monkeypatch.setattr(bulk_module, "_STEPS_MAX", 2)
     monkeypatch.setattr(views_module, "_SCAN_MAX", 3)
     (old,) = await failed(queue, 1, queue="letters")
@@ -118,14 +118,14 @@ async def test_a_call_that_finds_little_stops_after_some_pages_and_goes_on(queue
     assert await status(queue, old) is QUEUED
 
 
-async def test_the_count_goes_no_further_than_its_limit(queue, bulk, monkeypatch):
+async def test_the_count_stops_at_its_limit(queue, bulk, monkeypatch):
     monkeypatch.setattr(bulk_module, "COUNT_MAX", 7)
     monkeypatch.setattr(bulk_module, "_COUNTED_PER_STEP", 3)
     await some(queue, 10)
     assert await bulk.count("cancel", EVERYTHING) == 7
 
 
-async def test_jobs_of_an_object_are_left_alone(queue, bulk):
+async def test_jobs_with_an_owner_are_left_alone(queue, bulk):
     owned = [await single(queue, owner="batch 7") for _ in range(3)]
     await end_as(queue, owned[0], FAILED)
     await single(queue)
@@ -135,7 +135,7 @@ async def test_jobs_of_an_object_are_left_alone(queue, bulk):
     assert await statuses(queue, owned) == [FAILED, QUEUED, QUEUED]
 
 
-async def test_a_child_of_an_ended_parent_is_left_to_it(queue, bulk):
+async def test_a_child_of_an_ended_parent_is_rerun_only_with_its_parent(queue, bulk):
     parent = await single(queue)
     (child,) = await hand_over(queue, await claim_one(queue, parent), [NewJob("other")])
     await fail(queue, await claim_one(queue, child))
@@ -143,7 +143,7 @@ async def test_a_child_of_an_ended_parent_is_left_to_it(queue, bulk):
     assert await bulk.rerun(JobFilter(job_type="other")) == Changed(1, 0, None)
     assert await statuses(queue, [parent, child]) == [FAILED, FAILED]
     assert await bulk.rerun(EVERYTHING) == Changed(2, 1, None)
-    assert await statuses(queue, [parent, child]) == [RUNNING, QUEUED], "the parent brought its child along"
+    assert await statuses(queue, [parent, child]) == [RUNNING, QUEUED], "the parent's rerun includes the child"
 
 
 async def test_a_child_of_a_parent_that_waits_is_rerun(queue, bulk):
@@ -156,7 +156,7 @@ async def test_a_child_of_a_parent_that_waits_is_rerun(queue, bulk):
 
 @pytest.mark.parametrize("per_step", [1, 3, 200])
 async def test_parents_are_cancelled_with_their_children_and_not_failed_by_them(queue, bulk, monkeypatch, per_step):
-    """Children are newer, so they are found first; a parent that is meant as well must not end as FAILED by that."""
+    """Children are newer, so they are found first; that must not fail a parent that is to be cancelled as well."""
     monkeypatch.setattr(bulk_module, "_PER_STEP", per_step)
     root = await single(queue)
     left, right = await hand_over(queue, await claim_one(queue, root), 2)
@@ -168,7 +168,7 @@ async def test_parents_are_cancelled_with_their_children_and_not_failed_by_them(
     assert set(await statuses(queue, everyone)) == {CANCELLED}
 
 
-async def test_a_parent_that_is_not_meant_judges_its_cancelled_children_itself(queue, bulk):
+async def test_a_parent_that_does_not_match_counts_its_cancelled_children_as_failed(queue, bulk):
     parent = await single(queue)
     children = await hand_over(queue, await claim_one(queue, parent), [NewJob("other"), NewJob("other")])
     assert await bulk.cancel(JobFilter(job_type="other")) == Changed(2, 2, None)
@@ -177,7 +177,7 @@ async def test_a_parent_that_is_not_meant_judges_its_cancelled_children_itself(q
     assert await bulk.cancel(JobFilter(parent_job_id=parent)) == Changed(0, 0, None)
 
 
-async def test_cancel_goes_below_what_matched(queue, bulk):
+async def test_cancel_includes_the_descendants_of_matching_jobs(queue, bulk):
     parent = await single(queue, queue="letters")
     children = await hand_over(queue, await claim_one(queue, parent), 3)
     assert await bulk.cancel(JobFilter(queue="letters")) == Changed(1, 4, None)
@@ -196,7 +196,7 @@ async def test_cancelling_while_a_worker_settles_leaves_every_job_with_one_end(p
         while await bulk.count("cancel", EVERYTHING):
             await to_the_end(bulk.cancel, EVERYTHING)
         while await raw(queue, "SELECT FROM batchwright.job WHERE locked_by IS NOT NULL"):
-            await asyncio.sleep(0.02)  # the worker lets go of what was cancelled in its hands
+            await asyncio.sleep(0.02)  # the worker releases jobs that were cancelled while it held them
     found = await raw(queue, "SELECT DISTINCT status::text, children_open FROM batchwright.job")
     assert set(found) <= {("SUCCEEDED", 0), ("CANCELLED", 0)}
     ends = await raw(
@@ -207,7 +207,7 @@ async def test_cancelling_while_a_worker_settles_leaves_every_job_with_one_end(p
     assert ends == []
 
 
-async def test_two_at_once_rerun_each_job_once(queue, bulk):
+async def test_two_simultaneous_reruns_rerun_each_job_once(queue, bulk):
     ids = await failed(queue, 30)
     one, two = await asyncio.gather(bulk.rerun(EVERYTHING), bulk.rerun(EVERYTHING))
     assert one.changed + two.changed == 30
@@ -218,7 +218,7 @@ async def test_two_at_once_rerun_each_job_once(queue, bulk):
 # Pipelines ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_pipeline_is_cancelled_whole(queue, bulk, monkeypatch):
+async def test_a_whole_pipeline_is_cancelled(queue, bulk, monkeypatch):
     monkeypatch.setattr(bulk_module, "_PER_STEP", 2)
     root = await single(queue)
     children = await hand_over(queue, await claim_one(queue, root), 3)
@@ -230,8 +230,8 @@ async def test_a_pipeline_is_cancelled_whole(queue, bulk, monkeypatch):
     assert await bulk.cancel_pipeline(root) == 0
 
 
-async def test_a_job_that_is_chained_while_its_pipeline_is_cancelled_is_caught(queue, bulk):
-    """The first look finds the root only; the root ends with a follower before it can be cancelled."""
+async def test_a_job_that_is_chained_while_its_pipeline_is_cancelled_is_cancelled_too(queue, bulk):
+    """The first search finds only the root, which ends and chains a job before it can be cancelled."""
     root = await single(queue)
     claim = await claim_one(queue, root)
     followers = []
@@ -248,7 +248,7 @@ async def test_a_job_that_is_chained_while_its_pipeline_is_cancelled_is_caught(q
     assert await statuses(queue, [root, *followers]) == [SUCCEEDED, CANCELLED]
 
 
-async def test_a_job_of_an_object_does_not_keep_the_rest_of_its_pipeline_from_being_cancelled(queue, bulk):
+async def test_a_job_with_an_owner_does_not_prevent_the_cancellation_of_the_rest_of_its_pipeline(queue, bulk):
     root = await single(queue)
     claim = await claim_one(queue, root)
     owned = await chain(queue, claim, NewJob("other", owner="batch 7"))
@@ -257,7 +257,7 @@ async def test_a_job_of_an_object_does_not_keep_the_rest_of_its_pipeline_from_be
     assert await statuses(queue, [owned, plain]) == [QUEUED, CANCELLED]
 
 
-async def test_a_pipeline_of_another_tenant_is_not_there(queue, bulk):
+async def test_a_pipeline_of_another_tenant_is_not_found(queue, bulk):
     root = await single(queue, tenant="a")
     with pytest.raises(NotFound):
         await bulk.cancel_pipeline(root, tenant="b")
@@ -265,8 +265,8 @@ async def test_a_pipeline_of_another_tenant_is_not_there(queue, bulk):
     assert await bulk.cancel_pipeline(root, tenant="a") == 1
 
 
-async def test_a_running_pipeline_ends_for_good(pool, queue, bulk):
-    """Each job chains the next: whoever cancels must not run behind for ever, nor miss the last one."""
+async def test_cancelling_a_running_pipeline_ends_it(pool, queue, bulk):
+    """Each job chains the next: the cancellation must neither follow them for ever nor miss the last one."""
 
     @operation("link")
     async def link(n: int = 0):

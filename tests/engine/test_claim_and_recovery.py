@@ -63,7 +63,7 @@ async def test_claim_job_leaves_the_current_rows_of_other_keys_and_tenants_alone
     assert [job.is_current for job in await queue.get_many(ids)] == [True, True, True]
 
 
-async def test_run_job_answers_true_and_runs_the_operation(queue, pool):
+async def test_run_job_returns_true_and_runs_the_operation(queue, pool):
     id = await put_one(queue, payload={"n": 5})
     worker = make_worker(pool)
     assert await run_job(worker, id) is True
@@ -189,8 +189,8 @@ async def test_concurrent_batch_claims_never_run_two_jobs_of_one_key(queue, pool
         assert all(job.claims == 1 for job in await listed(queue, limit=200))
 
 
-async def test_a_claim_that_trips_over_the_unique_index_is_rolled_back_and_refused(queue, pool):
-    """The other claimer here is one that takes no key lock, so that only the index is left to speak."""
+async def test_a_claim_that_violates_the_unique_index_is_rolled_back_and_refused(queue, pool):
+    """The other claim takes no lock of the key, so only the index can refuse this one."""
     old, mine, theirs = await put(queue, *[NewJob("noop", exclusive_key="2026") for _ in range(3)])
     await succeed(queue, await claim_one(queue, old))
     async with pool.transaction() as other:
@@ -208,7 +208,7 @@ async def test_a_claim_that_trips_over_the_unique_index_is_rolled_back_and_refus
     assert await event_names(queue, mine) == ["job.enqueued"]
 
 
-async def test_a_batch_claim_that_trips_over_the_unique_index_still_brings_the_jobs_without_a_key(queue, pool):
+async def test_a_batch_claim_that_violates_the_unique_index_still_returns_the_jobs_without_a_key(queue, pool):
     old, _, theirs = await put(queue, *[NewJob("noop", exclusive_key="2026") for _ in range(3)])
     await succeed(queue, await claim_one(queue, old))
     plain = await put_one(queue)
@@ -231,7 +231,7 @@ async def test_the_database_itself_refuses_a_second_current_row_of_a_key(queue):
         await raw(queue, "UPDATE batchwright.job SET is_current = true WHERE id = %(id)s", id=two)
 
 
-# The sequential case, which the source's own test misses
+# The sequential case, which the source's own test does not cover
 
 
 async def test_a_claim_while_another_job_of_the_key_runs_is_refused_and_the_holder_stays_current(queue):
@@ -286,7 +286,7 @@ async def test_a_worker_does_not_call_the_operation_while_another_job_of_the_key
 # POST /jobs/{id}/recover stale
 
 
-async def test_recover_frees_a_job_whose_lease_is_over_and_resets_its_attempts(queue, clock):
+async def test_recover_frees_a_job_whose_lease_has_expired_and_resets_its_attempts(queue, clock):
     id = await put_one(queue, max_attempts=3)
     assert await retry(queue, await claim_one(queue, id))
     zombie = await claim_one(queue, id)
@@ -300,7 +300,7 @@ async def test_recover_frees_a_job_whose_lease_is_over_and_resets_its_attempts(q
     assert (await queue.events(id))[-1].event == "job.recovered"
     assert not await succeed(queue, zombie), "the old worker must be fenced"
     assert (await claim_one(queue, id)).claim == zombie.claim + 1
-    assert not await succeed(queue, zombie), "and stay fenced when the job runs again"
+    assert not await succeed(queue, zombie), "the old worker must stay fenced when the job runs again"
 
 
 async def test_recover_frees_a_job_locked_longer_than_the_stale_timeout_even_if_its_lease_is_alive(queue, clock):

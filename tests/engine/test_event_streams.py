@@ -1,4 +1,4 @@
-"""Live events: in order, each once, whoever comes and goes, and for nothing while nothing happens."""
+"""Live events: in order and each once, with followers that come and go, and at no cost while nothing happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import BASIC, emit, fail, put, raw, snooze, succeed, take, ta
 
 
 class Time:
-    """Stands still until it is moved."""
+    """A clock that stands still until the test moves it."""
 
     def __init__(self):
         self.now = 1000.0
@@ -33,7 +33,7 @@ class Time:
 
 
 class Spy:
-    """The pool, with every statement noted; while `is_down` it answers like a database that is away."""
+    """The pool, which records every statement; while `is_down`, it is like an unavailable database."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -41,7 +41,7 @@ class Spy:
         self.is_down = False
         self.refused = asyncio.Event()
         self.held = None
-        """A statement whose answers are on their way until `arrived` is set."""
+        """A statement whose answers are held until `arrived` is set."""
         self.answered = asyncio.Event()
         self.arrived = asyncio.Event()
 
@@ -66,7 +66,7 @@ class Spy:
 
 
 class Reader:
-    """A follower that takes down what it sees."""
+    """A follower that records the events it sees."""
 
     def __init__(self, streams, job, after=0):
         self.seen = []
@@ -82,7 +82,7 @@ class Reader:
                 self._more.set()
 
     async def until(self, last):
-        """Wait until this event was seen."""
+        """Wait until this event has been seen."""
         while not self.seen or self.seen[-1] < last:
             self._more.clear()
             await self._more.wait()
@@ -97,7 +97,7 @@ def number(event):
 
 
 async def settled():
-    """Let everybody who is awake run until he waits; there is no telling how many turns that takes, so many."""
+    """Let all ready tasks run until they wait; the number of turns is unknown, so take plenty."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -119,7 +119,7 @@ def time():
 
 @pytest.fixture
 async def streams(queue, time, monkeypatch):
-    """EventStreams whose tail does nothing by itself: the test looks."""
+    """EventStreams that do not look for events by themselves: the test calls `look`."""
 
     async def stand_still(_):
         await asyncio.Event().wait()
@@ -132,7 +132,7 @@ async def streams(queue, time, monkeypatch):
 
 @pytest.fixture
 async def live(queue, monkeypatch):
-    """EventStreams that look by themselves, and quickly."""
+    """EventStreams that look for events by themselves, and often."""
     monkeypatch.setattr(module, "_LOOK_SECONDS_MIN", 0.005)
     monkeypatch.setattr(module, "_FAILED_SECONDS", 0.005)
     monkeypatch.setattr(module, "_LOOK_SHARE", 0)
@@ -142,7 +142,7 @@ async def live(queue, monkeypatch):
 
 
 async def running(queue, lane="default"):
-    """A job that runs, and its claim."""
+    """A running job, and its claim."""
     (id,) = await put(queue, NewJob("noop", queue=lane))
     return await queue.get(id), await take_one(queue, queues=(lane,))
 
@@ -151,8 +151,8 @@ async def ids(queue, id, after=0):
     return [event.id for event in await queue.events(id, after=after, limit=100_000)]
 
 
-async def test_an_event_between_an_empty_page_and_the_begin_of_its_stream_is_not_passed_over(streams, queue, spy):
-    """The page was read before the event and arrives after the stream has begun behind it."""
+async def test_an_event_between_an_empty_page_and_the_start_of_its_stream_is_not_missed(streams, queue, spy):
+    """The page is read before the event, and arrives after the stream has started behind the event."""
     job, claim = await running(queue)
     spy.held = "since"
     reader = Reader(streams, job, after=(await ids(queue, job.id))[-1])
@@ -191,7 +191,7 @@ async def test_a_follower_sees_the_past_then_what_happens_and_then_the_end(queue
     assert streams.followers == 0
 
 
-async def test_a_follower_begins_after_the_event_it_names(queue, streams):
+async def test_a_follower_starts_after_the_event_it_names(queue, streams):
     job, claim = await running(queue)
     await emit(queue, claim, 5)
     await succeed(queue, claim)
@@ -201,7 +201,7 @@ async def test_a_follower_begins_after_the_event_it_names(queue, streams):
     assert reader.seen == whole[4:]
 
 
-async def test_an_ended_job_of_which_all_was_seen_ends_at_once(queue, streams):
+async def test_a_stream_of_an_ended_job_ends_at_once_if_all_events_were_seen(queue, streams):
     job, claim = await running(queue)
     await succeed(queue, claim)
     reader = Reader(streams, await queue.get(job.id), await last(queue, job.id))
@@ -209,7 +209,7 @@ async def test_an_ended_job_of_which_all_was_seen_ends_at_once(queue, streams):
     assert reader.seen == []
 
 
-async def test_a_long_past_is_read_page_by_page(queue, streams):
+async def test_a_long_history_is_read_page_by_page(queue, streams):
     job, claim = await running(queue)
     await emit(queue, claim, module._KEPT_MAX + 3 * module._PAGE + 7)
     await succeed(queue, claim)
@@ -218,7 +218,7 @@ async def test_a_long_past_is_read_page_by_page(queue, streams):
     assert reader.seen == await ids(queue, job.id)
 
 
-async def test_one_look_brings_a_page_and_says_that_there_is_more(queue, streams):
+async def test_one_look_reads_a_page_and_says_whether_there_is_more(queue, streams):
     job, claim = await running(queue)
     reader = Reader(streams, job)
     await settled()
@@ -229,7 +229,7 @@ async def test_one_look_brings_a_page_and_says_that_there_is_more(queue, streams
     assert reader.seen == await ids(queue, job.id)
 
 
-async def test_who_falls_behind_what_the_stream_keeps_reads_on_from_the_database(queue, streams):
+async def test_a_follower_that_falls_behind_the_kept_events_reads_from_the_database(queue, streams):
     job, claim = await running(queue)
     slow = streams.follow(job, 0, idle_seconds=60)
     async with contextlib.aclosing(slow):
@@ -246,7 +246,7 @@ async def test_who_falls_behind_what_the_stream_keeps_reads_on_from_the_database
     assert seen == await ids(queue, job.id)
 
 
-async def test_what_streams_keep_and_hand_out_is_bounded_in_bytes(queue, streams, monkeypatch):
+async def test_the_bytes_that_a_stream_keeps_and_hands_out_are_limited(queue, streams, monkeypatch):
     monkeypatch.setattr(module, "_KEPT_BYTES_MAX", 400_000)
     streams._render = lambda event: number(event).ljust(20_000)
     job, claim = await running(queue)
@@ -268,7 +268,7 @@ async def test_what_streams_keep_and_hand_out_is_bounded_in_bytes(queue, streams
     assert seen == await ids(queue, job.id)
 
 
-async def test_an_event_larger_than_all_that_is_kept_still_arrives(queue, streams, monkeypatch):
+async def test_an_event_larger_than_the_kept_bytes_still_arrives(queue, streams, monkeypatch):
     monkeypatch.setattr(module, "_KEPT_BYTES_MAX", 1_000)
     streams._render = lambda event: number(event).ljust(5_000)
     job, claim = await running(queue)
@@ -292,7 +292,7 @@ async def test_followers_of_one_job_share_every_fetch_and_every_rendering(queue,
     for reader in readers:
         await reader.until(await last(queue, job.id))
     await settled()
-    assert spy.take().count("since") == 3, "two pages, and the question whether that was all"
+    assert spy.take().count("since") == 3, "two pages, and an empty one that ends the history"
     await streams.look()
     await emit(queue, claim, 5)
     await streams.look()
@@ -303,7 +303,7 @@ async def test_followers_of_one_job_share_every_fetch_and_every_rendering(queue,
     assert sorted(rendered) == whole
 
 
-async def test_who_leaves_while_a_page_is_read_does_not_take_it_from_the_others(queue, spy, live):
+async def test_a_follower_that_leaves_while_a_page_is_read_does_not_stop_the_read_for_others(queue, spy, live):
     job, _ = await running(queue)
     spy.is_down = True
     one, other = Reader(live, job), Reader(live, job)
@@ -314,7 +314,7 @@ async def test_who_leaves_while_a_page_is_read_does_not_take_it_from_the_others(
     assert other.seen == await ids(queue, job.id)
 
 
-async def test_who_comes_after_the_end_sees_it_though_the_stream_does_not_know_it_yet(queue, streams):
+async def test_a_follower_that_starts_after_the_end_sees_it_although_the_stream_has_not_read_it_yet(queue, streams):
     job, claim = await running(queue)
     early = Reader(streams, job)
     await early.until(await last(queue, job.id))
@@ -326,7 +326,7 @@ async def test_who_comes_after_the_end_sees_it_though_the_stream_does_not_know_i
     assert late.seen == whole[-1:]
 
 
-async def test_who_knows_of_the_end_is_not_served_a_page_that_was_read_before_it(queue, spy, streams):
+async def test_a_follower_that_starts_after_the_end_gets_no_page_that_was_read_before_it(queue, spy, streams):
     job, claim = await running(queue)
     whole = await ids(queue, job.id)
     real, read, given = spy.pool, asyncio.Event(), asyncio.Event()
@@ -373,7 +373,7 @@ async def test_an_end_that_was_followed_by_a_rerun_is_no_end(queue, streams):
     assert seen == await ids(queue, job.id)
 
 
-async def test_a_follower_of_a_job_that_is_gone_is_let_go(queue, streams, time):
+async def test_a_stream_of_a_removed_job_ends(queue, streams, time):
     job, _ = await running(queue)
     reader = Reader(streams, job)
     await reader.until(await last(queue, job.id))
@@ -387,7 +387,7 @@ async def test_a_follower_of_a_job_that_is_gone_is_let_go(queue, streams, time):
     await reader.task
 
 
-async def test_a_follower_whose_next_events_were_removed_goes_on_with_what_is_kept(queue, streams):
+async def test_a_follower_whose_next_events_were_removed_continues_with_the_remaining_ones(queue, streams):
     job, claim = await running(queue)
     slow = streams.follow(job, 0, idle_seconds=60)
     async with contextlib.aclosing(slow):
@@ -409,7 +409,7 @@ async def test_a_follower_whose_next_events_were_removed_goes_on_with_what_is_ke
 # Late commits -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_event_that_is_committed_late_is_seen_though_later_numbers_were_seen_first(queue, streams, time):
+async def test_an_event_that_is_committed_late_is_seen_although_later_numbers_were_seen_first(queue, streams, time):
     late, _ = await running(queue)
     other, claim = await running(queue)
     readers = [Reader(streams, late), Reader(streams, other)]
@@ -429,7 +429,7 @@ async def test_an_event_that_is_committed_late_is_seen_though_later_numbers_were
 
 
 @pytest.mark.timed("400 looks are made in a transaction, which the server ends when it was idle for 10 s")
-async def test_however_late_a_commit_is_it_is_seen_soon_compared_to_that(queue, streams, time):
+async def test_a_late_commit_is_seen_within_a_multiple_of_its_delay(queue, streams, time):
     job, _ = await running(queue)
     reader = Reader(streams, job)
     await settled()
@@ -448,8 +448,8 @@ async def test_however_late_a_commit_is_it_is_seen_soon_compared_to_that(queue, 
     assert reader.seen == await ids(queue, job.id)
 
 
-async def test_the_numbers_of_events_are_handed_out_one_by_one(queue):
-    """A cache of numbers per connection would break their order."""
+async def test_the_sequence_of_event_numbers_has_no_cache(queue):
+    """With a cache, each connection would take several numbers at a time, and numbers would not be in order."""
     assert await raw(
         queue, "SELECT seqcache FROM pg_sequence WHERE seqrelid = 'batchwright.job_event_id'::regclass"
     ) == [(1,)]
@@ -482,22 +482,22 @@ WRITTEN = "SELECT last_value FROM batchwright.job_event_id"
 
 
 async def number_while_locked(queue, id, moving):
-    """The last number that was taken when the verb waits for the lock of this job."""
+    """The last event number that was taken when the verb waits for the lock of this job."""
     blocked = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     async with queue.database.transaction() as session:
         await session.rows("SELECT FROM batchwright.job WHERE id = %(id)s FOR UPDATE", {"id": id})
         task = asyncio.create_task(moving())
         while await raw(queue, blocked) == [(0,)]:
-            await asyncio.sleep(0.01)  # only the server knows when somebody waits for a lock
+            await asyncio.sleep(0.01)  # only the server knows when a session waits for a lock
         ((number,),) = await raw(queue, WRITTEN)
     await task
     return number
 
 
 async def test_every_event_takes_its_number_under_the_lock_of_its_job(queue):
-    """So within a job ids grow in the order of commits, and nobody who has seen one misses an earlier one.
+    """So within a job, ids grow in the order of commits, and a reader who has seen one cannot miss an earlier one.
 
-    `enqueue` writes a row that nobody else sees; `claim`, `expire` and `rescue` never wait for a lock.
+    `enqueue` writes a row that no other session sees; `claim`, `expire` and `rescue` never wait for a lock.
     """
     for verb, (prepare, move) in VERBS.items():
         job, claim = await running(queue, verb)
@@ -519,7 +519,7 @@ async def test_a_parent_that_joins_takes_its_number_under_its_own_lock(queue):
     assert await last(queue, parent.id) > number
 
 
-# Idle costs nothing -----------------------------------------------------------------------------------------------
+# Idle followers ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -551,7 +551,7 @@ async def test_a_thousand_idle_followers_cost_one_trivial_statement_per_look_and
     assert (streams.followers, streams._streams) == (0, {})
 
 
-async def test_nobody_looks_when_nobody_follows(queue, spy, live):
+async def test_without_followers_no_statement_is_run(queue, spy, live):
     job, _ = await running(queue)
     reader = Reader(live, job)
     await reader.until(await last(queue, job.id))
@@ -565,21 +565,21 @@ async def test_nobody_looks_when_nobody_follows(queue, spy, live):
     assert not live._tail.done()
 
 
-async def test_after_a_silence_a_follower_hears_that_it_is_still_connected(queue, streams):
+async def test_a_follower_without_news_gets_pings(queue, streams):
     job, _ = await running(queue)
     news = streams.follow(job, 0, idle_seconds=0.01)
     async with contextlib.aclosing(news):
         while not (frames := await anext(news)):
-            """A page that takes long is a silence, too."""
+            pass  # pings also come while a page takes long
         assert len(frames) == 2
         assert await anext(news) == []
         assert await anext(news) == []
 
 
-# Comings and goings -----------------------------------------------------------------------------------------------
+# Followers that come and go ---------------------------------------------------------------------------------------
 
 
-async def test_a_storm_of_followers_who_come_and_go_sees_everything_once(queue, live):
+async def test_many_followers_that_come_and_go_see_every_event_once(queue, live):
     dice = random.Random(7)
     jobs = await queue.get_many(await put(queue, *(NewJob("noop") for _ in range(12))))
     claims = await take(queue)
@@ -613,7 +613,7 @@ async def test_a_storm_of_followers_who_come_and_go_sees_everything_once(queue, 
     assert (live.followers, live._streams) == (0, {})
 
 
-async def test_a_stream_that_was_left_and_made_anew_during_a_look_misses_nothing(queue, spy, streams):
+async def test_a_stream_that_is_closed_and_opened_again_during_a_look_misses_nothing(queue, spy, streams):
     job, claim = await running(queue)
     first = Reader(streams, job)
     await first.until(await last(queue, job.id))
@@ -622,7 +622,7 @@ async def test_a_stream_that_was_left_and_made_anew_during_a_look_misses_nothing
     real, second = spy.pool, []
 
     class Between:
-        """While the statement is under way the only follower leaves, and another comes."""
+        """While the statement runs, the only follower leaves and another one comes."""
 
         async def rows(self, sql, params=None):
             found = await real.rows(sql, params)
@@ -642,7 +642,7 @@ async def test_a_stream_that_was_left_and_made_anew_during_a_look_misses_nothing
     assert second[0].seen == await ids(queue, job.id)
 
 
-async def test_closing_lets_everybody_go_also_those_who_wait_for_a_page(queue, spy, live):
+async def test_closing_ends_all_followers_also_those_that_wait_for_a_page(queue, spy, live):
     job, _ = await running(queue)
     ahead = Reader(live, job)
     await ahead.until(await last(queue, job.id))
@@ -657,7 +657,7 @@ async def test_closing_lets_everybody_go_also_those_who_wait_for_a_page(queue, s
 # Outages ----------------------------------------------------------------------------------------------------------
 
 
-async def test_followers_outlast_an_outage_and_miss_nothing(queue, spy, live, caplog):
+async def test_followers_survive_an_outage_and_miss_nothing(queue, spy, live, caplog):
     job, claim = await running(queue)
     ahead = Reader(live, job)
     await ahead.until(await last(queue, job.id))
@@ -667,7 +667,9 @@ async def test_followers_outlast_an_outage_and_miss_nothing(queue, spy, live, ca
         spy.refused.clear()
         await spy.refused.wait()
     complaints = [record for record in caplog.records if "cannot be followed" in record.message]
-    assert 1 <= len(complaints) <= 2, "not one for each attempt; a statement that was under way may have ended well"
+    assert 1 <= len(complaints) <= 2, (
+        "one log line per outage, not per attempt; a statement in flight may still have succeeded"
+    )
     spy.is_down = False
     await emit(queue, claim, 3)
     await succeed(queue, claim)
@@ -675,7 +677,7 @@ async def test_followers_outlast_an_outage_and_miss_nothing(queue, spy, live, ca
     assert ahead.seen == behind.seen == await ids(queue, job.id)
 
 
-async def test_followers_outlast_the_loss_of_every_connection(queue, live, database_url):
+async def test_followers_survive_the_loss_of_every_connection(queue, live, database_url):
     job, claim = await running(queue)
     reader = Reader(live, job)
     await reader.until(await last(queue, job.id))
@@ -693,7 +695,7 @@ async def test_followers_outlast_the_loss_of_every_connection(queue, live, datab
     assert reader.seen == await ids(queue, job.id)
 
 
-async def test_a_look_that_failed_half_way_is_made_again(queue, spy, streams):
+async def test_after_a_look_that_failed_half_way_the_next_one_reads_everything(queue, spy, streams):
     job, claim = await running(queue)
     reader = Reader(streams, job)
     await reader.until(await last(queue, job.id))
@@ -716,7 +718,7 @@ async def test_a_look_that_failed_half_way_is_made_again(queue, spy, streams):
     assert reader.seen == await ids(queue, job.id)
 
 
-async def test_a_follower_hears_pings_while_it_waits_for_the_database(queue, spy, live):
+async def test_a_follower_gets_pings_while_it_waits_for_the_database(queue, spy, live):
     job, _ = await running(queue)
     spy.is_down = True
     news = live.follow(job, 0, idle_seconds=0.01)
@@ -728,7 +730,7 @@ async def test_a_follower_hears_pings_while_it_waits_for_the_database(queue, spy
     assert list(map(int, frames)) == await ids(queue, job.id)
 
 
-async def test_an_error_of_ours_does_not_end_the_tail(queue, live, monkeypatch, caplog):
+async def test_an_error_while_rendering_does_not_stop_the_streams(queue, live, monkeypatch, caplog):
     job, claim = await running(queue)
     stumbles = iter([RuntimeError("stumbled")])
 

@@ -1,4 +1,4 @@
-"""The statement happened, and the caller was told nothing: every verb is repeated without happening twice."""
+"""A statement was committed but its answer was lost: every verb is repeated without taking effect twice."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def database(pool):
 
 @pytest.fixture
 async def worker(pool, database):
-    """A worker whose database loses answers by plan."""
+    """A worker whose database loses answers as planned."""
     await pool.rows("CREATE TABLE effect (id serial)")
     worker = make_worker(pool, *OPERATIONS, queue=Queue(Database(database), ENGINE))
     await worker.register()
@@ -191,7 +191,7 @@ async def test_a_renewal_whose_answer_was_lost_lengthens_the_lease_and_is_repeat
         lease.renew()
     between = (await queue.get(id)).lease_until
     assert between > before
-    assert mine.leased_until == 0.0, "nobody knows whether it happened"
+    assert mine.leased_until == 0.0, "it is unknown whether the renewal was committed"
     assert lease.renew()
     assert 0.0 < mine.leased_until - time.monotonic() <= 100.0
     lease.look()
@@ -277,7 +277,7 @@ async def test_a_childs_settle_whose_answer_was_lost_counts_once(
     assert (counted.children_open, counted.children_failed) == (2 - has_ended, int(status is JobStatus.FAILED))
 
 
-async def test_a_commit_that_fails_on_the_way_up_the_tree_takes_the_settle_back(worker, queue, database):
+async def test_a_settle_is_rolled_back_and_repeated_if_counting_on_the_parent_fails(worker, queue, database):
     mother = await enqueue(queue, "parent", payload={"child": "written"})
     assert await run_job(worker, mother)
     (id,) = (job.id for job in await listed(queue, parent_job_id=mother, job_type="written"))
@@ -289,7 +289,7 @@ async def test_a_commit_that_fails_on_the_way_up_the_tree_takes_the_settle_back(
     assert await event_names(queue, id) == ["job.enqueued", "job.started", "job.succeeded"]
 
 
-async def test_the_jobs_that_follow_fail_to_be_written_with_the_success_or_not_at_all(worker, queue, database):
+async def test_chained_jobs_are_written_together_with_the_success(worker, queue, database):
     id = await enqueue(queue, "chained")
     database.plan(fault := Fault("enqueue", "before", times=2))
     assert await run_job(worker, id)
@@ -309,8 +309,8 @@ async def test_a_batch_of_settles_whose_answer_was_lost_is_accepted_once(pool, q
     await worker.close()
 
 
-async def test_a_settle_fenced_while_its_answer_was_lost_is_not_believed(pool, queue, database):
-    """The commit is lost before it happened, a human cancels, and the repeated settle must not win."""
+async def test_a_settle_is_refused_if_the_job_was_cancelled_before_its_repetition(pool, queue, database):
+    """The first settle is lost before its commit, a user cancels, and the repeated settle must be refused."""
     worker = make_worker(pool, queue=Queue(Database(database), ENGINE))
     id = await put_one(queue)
     arrived, go = database.hold("succeed")
@@ -325,7 +325,7 @@ async def test_a_settle_fenced_while_its_answer_was_lost_is_not_believed(pool, q
     await worker.close()
 
 
-async def test_a_release_at_stop_whose_answer_was_lost_has_happened(pool, queue, database):
+async def test_a_release_at_stop_whose_answer_was_lost_is_done_once(pool, queue, database):
     database.plan(fault := Fault("release", "after"))
     entered = asyncio.Event()
 
@@ -346,7 +346,7 @@ async def test_a_release_at_stop_whose_answer_was_lost_has_happened(pool, queue,
 # Events and progress --------------------------------------------------------------------------------------------------
 
 
-async def test_an_emit_whose_answer_was_lost_is_not_lost(pool, queue, database):
+async def test_an_event_whose_answer_was_lost_is_not_lost(pool, queue, database):
     @operation("emits")
     async def emits(ctx: Context) -> None:
         ctx.emit("one", "first")
@@ -359,13 +359,13 @@ async def test_an_emit_whose_answer_was_lost_is_not_lost(pool, queue, database):
         assert await run_job(worker, id)
         names = await event_names(queue, id)
         assert names[:2] == ["job.enqueued", "job.started"]
-        assert names[-3:] == ["one", "two", "job.succeeded"], "a repeated emit may double, but never goes missing"
+        assert names[-3:] == ["one", "two", "job.succeeded"], "a repeated event may be written twice, but is never lost"
         job = await queue.get(id)
         assert (job.message, job.progress_current, job.progress_total) == ("second", 3, 4)
     await worker.close()
 
 
-async def test_no_settle_overtakes_a_report_that_is_on_its_way(pool, queue, database):
+async def test_a_settle_waits_for_events_that_are_being_written(pool, queue, database):
     arrived, go = database.hold("emit")
 
     @operation("emits")
@@ -381,7 +381,7 @@ async def test_no_settle_overtakes_a_report_that_is_on_its_way(pool, queue, data
     await worker.close()
 
 
-async def test_a_report_that_the_database_refuses_costs_only_itself(pool, queue, database):
+async def test_events_and_progress_that_the_database_refuses_are_dropped_alone(pool, queue, database):
     both = asyncio.Barrier(2)
 
     @operation("emits")
@@ -401,7 +401,7 @@ async def test_a_report_that_the_database_refuses_costs_only_itself(pool, queue,
     await worker.close()
 
 
-async def test_a_deadlock_loses_no_report(pool, queue, database):
+async def test_a_deadlock_loses_no_event_and_no_progress(pool, queue, database):
     @operation("emits")
     async def emits(ctx: Context) -> None:
         ctx.emit("one", _progress_current=3)
@@ -424,7 +424,7 @@ async def _held(queue):
 
 
 async def _family(queue, **options):
-    """A parent that waits for two children in a worker's hands."""
+    """A parent that waits for two children, which a worker holds."""
     mother = await _held(queue)
     await hand_over(queue, mother, NewJob("noop"), NewJob("noop"), **options)
     return mother.id, await take(queue)
@@ -520,7 +520,7 @@ async def test_a_deadlock_victim_is_repeated_as_if_nothing_had_happened(database
     assert fault.struck == 3
 
 
-async def test_deadlocks_without_end_are_an_error(database):
+async def test_a_deadlock_that_repeats_too_often_is_an_error(database):
     queue = Queue(Database(database), ENGINE)
     id = await put_one(queue)
     database.plan(Fault("owners", "before", "deadlock", times=1000))
@@ -529,7 +529,7 @@ async def test_deadlocks_without_end_are_an_error(database):
     assert database.ran["owners"] == 10
 
 
-async def test_a_deadlock_in_the_callers_transaction_is_the_callers(database, pool):
+async def test_a_deadlock_in_the_callers_transaction_is_raised_to_the_caller(database, pool):
     queue = Queue(Database(database), ENGINE)
     rows = await Catalog(queue.database, BASIC).prepare([NewJob("noop")])
     database.plan(Fault("enqueue", "before", "deadlock"))
@@ -555,14 +555,14 @@ async def test_a_rescue_whose_answer_was_lost_gives_one_attempt_back(database):
 
 
 @pytest.mark.parametrize("statement", ["upkeep_lock", "rescue", "expire", "queues", "claim", "holdings"])
-async def test_a_worker_goes_on_after_its_helpers_lost_the_database(queue, pool, database, statement):
+async def test_a_worker_continues_after_one_of_its_statements_failed(queue, pool, database, statement):
     database.plan(Fault(statement, "before", times=2))
     async with working(pool, queue=Queue(Database(database), ENGINE)):
         id = await put_one(queue, payload={"n": 4})
         assert (await finished(queue, id)).result == 4
 
 
-async def test_the_wrapper_itself_breaks_what_it_says(pool, queue):
+async def test_the_wrapper_really_injects_its_faults(pool, queue):
     """A fault test that injects nothing proves nothing."""
     database = Faulty(pool, [Fault("enqueue", "after")])
     with pytest.raises(DatabaseUnavailable):

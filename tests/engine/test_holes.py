@@ -1,6 +1,6 @@
-"""The twelve holes in the sources' own SQL (reference/queues.md, section 9), each closed.
+"""The twelve holes in the sources' own SQL (reference/queues.md, section 9) are closed.
 
-Holes 7, 9, 10 and 12 are about providers and batches, which come later: here stands what the engine gives them.
+Holes 7, 9, 10 and 12 are about providers and batches; these tests cover the engine's part of them.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ async def test_hole_1_the_database_refuses_a_running_job_with_a_key_that_is_not_
         await raw(queue, "UPDATE batchwright.job SET is_current = false")
 
 
-async def test_hole_2_polls_at_the_same_time_take_different_jobs_and_lock_them_by_taking(queue, pool):
+async def test_hole_2_simultaneous_polls_take_and_lock_different_jobs(queue, pool):
     async with another(queue, pool) as second:
         for _ in range(15):
             ids = await put(queue, *[NewJob("noop") for _ in range(20)])
@@ -73,7 +73,7 @@ async def test_hole_2_polls_at_the_same_time_take_different_jobs_and_lock_them_b
             assert counts == Counter(ids), "every job once, none left, none twice"
 
 
-async def test_hole_2_polls_take_the_oldest_first_so_that_nothing_starves(queue, clock):
+async def test_hole_2_polls_take_the_oldest_first_so_that_no_job_starves(queue, clock):
     await clock.advance(queue, 0)
     late, early, middle = await put(
         queue,
@@ -85,7 +85,7 @@ async def test_hole_2_polls_take_the_oldest_first_so_that_nothing_starves(queue,
     assert [(await take_one(queue, slots=1)).id for _ in range(3)] == [early, middle, late]
 
 
-async def test_hole_2_a_job_whose_attempts_are_used_up_is_failed_and_not_left_behind_to_be_scanned(queue, pool):
+async def test_hole_2_a_job_whose_attempts_are_used_up_fails_and_is_not_scanned_for_ever(queue, pool):
     @operation("shaky", max_attempts=3, backoff_seconds=0.0)
     async def shaky() -> None:
         raise Transient("the network is away")
@@ -172,20 +172,20 @@ async def test_hole_3_a_cancelled_parent_never_becomes_succeeded(queue):
 async def test_hole_4_a_long_job_that_renews_is_never_rescued(queue, clock):
     id = await put_one(queue)
     claim = await take_one(queue)
-    for _ in range(400):  # 400 x 10 s: more than an hour, twice the sources' 30 minutes
+    for _ in range(400):  # 400 x 10 s is more than an hour, twice the sources' 30 minutes
         await clock.advance(queue, 10)
         assert await queue.renew([(id, claim.claim)]) == {id}
     assert await queue.rescue() == []
     assert await succeed(queue, claim)
 
 
-async def test_hole_4_a_poison_job_has_three_lives_and_not_endless_ones(queue, clock):
+async def test_hole_4_a_poison_job_is_parked_after_three_deaths(queue, clock):
     id = await put_one(queue)
     for n in range(2):
         rescued = await dead(queue, clock, await claim_one(queue, id))
         assert rescued.status is JobStatus.QUEUED
         assert (await queue.get(id)).rescues == n + 1
-    assert await take(queue) == [], "after the second death ordinary claims skip it"
+    assert await take(queue) == [], "after the second death, ordinary claims skip the job"
     rescued = await dead(queue, clock, await claim_one(queue, id, suspect=True))
     assert rescued.status is JobStatus.FAILED
     job = await queue.get(id)
@@ -238,8 +238,8 @@ async def test_hole_6_a_late_success_cannot_overwrite_cancelled(queue):
     assert await snapshot(queue, id) == before
 
 
-async def test_hole_7_an_intent_is_written_once_however_often_it_is_sent(queue):
-    """The engine's part: the idempotency key is the token, and a repeated enqueue answers the first job."""
+async def test_hole_7_a_job_is_written_once_however_often_it_is_enqueued(queue):
+    """The engine's part: the idempotency key is the token, and a repeated enqueue returns the first job."""
     (first,) = await put(queue, NewJob("noop", {"n": 1}, idempotency_key="submit-42"))
     (again,) = await put(queue, NewJob("noop", {"n": 1}, idempotency_key="submit-42"))
     assert again == first
@@ -249,7 +249,7 @@ async def test_hole_7_an_intent_is_written_once_however_often_it_is_sent(queue):
 
 
 async def test_hole_7_rows_of_the_operation_its_success_and_what_follows_are_one_commit(queue, pool):
-    """The engine's part: `write` and `then` happen with the success or not at all, so no crash can fall between."""
+    """The engine's part: `write` and `then` are committed with the success or not at all."""
     await raw(queue, "CREATE TABLE submission (token text PRIMARY KEY, external_id text)")
 
     @operation("submit")
@@ -278,7 +278,7 @@ async def test_hole_7_rows_of_the_operation_its_success_and_what_follows_are_one
     assert (chained.pipeline_id, chained.parent_job_id) == (done, None)
 
 
-async def test_hole_7_a_zombie_writes_nothing_of_its_own(queue, clock):
+async def test_hole_7_a_worker_that_lost_its_claim_writes_nothing(queue, clock):
     await raw(queue, "CREATE TABLE submission (token text)")
     id = await put_one(queue)
     zombie = await take_one(queue)
@@ -307,9 +307,9 @@ async def test_hole_8_keys_with_null_parts_collide_with_each_other_and_not_with_
 
 
 async def test_hole_9_polling_rewrites_one_small_row_and_not_the_state_of_every_task(queue):
-    """The engine's part: each external job is a row that snoozes with its own `run_after`; its payload is not touched.
+    """The engine's part: each external job is a row that snoozes with its own `run_after`; its payload stays.
 
-    The compressed payload lies out of line; an UPDATE that leaves it alone writes no new TOAST rows.
+    The compressed payload is stored out of line; an UPDATE that does not change it writes no new TOAST rows.
     """
     noise = "".join(os.urandom(2).hex() for _ in range(20_000))
     id = await put_one(queue, payload={"note": noise})
@@ -326,7 +326,7 @@ async def test_hole_9_polling_rewrites_one_small_row_and_not_the_state_of_every_
 
 
 async def test_hole_10_two_reconcilers_share_the_due_rows_each_under_its_own_lease(queue, pool, clock):
-    """The engine's part: a poll is a claim with a lease per row, and each row has its own rhythm and deadline."""
+    """The engine's part: a poll is a claim with a lease per row, and each row has its own interval and deadline."""
     now = await clock.advance(queue, 0)
     ids = await put(queue, *[NewJob("noop", {"n": n}, deadline=timedelta(hours=26)) for n in range(20)])
     async with another(queue, pool) as second:
@@ -368,7 +368,7 @@ def test_hole_10_the_backoff_of_a_job_with_thousands_of_attempts_is_still_the_li
 
 
 async def test_hole_11_a_job_that_was_put_off_survives_the_process_that_put_it_off(queue, clock):
-    """The delay is the row's `run_after`, not a timer in somebody's memory."""
+    """The delay is the row's `run_after`, not a timer in the memory of a process."""
     id = await put_one(queue)
     await clock.advance(queue, 0)
     assert await snooze(queue, await take_one(queue), 60)
@@ -378,7 +378,7 @@ async def test_hole_11_a_job_that_was_put_off_survives_the_process_that_put_it_o
     assert (await take_one(queue, worker="a process started later")).id == id
 
 
-async def test_hole_12_an_operation_goes_on_from_its_last_checkpoint(queue, pool, clock):
+async def test_hole_12_an_operation_resumes_from_its_last_checkpoint(queue, pool, clock):
     """The engine's part: fenced progress outlives the worker, and `ctx.progress_current` hands it to the next."""
     begun_at = []
 

@@ -40,7 +40,7 @@ OPEN_TRANSACTIONS = """
 
 
 async def run(queue, pool, *functions, **options):
-    """Enqueue one job of the first function, run it to the end of that run, and answer it."""
+    """Enqueue one job of the first function, run it once, and return it."""
     (id,) = await put(queue, NewJob(functions[0], **options), operations=Registry(functions))
     worker = make_worker(pool, *functions)
     assert await run_job(worker, id)
@@ -50,7 +50,7 @@ async def run(queue, pool, *functions, **options):
 
 @asynccontextmanager
 async def looking(pool):
-    """A connection that has nothing to do with the engine's."""
+    """A connection that is separate from the engine's."""
     async with await psycopg.AsyncConnection.connect(pool.url, autocommit=True) as connection:
         yield connection
 
@@ -150,14 +150,14 @@ async def test_no_transaction_is_open_while_an_operation_runs(queue, pool, kind)
     assert open_transactions == [[]]
 
 
-async def test_the_look_for_open_transactions_finds_one_that_is_open(queue, pool):
+async def test_the_check_for_open_transactions_finds_an_open_one(queue, pool):
     async with looking(pool) as connection, pool.transaction() as other:
         await other.rows("SELECT 1")
         assert len(await (await connection.execute(OPEN_TRANSACTIONS)).fetchall()) == 1
 
 
 async def test_after_a_crash_in_the_middle_the_job_is_running_and_has_no_result(queue, database_url, tmp_path):
-    """Nothing of what the dead process had in hand is left, and nobody else has touched the job yet."""
+    """The dead process had stored nothing, and no other process has touched the job yet."""
     file, operations = tmp_path / "begun", Registry(deadly.OPERATIONS)
     (id,) = await put(queue, NewJob("endless", {"file": str(file)}), operations=operations)
     command = (sys.executable, "-m", "tests.engine.worker_process", database_url, "60")
@@ -176,7 +176,7 @@ async def test_after_a_crash_in_the_middle_the_job_is_running_and_has_no_result(
 
 
 async def test_the_result_and_its_event_are_one_commit(queue, pool):
-    """`write` sees the settling transaction from inside, another connection sees nothing of it yet."""
+    """`write` runs inside the settling transaction, of which another connection sees nothing yet."""
     seen = []
 
     async def write(connection):
@@ -235,7 +235,7 @@ async def test_an_operation_defers_by_returning_wait_and_is_resumed_with_what_it
     assert (job.status, job.result) == (JobStatus.SUCCEEDED, 0 + 1 + 4 + 9 + 16)
 
 
-async def test_waiting_uses_no_attempt_and_holds_no_slot(queue):
+async def test_waiting_uses_no_attempt(queue):
     parent = await put_one(queue, max_attempts=1)
     await hand_over(queue, await take_one(queue), 1, on_join="resume")
     row = await queue.get(parent)
@@ -260,7 +260,7 @@ async def test_retry_later_puts_the_job_back_and_writes_reason_and_delay(queue, 
     assert job.run_after == event.ts + timedelta(seconds=60)
 
 
-async def test_a_job_that_was_put_off_comes_back_after_its_delay_and_not_before(queue, pool, clock):
+async def test_a_delayed_job_runs_after_its_delay_and_not_before(queue, pool, clock):
     tries = []
 
     @operation("embed")
@@ -284,7 +284,7 @@ async def test_a_job_that_was_put_off_comes_back_after_its_delay_and_not_before(
     assert (job.status, job.result, job.attempts) == (JobStatus.SUCCEEDED, "embedded", 1)
 
 
-async def test_retry_later_without_end_does_not_come_back_at_once(queue, pool):
+async def test_retry_later_with_an_infinite_delay_does_not_rerun_the_job_at_once(queue, pool):
     @operation("never")
     async def never() -> None:
         raise RetryLater("not in this life", delay_seconds=float("inf"))
@@ -333,7 +333,7 @@ async def test_emit_writes_event_message_fields_level_and_the_servers_time(queue
     assert (await queue.get(id)).message == "bad row"
 
 
-async def test_what_people_sum_has_columns_of_its_own(queue, pool):
+async def test_fields_that_are_often_summed_have_their_own_columns(queue, pool):
     @operation("ask")
     async def ask(ctx: Context) -> None:
         ctx.emit("ask.done", model="small", prompt_tokens=12, completion_tokens=3, cost="0.000006", page=1)
@@ -371,7 +371,7 @@ async def test_the_database_refuses_levels_that_do_not_exist(queue):
         )
 
 
-async def test_emits_stand_between_start_and_end_in_the_order_in_which_they_were_made(queue, pool):
+async def test_events_of_an_operation_are_between_start_and_end_in_the_order_of_their_emits(queue, pool):
     @operation("count")
     def count(ctx: Context) -> None:
         for n in range(500):
@@ -384,7 +384,7 @@ async def test_emits_stand_between_start_and_end_in_the_order_in_which_they_were
     assert [event.id for event in events] == sorted(event.id for event in events)
 
 
-async def test_a_zombie_can_write_neither_events_nor_progress(queue, clock):
+async def test_a_worker_that_lost_its_claim_can_write_neither_events_nor_progress(queue, clock):
     id = await put_one(queue)
     zombie = await claim_one(queue, id)
     await clock.advance(queue, 31)
@@ -453,7 +453,7 @@ async def test_progress_and_events_are_visible_while_the_operation_still_runs(qu
     await worker.close()
 
 
-async def test_progress_keeps_what_it_is_not_told(queue):
+async def test_progress_without_a_value_keeps_the_earlier_value(queue):
     id = await put_one(queue)
     claim = await take_one(queue)
     await queue.progress([(id, claim.claim, None, 10)])
@@ -487,7 +487,7 @@ async def test_a_late_result_cannot_overwrite_cancelled(queue, settle):
     assert events[-1].event == "job.cancelled"
 
 
-async def test_a_late_wait_cannot_bring_children_into_the_world(queue):
+async def test_a_late_wait_creates_no_children(queue):
     id = await put_one(queue)
     claim = await take_one(queue)
     await queue.cancel([id])
@@ -521,7 +521,7 @@ async def test_an_async_operation_is_interrupted_when_its_job_is_cancelled(queue
     assert (job.status, job.result) == (JobStatus.CANCELLED, None)
 
 
-async def test_a_plain_operation_sees_that_its_job_is_cancelled_and_its_result_is_not_kept(queue, pool):
+async def test_a_thread_operation_sees_that_its_job_is_cancelled_and_its_result_is_not_kept(queue, pool):
     started = threading.Event()
 
     @operation("stubborn")
@@ -550,7 +550,7 @@ async def test_cancelling_a_parent_cancels_its_queued_children_in_the_same_commi
         assert {job.status for job in await queue.get_many([parent, *children])} == {
             JobStatus.RUNNING,
             JobStatus.QUEUED,
-        }, "nobody else sees a part of it"
+        }, "other sessions see nothing before the commit"
     assert {job.status for job in await queue.get_many([parent, *children])} == {JobStatus.CANCELLED}
 
 
@@ -611,10 +611,8 @@ async def test_a_failure_raised_in_an_interrupted_operation_does_not_replace_can
 
 
 @pytest.mark.parametrize("reason", ["stop", "timeout"])
-async def test_an_operation_that_answers_its_interruption_with_an_error_of_its_own_is_judged_by_the_interruption(
-    queue, pool, reason
-):
-    """Drivers and clients often turn a cancelled wait into a ConnectionError or the like."""
+async def test_if_an_interrupted_operation_raises_another_error_the_interruption_decides(queue, pool, reason):
+    """Drivers and clients often turn a cancelled wait into an error such as ConnectionError."""
     started = asyncio.Event()
 
     @operation("wraps", timeout_seconds=0.05 if reason == "timeout" else None)
@@ -640,8 +638,8 @@ async def test_an_operation_that_answers_its_interruption_with_an_error_of_its_o
     assert (await event_names(queue, id))[-1] == ("job.released" if reason == "stop" else "job.retried")
 
 
-async def test_a_plain_operation_that_is_cancelled_before_it_begins_never_begins(queue, pool):
-    """A resumed parent first reads its children; a cancel may come in that moment."""
+async def test_a_thread_operation_that_is_cancelled_before_it_begins_never_begins(queue, pool):
+    """A resumed parent first reads its children; a cancel may arrive meanwhile."""
     begun = []
 
     @operation("noop")

@@ -1,4 +1,4 @@
-"""What workers count is added up in the database, exactly once; what stands in the queues is read cheaply."""
+"""Counts of workers are summed in the database exactly once; the contents of queues are read at low cost."""
 
 import asyncio
 import dataclasses
@@ -47,10 +47,10 @@ def writer(queue, name):
     return counts, CountsWriter(queue.database, name, counts)
 
 
-# Adding up ----------------------------------------------------------------------------------------------------------
+# Sums ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_several_workers_add_up_on_one_page(pool, queue):
+async def test_the_page_shows_the_sums_of_several_workers(pool, queue):
     workers = [make_worker(pool, concurrency=10) for _ in range(3)]
     await put(queue, *(NewJob("noop", queue="q") for _ in range(25)))
     ran = [await worker.run_once() for worker in workers]
@@ -66,7 +66,7 @@ async def test_several_workers_add_up_on_one_page(pool, queue):
     assert 1 <= found["settle_seconds_count",] <= 25
 
 
-async def test_a_worker_that_runs_writes_now_and_then_and_at_its_end(pool, queue, monkeypatch):
+async def test_a_running_worker_writes_its_counts_regularly_and_at_its_end(pool, queue, monkeypatch):
     monkeypatch.setattr(counts_module, "_WRITE_SECONDS", 0.01)
     async with working(pool) as worker:
         await put(queue, *(NewJob("noop") for _ in range(5)))
@@ -93,7 +93,7 @@ async def varied(ctx: Context, how: str) -> object:
     return None
 
 
-async def test_settles_are_counted_by_what_became_of_the_job(pool, queue):
+async def test_settles_are_counted_by_their_outcome(pool, queue):
     worker = make_worker(pool, varied, concurrency=10)
     outcomes = ["succeed", "succeed", "fail", "retry", "snooze", "wait"]
     await put(queue, *(NewJob("varied", {"how": how}) for how in outcomes), operations=Registry([varied]))
@@ -125,7 +125,7 @@ async def test_rescues_are_counted_by_the_worker_that_saw_them(pool, queue, cloc
     assert found["jobs_poisoned_total",] == 0
 
 
-async def test_claim_latency_is_the_time_since_the_job_fell_due(pool, queue, clock):
+async def test_claim_latency_is_the_time_since_the_job_became_due(pool, queue, clock):
     await clock.advance(queue, 0)
     await put(queue, delay_seconds=100)
     await clock.advance(queue, 107)
@@ -141,7 +141,7 @@ async def test_claim_latency_is_the_time_since_the_job_fell_due(pool, queue, clo
 # Exactly once -------------------------------------------------------------------------------------------------------
 
 
-async def test_folding_the_dead_changes_no_sum(queue, clock):
+async def test_folding_the_counts_of_dead_workers_changes_no_sum(queue, clock):
     await clock.advance(queue, 0)
     for n in range(4):
         counts, row = writer(queue, f"w{n}")
@@ -149,7 +149,7 @@ async def test_folding_the_dead_changes_no_sum(queue, clock):
         counts.observe("settle_seconds", 0.1 * (n + 1))
         await row.write()
     before = await read_counts(queue.database)
-    assert await fold(queue.database) == 0, "they are alive"
+    assert await fold(queue.database) == 0, "all workers are alive"
     await clock.advance(queue, GONE)
     assert await fold(queue.database) == 4
     assert await fold(queue.database) == 0
@@ -159,7 +159,7 @@ async def test_folding_the_dead_changes_no_sum(queue, clock):
     assert rows == [("",)]
 
 
-async def test_the_dead_of_later_days_are_added_to_those_of_earlier_ones(queue, clock):
+async def test_counts_of_workers_that_die_later_are_added_to_the_folded_ones(queue, clock):
     for n in range(3):
         counts, row = writer(queue, f"w{n}")
         counts.add("jobs_rescued_total", 10)
@@ -170,7 +170,7 @@ async def test_the_dead_of_later_days_are_added_to_those_of_earlier_ones(queue, 
     assert len(await raw(queue, "SELECT FROM batchwright.worker_counts")) <= 2, "old marks are removed"
 
 
-async def test_a_worker_that_was_only_frozen_is_not_counted_twice(queue, clock):
+async def test_a_worker_that_was_frozen_and_folded_is_not_counted_twice(queue, clock):
     counts, row = writer(queue, "w1")
     counts.add("jobs_rescued_total", 5)
     await row.write()
@@ -198,7 +198,7 @@ async def test_a_worker_frozen_until_its_mark_is_gone_is_not_counted_twice(queue
 
 @pytest.mark.parametrize("statement", ["insert_counts", "update_counts"])
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_what_cannot_be_written_goes_with_the_next_write(pool, clock, statement, when):
+async def test_counts_that_cannot_be_written_are_written_with_the_next_ones(pool, clock, statement, when):
     database = Faulty(pool)
     queue = Queue(Database(database, clock=clock))
     counts, row = writer(queue, "w1")
@@ -209,13 +209,13 @@ async def test_what_cannot_be_written_goes_with_the_next_write(pool, clock, stat
     database.plan(Fault(SQL[statement], when, times=2))
     await row.write()
     await row.write()
-    assert database.ran[SQL[statement]] == 2, "it was tried, and nobody was disturbed"
+    assert database.ran[SQL[statement]] == 2, "both writes were tried, and no error was raised"
     counts.add("jobs_rescued_total")
     await row.write()
     assert await total(queue) == counts.total("jobs_rescued_total")
 
 
-async def test_a_lost_answer_before_a_fold_loses_and_doubles_nothing(pool, clock):
+async def test_after_a_lost_answer_and_a_fold_nothing_is_lost_or_counted_twice(pool, clock):
     for when in ("before", "after"):
         database = Faulty(pool)
         queue = Queue(Database(database, clock=clock))
@@ -232,7 +232,7 @@ async def test_a_lost_answer_before_a_fold_loses_and_doubles_nothing(pool, clock
     assert await total(queue, "jobs_poisoned_total") == 24
 
 
-async def test_whatever_happens_in_whatever_order_the_sum_never_falls_and_ends_exact(pool, clock):
+async def test_after_any_order_of_writes_folds_and_failures_the_sum_is_exact_and_never_fell(pool, clock):
     rolled = random.Random(11)
     database = Faulty(pool)
     queue = Queue(Database(database, clock=clock))
@@ -290,7 +290,7 @@ async def test_an_idle_worker_writes_nothing_until_its_row_must_be_touched(pool,
     queue = Queue(Database(database, clock=clock))
     counts, row = writer(queue, "w1")
     await row.write()
-    assert not database.ran, "nothing was counted, so there is nothing to tell"
+    assert not database.ran, "nothing was counted, so nothing is written"
     counts.add("jobs_rescued_total")
     await row.write()
     await row.write()
@@ -307,7 +307,7 @@ WORK = Metric("work_total", "Work.", ("part",), prefix="")
 
 
 async def loaded(queue, name, **parts):
-    """A worker that lives, and says how its parts are loaded."""
+    """A live worker that reports the load of its parts."""
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": [], "concurrency": 1}
     await Workers(queue.database).register(id=name, **columns)
     counts = WorkerCounts([LOAD, WORK])
@@ -321,7 +321,7 @@ async def loads(queue):
     return {key[1]: n for key, n in (await page(queue, more=[LOAD])).items() if key[0] == "load"}
 
 
-async def test_gauges_are_added_up_over_workers_and_the_dead_do_not_count(queue, clock):
+async def test_gauges_are_summed_over_live_workers(queue, clock):
     await clock.advance(queue, 0)
     await loaded(queue, "dead", a=100, b=100)
     await clock.advance(queue, 61)
@@ -330,10 +330,10 @@ async def test_gauges_are_added_up_over_workers_and_the_dead_do_not_count(queue,
     assert await loads(queue) == {"a": 1, "b": 5, "c": 0}
     await Workers(queue.database).leave("w1")
     assert await loads(queue) == {"b": 3, "c": 0}
-    assert await read_counts(queue.database) == {}, "they are in no sum that stays"
+    assert await read_counts(queue.database) == {}, "gauges are not kept in folded sums"
 
 
-async def test_a_gauge_that_changes_or_goes_is_written_and_one_that_stays_is_not(pool, clock):
+async def test_a_gauge_is_written_when_it_changes_or_is_removed_and_not_otherwise(pool, clock):
     database = Faulty(pool)
     queue = Queue(Database(database, clock=clock))
     counts, row = await loaded(queue, "w1", a=1, b=2)
@@ -379,7 +379,7 @@ async def test_metrics_that_a_part_brings_are_on_the_page_under_their_own_name(q
     assert 'batchwright_load{part="a"} 1.0' in text.splitlines()
 
 
-async def test_workers_name_the_same_values_where_there_is_no_room_for_all(queue):
+async def test_workers_use_the_same_label_values_if_not_all_fit(queue):
     label_limits = {"part": LabelLimit(frozenset({"named"}), 2)}
     for name, parts in (("w1", "abc"), ("w2", "cba"), ("w3", "ba")):
         counts = WorkerCounts([WORK], label_limits)
@@ -396,7 +396,7 @@ async def test_workers_name_the_same_values_where_there_is_no_room_for_all(queue
     assert found == {"a": 3, "b": 3, "other": 2, "named": 3}
 
 
-async def test_a_worker_that_runs_learns_the_names_that_others_use(pool, queue):
+async def test_a_running_worker_learns_the_label_values_that_others_use(pool, queue):
     counts, row = writer(queue, "earlier")
     counts.add("jobs_claimed_total", 1, ("seen before",))
     await row.write()
@@ -405,7 +405,7 @@ async def test_a_worker_that_runs_learns_the_names_that_others_use(pool, queue):
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_that_has_no_room_left_looks_again_what_others_name(queue, monkeypatch):
+async def test_a_worker_without_room_for_a_label_value_checks_again_which_ones_others_use(queue, monkeypatch):
     monkeypatch.setattr(counts_module, "_WRITE_SECONDS", 0.01)
     monkeypatch.setattr(counts_module, "_TOUCH_SECONDS", 0.0)
     label_limits = {"part": LabelLimit(others_max=1)}
@@ -424,14 +424,14 @@ async def test_a_worker_that_has_no_room_left_looks_again_what_others_name(queue
     others.add("work_total", 1, ("a",))
     await CountsWriter(queue.database, "w2", others).write()
     counts.add("work_total", 1, ("a",))
-    assert counts.is_crowded, "nobody had named the other one when it learned first"
+    assert counts.is_crowded, "no worker had used the other value when it learned first"
     while ("a",) not in series(counts.flat())["work_total"]:
         await asyncio.sleep(0.01)
         counts.add("work_total", 1, ("a",))
     running.cancel()
 
 
-async def test_a_worker_runs_although_it_cannot_learn(pool, clock):
+async def test_a_worker_that_cannot_learn_label_values_still_counts(pool, clock):
     database = Faulty(pool)
     database.plan(Fault(SQL["counted"], "before"))
     counts, row = writer(Queue(Database(database, clock=clock)), "w1")
@@ -459,7 +459,7 @@ async def test_buckets_are_cumulative_and_equal_to_an_independent_count(queue):
     assert found["job_run_seconds_sum", "print"] == pytest.approx(sum(values))
 
 
-async def test_a_worker_of_another_version_with_other_bounds_and_metrics_is_read_all_the_same(queue):
+async def test_counts_of_a_worker_of_another_version_with_other_bounds_and_metrics_can_be_read(queue):
     newer = Counts([Metric("settle_seconds", "", (), "histogram", (0.007, 99.0)), Metric("moons_total", "")])
     newer.observe("settle_seconds", 0.006)
     newer.observe("settle_seconds", 50.0)
@@ -473,7 +473,7 @@ async def test_a_worker_of_another_version_with_other_bounds_and_metrics_is_read
     assert not any("moons" in name for name, *_ in found)
 
 
-async def test_the_depths_are_those_of_a_known_population(pool, queue, clock):
+async def test_the_queue_depths_of_known_jobs_are_correct(pool, queue, clock):
     await clock.advance(queue, 0)
     await put(queue, NewJob("noop", queue="a", priority=7))
     await clock.advance(queue, 50)
@@ -530,7 +530,7 @@ async def test_more_queues_than_the_limit_are_shown_under_other(queue, monkeypat
     assert {depth.queue: depth.due for depth in depths} == {"q0": 1, "q1": 1, "q2": 1, "other": 7}
 
 
-async def test_what_a_queue_holds_is_counted_up_to_a_limit(queue, monkeypatch):
+async def test_the_jobs_of_a_queue_are_counted_up_to_a_limit(queue, monkeypatch):
     monkeypatch.setattr(counts_module, "_JOBS_MAX", 5)
     await put(queue, *(NewJob("noop") for _ in range(10)))
     assert [depth.due for depth in (await read_standing(queue.database)).depths] == [5]
@@ -547,7 +547,7 @@ async def test_many_scrapes_read_the_database_once(pool):
     assert set(database.ran.values()) == {2}
 
 
-async def test_what_the_process_counts_itself_is_never_stale(queue):
+async def test_the_counts_of_the_process_itself_are_never_cached(queue):
     own = process_counts()
     exposition = Exposition(queue.database, own)
     await exposition.render()
@@ -561,7 +561,7 @@ async def test_what_the_process_counts_itself_is_never_stale(queue):
     assert CONTENT_TYPE.startswith("text/plain")
 
 
-async def test_without_a_database_the_page_still_says_what_the_process_knows(database_url):
+async def test_without_a_database_the_page_still_shows_the_counts_of_the_process(database_url):
     async with Pool(dataclasses.replace(DATABASE, pool_size=1), database_url) as pool:
         exposition = Exposition(Database(_Away(pool)), process_counts())
         text = (await exposition.render()).decode()
@@ -571,7 +571,7 @@ async def test_without_a_database_the_page_still_says_what_the_process_knows(dat
     assert "batchwright_jobs" not in names
 
 
-async def test_when_depths_cannot_be_read_the_sums_are_shown_all_the_same(pool, queue):
+async def test_if_depths_cannot_be_read_the_sums_are_still_shown(pool, queue):
     database = Faulty(pool)
     database.plan(Fault(SQL["depths"], "before"))
     text = (await Exposition(Database(database), process_counts()).render()).decode()
@@ -613,8 +613,8 @@ def test_depths_are_read_from_indexes_alone(crowd, name, index):
     assert {name for name in indexes(found) if name.startswith("job_")} == index
 
 
-def test_counting_ten_thousand_jobs_touches_a_few_pages(crowd):
-    """Of the index, and of the table of half full pages whose rows are not yet known to be seen by all."""
+def test_counting_ten_thousand_jobs_reads_few_pages(crowd):
+    """It reads the index, and pages of the table that are not all-visible yet."""
     assert touched(plan(crowd, "depths", source=SQL, run=True, **LIMITS)) < 800
 
 

@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(waits=st.lists(st.sampled_from(["close", "resume"]), max_size=3), worker=workers)
     def begin_with_work_in_hand(self, waits, worker):
-        """Jobs in a worker's hands, some of which wait for children that are in its hands too."""
+        """Begin with jobs that a worker holds, some of which wait for children that it holds too."""
         self.enqueue_many(count=3 + len(waits))
         self.claim(worker=worker, slots=100, freed=[])
         for on_join in waits:
@@ -159,7 +159,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(moves=st.lists(MOVES, min_size=4, max_size=MOVES_MAX))
     def work_on(self, moves):
-        """One rule for all verbs, so that their weights are ours."""
+        """Apply verbs; one rule for all of them, so that we decide how often each one is chosen."""
         for verb, options in moves:
             if self.claims or verb in ("claim", "enqueue"):
                 getattr(self, verb)(**options)
@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         return list(self.oracle.jobs.values())[index % len(self.oracle.jobs)]
 
     def a_claim(self, index: int, *, held: bool) -> Claim:
-        """A claim that is still good, or one of a zombie's: best when its job runs for somebody else by now."""
+        """A claim that is still valid, or an old one, preferably of a job that another worker runs now."""
         good = [claim for claim in self.claims if self._is_good(claim)]
         stale = [claim for claim in self.claims if claim not in good]
         rivalled = [claim for claim in stale if self.oracle.jobs[claim.id].is_held_by(claim.claim + 1)]
@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
     def _is_good(self, claim: Claim) -> bool:
         return self.oracle.jobs[claim.id].is_held_by(claim.claim)
 
-    # Into the queue ---------------------------------------------------------------------------------------------
+    # Enqueue ----------------------------------------------------------------------------------------------------
 
     def enqueue(self, tenant, priority, delay, deadline, max_attempts, key, on_held):
         job = NewJob(
@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         self._enqueue(job, deadline)
 
     def enqueue_with_an_idempotency_key(self, number, n, key, on_held):
-        """The first job of an idempotency key is the answer before any policy is asked."""
+        """An idempotency key returns its first job, before any policy of the exclusive key applies."""
         job = NewJob("noop", {"n": n}, idempotency_key=f"i{number}", exclusive_key=key, on_held=on_held)
         self._enqueue(job, None)
 
@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
         expected = answer_of(
             lambda: self.oracle.enqueue(self._row(job, deadline), job.delay_seconds, job.on_held or "queue")
         )
-        for _ in range(2):  # a doubtful enqueue is repeated with the same ids, and changes nothing
+        for _ in range(2):  # a doubtful enqueue is repeated with the same ids and changes nothing
             found = answer_of(lambda: tuple(complete(self.queue.enqueue(rows))[0]))
             assert found == expected
             if expected is Refused or job.on_held not in (None, "queue"):
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
             exclusive_key=job.exclusive_key, idempotency_key=job.idempotency_key,
         )  # fmt: skip
 
-    # Into a worker's hands --------------------------------------------------------------------------------------
+    # Claims -----------------------------------------------------------------------------------------------------
 
     def claim(self, worker, slots, freed):
         due = [job.id for job in self.oracle.due()]
@@ -253,7 +253,7 @@ class Machine(RuleBasedStateMachine):
         return self.workers[claim.id, claim.claim]
 
     def renew(self, indexes, lets_go):
-        """Renew claims, good or not, and let go of those that have ended."""
+        """Renew claims, valid or not, and release those whose jobs have ended."""
         claims = (self.claims[index % len(self.claims)] for index in indexes)
         held = {(claim.id, claim.claim) for claim in claims}
         assert complete(self.queue.renew(sorted(held))) == self.oracle.renew(held)
@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
             complete(self.queue.let_go(sorted(held)))
             self.oracle.let_go(held)
 
-    # Out of a worker's hands ------------------------------------------------------------------------------------
+    # Settles ----------------------------------------------------------------------------------------------------
 
     def settle(self, verbs):
         settles: dict[Any, tuple[Settle, float]] = {}
@@ -276,7 +276,7 @@ class Machine(RuleBasedStateMachine):
             batch = [one for one, _ in own]
             assert complete(self.queue.settle(batch, another)) == set(), "another worker is fenced"
             assert complete(self.queue.settle(batch, worker)) == self.oracle.settle(expected)
-            assert complete(self.queue.settle(batch, worker)) == set(), "the same settle once more is fenced"
+            assert complete(self.queue.settle(batch, worker)) == set(), "the same settle is fenced the second time"
 
     def succeed_with(self, index, held, then):
         claim = self.a_claim(index, held=held)
@@ -314,14 +314,14 @@ class Machine(RuleBasedStateMachine):
         written = complete(self.queue.progress([(claim.id, claim.claim, current, None)]))
         assert bool(written) == self.oracle.progress(claim.id, claim.claim, current)
 
-    # Human verbs ------------------------------------------------------------------------------------------------
+    # Verbs of people --------------------------------------------------------------------------------------------
 
     def cancel(self, indexes):
         ids = list({self.a_job(index).id for index in indexes})
         assert complete(self.queue.cancel(ids)) == self.oracle.cancel(ids)
 
     def free_by_hand(self, index, verb):
-        """Recover or rerun, mostly of a job that looks as if it could be."""
+        """Recover or rerun a job, mostly one for which that seems possible."""
         jobs = list(self.oracle.jobs.values())
         locked = [job for job in jobs if job.locked_by is not None]
         ended = [job for job in jobs if job.status in ("FAILED", "CANCELLED")]
@@ -350,7 +350,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_database_agrees(self):
         found = {row[0]: row for row in complete(self.database.rows(READ_JOBS))}
-        assert set(found) == set(self.oracle.jobs), "a job was lost, or came from nowhere"
+        assert set(found) == set(self.oracle.jobs), "a job was lost, or one appeared that was never enqueued"
         for id, row in found.items():
             expected = tuple(getattr(self.oracle.jobs[id], name) for name in COMPARED)
             assert dict(zip(COMPARED, row[2:], strict=True)) == dict(zip(COMPARED, expected, strict=True))
@@ -373,10 +373,12 @@ class Machine(RuleBasedStateMachine):
         for id in found:
             job = self.oracle.jobs[id]
             assert self.events[id][0] == ("QUEUED", 0, 0)
-            assert self.events[id][-1] == (job.status, job.claims, job.attempts), "the history ends elsewhere"
+            assert self.events[id][-1] == (job.status, job.claims, job.attempts), (
+                "the history does not end in the status of the job"
+            )
             started = sum(1 for before, after in zip(self.events[id], self.events[id][1:], strict=False)
                           if before[0] == "QUEUED" and after[0] == "RUNNING")  # fmt: skip
-            assert started == job.claims, "each claim is one start in the history"
+            assert started == job.claims, "each claim must be one start in the history"
 
     def _keys_are_exclusive(self) -> None:
         jobs = [job for job in self.oracle.jobs.values() if job.exclusive_key is not None]
@@ -394,7 +396,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def answer_of(call: Any) -> Any:
-    """What a verb answers; `Refused` when it refuses, on either side."""
+    """The result of a verb, or `Refused` if the database or the oracle refuses."""
     try:
         return call()
     except (Conflict, InvalidInput, Refused):

@@ -1,7 +1,7 @@
-"""Every statement can be prepared, and the hot ones are planned the way they were designed to be.
+"""Every statement can be prepared, and the frequent ones get the plans for which they were designed.
 
-Plans are the generic ones that a prepared statement gets, on a table with 20,000 finished and 10,000 queued jobs; what
-is bounded is what a statement touches, never how long it takes.
+The plans are the generic ones of prepared statements, on a table with 20,000 finished and 10,000 queued jobs. The tests
+limit the number of pages that a statement reads, not its time.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def lanes(slots=20, after=NOWHERE, queues=("default",)):
 
 
 def held(connection, n=20):
-    """Jobs that the crowd's worker holds, as rows for a settle."""
+    """Jobs that the worker of the test data holds, as rows for a settle."""
     rows = connection.execute("SELECT id, claims FROM batchwright.job WHERE locked_by = 'w1' LIMIT %s", [n]).fetchall()
     done = [{"id": id, "claim": claim, "result": 1, "error": ERROR, "delay_seconds": 1.0} for id, claim in rows]
     return orjson.dumps(done).decode()
@@ -92,7 +92,7 @@ def test_every_statement_can_be_prepared(crowd, source, name):
 
 
 @pytest.mark.parametrize("verb", SETTLES)
-def test_a_settle_finds_its_jobs_by_the_primary_key_and_touches_nothing_else(crowd, verb):
+def test_a_settle_finds_its_jobs_by_the_primary_key_and_reads_nothing_else(crowd, verb):
     settled = plan(crowd, verb, run=True, settles=held(crowd, 20), worker="w1")
     assert whole_table_scans(settled) == []
     assert indexes(settled) == {"job_pkey"}
@@ -101,7 +101,7 @@ def test_a_settle_finds_its_jobs_by_the_primary_key_and_touches_nothing_else(cro
 
 
 @pytest.mark.parametrize("verb", SETTLES)
-def test_a_settle_that_is_fenced_touches_only_the_rows_it_names(crowd, verb):
+def test_a_fenced_settle_reads_only_the_rows_it_names(crowd, verb):
     rows = [{**row, "claim": row["claim"] + 1} for row in orjson.loads(held(crowd, 20))]
     settled = plan(crowd, verb, run=True, settles=orjson.dumps(rows).decode(), worker="w1")
     assert settled["Actual Rows"] == 0
@@ -142,7 +142,7 @@ HOT = {
 
 
 @pytest.mark.parametrize("name", list(HOT))
-def test_no_statement_of_a_running_system_walks_the_whole_table(crowd, name):
+def test_no_statement_of_a_running_system_scans_the_whole_table(crowd, name):
     assert whole_table_scans(plan(crowd, name, **HOT[name])) == []
 
 
@@ -153,7 +153,7 @@ def test_statements_that_name_a_job_find_it_by_the_primary_key(crowd, name):
     assert indexes(found) <= {"job_pkey", "job_current"}
 
 
-def test_the_scan_finder_finds_one(crowd):
+def test_a_scan_of_the_whole_table_is_detected(crowd):
     (everything,) = crowd.execute("EXPLAIN (FORMAT JSON) SELECT FROM batchwright.job WHERE message = 'x'").fetchone()
     assert len(whole_table_scans(everything[0]["Plan"])) == 1
 
@@ -161,18 +161,18 @@ def test_the_scan_finder_finds_one(crowd):
 # Counts and lists -----------------------------------------------------------------------------------------------------
 
 
-def test_types_that_nobody_knows_are_looked_for_where_the_queues_begin(crowd):
+def test_unknown_types_are_searched_only_at_the_heads_of_the_queues(crowd):
     looked = plan(crowd, "unknown_types", run=True, job_types=["noop"], lane_max=100, scan_max=1000)
     assert scanned(looked) <= 100 + 10, "ten thousand jobs of a known type wait"
     assert touched(looked) < 100 * 5
 
 
-def test_children_are_counted_no_further_than_the_limit(crowd):
+def test_children_are_counted_up_to_the_limit(crowd):
     counted = plan(crowd, "count_children", run=True, id=ID, count_max=100)
     assert scanned(counted) == 100, "there are three thousand"
 
 
-def test_a_look_reads_the_head_of_each_queue_and_priority_only(crowd):
+def test_a_look_reads_only_the_head_of_each_queue_and_priority(crowd):
     looked = plan(crowd, "look", source=upkeep.SQL, run=True, names=["rescue"], every_seconds=[5.0])
     assert scanned(looked) < 20
     assert touched(looked) < 100
@@ -189,12 +189,12 @@ EVENTS = {
 }
 
 
-def test_every_question_about_events_has_its_plan_tested():
+def test_the_plan_of_every_query_of_events_is_tested():
     assert set(event_streams.SQL) - {"last_written"} <= set(EVENTS)
 
 
 @pytest.mark.parametrize("name", list(EVENTS))
-def test_events_of_a_job_are_found_among_those_of_all(crowd, name):
+def test_events_of_a_job_are_found_by_an_index(crowd, name):
     crowd.execute(
         "INSERT INTO batchwright.job_event (job_id, ts, event) "
         "SELECT CASE WHEN turn <= 50 THEN %s ELSE gen_random_uuid() END, now() - turn %% 9 * interval '1 week', 'step' "
@@ -212,7 +212,7 @@ def test_events_of_a_job_are_found_among_those_of_all(crowd, name):
 # Claim ----------------------------------------------------------------------------------------------------------------
 
 
-def test_claim_looks_for_due_jobs_in_their_index_and_stops_when_it_has_enough(crowd):
+def test_claim_finds_due_jobs_by_their_index_and_stops_when_it_has_enough(crowd):
     claimed = plan(crowd, "claim", run=True, **lanes(20))
     assert claimed["Actual Rows"] == 20
     assert "job_due" in indexes(claimed)
@@ -220,26 +220,26 @@ def test_claim_looks_for_due_jobs_in_their_index_and_stops_when_it_has_enough(cr
     assert touched(claimed) < 20 * 150
 
 
-def test_a_claim_of_one_job_touches_a_handful_of_pages(crowd):
+def test_a_claim_of_one_job_reads_few_pages(crowd):
     claimed = plan(crowd, "claim", run=True, **lanes(1))
     assert claimed["Actual Rows"] == 1
     assert touched(claimed) < 300
 
 
-def test_a_claim_behind_its_watermark_does_not_look_at_what_lies_before(crowd):
+def test_a_claim_behind_its_watermark_reads_no_jobs_before_it(crowd):
     nothing = plan(crowd, "claim", run=True, **lanes(20, NOWHERE._replace(run_after=LATER)))
     assert scanned(nothing) == 0
     assert touched(nothing) < 100
 
 
 def _mark(connection):
-    """Where a worker's watermark stands after a claim that found all there was."""
+    """A worker's watermark after a claim that found all due jobs."""
     ((now,),) = connection.execute("SELECT now()").fetchall()
     return NOWHERE._replace(run_after=now - timedelta(milliseconds=50))
 
 
 def _newcomer(connection):
-    """A job that anybody may take, behind all the others."""
+    """Insert a job that any worker may take, behind all the others."""
     connection.execute(
         "INSERT INTO batchwright.job (id, job_type, queue, tenant, priority, run_after, payload, max_attempts, "
         "pipeline_id, created_at) VALUES (%(id)s, 'noop', 'default', 'default', 5, now(), '{}', 3, %(id)s, now())",
@@ -248,12 +248,12 @@ def _newcomer(connection):
 
 
 def _only(connection, change):
-    """Change all queued jobs of the crowd, and let the planner know."""
+    """Change all queued jobs of the test data, and update the planner's statistics."""
     connection.execute(f"UPDATE batchwright.job SET {change} WHERE status = 'QUEUED'")
     connection.execute("ANALYZE batchwright.job")
 
 
-def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_once_and_nothing_behind_the_watermark(crowd):
+def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_but_none_behind_the_watermark(crowd):
     _only(crowd, "exclusive_key = '[\"busy\"]', is_current = false")
     crowd.execute(
         "UPDATE batchwright.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL; "
@@ -263,7 +263,7 @@ def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_once_and_nothing_
     _newcomer(crowd)
     crowd.execute("SAVEPOINT before")
     full = plan(crowd, "claim", run=True, **lanes(20))
-    assert full["Actual Rows"] == 1, "only the newcomer"
+    assert full["Actual Rows"] == 1, "only the new job"
     assert whole_table_scans(full) == []
     assert touched(full) < QUEUED * 12
     crowd.execute("ROLLBACK TO before")
@@ -273,7 +273,7 @@ def test_ten_thousand_jobs_of_a_busy_key_cost_a_few_pages_each_once_and_nothing_
 
 
 def test_ten_thousand_jobs_waiting_for_a_free_key_do_not_make_the_claim_quadratic(crowd):
-    """Each asks whether another stands before it: that is one look into the index, not a walk along the line."""
+    """For each job, the check whether another one of its key goes first is one lookup in an index."""
     _only(crowd, "exclusive_key = '[\"line\"]', is_current = false")
     crowd.execute("UPDATE batchwright.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
     claimed = plan(crowd, "claim", run=True, **lanes(20))
@@ -282,7 +282,7 @@ def test_ten_thousand_jobs_waiting_for_a_free_key_do_not_make_the_claim_quadrati
     assert touched(claimed) < QUEUED * 20
 
 
-def test_ten_thousand_jobs_of_an_unknown_type_cost_less_than_a_page_each_once(crowd):
+def test_ten_thousand_jobs_of_an_unknown_type_cost_three_pages_each_but_none_behind_the_watermark(crowd):
     _only(crowd, "job_type = 'somebody_elses'")
     _newcomer(crowd)
     crowd.execute("SAVEPOINT before")
@@ -296,7 +296,7 @@ def test_ten_thousand_jobs_of_an_unknown_type_cost_less_than_a_page_each_once(cr
     assert touched(quick) < 300
 
 
-def test_a_freed_key_finds_its_next_job_without_walking_the_line(crowd):
+def test_the_next_job_of_a_freed_key_is_found_without_reading_all_its_jobs(crowd):
     _only(crowd, "exclusive_key = '[\"line\"]', is_current = false")
     crowd.execute("UPDATE batchwright.job SET is_current = false, exclusive_key = NULL WHERE locked_by IS NOT NULL")
     freed = {"freed_tenants": ["default"], "freed_keys": ['["line"]']}
@@ -310,7 +310,7 @@ def test_a_freed_key_finds_its_next_job_without_walking_the_line(crowd):
 
 
 async def test_renewals_progress_and_emits_are_hot(database_url):
-    """One job, whose versions all find room on its page, and one connection, whose counters are all there are."""
+    """There is one job, whose versions all fit on its page, and one connection, whose counters are the only ones."""
     async with Pool(dataclasses.replace(DATABASE, pool_size=1), database_url) as pool:
         queue = Queue(Database(pool))
         await put(queue, NewJob("noop", exclusive_key="k", deadline=timedelta(hours=1)))
@@ -335,7 +335,7 @@ async def _updates(pool):
     return updated, hot
 
 
-async def test_lease_progress_and_message_stand_in_no_index(queue):
+async def test_lease_progress_and_message_are_in_no_index(queue):
     rows = await queue.database.rows(
         "SELECT DISTINCT attname FROM pg_index JOIN pg_attribute ON attrelid = indexrelid OR "
         "(attrelid = indrelid AND attnum = ANY(indkey)) WHERE indrelid = 'batchwright.job'::regclass"

@@ -1,4 +1,4 @@
-"""From an error to what happens to the job: the class decides, and foreign errors are mapped to a class."""
+"""The class of an error decides what happens to the job, and foreign errors are mapped to a class."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_foreign_errors_are_mapped_to_a_class(error, kind, code):
 @pytest.mark.parametrize(
     "error", [RateLimited("a"), Transient("b"), SchemaInvalid("c"), Fatal("d", scope="item"), RetryLater("e")], ids=repr
 )
-def test_our_own_errors_stand_as_they_are(error):
+def test_our_own_errors_keep_their_class(error):
     assert policy.classify(error) is error
     assert policy.classify(error, retry_on=(Exception,)) is error
 
 
-def test_retry_on_makes_an_error_worth_another_try():
+def test_errors_in_retry_on_are_retried():
     assert type(policy.classify(Busy())) is Fatal
     assert type(policy.classify(Busy(), retry_on=(Busy,))) is Transient
     assert type(policy.classify(Busy(), retry_on=(OSError,))) is Transient, "subclasses too"
@@ -155,7 +155,7 @@ def test_rate_limited_waits_as_asked_and_a_little_longer():
     ("headers", "expected"),
     [({"Retry-After": "7"}, 7.0), ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, None), ({}, None), (None, None)],
 )
-def test_retry_after_is_read_from_the_answer(headers, expected):
+def test_retry_after_is_read_from_the_response(headers, expected):
     assert policy.classify(HttpError(429, headers)).retry_after == expected
 
 
@@ -168,7 +168,7 @@ def test_backoff_grows_to_its_bound_with_full_jitter():
         assert statistics.mean(waits) == pytest.approx(step / 2, rel=0.25), "full jitter, not a fixed step"
 
 
-def test_an_error_is_described_with_what_we_did_not_expect():
+def test_an_unexpected_error_is_described_with_its_traceback():
     try:
         raise ValueError("a\x00b" + "x" * 10_000)
     except ValueError as error:
@@ -180,7 +180,7 @@ def test_an_error_is_described_with_what_we_did_not_expect():
     assert "\x00" not in described["traceback"]
 
 
-def test_our_own_errors_are_described_without_a_trace():
+def test_our_own_errors_are_described_without_a_traceback():
     try:
         raise Fatal("no", code="broken", scope="item")
     except Fatal as error:

@@ -1,4 +1,4 @@
-"""Retention: what goes, what must stay, and that nobody has to wait for it."""
+"""Retention: what is removed, what must stay, and that other work does not wait for it."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ async def ended(queue, how=SUCCEEDED, **options):
 
 
 async def swept(queue, retention):
-    """One whole sweep; answers the rounds that it took."""
+    """Run a whole sweep; return its rounds."""
     rounds = []
     while not rounds or rounds[-1].has_more:
         async with queue.database.transaction() as session:
@@ -53,16 +53,16 @@ async def swept(queue, retention):
 
 
 async def dropped(queue, retention):
-    """All partitions that can be dropped; answers how many those were."""
+    """Drop all partitions that can be dropped; return their number."""
     for n in range(100):
         async with queue.database.transaction() as session:
             if not (await retention.drop_partition(session)).has_more:
                 return n
-    raise AssertionError("there is no end to the partitions")
+    raise AssertionError("the drops do not end")
 
 
 async def left(queue, *ids):
-    """Which of these jobs are still there."""
+    """Those of these jobs that still exist."""
     return [job.id for job in await queue.get_many(ids)]
 
 
@@ -79,7 +79,7 @@ async def partitions(queue):
 
 
 async def go_to(queue, clock, moment):
-    """Stand at a moment whose events have a partition of their own."""
+    """Move the clock to this moment, and create the partition for its events."""
     clock.time = moment
     await make_event_partitions(queue.database)
 
@@ -111,7 +111,7 @@ async def test_days_can_be_configured_and_inf_keeps_for_ever(queue, clock):
     assert await swept(queue, retention) == [Removed()]
 
 
-async def test_what_has_not_ended_stays(queue, clock, retention):
+async def test_jobs_that_have_not_ended_stay(queue, clock, retention):
     await clock.advance(queue, 0)
     queued, running, snoozing, waiting = await put(queue, *(NewJob("noop") for _ in range(4)))
     await claim_one(queue, running)
@@ -162,7 +162,7 @@ async def test_children_stay_while_their_parent_can_be_rerun_and_the_join_counts
     assert await queue.joined(parent, 1) == (2, 2, 0, 0)
 
 
-async def test_children_go_after_their_parents_one_generation_per_sweep(queue, clock, retention):
+async def test_children_are_removed_after_their_parents_one_generation_per_sweep(queue, clock, retention):
     await clock.advance(queue, 0)
     parent = await put_one(queue)
     (child,) = await hand_over(queue, await claim_one(queue, parent), 1)
@@ -176,7 +176,7 @@ async def test_children_go_after_their_parents_one_generation_per_sweep(queue, c
     assert seen == [[parent, child, grandchild], [child, grandchild], [grandchild], []]
 
 
-async def test_a_failed_child_outlives_its_parent_and_then_stands_for_itself(queue, clock, retention):
+async def test_a_failed_child_is_kept_longer_than_its_parent_and_can_then_be_rerun_alone(queue, clock, retention):
     await clock.advance(queue, 0)
     parent = await put_one(queue)
     good, bad = await hand_over(queue, await claim_one(queue, parent), 2, allow_failures=1)
@@ -191,7 +191,7 @@ async def test_a_failed_child_outlives_its_parent_and_then_stands_for_itself(que
     assert await status(queue, bad) is SUCCEEDED
 
 
-async def test_a_chained_job_goes_on_without_the_root_of_its_pipeline(queue, clock, retention):
+async def test_a_chained_job_runs_after_the_root_of_its_pipeline_was_removed(queue, clock, retention):
     await clock.advance(queue, 0)
     root = await put_one(queue)
     claim = await claim_one(queue, root)
@@ -209,7 +209,7 @@ async def test_a_chained_job_goes_on_without_the_root_of_its_pipeline(queue, clo
 # Keys ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_key_whose_last_job_is_gone_is_free(queue, clock, retention):
+async def test_a_key_whose_last_job_was_removed_is_free(queue, clock, retention):
     await clock.advance(queue, 0)
     await ended(queue, exclusive_key="k")
     ((current,),) = await raw(queue, "SELECT is_current FROM batchwright.job")
@@ -220,7 +220,7 @@ async def test_a_key_whose_last_job_is_gone_is_free(queue, clock, retention):
     assert (await take_one(queue)).id == waiting
 
 
-async def test_an_idempotency_key_can_be_used_anew_when_its_job_is_gone(queue, clock, retention):
+async def test_an_idempotency_key_can_be_used_again_when_its_job_was_removed(queue, clock, retention):
     await clock.advance(queue, 0)
     first = await ended(queue, idempotency_key="once")
     assert await put_one(queue, idempotency_key="once") == first
@@ -232,12 +232,12 @@ async def test_an_idempotency_key_can_be_used_anew_when_its_job_is_gone(queue, c
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
-async def test_an_enqueue_whose_first_job_goes_at_that_very_moment_still_answers_a_job_that_exists(queue, is_overtaken):
+async def test_an_enqueue_whose_first_job_is_removed_meanwhile_still_returns_an_existing_job(queue, is_overtaken):
     first = await ended(queue, idempotency_key="once")
     overtaking = []
 
     class Removing:
-        """Retention strikes between the insert that found the key taken and the question by whom."""
+        """Retention removes the job between the insert that finds the key in use and the query for its job."""
 
         async def rows(self, sql, params=None):
             if sql == JOBS["find_enqueued"] and await left(queue, first):
@@ -254,7 +254,7 @@ async def test_an_enqueue_whose_first_job_goes_at_that_very_moment_still_answers
     assert [await status(queue, answer.id) for answer in answers] == [QUEUED, QUEUED]
 
 
-async def test_requests_of_the_api_go_after_their_days(queue, clock, retention):
+async def test_requests_of_the_api_are_removed_after_seven_days(queue, clock, retention):
     await clock.advance(queue, 0)
     insert = "INSERT INTO batchwright.api_request VALUES ('t', %(key)s, '', '{}', %(at)s)"
     await raw(queue, insert, key="old", at=clock.time - timedelta(days=7, seconds=1))
@@ -274,7 +274,7 @@ async def _finish(queue, n):
     return [claim.id for claim in claims]
 
 
-async def test_a_round_looks_at_so_many_rows_and_the_next_goes_on_behind_them(queue, clock, monkeypatch):
+async def test_a_round_looks_at_a_limited_number_of_rows_and_the_next_continues_behind_them(queue, clock, monkeypatch):
     monkeypatch.setattr(module, "_ROWS_PER_STATEMENT", 4)
     await clock.advance(queue, 0)
     await _finish(queue, 25)
@@ -287,7 +287,7 @@ async def test_a_round_looks_at_so_many_rows_and_the_next_goes_on_behind_them(qu
     rounds = await swept(queue, retention)
     assert [(round.jobs, round.has_more) for round in rounds] == [(0, True), (8, True), (5, False)]
     assert await swept(queue, retention) == [Removed(has_more=True), Removed()], (
-        "those that stay are passed once per sweep"
+        "jobs that stay are passed once per sweep"
     )
 
 
@@ -302,7 +302,7 @@ def upkeep(queue, *rounds):
     return Upkeep(queue, Processes(None, 1), BASIC, rounds)
 
 
-async def test_upkeep_gives_a_backlog_turn_after_turn_and_then_rests(queue, clock, caplog):
+async def test_upkeep_repeats_the_round_until_the_backlog_is_gone_and_then_waits(queue, clock, caplog):
     await clock.advance(queue, 0)
     await _finish(queue, 25)
     await clock.advance(queue, 8 * DAY)
@@ -319,7 +319,7 @@ async def test_upkeep_gives_a_backlog_turn_after_turn_and_then_rests(queue, cloc
     await _finish(queue, 1)
     await raw(queue, "UPDATE batchwright.job SET finished_at = finished_at - interval '8 days' RETURNING id")
     await keeper.run_due()
-    assert await count(queue, "job") == 1, "the next sweep has its time"
+    assert await count(queue, "job") == 1, "the next sweep is not due yet"
 
 
 async def test_a_round_runs_in_one_process_at_a_time(queue, clock, pool):
@@ -335,7 +335,7 @@ async def test_a_round_runs_in_one_process_at_a_time(queue, clock, pool):
 
 
 async def test_a_round_that_dies_between_two_statements_has_done_nothing(queue, clock, retention):
-    """Also where it stood is no loss: the sweep after this one passes there again."""
+    """Its lost position does no harm either: the next sweep passes the same rows again."""
     await clock.advance(queue, 0)
     (id, *_) = await _finish(queue, 5)
     failed = await ended(queue, FAILED)
@@ -359,8 +359,8 @@ async def test_a_round_that_dies_between_two_statements_has_done_nothing(queue, 
     assert sum(round.jobs for round in await swept(queue, retention) + await swept(queue, retention)) == 6
 
 
-async def test_two_rounds_at_once_beside_working_workers_remove_each_row_once_and_nobody_deadlocks(queue, clock, pool):
-    """Without the round's lock, so that they really meet; keys and events are where they could stand in the way."""
+async def test_two_rounds_at_once_beside_busy_workers_remove_each_row_once_without_deadlocks(queue, clock, pool):
+    """The rounds run without their lock, so that they really overlap; keys and events could cause conflicts."""
     await clock.advance(queue, 0)
     for _ in range(3):
         await _finish(queue, 300)
@@ -387,7 +387,7 @@ async def test_two_rounds_at_once_beside_working_workers_remove_each_row_once_an
     assert await count(queue, "job") == 120
 
 
-async def test_a_job_that_is_being_rerun_is_left_alone_and_one_that_is_gone_cannot_be_rerun(queue, clock, pool):
+async def test_a_job_that_is_being_rerun_is_not_removed_and_a_removed_one_cannot_be_rerun(queue, clock, pool):
     await clock.advance(queue, 0)
     id = await ended(queue, FAILED)
     await clock.advance(queue, 31 * DAY)
@@ -407,7 +407,7 @@ async def test_a_job_that_is_being_rerun_is_left_alone_and_one_that_is_gone_cann
 # Events -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_week_whose_jobs_are_gone_is_dropped_whole_and_not_before_its_time(queue, clock, retention):
+async def test_a_week_of_events_whose_jobs_are_gone_is_dropped_as_a_whole_and_not_too_early(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     await _finish(queue, 10)
     over = OLD_MONDAY + timedelta(days=7)
@@ -422,7 +422,7 @@ async def test_a_week_whose_jobs_are_gone_is_dropped_whole_and_not_before_its_ti
     assert await count(queue, "job_event") == 0
 
 
-async def test_a_dropped_week_is_not_made_again(queue, clock, retention):
+async def test_the_partition_of_a_dropped_week_is_not_created_again(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=60))
     assert await dropped(queue, retention) > 0
@@ -433,7 +433,7 @@ async def test_a_dropped_week_is_not_made_again(queue, clock, retention):
     assert OLD_WEEK not in after
 
 
-async def test_jobs_that_outlive_their_week_keep_their_whole_history_and_go_on_with_it(queue, clock, retention):
+async def test_jobs_that_outlive_their_week_keep_their_whole_history(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     snoozing, failed = await put_one(queue), await ended(queue, FAILED, tenant="another")
     await snooze(queue, await claim_one(queue, snoozing), 20 * DAY)
@@ -453,7 +453,7 @@ async def test_jobs_that_outlive_their_week_keep_their_whole_history_and_go_on_w
     assert await event_names(queue, failed) == ["job.enqueued", "job.started", "job.failed"]
 
 
-async def test_events_in_the_default_partition_go_after_their_job_in_bounded_rounds(queue, clock):
+async def test_events_in_the_default_partition_are_removed_after_their_job_in_bounded_rounds(queue, clock):
     clock.time = OLD_MONDAY
     kept = await ended(queue, FAILED)
     await _finish(queue, 10)
@@ -469,7 +469,9 @@ async def test_events_in_the_default_partition_go_after_their_job_in_bounded_rou
 
 
 @pytest.mark.parametrize("limit", ["_SURVIVING_JOBS_MAX", "_SURVIVING_EVENTS_MAX"])
-async def test_a_week_with_too_many_survivors_stays_but_holds_up_no_other(queue, clock, retention, monkeypatch, limit):
+async def test_a_week_with_too_many_remaining_jobs_stays_but_does_not_delay_other_weeks(
+    queue, clock, retention, monkeypatch, limit
+):
     await go_to(queue, clock, OLD_MONDAY)
     await put(queue, *(NewJob("noop") for _ in range(5)))
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=40))
@@ -482,7 +484,7 @@ async def test_a_week_with_too_many_survivors_stays_but_holds_up_no_other(queue,
     now = await partitions(queue)
     assert OLD_WEEK in now
     assert (len(before - now) > 0) is (limit == "_SURVIVING_EVENTS_MAX"), (
-        "the week after has the same jobs, but no event"
+        "the week after has the same jobs but no events"
     )
     assert await count(queue, "job_event") == 5
     monkeypatch.setattr(module, limit, 5)
@@ -491,7 +493,7 @@ async def test_a_week_with_too_many_survivors_stays_but_holds_up_no_other(queue,
     assert await count(queue, "job_event_default") == 5
 
 
-async def test_events_that_are_older_than_their_job_by_a_clock_set_back_are_not_lost(queue, clock, retention):
+async def test_events_that_are_older_than_their_job_because_the_clock_went_back_are_not_lost(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     clock.time = OLD_MONDAY + timedelta(days=7, minutes=5)
     id = await put_one(queue)
@@ -515,8 +517,10 @@ async def test_a_busy_events_table_is_not_blocked_and_the_drop_is_tried_again(qu
             async with queue.database.transaction() as session:
                 watched = Watched(session)
                 assert await retention.drop_partition(watched) == Removed()
-                assert watched.asked.count(SQL["drop_partition"]) == 1, "the other old weeks would have to wait as long"
-                # Whatever was locked on the way is free again before this transaction ends.
+                assert watched.asked.count(SQL["drop_partition"]) == 1, (
+                    "it must not try the other old weeks, which would wait as long"
+                )
+                # The failed drop releases its locks before this transaction ends.
                 assert (
                     await elsewhere.emit([{"id": id, "claim": 0, "place": 1, "event": "e", "level": "info"}]) == set()
                 )
@@ -526,7 +530,7 @@ async def test_a_busy_events_table_is_not_blocked_and_the_drop_is_tried_again(qu
 
 
 class Watched:
-    """A session that remembers what was asked of it."""
+    """A session that records its statements."""
 
     def __init__(self, session):
         self.session, self.asked = session, []
@@ -536,7 +540,7 @@ class Watched:
         return await self.session.rows(sql, params)
 
 
-async def test_a_drop_that_is_not_committed_has_not_happened(queue, clock, retention):
+async def test_a_drop_that_is_rolled_back_removes_nothing(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     id = await put_one(queue)
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=20))
@@ -550,7 +554,7 @@ async def test_a_drop_that_is_not_committed_has_not_happened(queue, clock, reten
 
 
 @pytest.mark.direct("it expects our timeouts")
-async def test_a_caller_that_falls_silent_with_the_lock_is_ended_after_a_second(queue, clock, retention):
+async def test_after_a_drop_the_server_ends_the_transaction_if_it_is_idle_for_a_second(queue, clock, retention):
     await go_to(queue, clock, OLD_MONDAY)
     await go_to(queue, clock, OLD_MONDAY + timedelta(days=20))
     patience = "SHOW idle_in_transaction_session_timeout"
@@ -562,7 +566,7 @@ async def test_a_caller_that_falls_silent_with_the_lock_is_ended_after_a_second(
 
 
 async def test_weeks_are_dropped_while_workers_work(queue, clock, pool):
-    """Nobody fails, and no event of a job that exists is lost, whoever comes first."""
+    """No worker fails, and no event of an existing job is lost, in whatever order they run."""
     for week in range(6):
         await go_to(queue, clock, OLD_MONDAY + timedelta(weeks=week))
         await put(queue, NewJob("noop", delay_seconds=60 * DAY), NewJob("other"))
@@ -633,7 +637,7 @@ CROWD = """
 
 @pytest.fixture(scope="module")
 def crowded_url(server, template):
-    """30,000 old jobs, of which the first 10,000 must stay, and their events in the default partition."""
+    """A database with 30,000 old jobs, of which 10,000 must stay, and their events in the default partition."""
     with database(server, "batchwright_test_retention_" + template[-8:], template) as url:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(CROWD)
@@ -666,10 +670,10 @@ def jobs_left(connection):
 
 @pytest.mark.parametrize("name", list(SQL))
 def test_every_statement_can_be_prepared_and_run(crowd, name):
-    assert plan(crowd, name)["Actual Rows"] >= 0
+    assert plan(crowd, name)["Actual Loops"] == 1
 
 
-def test_a_step_walks_the_index_and_removes_what_it_looked_at(crowd):
+def test_a_step_reads_the_index_and_removes_the_jobs_it_has_read(crowd):
     behind = crowd.execute(
         "SELECT finished_at, id FROM batchwright.job ORDER BY finished_at OFFSET 9999 LIMIT 1"
     ).fetchone()
@@ -677,13 +681,13 @@ def test_a_step_walks_the_index_and_removes_what_it_looked_at(crowd):
     assert jobs_left(crowd) == 29_001
     assert whole_table_scans(walked) == []
     assert indexes(walked) == {"job_ended", "job_pkey"}
-    assert scanned(walked) <= 1000 * 4, "on the way, for the lock, for the removal"
+    assert scanned(walked) <= 1000 * 4, "each job is read three times: by the scan, for the lock, and for the removal"
     assert touched(walked) < 1000 * 25
 
 
 @pytest.mark.parametrize("first", [0, 5_000], ids=["owned", "children"])
 def test_a_step_over_jobs_that_must_stay_costs_no_more_than_one_that_removes(crowd, first):
-    """Ten thousand of them stand in front: a step passes a thousand, and the next one goes on behind those."""
+    """Ten thousand of them come first: a step passes a thousand, and the next one continues behind those."""
     place = crowd.execute(
         "SELECT finished_at, id FROM batchwright.job ORDER BY finished_at OFFSET %s LIMIT 1", [first]
     ).fetchone()
@@ -695,12 +699,12 @@ def test_a_step_over_jobs_that_must_stay_costs_no_more_than_one_that_removes(cro
     assert touched(walked) < 1000 * 15
 
 
-def test_a_step_with_nothing_to_do_touches_a_handful_of_pages(crowd):
+def test_a_step_with_nothing_to_do_reads_few_pages(crowd):
     assert touched(plan(crowd, "remove_jobs", status="FAILED")) < 30
     assert touched(plan(crowd, "remove_jobs", keep_seconds=100 * DAY)) < 30
 
 
-def test_events_are_walked_along_their_index_and_ask_for_their_jobs_by_key(crowd):
+def test_events_are_read_by_their_index_and_their_jobs_by_primary_key(crowd):
     crowd.execute("DELETE FROM batchwright.job WHERE id IN (SELECT id FROM batchwright.job ORDER BY id LIMIT 5000)")
     walked = plan(crowd, "remove_events")
     assert crowd.execute("SELECT count(*) FROM batchwright.job_event").fetchone() == (29_000,)
@@ -709,8 +713,8 @@ def test_events_are_walked_along_their_index_and_ask_for_their_jobs_by_key(crowd
     assert touched(walked) < 1000 * 20
 
 
-def test_the_survivors_of_a_week_are_found_tenant_by_tenant_and_not_all_counted(crowd):
-    """30,000 jobs are older than the week: the first thousand and one settle the matter."""
+def test_the_remaining_jobs_of_a_week_are_counted_by_tenant_up_to_a_limit(crowd):
+    """30,000 jobs are older than the week, but reading the first 1,001 is enough."""
     asked = plan(crowd, "drop_partition", partition="job_event_default", created_before=datetime.now(UTC))
     assert asked["Actual Rows"] == 1
     assert touched(asked) < 8_000
@@ -729,7 +733,7 @@ def test_days_that_would_keep_nothing_or_overflow_are_refused(name, days):
 
 
 @pytest.mark.parametrize("rows", [0, 100_001])
-def test_a_round_of_nothing_or_of_everything_is_refused(rows):
+def test_a_round_size_of_zero_or_without_a_limit_is_refused(rows):
     with pytest.raises(ConfigurationError, match=f"jobs_per_round is {rows}; it must be from 1 to 100000"):
         RetentionSettings(jobs_per_round=rows)
 
@@ -741,7 +745,7 @@ def test_retention_is_configured_like_the_other_parts(tmp_path):
     assert settings.retention == RetentionSettings(succeeded_days=1, ended_days=math.inf, requests_days=math.inf)
 
 
-async def test_the_client_gives_its_workers_the_rounds(pool):
+async def test_workers_of_a_client_run_the_rounds_of_retention(pool):
     settings = make_settings(database=DatabaseSettings(url=pool.url), retention=RetentionSettings(succeeded_days=1))
     async with AsyncBatchwright(settings=settings, operations=BASIC) as batchwright:
         worker = batchwright.worker()

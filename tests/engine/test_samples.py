@@ -1,4 +1,4 @@
-"""Figures of every minute: what all processes counted becomes rates, and what is old goes."""
+"""Samples taken every minute: counts of all processes become rates, and old samples are removed."""
 
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ LOAD = Metric("load", "Load.", ("model",), "gauge", sampled=Sampled("in_flight",
 METRICS = (*WORKER_METRICS, SEEN, TIMED, LOAD)
 
 
-def test_figures_are_summed_by_one_label_and_over_metrics():
+def test_counts_are_summed_by_one_label_and_over_metrics():
     counts = Counts([SEEN, TIMED, LOAD])
     counts.add("seen_total", 2, ("a", "x"))
     counts.add("seen_total", 3, ("a", "y"))
@@ -49,7 +49,7 @@ async def test_rates_are_differences_over_all_processes(queue, clock):
     assert (second.levels["due"], second.levels["queues"], second.levels["workers"]) == (2, {"mail": 2}, 0)
 
 
-async def test_a_day_is_read_in_steps_and_a_missing_minute_is_told_by_the_next(queue, clock):
+async def test_a_day_is_read_in_steps_and_a_missing_sample_is_covered_by_the_next(queue, clock):
     samples = Samples(queue.database)
     counts = WorkerCounts([SEEN])
     writer = CountsWriter(queue.database, "w1", counts)
@@ -64,7 +64,7 @@ async def test_a_day_is_read_in_steps_and_a_missing_minute_is_told_by_the_next(q
     assert await samples.read(HOUR) == [point for point in found if point.at > found[-1].at - timedelta(hours=1)][1:]
 
 
-async def test_old_samples_go_and_a_counter_that_fell_says_nothing(queue, clock):
+async def test_old_samples_are_removed_and_a_counter_that_fell_gives_no_rate(queue, clock):
     samples = Samples(queue.database)
     await samples.take(METRICS)
     await clock.advance(queue, KEPT_SECONDS + 1)

@@ -1,4 +1,4 @@
-"""Cron expressions, and one fire per tick: over many workers, crashes, pauses and clocks that step back."""
+"""Cron expressions, and one fire per tick: with many workers, crashes, pauses and clocks that go back."""
 
 import asyncio
 import bisect
@@ -118,24 +118,24 @@ SECOND_PASS = datetime(2026, 10, 25, 1, 10, tzinfo=UTC)
 @pytest.mark.parametrize(
     ("cron", "begin", "ticks"),
     [
-        # The hour from two to three does not exist: its jobs run when the clocks have jumped.
+        # The hour from two to three does not exist: its jobs run right after the clocks have jumped.
         ("30 2 * * *", SPRING, ["03-29 01:00", "03-30 00:30", "03-31 00:30"]),
         ("30 3 * * *", SPRING, ["03-29 01:30", "03-30 01:30", "03-31 01:30"]),
         ("0 * * * *", SPRING, ["03-28 23:00", "03-29 00:00", "03-29 01:00"]),
-        # That hour exists twice: a time of day fires once, an every-so-often goes on evenly.
+        # That hour exists twice: a fixed time of day fires once, and an interval continues evenly.
         ("30 2 * * *", AUTUMN, ["10-25 00:30", "10-26 01:30", "10-27 01:30"]),
         ("40 2 * * *", SECOND_PASS, ["10-26 01:40", "10-27 01:40", "10-28 01:40"]),
         ("0 3 * * *", AUTUMN, ["10-25 02:00", "10-26 02:00", "10-27 02:00"]),
         ("30 * * * *", AUTUMN, ["10-24 22:30", "10-24 23:30", "10-25 00:30"]),
     ],
 )
-def test_summer_time_is_kept_as_debian_does(cron, begin, ticks):
+def test_summer_time_is_handled_as_in_debians_cron(cron, begin, ticks):
     assert shown(cron, "Europe/Berlin", begin) == ticks
 
 
 @pytest.mark.parametrize("cron", ["30 2 * * *", "0,30 1-3 * * *", "*/20 * * * *", "* 2 * * *", "0 0 L * *"])
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/Havana", "Australia/Lord_Howe", "UTC"])
-def test_ticks_are_the_same_wherever_one_begins_and_the_newest_is_found_from_its_end(cron, zone):
+def test_ticks_do_not_depend_on_where_they_are_counted_from_and_the_newest_is_found_backwards(cron, zone):
     when = Cron.parse(cron, zone)
     for begin in (datetime(2026, 3, 1, tzinfo=UTC), datetime(2026, 10, 1, tzinfo=UTC)):
         every = until(begin + timedelta(days=40), when.ticks(begin))
@@ -148,7 +148,7 @@ def test_ticks_are_the_same_wherever_one_begins_and_the_newest_is_found_from_its
             assert place == 0 or when.newest(every[0], now) == every[place - 1]
 
 
-def test_the_newest_of_a_long_silence_is_found_at_once():
+def test_the_newest_tick_of_a_long_outage_is_found_quickly():
     now = NOON + timedelta(days=3650)
     assert Cron.parse(EVERY_MINUTE, "Europe/Berlin").newest(NOON, now) == now
 
@@ -168,7 +168,7 @@ def test_the_newest_of_a_long_silence_is_found_at_once():
         ("1" * 300, "300 characters; the limit is 200"),
     ],
 )
-def test_a_cron_expression_that_cannot_be_says_why(cron, why):
+def test_an_invalid_cron_expression_is_refused_with_the_reason(cron, why):
     with pytest.raises(InvalidInput, match=re.escape(why)) as refused:
         preview(cron)
     assert refused.value.param == "cron"
@@ -186,7 +186,7 @@ def test_a_cron_expression_that_cannot_be_says_why(cron, why):
         ("", "write it as 'Europe/Berlin' or 'UTC'"),
     ],
 )
-def test_a_time_zone_that_does_not_exist_is_answered_with_one_that_does(zone, hint):
+def test_an_unknown_time_zone_is_refused_with_a_similar_one(zone, hint):
     with pytest.raises(InvalidInput, match=re.escape(hint)) as refused:
         preview(EVERY_MINUTE, zone)
     assert refused.value.param == "timezone"
@@ -197,7 +197,7 @@ FIELD = st.text(alphabet="0123456789*/,-#LW MONFRI", min_size=1, max_size=8)
 
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(st.text(max_size=30), st.lists(FIELD, min_size=5, max_size=5).map(" ".join)), st.text(max_size=10))
-def test_whatever_is_written_the_answer_is_ticks_or_our_own_error(cron, zone):
+def test_any_cron_text_gives_ticks_or_our_own_error(cron, zone):
     for name in ("Europe/Berlin", zone):
         with contextlib.suppress(InvalidInput):
             ticks = preview(cron, name, 3, after=NOON)
@@ -261,7 +261,7 @@ REFUSED = [
 ]
 
 
-async def test_what_could_not_fire_is_refused_at_creation(queue, schedules):
+async def test_a_schedule_that_could_not_fire_is_refused_at_creation(queue, schedules):
     for words, error, says in REFUSED:
         shape = {"name": "bad", "cron": EVERY_MINUTE, "job": REPORT, **words}
         with pytest.raises(error, match=re.escape(says)):
@@ -269,7 +269,7 @@ async def test_what_could_not_fire_is_refused_at_creation(queue, schedules):
     assert await raw(queue, "SELECT FROM batchwright.schedule") == []
 
 
-async def test_a_name_stands_for_one_schedule_of_its_tenant(schedules):
+async def test_a_name_is_unique_within_its_tenant(schedules):
     made = await schedules.create("daily", EVERY_MINUTE, REPORT)
     with pytest.raises(Conflict, match="there is a schedule 'daily' already"):
         await schedules.create("daily", EVERY_MINUTE, REPORT)
@@ -282,7 +282,7 @@ async def test_a_name_stands_for_one_schedule_of_its_tenant(schedules):
     assert [one.id for one in await schedules.list()] == [made.id]
 
 
-async def test_lists_go_on_behind_a_name(schedules):
+async def test_a_list_continues_after_a_name(schedules):
     for name in ("c", "a", "b"):
         await schedules.create(name, EVERY_MINUTE, REPORT)
     assert [one.name for one in await schedules.list(limit=2)] == ["a", "b"]
@@ -292,7 +292,7 @@ async def test_lists_go_on_behind_a_name(schedules):
             await schedules.list(**wrong)
 
 
-async def test_replacing_keeps_id_history_pause_and_with_the_same_cron_the_next_tick(queue, clock, schedules):
+async def test_replacing_keeps_id_history_and_pause_and_if_the_cron_is_the_same_the_next_tick(queue, clock, schedules):
     old = await schedules.create("daily", EVERY_MINUTE, REPORT)
     clock.time += MINUTE
     await fire(queue, schedules)
@@ -368,7 +368,7 @@ async def test_skip_fires_a_tick_up_to_a_minute_late_and_never_afterwards(queue,
     assert await fired_ticks(queue, schedule) == [NOON + timedelta(hours=1)]
 
 
-async def test_a_thousand_ticks_fit_in_a_round_shared_by_all_schedules(queue, clock, schedules):
+async def test_a_round_fires_up_to_a_thousand_ticks_of_all_schedules_together(queue, clock, schedules):
     long = await schedules.create("long", EVERY_MINUTE, REPORT, missed=Missed.ALL)
     clock.time = NOON + 1500 * MINUTE
     assert await fire(queue, schedules) == TICKS_PER_ROUND_MAX
@@ -405,7 +405,7 @@ async def test_a_next_tick_that_was_moved_back_by_hand_makes_no_second_job(queue
 
 
 @pytest.mark.direct("it waits for the doorbell")
-async def test_the_ring_for_new_jobs_comes_with_the_commit(queue, clock, schedules, database_url):
+async def test_the_doorbell_for_new_jobs_rings_at_the_commit(queue, clock, schedules, database_url):
     await schedules.create("daily", EVERY_MINUTE, NewJob("report", queue="slow"))
     clock.time += MINUTE
     async with await psycopg.AsyncConnection.connect(database_url, autocommit=True) as ear:
@@ -416,7 +416,7 @@ async def test_the_ring_for_new_jobs_comes_with_the_commit(queue, clock, schedul
         assert [Ring.read(ring.payload).queue async for ring in ear.notifies(timeout=10, stop_after=1)] == ["slow"]
 
 
-# Five at once, and clocks that step -----------------------------------------------------------------------------------
+# Five at once, and clocks that jump -----------------------------------------------------------------------------------
 
 
 STEPS = (70, -300, 400, 61, -60, 0, 185, -20, 3600, -7200, 7000, 90, -1, 1, 1200)
@@ -424,7 +424,7 @@ STEPS = (70, -300, 400, 61, -60, 0, 185, -20, 3600, -7200, 7000, 90, -1, 1, 1200
 
 @contextlib.asynccontextmanager
 async def five_rounds(url, clocks):
-    """Schedules on pools of their own, as two schedulers and three workers would have them."""
+    """Schedules with separate pools, like those of five processes."""
     async with contextlib.AsyncExitStack() as stack:
         pools = [await stack.enter_async_context(Pool(DATABASE, url)) for _ in clocks]
         queues = [
@@ -434,7 +434,7 @@ async def five_rounds(url, clocks):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one clock", "five clocks"])
-async def test_five_rounds_under_a_stepping_clock_fire_each_tick_exactly_once(database_url, queue, shared):
+async def test_five_rounds_with_jumping_clocks_fire_each_tick_exactly_once(database_url, queue, shared):
     common = Clock()
     clocks = [common if shared else Clock() for _ in range(5)]
     for clock in clocks:
@@ -466,7 +466,7 @@ async def test_five_rounds_under_a_stepping_clock_fire_each_tick_exactly_once(da
     counted = await raw(
         queue, "SELECT sum(fires)::int, (SELECT count(*) FROM batchwright.job)::int FROM batchwright.schedule"
     )
-    assert counted[0][0] == counted[0][1], "no fire found its job made already: next_at alone was enough"
+    assert counted[0][0] == counted[0][1], "no job existed before its fire: next_at alone prevented duplicates"
 
 
 async def test_a_round_leaves_schedules_that_another_round_holds(database_url, clock):
@@ -494,7 +494,7 @@ async def test_upkeep_fires_schedules(queue, clock, schedules, pool):
 # Pause and by hand ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_paused_schedule_fires_nothing_and_resuming_does_not_make_up_for_it(queue, clock, schedules):
+async def test_a_paused_schedule_fires_nothing_and_skips_the_ticks_of_the_pause(queue, clock, schedules):
     schedule = await schedules.create("daily", EVERY_MINUTE, REPORT, missed=Missed.ALL)
     paused = await schedules.pause("daily")
     assert (paused.paused_at, paused.upcoming()) == (NOON, [])
@@ -509,7 +509,7 @@ async def test_a_paused_schedule_fires_nothing_and_resuming_does_not_make_up_for
     assert await fired_ticks(queue, schedule) == [NOON + 6 * MINUTE]
 
 
-async def test_resuming_under_a_clock_that_went_back_fires_no_tick_again(queue, clock, schedules):
+async def test_resuming_after_the_clock_went_back_fires_no_tick_again(queue, clock, schedules):
     schedule = await schedules.create("daily", EVERY_MINUTE, REPORT, missed=Missed.ALL)
     clock.time = NOON + 5 * MINUTE
     await fire(queue, schedules)
@@ -521,7 +521,7 @@ async def test_resuming_under_a_clock_that_went_back_fires_no_tick_again(queue, 
     assert len(await fired_ticks(queue, schedule)) == 6
 
 
-async def test_resuming_what_is_not_paused_changes_nothing(clock, schedules):
+async def test_resuming_a_schedule_that_is_not_paused_changes_nothing(clock, schedules):
     schedule = await schedules.create("daily", EVERY_MINUTE, REPORT)
     clock.time += 5 * MINUTE
     assert await schedules.resume("daily") == schedule, "its missed ticks are still due"
@@ -562,11 +562,13 @@ async def test_a_deleted_schedule_leaves_its_jobs(queue, clock, schedules):
 # What cannot fire -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_held_key_is_noted_and_the_schedule_goes_on(queue, clock, schedules, caplog):
+async def test_a_held_key_is_recorded_and_the_schedule_continues(queue, clock, schedules, caplog):
     schedule = await schedules.create("picky", EVERY_MINUTE, NewJob("picky", {"title": "secret"}), missed=Missed.ALL)
     clock.time = NOON + 3 * MINUTE
     with caplog.at_level(logging.WARNING):
-        assert await fire(queue, schedules) == 1, "the first holds the key against the two others"
+        assert await fire(queue, schedules) == 1, (
+            "the job of the first tick holds the key, so the two others are refused"
+        )
     after = await schedules.get("picky")
     assert after.last_error.startswith('2026-05-04T12:03:00+00:00: the key ["picky","secret"] is held by job ')
     assert (after.fires, after.last_tick_at, after.next_at) == (1, NOON + 3 * MINUTE, NOON + 4 * MINUTE)
@@ -582,7 +584,7 @@ async def test_a_held_key_is_noted_and_the_schedule_goes_on(queue, clock, schedu
     assert await fired_ticks(queue, schedule) == [NOON + MINUTE, NOON + 4 * MINUTE]
 
 
-async def test_a_coalesced_tick_counts_as_fired_by_the_job_that_stands_in(queue, clock, schedules):
+async def test_a_coalesced_tick_counts_as_fired_with_the_existing_job(queue, clock, schedules):
     (standing,) = await put(queue, NewJob("report", exclusive_key="k"), operations=OPERATIONS)
     await schedules.create("daily", EVERY_MINUTE, NewJob("report", exclusive_key="k", on_held="coalesce"))
     clock.time += MINUTE
@@ -610,7 +612,7 @@ BROKEN = {
 }
 
 
-async def test_bad_schedules_are_noted_and_stop_neither_themselves_nor_the_others(queue, clock, schedules):
+async def test_errors_of_schedules_are_recorded_and_do_not_stop_other_schedules(queue, clock, schedules):
     first = await schedules.create("a", EVERY_MINUTE, REPORT)
     for name, (damage, _) in BROKEN.items():
         await schedules.create(name, EVERY_MINUTE, REPORT, missed=Missed.ALL)
@@ -682,7 +684,7 @@ def test_every_statement_can_be_prepared(probe):
         probe.execute("DEALLOCATE probe")
 
 
-def test_what_is_due_is_found_by_its_index(probe):
+def test_due_schedules_are_found_by_an_index(probe):
     values = {"limit": 200, "now": None}
     arguments = sql.SQL(", ").join(sql.Literal(values[name]) for name in prepared(probe, "due"))
     plan = probe.execute(sql.SQL("EXPLAIN EXECUTE probe ({})").format(arguments)).fetchall()

@@ -1,4 +1,4 @@
-"""A held child gives parts of its work to new jobs of the same parent: all of it or nothing, and once."""
+"""A held child gives parts of its work to new jobs of the same parent, completely or not at all, and once."""
 
 import pytest
 
@@ -53,7 +53,7 @@ async def test_a_call_whose_answer_was_lost_is_repeated_without_effect(queue):
 
 
 @pytest.mark.parametrize("how", ["worker", "claim", "rescued", "settled", "cancelled"])
-async def test_who_does_not_hold_the_child_gives_nothing(queue, clock, how):
+async def test_a_worker_that_does_not_hold_the_child_cannot_split_it(queue, clock, how):
     parent, claim = await child_of_a_waiting_parent(queue)
     worker = "w1"
     match how:
@@ -82,7 +82,7 @@ async def test_a_job_without_a_parent_cannot_be_split(queue):
     assert await snapshot(queue, id) == before
 
 
-async def test_the_next_worker_has_only_what_was_kept(queue, clock):
+async def test_after_a_split_the_next_worker_gets_only_the_kept_part(queue, clock):
     _, claim = await child_of_a_waiting_parent(queue)
     assert await split(queue, claim, parts=1)
     await dead(queue, clock, claim)
@@ -90,7 +90,7 @@ async def test_the_next_worker_has_only_what_was_kept(queue, clock):
     assert again.payload == {"n": 1}
 
 
-# Who is idle ----------------------------------------------------------------------------------------------------------
+# Idle workers ---------------------------------------------------------------------------------------------------------
 
 
 async def register(queue, id, *queues, types=("noop",), **columns):
@@ -108,7 +108,7 @@ async def register(queue, id, *queues, types=("noop",), **columns):
     )
 
 
-async def test_idle_workers_serve_the_queue_live_and_have_none_of_its_jobs(queue, clock):
+async def test_idle_workers_are_live_ones_that_serve_the_queue_and_hold_none_of_its_jobs(queue, clock):
     workers = Workers(queue.database)
     await register(queue, "gone", "shard/small")
     await clock.advance(queue, 60)
@@ -127,8 +127,8 @@ async def test_idle_workers_serve_the_queue_live_and_have_none_of_its_jobs(queue
     await put(queue, NewJob("noop", queue="shard/small"))
     assert await workers.count_idle("shard/small", "noop") == 0, "a job of the queue is due"
     claim = await take_one(queue, queues=["shard/small"])
-    assert await workers.count_idle("shard/small", "noop") == 1, "one of them has it"
+    assert await workers.count_idle("shard/small", "noop") == 1, "one of the workers holds the job"
     await put(queue, NewJob("noop", queue="shard/small", delay_seconds=60))
-    assert await workers.count_idle("shard/small", "noop") == 1, "that one is not due"
+    assert await workers.count_idle("shard/small", "noop") == 1, "the new job is not due yet"
     await succeed(queue, claim)
     assert await workers.count_idle("shard/small", "noop") == 2

@@ -1,4 +1,4 @@
-"""Rounds of upkeep: once per period over all workers, whoever of them comes, goes, fails or stands still."""
+"""Rounds of upkeep run once per period over all workers, even if workers start, stop, fail or hang."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from tests.support import BASIC, put_one, raw, take_one
 
 
 class Tally:
-    """A round that says who ran it."""
+    """A round that records which worker ran it."""
 
     def __init__(self, queue, every_seconds=10.0):
         self.queue, self.every_seconds, self.ran = queue, every_seconds, []
@@ -32,7 +32,7 @@ async def tally(queue, clock):
     return Tally(queue)
 
 
-async def test_a_new_database_has_nothing_to_keep_up_yet_and_one_that_slept_has(tally, clock):
+async def test_a_new_database_needs_no_upkeep_yet_but_one_that_was_unused_for_a_day_does(tally, clock):
     await tally.keeper("first").run_due()
     assert tally.ran == []
     await clock.advance(tally.queue, 86_400)
@@ -40,7 +40,7 @@ async def test_a_new_database_has_nothing_to_keep_up_yet_and_one_that_slept_has(
     assert tally.ran == ["later"]
 
 
-async def test_a_round_runs_once_in_its_period_however_many_look_for_it(tally, clock):
+async def test_a_round_runs_once_per_period_however_many_workers_check_it(tally, clock):
     keepers = [tally.keeper(f"w{n}") for n in range(5)]
     for _ in range(40):
         await asyncio.gather(*(keeper.run_due() for keeper in keepers))
@@ -48,7 +48,7 @@ async def test_a_round_runs_once_in_its_period_however_many_look_for_it(tally, c
     assert len(tally.ran) in (3, 4), tally.ran
 
 
-async def test_one_of_them_keeps_all_rounds_and_the_others_only_look(tally, clock):
+async def test_one_worker_runs_all_rounds_and_the_others_only_check(tally, clock):
     keepers = [tally.keeper(f"w{n}") for n in range(3)]
     for keeper in keepers * 2:
         await keeper.run_due()
@@ -58,7 +58,7 @@ async def test_one_of_them_keeps_all_rounds_and_the_others_only_look(tally, cloc
     await clock.advance(tally.queue, 10.1)
     for keeper in reversed(keepers):
         await keeper.run_due()
-    assert tally.ran == ["w2"], "late by more than the patience of those who look"
+    assert tally.ran == ["w2"], "the round is so late that another worker takes over"
     for _ in range(3):
         await clock.advance(tally.queue, 10.1)
         for keeper in keepers:
@@ -66,7 +66,7 @@ async def test_one_of_them_keeps_all_rounds_and_the_others_only_look(tally, cloc
     assert len(tally.ran) == 4
 
 
-async def test_who_looks_waits_until_a_round_is_late_and_then_keeps_all(tally, clock):
+async def test_a_checking_worker_waits_until_a_round_is_late_and_then_runs_all_rounds(tally, clock):
     keeper, other = tally.keeper("keeper"), tally.keeper("other")
     await keeper.run_due()
     await clock.advance(tally.queue, 10.0)
@@ -75,16 +75,16 @@ async def test_who_looks_waits_until_a_round_is_late_and_then_keeps_all(tally, c
     await keeper.run_due()
     await clock.advance(tally.queue, 0.4)
     await other.run_due()
-    assert tally.ran == ["keeper"], "it is due, and its keeper has time"
+    assert tally.ran == ["keeper"], "the round is due, but its usual worker still has time"
     await clock.advance(tally.queue, 1.2)
     await other.run_due()
     assert tally.ran == ["keeper", "other"]
     assert other._pause <= module._PAUSE_SECONDS_MAX
     await keeper.run_due()
-    assert keeper._pause >= 0.75 * module._WATCH_SECONDS, "whoever stood still sees that another keeps them"
+    assert keeper._pause >= 0.75 * module._WATCH_SECONDS, "the first worker notices that another one runs the rounds"
 
 
-async def test_a_round_that_only_one_worker_knows_runs_there(tally, clock):
+async def test_a_round_that_only_one_worker_knows_is_run_by_that_worker(tally, clock):
     keeper, other = tally.keeper("keeper", round="one"), tally.keeper("other", round="two")
     for _ in range(3):
         await keeper.run_due()
@@ -93,7 +93,7 @@ async def test_a_round_that_only_one_worker_knows_runs_there(tally, clock):
     assert tally.ran == ["keeper", "other"] * 2
 
 
-async def test_a_round_that_fails_is_not_tried_by_everybody_at_once(tally, clock, caplog):
+async def test_a_round_that_fails_is_not_retried_by_every_worker_at_once(tally, clock, caplog):
     async def fail(session):
         raise ValueError("broken")
 
@@ -111,7 +111,7 @@ async def test_a_round_that_fails_is_not_tried_by_everybody_at_once(tally, clock
     assert len(tally.ran) == 2
 
 
-async def test_a_round_that_left_work_behind_has_the_next_turn(tally, clock):
+async def test_a_round_that_has_more_work_runs_again_at_once(tally, clock):
     async def leave(session):
         return len(tally.ran) < 3
 
@@ -123,7 +123,7 @@ async def test_a_round_that_left_work_behind_has_the_next_turn(tally, clock):
     assert len(tally.ran) == 3
 
 
-async def test_a_round_that_runs_elsewhere_is_left_alone(tally, clock):
+async def test_a_round_that_another_worker_runs_is_skipped(tally, clock):
     keeper = tally.keeper("w")
     await keeper.run_due()
     await clock.advance(tally.queue, 10)
@@ -135,8 +135,8 @@ async def test_a_round_that_runs_elsewhere_is_left_alone(tally, clock):
     assert tally.ran == ["w"]
 
 
-async def test_who_only_looks_knows_when_an_outage_was_over(tally, clock, monkeypatch):
-    """Long afterwards it takes over, and lets nobody wait for another lease."""
+async def test_a_checking_worker_knows_when_an_outage_ended(tally, clock, monkeypatch):
+    """When it takes over much later, rescues do not wait for another lease."""
     keeper, other = tally.keeper("keeper"), tally.keeper("other")
     await keeper.run_due()
     other.note_outage()
@@ -156,7 +156,7 @@ UPDATE batchwright.upkeep SET due_at = due_at + interval '1 year', ran_at = ran_
 """
 
 
-async def test_a_clock_that_was_set_back_puts_nothing_off(tally, clock):
+async def test_a_clock_that_was_set_back_delays_no_round(tally, clock):
     keeper = tally.keeper("w")
     await keeper.run_due()
     await raw(tally.queue, AHEAD)
@@ -166,7 +166,7 @@ async def test_a_clock_that_was_set_back_puts_nothing_off(tally, clock):
     assert len(tally.ran) >= 1
 
 
-async def test_of_a_fleet_that_finds_everything_late_one_takes_over_and_the_others_leave_it_at_one_try(
+async def test_if_a_fleet_finds_everything_late_one_worker_takes_over_and_the_others_try_only_once(
     tally, clock, monkeypatch
 ):
     asked = []

@@ -1,4 +1,4 @@
-"""Every verb with its negative twin: what it does, and what it must not do."""
+"""Every verb: what it does, and what it must not do."""
 
 import asyncio
 import random
@@ -51,7 +51,7 @@ QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 # enqueue ------------------------------------------------------------------------------------------------------------
 
 
-async def test_enqueue_inserts_many_and_answers_in_the_order_of_the_list(queue):
+async def test_enqueue_inserts_many_and_returns_ids_in_the_order_of_the_list(queue):
     new = [NewJob("noop", {"n": n}) for n in range(2000)]
     rows = await Catalog(queue.database, BASIC).prepare(new)
     answers = await queue.enqueue(rows)
@@ -81,11 +81,13 @@ async def test_an_enqueue_whose_answer_was_lost_can_be_repeated(queue):
     assert await event_names(queue, new[0].id) == ["job.enqueued"]
 
 
-async def test_the_same_idempotency_key_and_body_answers_the_first_job(queue):
+async def test_the_same_idempotency_key_and_body_return_the_first_job(queue):
     first = await put_one(queue, payload={"n": 1}, idempotency_key="x")
     assert await put_one(queue, payload={"n": 1}, idempotency_key="x") == first
     await succeed(queue, await take_one(queue))
-    assert await put_one(queue, payload={"n": 1}, idempotency_key="x") == first, "also when it has ended"
+    assert await put_one(queue, payload={"n": 1}, idempotency_key="x") == first, (
+        "the first job is returned even after it has ended"
+    )
 
 
 async def test_the_same_idempotency_key_twice_in_one_call_makes_one_job(queue):
@@ -117,7 +119,7 @@ async def test_an_enqueue_that_is_refused_for_one_job_inserts_none_of_them(queue
     assert len(await listed(queue)) == 1
 
 
-async def test_idempotency_keys_of_other_tenants_are_other_keys(queue):
+async def test_idempotency_keys_are_separate_for_each_tenant(queue):
     one = await put_one(queue, payload={"n": 1}, idempotency_key="x", tenant="a")
     two = await put_one(queue, payload={"n": 2}, idempotency_key="x", tenant="b")
     assert one != two
@@ -134,8 +136,8 @@ async def test_concurrent_enqueues_of_one_idempotency_key_make_one_job(queue, po
 
 
 @pytest.mark.parametrize("policy", ["reject", "coalesce", "supersede"])
-async def test_an_idempotent_repeat_answers_the_first_job_whatever_the_policy_of_its_key(queue, policy):
-    """The policy is for other jobs of the key, not for the same enqueue sent twice."""
+async def test_an_idempotent_repeat_returns_the_first_job_whatever_the_policy_of_its_key(queue, policy):
+    """The policy applies to other jobs of the key, not to the same enqueue sent twice."""
     first = await put_one(queue, exclusive_key="k", on_held=policy, idempotency_key="x")
     assert await put_one(queue, exclusive_key="k", on_held=policy, idempotency_key="x") == first
     claim = await claim_one(queue, first)
@@ -174,7 +176,7 @@ async def test_run_after_is_never_before_now_and_never_after_the_deadline(queue,
 
 
 @pytest.mark.parametrize("give_back", [snooze, retry])
-async def test_a_job_put_off_beyond_its_deadline_comes_back_at_the_deadline(queue, clock, give_back):
+async def test_a_job_delayed_beyond_its_deadline_becomes_due_at_the_deadline(queue, clock, give_back):
     now = await clock.advance(queue, 0)
     soon, late, free = await put(
         queue,
@@ -276,12 +278,12 @@ async def test_claim_behind_a_watermark_sees_only_what_comes_after_it(queue, clo
     assert claimed.at == clock.time
 
 
-async def test_claim_of_nothing_answers_the_databases_time(queue, clock):
+async def test_a_claim_without_lanes_returns_the_databases_time(queue, clock):
     now = await clock.advance(queue, 0)
     assert await queue.claim("w1", [Lane("default", 5, 9)], BASIC.names(), 9) == (now, [], False)
 
 
-async def test_claim_brings_everything_a_worker_must_know(queue, clock):
+async def test_a_claim_returns_everything_a_worker_needs(queue, clock):
     now = await clock.advance(queue, 0)
     id = await put_one(queue, payload={"n": 3}, priority=2, tenant="t", deadline=timedelta(hours=1), traceparent="00-1")
     claim = await take_one(queue)
@@ -307,7 +309,7 @@ async def test_renew_lengthens_the_leases_of_live_claims_only(queue, clock):
     assert (await queue.get(live.id)).lease_until == now + timedelta(seconds=30)
 
 
-async def test_renew_skips_a_row_that_somebody_is_just_changing(queue, pool):
+async def test_renew_skips_a_row_that_another_session_is_changing(queue, pool):
     id = await put_one(queue)
     claim = await take_one(queue)
     async with pool.transaction() as session:
@@ -316,7 +318,7 @@ async def test_renew_skips_a_row_that_somebody_is_just_changing(queue, pool):
     assert await queue.renew([(id, claim.claim)]) == {id}
 
 
-async def test_holdings_are_what_the_worker_must_know_about(queue):
+async def test_holdings_are_the_jobs_that_a_worker_has_locked(queue):
     await put(queue, *[NewJob("noop") for _ in range(4)])
     live, settled, cancelled, _ = await take(queue)
     await succeed(queue, settled)
@@ -372,7 +374,7 @@ async def test_every_settle_is_fenced_after_a_rescue(queue, clock):
     assert await snapshot(queue, id) == before
 
 
-async def test_a_settle_is_accepted_after_the_lease_is_over_if_nobody_has_rescued_the_job(queue, clock):
+async def test_a_settle_after_the_lease_has_expired_is_accepted_if_the_job_was_not_rescued(queue, clock):
     await put_one(queue)
     claim = await take_one(queue)
     await clock.advance(queue, 3600)
@@ -386,7 +388,7 @@ async def test_attempts_count_failures_only(queue):
         assert (await queue.get(id)).attempts == expected, settle.__name__
 
 
-async def test_a_batch_of_different_settles_is_one_commit_and_each_is_fenced_by_itself(queue):
+async def test_a_batch_of_different_settles_is_one_commit_and_each_is_fenced_separately(queue):
     await put(queue, *[NewJob("noop") for _ in range(5)])
     claims = await take(queue)
     await queue.cancel([claims[0].id])
@@ -456,7 +458,7 @@ async def test_waiting_for_no_children_joins_at_once(queue, on_join):
         assert (await take_one(queue)).waits == 1
 
 
-async def test_waiting_for_no_children_counts_for_ones_own_parent(queue):
+async def test_a_job_that_waits_for_no_children_counts_for_its_own_parent(queue):
     grandparent = await put_one(queue)
     await hand_over(queue, await take_one(queue), 1)
     await hand_over(queue, await take_one(queue), 0)
@@ -467,7 +469,7 @@ async def test_waiting_for_no_children_counts_for_ones_own_parent(queue):
     ("allowed", "failures", "expected"),
     [(0, 0, SUCCEEDED), (0, 1, FAILED), (1, 1, SUCCEEDED), (1, 2, FAILED), (True, 3, SUCCEEDED)],
 )
-async def test_a_parent_tolerates_so_many_failures_and_not_one_more(queue, allowed, failures, expected):
+async def test_a_parent_tolerates_allow_failures_and_not_one_more(queue, allowed, failures, expected):
     parent = await put_one(queue)
     await hand_over(queue, await take_one(queue), 3, allow_failures=allowed)
     claims = await take(queue)
@@ -481,7 +483,7 @@ async def test_a_parent_tolerates_so_many_failures_and_not_one_more(queue, allow
         assert row.error["message"] == f"{failures} of 3 children did not succeed"
 
 
-async def test_too_many_failures_fail_a_parent_that_wanted_to_be_resumed(queue):
+async def test_too_many_failures_fail_a_parent_that_would_be_resumed(queue):
     parent = await put_one(queue)
     await hand_over(queue, await take_one(queue), 2, on_join="resume")
     for claim in await take(queue):
@@ -489,7 +491,7 @@ async def test_too_many_failures_fail_a_parent_that_wanted_to_be_resumed(queue):
     assert (await queue.get(parent)).error["code"] == "children_failed"
 
 
-async def test_a_resumed_parent_may_wait_again_and_counts_its_second_children_by_themselves(queue):
+async def test_a_resumed_parent_may_wait_again_and_counts_its_second_children_separately(queue):
     parent = await put_one(queue)
     await hand_over(queue, await take_one(queue), 3, on_join="resume", allow_failures=True)
     for claim in await take(queue):
@@ -550,7 +552,7 @@ async def test_a_failure_at_the_bottom_fails_every_level_above_that_does_not_tol
 
 
 async def test_two_last_children_that_wait_for_each_others_parent_lock_join_once(queue, pool):
-    """The second counts on a row that has changed since its statement began."""
+    """The second child updates a row that has changed since its statement began."""
     parent = await put_one(queue)
     await hand_over(queue, await take_one(queue), 2)
     claims = await take(queue)
@@ -578,7 +580,7 @@ async def test_two_last_children_on_two_connections_always_join_exactly_once(que
             await queue.cancel([parent])
 
 
-async def test_many_children_on_many_connections_leave_the_counter_at_the_truth(queue, pool):
+async def test_many_children_on_many_connections_are_counted_correctly(queue, pool):
     parent = await put_one(queue)
     await hand_over(queue, await take_one(queue), 120, allow_failures=True)
     claims = await take(queue, 200)
@@ -597,7 +599,7 @@ async def test_many_children_on_many_connections_leave_the_counter_at_the_truth(
     assert (row.status, row.children_failed, row.progress_current) == (SUCCEEDED, 24, 120)
 
 
-async def test_a_child_that_is_not_new_is_refused_instead_of_stranding_its_parent(queue):
+async def test_a_child_that_is_not_new_is_refused_so_that_its_parent_does_not_wait_for_ever(queue):
     shared = NewJob("noop")
     taken = await put_one(queue, idempotency_key="taken")
     standing = await put_one(queue, exclusive_key="k")
@@ -614,7 +616,7 @@ async def test_a_child_that_is_not_new_is_refused_instead_of_stranding_its_paren
             await hand_over(queue, claim, children)
         assert await status(queue, parent) is RUNNING
         assert (await queue.get(parent)).lease_until is not None
-        assert await fail(queue, claim), "nothing happened: the operation's error can be settled"
+        assert await fail(queue, claim), "the wait changed nothing, so the operation's error can be settled"
     assert await status(queue, standing) is QUEUED
 
 
@@ -686,7 +688,7 @@ async def test_cancel_takes_the_whole_subtree_with_grandchildren_and_held_jobs(q
     assert await queue.cancel([top], reason="enough") == 5
     rows = await queue.get_many([top, middle, sibling, *leaves])
     assert {(row.status, row.error["message"], row.children_open) for row in rows} == {(CANCELLED, "enough", 0)}
-    assert (await queue.get(leaves[0])).locked_by == "w1", "the held one keeps its lease until its worker lets go"
+    assert (await queue.get(leaves[0])).locked_by == "w1", "the held job keeps its lease until its worker releases it"
     assert await status(queue, stranger) is QUEUED
     await queue.let_go([(held.id, held.claim)])
     assert (await queue.get(leaves[0])).locked_by is None
@@ -702,19 +704,19 @@ async def test_cancelling_one_child_counts_for_its_parent_and_leaves_the_others(
     assert await status(queue, parent) is SUCCEEDED
 
 
-async def test_a_cancelled_job_keeps_its_key_until_its_worker_has_let_go(queue, clock):
+async def test_a_cancelled_job_keeps_its_key_until_its_worker_has_released_it(queue, clock):
     held, next_one = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop", exclusive_key="k"))
     claim = await take_one(queue)
     await queue.cancel([held])
     assert await take(queue) == []
     assert await queue.claim_job("w2", next_one, BASIC.names()) is None
     await queue.let_go([(held, claim.claim + 1)])
-    assert await take(queue) == [], "another claim cannot let go of it"
+    assert await take(queue) == [], "another claim cannot release it"
     await queue.let_go([(held, claim.claim)])
     assert (await take_one(queue)).id == next_one
 
 
-async def test_a_cancelled_jobs_key_is_free_when_its_dead_workers_lease_is_over(queue, clock):
+async def test_a_cancelled_jobs_key_is_free_when_its_dead_workers_lease_has_expired(queue, clock):
     held, next_one = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop", exclusive_key="k"))
     await take_one(queue)
     await queue.cancel([held])
@@ -729,8 +731,8 @@ async def test_cancel_of_several_jobs_refuses_all_when_one_does_not_exist(queue)
     assert await status(queue, id) is QUEUED
 
 
-async def test_cancel_finds_children_that_are_born_while_it_waits(queue, pool):
-    """The parent hands over while the cancel stands at its lock: the children are not in the tree that was read."""
+async def test_cancel_finds_children_that_are_created_while_it_waits(queue, pool):
+    """The parent creates children while the cancel waits for its lock, so they are not in the tree that was read."""
     parent = await put_one(queue)
     claim = await take_one(queue)
     async with pool.transaction() as session:
@@ -745,7 +747,7 @@ async def test_cancel_finds_children_that_are_born_while_it_waits(queue, pool):
 
 
 async def test_of_cancel_and_settle_at_the_same_time_exactly_one_wins(queue, pool):
-    """Some rounds are one after the other, so that both orders are among them; the rest is up to the race."""
+    """In some rounds one goes first on purpose, so that both orders occur; the other rounds are a race."""
     ends = {"job.succeeded": SUCCEEDED, "job.failed": FAILED, "job.cancelled": CANCELLED}
     wins = Counter()
 
@@ -816,7 +818,7 @@ async def test_a_queued_job_past_its_deadline_fails(queue, clock):
     assert await queue.expire() == 0
 
 
-async def test_a_held_job_past_its_deadline_fails_and_keeps_its_lease_until_its_worker_lets_go(queue, clock):
+async def test_a_held_job_past_its_deadline_fails_and_keeps_its_lease_until_its_worker_releases_it(queue, clock):
     id = await put_one(queue, deadline=timedelta(seconds=10), exclusive_key="k")
     waiting = await put_one(queue, exclusive_key="k")
     claim = await take_one(queue)
@@ -844,13 +846,13 @@ async def test_a_waiting_parent_past_its_deadline_fails_and_its_children_with_it
     assert (rows[0].children_open, rows[0].finished_at is not None) == (0, True)
 
 
-async def test_a_waiting_parent_that_wants_to_be_resumed_learns_that_its_deadline_has_passed(queue, clock):
+async def test_a_waiting_parent_with_on_join_resume_is_resumed_at_its_deadline(queue, clock):
     parent = await put_one(queue, deadline=timedelta(seconds=10))
     await hand_over(queue, await take_one(queue), 2, on_join="resume")
     await clock.advance(queue, 11)
     await queue.expire()
     assert await status(queue, parent) is QUEUED
-    assert await queue.expire() == 0, "it may write its ending in peace"
+    assert await queue.expire() == 0, "the resumed job has no deadline any more, so it can write its ending"
     claim = await take_one(queue)
     assert (claim.id, claim.deadline_passed) == (parent, True)
     assert await queue.joined(parent, 1) == (2, 0, 2, 0)
@@ -858,8 +860,8 @@ async def test_a_waiting_parent_that_wants_to_be_resumed_learns_that_its_deadlin
     assert await succeed(queue, claim, "a sad ending")
 
 
-async def test_a_parent_that_joined_by_its_deadline_is_rerun_as_one_that_has_joined(queue, clock):
-    """The rerun forgets the deadline; the children that the deadline ended are not waited for a second time."""
+async def test_a_parent_that_was_joined_by_its_deadline_is_rerun_as_joined(queue, clock):
+    """The rerun removes the deadline; the parent does not wait again for the children that the deadline ended."""
     parent = await put_one(queue, deadline=timedelta(seconds=10))
     await hand_over(queue, await take_one(queue), 2, on_join="resume")
     await clock.advance(queue, 11)
@@ -873,7 +875,7 @@ async def test_a_parent_that_joined_by_its_deadline_is_rerun_as_one_that_has_joi
 
 
 async def test_children_without_a_deadline_are_cancelled_when_that_of_their_parent_passes(queue, clock):
-    """Children inherit the deadline; one that lost it by a rerun is still ended with its parent."""
+    """Children inherit the deadline; a child that lost it by a rerun still ends with its parent."""
     parent = await put_one(queue, deadline=timedelta(seconds=10))
     (child,) = await hand_over(queue, await take_one(queue), 1)
     await raw(queue, "UPDATE batchwright.job SET deadline = NULL WHERE id = %(id)s", id=child)
@@ -898,7 +900,7 @@ async def test_rescue_gives_the_attempt_back_and_counts_the_death(queue, clock):
     assert (event.event, event.level, event.worker) == ("job.rescued", "warning", "w1")
 
 
-async def test_the_claim_after_a_death_knows_of_it_and_the_next_one_does_not(queue, clock):
+async def test_only_the_next_claim_after_a_death_is_marked(queue, clock):
     await put_one(queue)
     claim = await take_one(queue)
     assert not claim.after_death
@@ -911,7 +913,7 @@ async def test_the_claim_after_a_death_knows_of_it_and_the_next_one_does_not(que
 
 
 async def test_deaths_in_a_private_queue_do_not_lead_to_isolation(queue, clock):
-    """Its worker has no neighbours to protect, and whoever started it kills it as he likes."""
+    """Its worker has no other jobs to protect, and its user may kill it at any time."""
     (id,) = await put(queue, NewJob("noop", queue="~run-1"))
     for _ in range(4):
         (claim,) = await take(queue, queues=["~run-1"])
@@ -929,7 +931,7 @@ async def test_a_job_whose_attempts_are_used_up_neither_blocks_its_key_nor_is_a_
     assert await queue.suspects(BASIC.names(), limit=10) == []
 
 
-async def test_a_worker_that_lives_after_all_takes_its_death_back(queue, clock):
+async def test_a_worker_that_was_wrongly_taken_for_dead_can_undo_the_counted_death(queue, clock):
     id = await put_one(queue)
     claim = await take_one(queue)
     await dead(queue, clock, claim)
@@ -937,13 +939,13 @@ async def test_a_worker_that_lives_after_all_takes_its_death_back(queue, clock):
     assert (await queue.get(id)).rescues == 1
     assert await queue.forgive([(id, claim.claim)]) == 1
     assert (await queue.get(id)).rescues == 0
-    assert await queue.forgive([(id, claim.claim)]) == 0, "once"
+    assert await queue.forgive([(id, claim.claim)]) == 0, "it can be undone once"
     await clock.advance(queue, 2)
     assert not (await take_one(queue)).after_death
 
 
-async def test_a_claim_number_that_was_given_twice_is_settled_by_the_worker_that_has_it(queue):
-    """A failover may lose a claim, and then its number is given again; the first worker does not know."""
+async def test_a_claim_number_that_was_assigned_twice_is_settled_by_the_second_worker(queue):
+    """A failover may lose a claim, and then its number is assigned again; the first worker does not know that."""
     for settle in SETTLES:
         await put_one(queue)
         zombie = await take_one(queue)
@@ -965,7 +967,7 @@ async def test_rescue_leaves_jobs_whose_lease_is_alive(queue, clock):
     assert [rescued.id for rescued in await queue.rescue()] == [two.id]
 
 
-async def test_rescued_jobs_come_back_spread_over_the_jitter_and_not_in_the_past(queue, clock):
+async def test_rescued_jobs_become_due_spread_over_the_jitter_and_not_in_the_past(queue, clock):
     await put(queue, *[NewJob("noop") for _ in range(40)])
     await take(queue)
     now = await clock.advance(queue, 100)
@@ -976,14 +978,16 @@ async def test_rescued_jobs_come_back_spread_over_the_jitter_and_not_in_the_past
     assert len(set(delays)) > 10
 
 
-async def test_nobody_is_rescued_in_the_first_lease_after_the_server_started(queue, clock):
+async def test_no_job_is_rescued_during_the_first_lease_after_the_server_started(queue, clock):
     id = await put_one(queue)
     ((started,),) = await raw(queue, "SELECT pg_postmaster_start_time()")
     clock.time = started - timedelta(seconds=25)
     await raw(queue, "UPDATE batchwright.job SET run_after = %(at)s", at=clock.time)
     await take_one(queue)
     clock.time = started + timedelta(seconds=29)
-    assert await queue.rescue() == [], "the lease is over, but while the database was away nobody could renew"
+    assert await queue.rescue() == [], (
+        "the lease has expired, but it could not be renewed while the database was unavailable"
+    )
     clock.time = started + timedelta(seconds=31)
     assert [rescued.id for rescued in await queue.rescue()] == [id]
 
@@ -1017,7 +1021,7 @@ async def test_an_ordinary_job_is_not_a_suspect(queue):
     assert await queue.claim_job("w1", id, BASIC.names(), suspect=True) is None
 
 
-async def test_a_suspect_of_a_private_queue_is_for_those_who_name_that_queue(queue):
+async def test_a_suspect_of_a_private_queue_is_returned_only_if_that_queue_is_named(queue):
     (id,) = await put(queue, NewJob("noop", queue="~run-1/shard/small"))
     await raw(queue, "UPDATE batchwright.job SET rescues = 2")
     assert await queue.suspects(BASIC.names(), 10) == []
@@ -1026,7 +1030,7 @@ async def test_a_suspect_of_a_private_queue_is_for_those_who_name_that_queue(que
 
 
 @pytest.mark.parametrize(("settle", "left"), [(snooze, 0), (retry, 0), (release, 1)])
-async def test_a_settle_forgets_earlier_deaths_but_a_worker_that_stops_proves_nothing(queue, clock, settle, left):
+async def test_a_settle_resets_the_count_of_deaths_but_a_release_does_not(queue, clock, settle, left):
     id = await put_one(queue)
     await dead(queue, clock, await take_one(queue))
     assert (await queue.get(id)).rescues == 1
@@ -1034,7 +1038,7 @@ async def test_a_settle_forgets_earlier_deaths_but_a_worker_that_stops_proves_no
     assert (await queue.get(id)).rescues == left
 
 
-async def test_progress_that_grows_forgets_earlier_deaths_and_progress_that_stands_still_does_not(queue, clock):
+async def test_only_progress_that_grows_resets_the_count_of_deaths(queue, clock):
     id = await put_one(queue)
     first = await take_one(queue)
     await queue.progress([(id, first.claim, 10, 100)])
@@ -1061,7 +1065,7 @@ async def test_a_cancelled_job_whose_worker_died_only_loses_its_lock(queue, cloc
     assert await queue.events(id) == before
 
 
-async def test_rescue_of_a_job_that_is_cancelled_at_that_moment_does_not_revive_it(queue, pool, clock):
+async def test_rescuing_a_job_that_is_cancelled_at_the_same_time_does_not_requeue_it(queue, pool, clock):
     id = await put_one(queue)
     await take_one(queue)
     await clock.advance(queue, 100)
@@ -1071,7 +1075,7 @@ async def test_rescue_of_a_job_that_is_cancelled_at_that_moment_does_not_revive_
     assert len(rescued) <= 1
 
 
-async def test_a_worker_may_name_the_job_whose_process_it_saw_die(queue):
+async def test_a_worker_can_rescue_a_job_whose_process_died(queue):
     await put(queue, NewJob("noop"), NewJob("noop"))
     one, two = await take(queue)
     assert await queue.rescue(dead=[(one.id, one.claim + 1)]) == []
@@ -1084,7 +1088,7 @@ async def test_a_worker_may_name_the_job_whose_process_it_saw_die(queue):
 
 
 @pytest.mark.parametrize("how", [FAILED, CANCELLED])
-async def test_rerun_gives_a_job_another_life(queue, clock, how):
+async def test_rerun_requeues_a_job_and_resets_its_attempts(queue, clock, how):
     id = await put_one(queue, max_attempts=3)
     await retry(queue, await take_one(queue))
     await end(queue, await take_one(queue), how)
@@ -1139,7 +1143,7 @@ async def test_rerun_of_a_parent_waits_again_for_its_unsuccessful_children_only(
     assert (row.status, row.result, row.children_failed, row.error) == (SUCCEEDED, "whole", 0, None)
 
 
-async def test_rerun_of_a_tree_goes_down_to_the_leaves_that_failed(queue):
+async def test_rerun_of_a_tree_reruns_the_leaves_that_failed(queue):
     top = await put_one(queue)
     (middle,) = await hand_over(queue, await take_one(queue), 1)
     good, bad = await hand_over(queue, await take_one(queue), 2)
@@ -1153,7 +1157,7 @@ async def test_rerun_of_a_tree_goes_down_to_the_leaves_that_failed(queue):
 
 
 async def test_rerun_of_a_cancelled_tree_refuses_while_one_of_its_operations_still_runs(queue):
-    """Otherwise that job would be in two hands at once."""
+    """Otherwise two workers would run that job at once."""
     parent = await put_one(queue)
     (child,) = await hand_over(queue, await take_one(queue), 1)
     claim = await claim_one(queue, child)
@@ -1188,7 +1192,7 @@ async def test_rerun_of_a_child_whose_parent_still_waits_is_counted_again(queue)
     assert await status(queue, parent) is SUCCEEDED
 
 
-async def test_rerun_of_a_child_while_its_sibling_ends_the_wait_never_strands_anybody(queue, pool):
+async def test_rerun_of_a_child_while_its_sibling_ends_the_wait_leaves_no_job_stuck(queue, pool):
     async with another(queue, pool) as second:
         for _ in range(25):
             parent = await put_one(queue)
@@ -1222,7 +1226,7 @@ async def test_rerun_of_a_job_past_its_deadline_takes_the_deadline_away(queue, c
     assert await status(queue, gone) is QUEUED
 
 
-async def test_rerun_of_a_parent_past_its_deadline_frees_its_children_of_theirs(queue, clock):
+async def test_rerun_of_a_parent_past_its_deadline_removes_the_deadlines_of_its_children(queue, clock):
     parent = await put_one(queue, deadline=timedelta(seconds=10))
     (child,) = await hand_over(queue, await take_one(queue), 1)
     await clock.advance(queue, 11)
@@ -1260,7 +1264,7 @@ async def test_rerun_of_a_keyed_parent_is_refused_while_another_job_holds_the_ke
 # Keys and their policies --------------------------------------------------------------------------------------------
 
 
-async def test_jobs_of_a_key_stand_in_line(queue):
+async def test_jobs_of_a_key_run_one_after_the_other(queue):
     ids = await put(queue, *[NewJob("noop", exclusive_key="k") for _ in range(3)])
     for id in ids:
         claim = await take_one(queue)
@@ -1268,7 +1272,7 @@ async def test_jobs_of_a_key_stand_in_line(queue):
         await succeed(queue, claim)
 
 
-async def test_a_freed_key_brings_its_next_job_even_behind_the_watermark(queue, clock):
+async def test_the_next_job_of_a_freed_key_is_claimed_even_before_the_watermark(queue, clock):
     await clock.advance(queue, 0)
     first, second = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop", exclusive_key="k"))
     await succeed(queue, await claim_one(queue, first))
@@ -1279,7 +1283,7 @@ async def test_a_freed_key_brings_its_next_job_even_behind_the_watermark(queue, 
     assert [c.id for c in (await queue.claim("w1", lanes, BASIC.names(), 9, freed_keys=freed)).jobs] == [second]
 
 
-async def test_reject_names_the_holder_and_lets_one_in_when_the_key_is_free(queue):
+async def test_reject_names_the_holder_and_accepts_a_job_when_the_key_is_free(queue):
     holder = await put_one(queue, exclusive_key="k", on_held="reject")
     for _ in range(2):
         with pytest.raises(Conflict, match=str(holder)) as refused:
@@ -1296,7 +1300,7 @@ async def test_reject_refuses_the_whole_call(queue):
     assert len(await listed(queue)) == 1
 
 
-async def test_coalesce_answers_the_job_that_has_not_started_and_adds_one_behind_a_running_one(queue):
+async def test_coalesce_returns_the_job_that_has_not_started_and_adds_one_behind_a_running_one(queue):
     first = await put_one(queue, exclusive_key="k", on_held="coalesce")
     assert await put_one(queue, exclusive_key="k", on_held="coalesce") == first
     claim = await take_one(queue)
@@ -1304,10 +1308,10 @@ async def test_coalesce_answers_the_job_that_has_not_started_and_adds_one_behind
     assert second != first
     assert await put_one(queue, exclusive_key="k", on_held="coalesce") == second
     await snooze(queue, claim)
-    assert await put_one(queue, exclusive_key="k", on_held="coalesce") == second, "a snoozing job has started"
+    assert await put_one(queue, exclusive_key="k", on_held="coalesce") == second, "a snoozing job counts as started"
 
 
-async def test_supersede_cancels_every_open_job_of_the_key_and_waits_until_the_running_one_is_let_go(queue):
+async def test_supersede_cancels_every_open_job_of_the_key_and_waits_until_the_running_one_is_released(queue):
     running = await put_one(queue, exclusive_key="k")
     claim = await take_one(queue)
     waiting = await put_one(queue, exclusive_key="k")
@@ -1319,7 +1323,7 @@ async def test_supersede_cancels_every_open_job_of_the_key_and_waits_until_the_r
     assert (await take_one(queue)).id == newest
 
 
-async def test_supersede_takes_the_children_of_a_waiting_holder_with_it(queue):
+async def test_supersede_also_cancels_the_children_of_a_waiting_holder(queue):
     parent = await put_one(queue, exclusive_key="k")
     children = await hand_over(queue, await take_one(queue), 2)
     newest = await put_one(queue, exclusive_key="k", on_held="supersede")
@@ -1328,7 +1332,7 @@ async def test_supersede_takes_the_children_of_a_waiting_holder_with_it(queue):
 
 
 @pytest.mark.parametrize("policy", ["reject", "coalesce", "supersede"])
-async def test_policies_are_decided_one_after_the_other_even_when_they_come_at_once(queue, pool, policy):
+async def test_simultaneous_enqueues_of_a_key_are_decided_one_after_the_other(queue, pool, policy):
     async with another(queue, pool) as second:
         for n in range(25):
             answers = await asyncio.gather(
@@ -1348,17 +1352,17 @@ async def test_policies_are_decided_one_after_the_other_even_when_they_come_at_o
                 assert answers[0] == answers[1]
 
 
-async def test_a_policy_is_not_asked_without_a_key_and_not_across_tenants(queue):
+async def test_a_policy_does_not_apply_without_a_key_or_across_tenants(queue):
     await put_one(queue, on_held="reject")
     await put_one(queue, on_held="reject")
     await put_one(queue, exclusive_key="k", tenant="a", on_held="reject")
     await put_one(queue, exclusive_key="k", tenant="b", on_held="reject")
-    assert len(await take(queue)) == 4, "and both tenants run their job of that key"
+    assert len(await take(queue)) == 4, "both tenants run their job of that key"
 
 
 @pytest.mark.parametrize("give_back", [snooze, retry, release])
-async def test_a_job_that_was_given_back_keeps_its_key_and_comes_before_those_that_wait_for_it(queue, clock, give_back):
-    """The holder is due later than its rivals and may be less urgent: it still goes first, and nothing starves."""
+async def test_a_released_job_keeps_its_key_and_goes_before_jobs_that_wait_for_the_key(queue, clock, give_back):
+    """The holder is due later than the other jobs and may be less urgent; it still goes first, so no job starves."""
     await clock.advance(queue, 0)
     holder = await put_one(queue, exclusive_key="k", priority=7)
     claim = await take_one(queue)
@@ -1392,7 +1396,7 @@ async def test_a_waiting_parent_keeps_its_key(queue):
     assert (await take_one(queue)).id == rival
 
 
-async def test_a_rival_in_a_paused_queue_or_of_an_unknown_type_does_not_block_the_key(queue):
+async def test_another_job_in_a_paused_queue_or_of_an_unknown_type_does_not_block_the_key(queue):
     await put(
         queue,
         NewJob("noop", exclusive_key="paused", queue="slow"),
@@ -1416,7 +1420,7 @@ async def test_a_suspect_does_not_block_its_key_for_others_but_holds_it(queue, c
 # Tenants and owners -------------------------------------------------------------------------------------------------
 
 
-async def test_the_jobs_of_other_tenants_do_not_exist(queue):
+async def test_the_jobs_of_other_tenants_are_not_found(queue):
     id = await put_one(queue, tenant="a")
     await fail(queue, await take_one(queue))
     for verb in (queue.get, queue.recover, queue.rerun):
@@ -1428,7 +1432,7 @@ async def test_the_jobs_of_other_tenants_do_not_exist(queue):
     assert (await queue.get(id, tenant="a")).id == id
 
 
-async def test_verbs_on_a_job_that_belongs_to_something_name_its_owner(queue, clock):
+async def test_verbs_on_a_job_with_an_owner_are_refused_and_name_the_owner(queue, clock):
     id = await put_one(queue, owner="batch batch_7")
     verbs = {"cancel that": lambda: queue.cancel([id]), "is rescued": lambda: queue.recover(id)}
     for instead, verb in {**verbs, "retry that": lambda: queue.rerun(id)}.items():
@@ -1436,4 +1440,4 @@ async def test_verbs_on_a_job_that_belongs_to_something_name_its_owner(queue, cl
             await verb()
         assert refused.value.holder == "batch batch_7"
     assert await status(queue, id) is QUEUED
-    assert await queue.cancel([id], owned=True) == 1, "its owner itself may"
+    assert await queue.cancel([id], owned=True) == 1, "the owner itself may cancel it"

@@ -1,4 +1,4 @@
-"""What people look at: the list and its cursor, filters, reasons for waiting, pipelines, the inbox and the rest."""
+"""What users see of jobs: lists and their cursors, filters, reasons for waiting, pipelines, the inbox, and more."""
 
 import asyncio
 import base64
@@ -33,7 +33,7 @@ def views(queue):
 
 
 async def walk(views, wanted=EVERYTHING, *, limit=7, between=None, pages_max=2000):
-    """Every id of the list, page by page; `between` happens after each page."""
+    """Every id of the list, read page by page; `between` is called after each page."""
     found, after = [], None
     for _ in range(pages_max):
         ids, after = await views.ids(wanted, limit=limit, after=after)
@@ -78,7 +78,7 @@ async def chain(queue, claim, job):
 
 @given(st.datetimes(timezones=st.just(UTC)), st.uuids())
 @example(datetime(2300, 1, 1, 0, 0, 0, 1, tzinfo=UTC), UUID(int=0))
-def test_a_cursor_comes_back_from_its_text_to_the_microsecond(moment, id):
+def test_a_cursor_survives_its_text_form_to_the_microsecond(moment, id):
     assert Cursor.parse(str(Cursor(moment, id))) == Cursor(moment, id)
 
 
@@ -88,14 +88,14 @@ def test_a_cursor_comes_back_from_its_text_to_the_microsecond(moment, id):
 @example("ÿ")
 @example(str(Cursor(datetime(2026, 1, 1, tzinfo=UTC), UUID(int=7)))[:-3])
 @example("ZmZmZmZmZmZmZmZmZmZmZmZmZmZmLjAw")
-def test_what_is_no_cursor_is_refused_in_words(text):
+def test_a_text_that_is_not_a_cursor_is_refused_with_a_clear_message(text):
     with pytest.raises(InvalidInput, match="is not a cursor; use the next_cursor of a list") as refused:
         Cursor.parse(text)
     assert refused.value.param == "cursor"
 
 
 @given(st.binary(max_size=40), st.integers(), st.text("0123456789abcdef{}:-urnid", max_size=50))
-def test_what_only_looks_like_a_cursor_is_refused_or_a_place(noise, number, id):
+def test_any_text_like_a_cursor_is_either_parsed_or_refused(noise, number, id):
     for inner in (noise, f"{number:x}.{id}".encode(), f"{number}.{UUID(int=3)}".encode()):
         text = base64.urlsafe_b64encode(inner).decode().rstrip("=")
         try:
@@ -107,13 +107,13 @@ def test_what_only_looks_like_a_cursor_is_refused_or_a_place(noise, number, id):
 @pytest.mark.parametrize("limit", [1, 2, 7, 50, 1000])
 async def test_pages_of_any_size_list_every_job_once_and_the_newest_first(queue, views, limit):
     for n in (1, 30, 3, 26):
-        await some(queue, n)  # jobs of one call were all made at the same moment
+        await some(queue, n)  # jobs of one call have the same creation time
     assert await walk(views, limit=limit) == await newest_first(queue)
 
 
 @pytest.mark.parametrize("tenant", [None, "a"])
 @pytest.mark.parametrize("scan_max", [3, 20_000])
-async def test_a_list_is_stable_while_jobs_come_end_and_go_on(queue, views, monkeypatch, scan_max, tenant):
+async def test_a_list_is_stable_while_jobs_are_added_and_change(queue, views, monkeypatch, scan_max, tenant):
     monkeypatch.setattr(views_module, "_SCAN_MAX", scan_max)
     chance = random.Random(7)
     for n in range(12):
@@ -135,8 +135,8 @@ async def test_a_list_is_stable_while_jobs_come_end_and_go_on(queue, views, monk
 
 
 @pytest.mark.parametrize("scan_max", [1, 2, 5, 12])
-async def test_a_walk_that_is_cut_short_goes_on_and_loses_nothing(queue, views, monkeypatch, scan_max):
-    """A tenant with many jobs that do not match must not hide those of others, nor its own behind them."""
+async def test_a_search_that_is_cut_short_continues_and_loses_nothing(queue, views, monkeypatch, scan_max):
+    """Many jobs of a tenant that do not match must not hide those of others, nor older matching ones of its own."""
     monkeypatch.setattr(views_module, "_SCAN_MAX", scan_max)
     for _ in range(3):
         await some(queue, 4, tenant="a", queue="rare")
@@ -150,7 +150,7 @@ async def test_a_walk_that_is_cut_short_goes_on_and_loses_nothing(queue, views, 
     assert (first.jobs, first.next is None) == ([], False)
 
 
-async def test_a_full_page_of_one_tenant_does_not_pass_over_another_whose_walk_stopped_earlier(
+async def test_a_full_page_of_one_tenant_does_not_skip_another_tenant_whose_search_stopped_earlier(
     queue, views, monkeypatch
 ):
     monkeypatch.setattr(views_module, "_SCAN_MAX", 3)
@@ -216,7 +216,7 @@ async def test_each_filter_alone_and_all_together(queue, views, clock):
     assert await found(created_from=first) == [d, c, b, a]
     assert await found(created_to=first) == []
     assert await found(created_from=first + timedelta(seconds=1)) == [d, c]
-    assert await found(created_to=first + timedelta(seconds=60)) == [b, a], "the end does not belong to it"
+    assert await found(created_to=first + timedelta(seconds=60)) == [b, a], "the end of the range is excluded"
     every = {
         "tenant": "default",
         "statuses": (FAILED,),
@@ -236,7 +236,7 @@ async def test_each_filter_alone_and_all_together(queue, views, clock):
 
 @pytest.fixture
 async def family(queue):
-    """A root that waits for two children, one of which waits for two more; and a job that follows a grandchild."""
+    """A root that waits for two children, one of which waits for two more, and a job that a grandchild chains."""
     root = await single(queue, tenant="a")
     left, right = await hand_over(queue, await claim_one(queue, root), 2)
     below = await hand_over(queue, await claim_one(queue, left), 2)
@@ -245,7 +245,7 @@ async def family(queue):
     return {"root": root, "left": left, "right": right, "below": below, "follower": follower}
 
 
-async def test_children_and_pipelines_are_listed_whole_and_by_pages(queue, views, family):
+async def test_children_and_pipelines_are_listed_completely_and_in_pages(queue, views, family):
     everyone = [family["follower"], *family["below"][::-1], family["right"], family["left"], family["root"]]
     children = [family["right"], family["left"]]
     for limit in (1, 2, 50):
@@ -254,10 +254,10 @@ async def test_children_and_pipelines_are_listed_whole_and_by_pages(queue, views
     assert await walk(views, JobFilter(pipeline_id=family["root"], job_type="other")) == [family["follower"]]
     assert await walk(views, JobFilter(pipeline_id=family["root"], parent_job_id=family["root"])) == children
     assert await walk(views, JobFilter(pipeline_id=uuid4(), parent_job_id=family["root"])) == []
-    assert await walk(views, JobFilter(pipeline_id=family["left"])) == [], "a child is no pipeline of its own"
+    assert await walk(views, JobFilter(pipeline_id=family["left"])) == [], "a child is not a separate pipeline"
 
 
-async def test_other_tenants_see_nothing_of_it(views, family):
+async def test_other_tenants_cannot_see_a_pipeline(views, family):
     for wanted in ({"pipeline_id": family["root"]}, {"parent_job_id": family["root"]}, {}):
         assert await walk(views, JobFilter(tenant="b", **wanted)) == []
     with pytest.raises(NotFound, match="there is no pipeline"):
@@ -267,7 +267,7 @@ async def test_other_tenants_see_nothing_of_it(views, family):
     assert await views.open_members(family["root"], tenant="b", limit=10) == []
 
 
-async def test_a_pipeline_id_of_the_users_own_gathers_its_jobs_per_tenant(queue, views, family):
+async def test_a_pipeline_id_chosen_by_the_user_groups_its_jobs_per_tenant(queue, views, family):
     mine = uuid4()
     one, two = await put(queue, NewJob("noop", pipeline_id=mine), NewJob("other", pipeline_id=mine))
     three = await single(queue, pipeline_id=mine, tenant="b")
@@ -300,7 +300,7 @@ async def test_a_pipeline_is_open_until_its_last_job_and_then_as_bad_as_its_wors
     claim = await claim_one(queue, root)
     assert (await views.pipeline(root)).status is RUNNING
     follower = await chain(queue, claim, NewJob("other"))
-    assert (await views.pipeline(root)).status is RUNNING, "half done is not queued"
+    assert (await views.pipeline(root)).status is RUNNING, "a pipeline that is half done is not QUEUED"
     await end_as(queue, follower, CANCELLED)
     assert (await views.pipeline(root)).status is CANCELLED
     await queue.rerun(follower)
@@ -325,7 +325,7 @@ async def test_children_that_were_allowed_to_fail_do_not_fail_the_pipeline(queue
 
 
 async def crew(queue, name="w9", *, running=0, stopping=False, operations=("noop", "other"), queues=None):
-    """A worker that has just given a sign of life."""
+    """Register a worker with a fresh heartbeat."""
     await Workers(queue.database).register(
         id=name, host="h", pid=1, version="1", queues=queues, operations=list(operations), concurrency=2
     )
@@ -393,7 +393,7 @@ async def test_it_waits_for_the_holder_of_its_key(queue, clock):
     assert await why(queue, id) == []
 
 
-async def test_it_waits_for_the_one_before_it_in_its_keys_line(queue):
+async def test_it_waits_for_an_earlier_job_of_its_key(queue):
     await crew(queue)
     first, second = await put(queue, NewJob("noop", exclusive_key="k"), NewJob("noop", exclusive_key="k"))
     (found,) = await why(queue, second)
@@ -405,8 +405,8 @@ async def test_it_waits_for_the_one_before_it_in_its_keys_line(queue):
 
 
 @pytest.mark.parametrize("hindrance", ["paused", "unknown", "later", "elsewhere"])
-async def test_one_that_cannot_be_claimed_does_not_stand_before_it(queue, hindrance):
-    """As the claim sees it: another job of the key goes first only if the worker could run it."""
+async def test_it_does_not_wait_for_an_earlier_job_that_cannot_be_claimed(queue, hindrance):
+    """As in a claim, another job of the key goes first only if the worker could run it."""
     options = {
         "paused": {"queue": "letters"},
         "unknown": {"operation": "other"},
@@ -424,7 +424,7 @@ async def test_one_that_cannot_be_claimed_does_not_stand_before_it(queue, hindra
     assert [claim.id for claim in await take(queue, queues=queues, types=types)] == [second]
 
 
-async def test_it_waits_for_a_worker_that_lives_and_knows_it(queue, clock):
+async def test_it_waits_for_a_live_worker_that_knows_its_operation(queue, clock):
     id = await single(queue, queue="letters")
     for name, options in {
         "another": {"operations": ["other"]},
@@ -438,7 +438,7 @@ async def test_it_waits_for_a_worker_that_lives_and_knows_it(queue, clock):
     await crew(queue, "able", queues=["letters"])
     assert await why(queue, id) == []
     await clock.advance(queue, 31)
-    assert await reasons(queue, id) == ["no_worker"], "it has been silent too long"
+    assert await reasons(queue, id) == ["no_worker"], "the worker has been silent for too long"
     await Workers(queue.database).heartbeat("able", running=0, stopping=False)
     assert await why(queue, id) == []
 
@@ -449,7 +449,7 @@ async def test_it_waits_for_a_free_slot(queue):
     (found,) = await why(queue, id)
     assert (found.reason, found.message) == ("no_free_slot", "every worker that could run it is busy")
     await crew(queue, "other", running=0, operations=["other"])
-    assert await reasons(queue, id) == ["no_free_slot"], "that one does not know it"
+    assert await reasons(queue, id) == ["no_free_slot"], "that worker does not know the operation"
     await crew(queue, "idle", running=1)
     assert await why(queue, id) == []
 
@@ -492,12 +492,12 @@ async def test_all_reasons_at_once_and_a_job_among_others(queue):
         holder: [],
     }
     await queue.cancel([plain])
-    assert (await Views(queue).waiting_on(jobs))[plain] == [], "what was read before does not count"
+    assert (await Views(queue).waiting_on(jobs))[plain] == [], "the slots that were read before do not count"
 
 
 @pytest.mark.direct("it waits for the doorbell")
 async def test_a_worker_starts_the_jobs_of_a_queue_soon_after_it_was_resumed(pool, queue):
-    """The ring after the resumption finds a worker whose poller would sleep for longer than the test."""
+    """The worker's poller would sleep for longer than the test, so only the doorbell can wake it."""
     await single(queue)
     await NamedQueues(queue.database).pause("default")
     async with working(pool, noop, poll_seconds_min=10.0, poll_seconds_max=10.0), asyncio.timeout(5):
@@ -506,7 +506,7 @@ async def test_a_worker_starts_the_jobs_of_a_queue_soon_after_it_was_resumed(poo
         await NamedQueues(queue.database).resume("default")
         bell = Doorbell(pool)
         while (await queue.get(id)).finished_at is None:
-            bell.ring(["default"])  # the worker's ear may not be at the door yet
+            bell.ring(["default"])  # the worker may not listen yet
             await bell.close()
 
 
@@ -577,16 +577,16 @@ async def test_a_small_group_is_not_hidden_behind_a_large_one(queue, views, monk
     assert (last.code, last.count, last.has_more, last.samples) == ("z", 1, False, [small])
 
 
-async def test_jobs_of_an_object_are_not_in_the_inbox(queue, views):
-    """No verb of the inbox is for them, so they could never leave it."""
+async def test_jobs_with_an_owner_are_not_in_the_inbox(queue, views):
+    """No verb of the inbox applies to them, so they could never leave it."""
     await failed(queue, 1, owner="batch 7")
     assert await views.inbox() == []
 
 
-# Around the jobs ------------------------------------------------------------------------------------------------------
+# Queues, workers and operations ---------------------------------------------------------------------------------------
 
 
-async def test_queues_show_how_much_is_due_later_and_under_way(queue, views, clock):
+async def test_queues_show_how_many_jobs_are_due_scheduled_and_running(queue, views, clock):
     await clock.advance(queue, 0)
     await some(queue, 2)
     await some(queue, 1, delay_seconds=60)
@@ -605,7 +605,7 @@ async def test_queues_show_how_much_is_due_later_and_under_way(queue, views, clo
     assert await views.queues_of_tenant("b") == ([], True)
 
 
-async def test_pausing_keeps_its_first_moment_and_names_what_is_not_there(queue, views, clock):
+async def test_pausing_again_keeps_the_first_time_and_an_unknown_queue_is_named(queue, views, clock):
     await clock.advance(queue, 0)
     await single(queue)
     await NamedQueues(queue.database).pause("default")
@@ -617,7 +617,7 @@ async def test_pausing_keeps_its_first_moment_and_names_what_is_not_there(queue,
         await NamedQueues(queue.database).resume("defalt")
 
 
-async def test_workers_and_operations_are_shown_with_their_signs_of_life(pool, queue, views, clock):
+async def test_workers_and_operations_are_shown_with_their_heartbeats(pool, queue, views, clock):
     async with working(pool, noop, concurrency=3) as worker:
         (seen,) = await views.workers()
         assert (seen.id, seen.concurrency, seen.operations, seen.is_alive) == (worker.id, 3, ["noop"], True)
@@ -641,7 +641,7 @@ async def test_a_long_queue_is_counted_to_a_limit_and_says_so(queue, views, monk
 
 
 async def test_a_tenant_sees_its_own_jobs_behind_those_of_others(queue, views, monkeypatch):
-    """Whatever the first thousand jobs of a queue are: most tenants have few jobs in all."""
+    """The first thousand jobs of a queue may all belong to others; most tenants have few jobs, so these are read."""
     monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
     await some(queue, 9, tenant="b")
     await some(queue, 2, tenant="a")
@@ -653,7 +653,7 @@ async def test_a_tenant_sees_its_own_jobs_behind_those_of_others(queue, views, m
     assert is_complete
 
 
-async def test_a_tenant_with_many_jobs_is_told_that_not_all_were_looked_at(queue, views, monkeypatch):
+async def test_the_queues_of_a_tenant_with_many_jobs_are_marked_as_incomplete(queue, views, monkeypatch):
     monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
     monkeypatch.setattr(views_module, "_LISTED_MAX_OF_TENANT", 2)
     others = await some(queue, 5, tenant="b")
@@ -661,12 +661,14 @@ async def test_a_tenant_with_many_jobs_is_told_that_not_all_were_looked_at(queue
     newer = await some(queue, 3, tenant="a", queue="letters")
     for id in newer:
         await end_as(queue, id, CANCELLED)
-    assert await views.queues_of_tenant("a") == ([], False), "neither among the first of the queue nor its own newest"
+    assert await views.queues_of_tenant("a") == ([], False), (
+        "the job is neither among the first of the queue nor among the tenant's newest"
+    )
     await queue.cancel([*hidden, others[0]])
     assert await views.queues_of_tenant("a") == ([], True)
 
 
-async def test_a_tenant_with_many_jobs_sees_its_newest_and_the_first_of_a_queue_once(queue, views, monkeypatch):
+async def test_jobs_among_the_newest_and_the_first_of_a_queue_are_counted_once(queue, views, monkeypatch):
     monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)
     monkeypatch.setattr(views_module, "_LISTED_MAX_OF_TENANT", 2)
     await some(queue, 3, tenant="a")
@@ -678,9 +680,7 @@ async def test_a_tenant_with_many_jobs_sees_its_newest_and_the_first_of_a_queue_
 
 
 @pytest.mark.parametrize("scan_max", [2, 10_000])
-async def test_jobs_of_a_status_a_parent_or_a_pipeline_are_the_same_however_many_there_are(
-    queue, views, monkeypatch, scan_max
-):
+async def test_lists_by_status_are_the_same_however_many_jobs_match(queue, views, monkeypatch, scan_max):
     monkeypatch.setattr(views_module, "_SCAN_MAX", scan_max)
     await failed(queue, 4)
     await queue.cancel(await some(queue, 3))
@@ -703,7 +703,7 @@ async def test_a_pipeline_is_counted_to_a_limit_and_says_so(queue, views, monkey
     assert (await views.pipeline(id)).has_more
 
 
-async def test_a_pipeline_is_open_as_long_as_a_chained_job_is_that_was_not_counted(queue, views, monkeypatch):
+async def test_a_pipeline_is_open_while_a_chained_job_beyond_the_count_is_open(queue, views, monkeypatch):
     monkeypatch.setattr(views_module, "_PIPELINE_COUNT_MAX", 1)
     root = await single(queue)
     chained = await some(queue, 4, pipeline_id=root)
@@ -727,7 +727,9 @@ async def test_no_child_is_open_when_its_parent_has_ended_so_the_status_of_paren
     await end_as(queue, good, SUCCEEDED)
     await end_as(queue, bad, FAILED)
     seen = await views.pipeline(root)
-    assert (seen.status, seen.counts, seen.has_more) == (RUNNING, {RUNNING: 1}, True), "one failure too many is no end"
+    assert (seen.status, seen.counts, seen.has_more) == (RUNNING, {RUNNING: 1}, True), (
+        "too many failures do not end the parent while a child is open"
+    )
     if ending == "join":
         await end_as(queue, last, SUCCEEDED)
     elif ending == "cancel":
@@ -770,14 +772,14 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", list(SQL))
-def test_every_view_can_be_prepared_and_none_walks_the_whole_table(crowd, name):
+def test_every_view_can_be_prepared_and_none_scans_the_whole_table(crowd, name):
     text, _ = numbered(name, SQL)
     crowd.execute(f"PREPARE probe_of_it AS {text}".encode())
     assert whole_table_scans(plan(crowd, name, source=SQL, **ASKED[name])) == []
 
 
 @pytest.mark.parametrize("tenant", [None, "default"])
-def test_a_page_among_thirty_thousand_jobs_touches_few_pages(crowd, tenant):
+def test_a_page_of_a_list_among_thirty_thousand_jobs_reads_few_database_pages(crowd, tenant):
     first = plan(crowd, "list_jobs", source=SQL, run=True, **LIST, tenant=tenant)
     assert first["Actual Rows"] == 51
     assert touched(first) < 300
@@ -789,11 +791,11 @@ def test_a_page_among_thirty_thousand_jobs_touches_few_pages(crowd, tenant):
 
 @pytest.mark.parametrize("tenant", [None, "default"])
 @pytest.mark.parametrize(("is_failed", "index"), [(False, "listing"), (True, "job_failed")])
-def test_a_walk_that_finds_nothing_ends_where_it_must(crowd, tenant, is_failed, index):
+def test_a_search_that_finds_nothing_stops_at_its_limit(crowd, tenant, is_failed, index):
     """There are a thousand failed jobs, and thirty thousand in all."""
     wanted = {**LIST, "job_type": "rare", "scan_max": 200, "tenant": tenant, "is_failed": is_failed}
     walked = plan(crowd, "list_jobs", source=SQL, run=True, **wanted)
-    assert walked["Actual Rows"] == 1, "the place where it stopped"
+    assert walked["Actual Rows"] == 1, "the row is the place where the search stopped"
     assert any(name.startswith(index) for name in _used(walked))
     assert touched(walked) < 200 * 7
 
@@ -805,11 +807,11 @@ def _used(plan):
 @pytest.mark.parametrize(
     ("wanted", "rows", "touched_max"),
     [
-        ({"statuses": ["RUNNING"]}, 50, 600),  # of all jobs fifty run
+        ({"statuses": ["RUNNING"]}, 50, 600),  # fifty of all jobs run
         ({"statuses": ["RUNNING", "CANCELLED"], "queue": "default"}, 50, 600),
         ({"statuses": ["CANCELLED"]}, 0, 30),
         ({"statuses": ["QUEUED"], "queue": "empty"}, 0, 30),
-        ({"statuses": ["QUEUED"]}, 1, 300),  # too many: that row says so
+        ({"statuses": ["QUEUED"]}, 1, 300),  # there are too many, and the row says so
         ({"statuses": ["QUEUED"], "queue": "default"}, 1, 300),
         ({"statuses": ["SUCCEEDED"]}, 1, 300),
     ],
@@ -828,7 +830,7 @@ def test_the_children_of_a_job_are_sorted_only_if_they_are_few(crowd):
 
 
 @pytest.mark.parametrize("name", ["list_pipeline", "pipeline"])
-def test_a_pipeline_is_read_no_further_than_its_limit(crowd, name):
+def test_a_pipeline_is_read_up_to_its_limit(crowd, name):
     crowd.execute(
         "INSERT INTO batchwright.job (id, job_type, queue, tenant, priority, run_after, payload, max_attempts, "
         "pipeline_id, created_at) VALUES (%(id)s, 'noop', 'default', 'default', 5, now(), '{}', 3, %(id)s, now())",
@@ -839,20 +841,20 @@ def test_a_pipeline_is_read_no_further_than_its_limit(crowd, name):
     assert touched(found) < 200 * 10, "it has three thousand jobs"
 
 
-def test_a_queue_is_counted_no_further_than_its_limit(crowd):
+def test_a_queue_is_counted_up_to_its_limit(crowd):
     found = plan(crowd, "queue_depths", source=SQL, run=True, limit=10, count_max=100)
     assert scanned(found) <= 100 + 50 + 10, "waiting, running, and the oldest of each priority"
     assert touched(found) < 100 * 4 + 200
 
 
-def test_a_tenants_queues_are_looked_for_no_further_than_the_limits(crowd):
+def test_a_tenants_queues_are_searched_up_to_the_limits(crowd):
     wanted = {"tenant": "default", "limit": 10, "count_max": 100, "listed_max": 100}
     found = plan(crowd, "queues_of_tenant", source=SQL, run=True, **wanted)
-    assert scanned(found) <= 101 + 2 * 101 + 50, "the first, the newest, and those that run"
+    assert scanned(found) <= 101 + 2 * 101 + 50, "the first jobs, the newest ones, and the running ones"
     assert touched(found) < 100 * 8 + 200
 
 
-def test_open_jobs_of_a_pipeline_are_found_without_its_ended_ones(crowd):
+def test_open_jobs_of_a_pipeline_are_found_without_reading_its_ended_ones(crowd):
     crowd.execute(
         "UPDATE batchwright.job SET pipeline_id = %s WHERE status = 'SUCCEEDED' AND parent_job_id IS NULL", [ID]
     )
@@ -863,7 +865,7 @@ def test_open_jobs_of_a_pipeline_are_found_without_its_ended_ones(crowd):
     assert touched(found) < 400
 
 
-def test_the_inbox_finds_every_group_and_counts_each_to_its_share(crowd):
+def test_the_inbox_finds_every_group_and_counts_each_up_to_its_share_of_the_limit(crowd):
     crowd.execute(
         "UPDATE batchwright.job SET error = jsonb_build_object('code', 'c' || right(id::text, 1)) "
         "WHERE status = 'FAILED'"
@@ -888,7 +890,7 @@ def test_a_later_page_of_children_is_read_from_the_index_in_its_order(crowd):
         assert scanned(found) == 100
 
 
-def test_the_reasons_of_a_page_of_jobs_in_one_keys_long_line_touch_few_pages(crowd):
+def test_the_reasons_for_a_page_of_waiting_jobs_of_one_key_read_few_database_pages(crowd):
     crowd.execute("UPDATE batchwright.job SET exclusive_key = '[\"line\"]', is_current = false WHERE status = 'QUEUED'")
     crowd.execute("ANALYZE batchwright.job")
     ids = [id for (id,) in crowd.execute("SELECT id FROM batchwright.job WHERE status = 'QUEUED' LIMIT 50").fetchall()]
@@ -897,12 +899,12 @@ def test_the_reasons_of_a_page_of_jobs_in_one_keys_long_line_touch_few_pages(cro
     assert touched(asked) < 50 * 40
 
 
-def test_the_inbox_looks_at_failed_jobs_only(crowd):
+def test_the_inbox_reads_only_failed_jobs(crowd):
     asked = plan(crowd, "inbox", source=SQL, run=True, **ASKED["inbox"])
     assert touched(asked) < 1000 * 4, "a thousand of thirty thousand jobs have failed"
 
 
-async def test_a_job_that_is_taken_on_demand_waits_for_a_worker_that_serves_its_queue(queue):
+async def test_a_job_of_an_on_demand_queue_waits_for_a_worker_that_serves_the_queue(queue):
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "operations": ["noop"], "concurrency": 1}
     demand = {"on_demand_types": ["noop"], "on_demand_queues": ["shard/small", "all/"]}
     await Workers(queue.database).register(id="w", **columns, **demand)

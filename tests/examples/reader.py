@@ -1,13 +1,13 @@
-"""A reader who tries what the pages print: block by block, page after page, in one folder and on one database.
+"""A reader who runs what the pages print: block by block, page after page, in one folder and on one database.
 
-A fenced block is run if it is `bash` or `console`, and written to a file if a comment above it names one. The comment
-may also say something else:
+A fenced block is run if it is `bash` or `console`, and written to a file if a comment above it names one. These
+comments are possible:
 
     <!-- example: pages.py -->       the block is this file (of any language), or a script that has this name in tests
     <!-- terminal -->                runs in a terminal of its own, until its section ends
     <!-- not run: REASON -->         is not run, and says why
 
-A block of Python that is no file has to say why it is not run. In a `console` block, lines after `$` are commands and
+A block of Python that is not a file must say why it is not run. In a `console` block, lines after `$` are commands and
 the others are what they print, where `…` stands for anything.
 """
 
@@ -36,7 +36,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SHELL = ("bash", "console")
-# What a terminal has printed once the reader would go on.
+# Output of a terminal after which the reader continues.
 READY = {"simulate": r"http://|providers\.env", "up": r"runs \S+", "worker": r"runs \S+"}
 PORTS = ("8765", "9000")
 PAGE_SECONDS = 400
@@ -79,7 +79,7 @@ class Block:
         return "\n".join(lines) + "\n"
 
     def printed(self) -> list[str]:
-        """What a console shows below its commands."""
+        """The output that a console block shows below its commands."""
         lines = self.text.splitlines() if self.language == "console" else []
         commands = set(self.commands().splitlines())
         shown = [line for line in lines if line.removeprefix("$ ") not in commands]
@@ -103,7 +103,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def shelf(*names: str) -> list[Path]:
-    """The pages on shelves of the site, in order."""
+    """The pages of the site's navigation, in order."""
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=_Lenient)["nav"]
     shelves = {name: pages for entry in nav for name, pages in entry.items()}
     places = [place for name in names for entry in shelves[name] for place in entry.values()]
@@ -111,14 +111,14 @@ def shelf(*names: str) -> list[Path]:
 
 
 class _Lenient(yaml.SafeLoader):
-    """Reads past the tags that mkdocs alone knows."""
+    """A YAML loader that ignores the tags of mkdocs."""
 
 
 _Lenient.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
 class Reader:
-    """Tries pages one after the other: a shell for each, in one folder, on one database."""
+    """Runs pages one after the other: a shell for each, in one folder, on one database."""
 
     def __init__(self, folder: Path) -> None:
         if shutil.which("curl") is None:
@@ -127,7 +127,7 @@ class Reader:
         self.ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
 
     def read(self, page: Path) -> str:
-        """Run a page; returns what it printed, and fails where the page would have misled."""
+        """Run a page and return its output; fail where the page is wrong."""
         found = [block for block in blocks(page) if block.not_run is None]
         for block in found:
             if block.file and block.language not in SHELL:
@@ -172,7 +172,7 @@ class Reader:
 
 
 def _end(shell: subprocess.Popen[bytes]) -> None:
-    """End whatever a page has left running, and wait until it is gone."""
+    """End all processes that a page has left running, and wait for their end."""
     deadline = time.monotonic() + END_SECONDS
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:

@@ -31,7 +31,7 @@ def example(name: str) -> str:
 
 @pytest.fixture
 def folder():
-    """A folder that the embedded server's user may enter."""
+    """A folder that the user of the embedded server may enter."""
     path = Path(tempfile.mkdtemp(prefix="batchwright-docs-"))
     path.chmod(0o755)
     yield path
@@ -43,10 +43,13 @@ def test_generated_pages_are_up_to_date():
     assert found.returncode == 0, found.stdout
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_have_targets():
+    found = 0
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            found += 1
+    assert found
 
 
 def test_examples_that_are_printed_twice_are_the_same():
@@ -56,7 +59,7 @@ def test_examples_that_are_printed_twice_are_the_same():
 
 
 def test_the_test_of_the_quickstart_passes_as_printed(folder):
-    """As a newcomer runs it, with an embedded server. Until a test needs it, pytest loads next to nothing of ours."""
+    """As a new user runs it, with an embedded server. pytest loads our code only for tests that need it."""
     for name in ("pages.py", "test_pages.py"):
         (folder / name).write_text(example(name))
     (folder / "conftest.py").write_text(
@@ -92,7 +95,7 @@ def shell(folder: Path, script: str, **settings: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-async def test_a_step_of_ones_own_is_the_file_that_is_printed(database_url, tmp_path):
+async def test_the_printed_file_of_a_custom_step_works(database_url, tmp_path):
     (tmp_path / "languages.py").write_text(example("languages.py"))
     async with ingest_stage(database_url, tmp_path, ingest={"steps": [str(tmp_path / "languages.py")]}) as stage:
         stage.write("a.txt", "Das ist nicht der Anfang und nicht das Ende.")

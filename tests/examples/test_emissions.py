@@ -29,7 +29,7 @@ PAGE_ROWS = 500
 
 @pytest.fixture
 def cli(tmp_path: Path, database_url: str) -> Cli:
-    """In a copy of the example, with leases that are over soon."""
+    """The command line in a copy of the example, with short leases."""
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("travel_large.csv"))
     cli = Cli(tmp_path, database_url)
     cli.environment.pop("EMISSIONS_DATA", None)
@@ -73,7 +73,7 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def totals_by_hand(folder: Path, name: str) -> dict[tuple[str, str], Decimal]:
-    """The same numbers by another way: exact fractions, and rules of its own for what is a bad row."""
+    """The same totals, computed independently: with exact fractions, and with separate rules for bad rows."""
     units = {unit["code"]: Fraction(unit["to_base"]) for unit in table(folder / "units.csv")}
     factors = {
         factor["activity"]: Fraction(factor["kg_co2e_per_unit"]) / units[factor["unit"]]
@@ -99,7 +99,7 @@ def totals(cli: Cli) -> dict[tuple[str, str], Decimal]:
 
 
 @pytest.mark.thorough
-def test_the_sample_files_become_the_totals_that_anybody_can_compute(cli: Cli) -> None:
+def test_the_totals_of_the_sample_files_are_correct(cli: Cli) -> None:
     with cli.start("worker") as worker:
         worker.until(READY)
         prepare(cli)
@@ -113,7 +113,7 @@ def test_the_sample_files_become_the_totals_that_anybody_can_compute(cli: Cli) -
     assert totals(cli) == totals_by_hand(cli.folder / "data", "travel_2026.csv")
 
 
-def test_a_suspect_job_that_runs_alone_has_the_database_too(cli: Cli) -> None:
+def test_a_suspect_job_that_runs_alone_can_use_the_database(cli: Cli) -> None:
     with cli.start("worker") as worker:
         worker.until(READY)
         id = cli("job", "submit", "unit_sync", "--delay", "3600", "-p", '{"path": "units.csv"}').stdout.strip()
@@ -138,7 +138,7 @@ def test_a_killed_worker_costs_one_page_and_another_one_finishes(cli: Cli) -> No
         worker.signal(signal.SIGKILL)
         worker.ended()
 
-    # What the dead worker's last transaction was may still commit; then the place stands still.
+    # The last transaction of the dead worker may still commit; then the position no longer changes.
     cli.until(
         "SELECT WHERE NOT EXISTS (SELECT FROM pg_stat_activity "
         "WHERE datname = current_database() AND application_name = 'batchwright')"
@@ -167,7 +167,7 @@ def test_a_killed_worker_costs_one_page_and_another_one_finishes(cli: Cli) -> No
     assert totals(cli) == totals_by_hand(cli.folder / "data", "travel_large.csv")
 
 
-def test_what_the_readme_submits_has_the_shape_that_the_operations_want() -> None:
+def test_the_payloads_in_the_readme_are_valid_for_the_operations() -> None:
     registry = Registry.load(["batchwright.operations.builtin.emissions"], entry_points=False)
     text = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     bodies = [orjson.loads(body) for body in re.findall(r"submit '(\{.*\})'", text)]

@@ -36,7 +36,7 @@ THOROUGH = pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["django", pytest.param("fastapi", marks=THOROUGH), pytest.param("flask", marks=THOROUGH)]
 )
-def test_the_example_stores_an_order_with_its_job_or_neither(name, database_url, tmp_path):
+def test_the_example_stores_an_order_and_its_job_together_or_not_at_all(name, database_url, tmp_path):
     folder, environment = EXAMPLES / name, make_environment(database_url, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -123,7 +123,7 @@ def until_answering(url: str, folder: Path) -> None:
 
 
 def until_published(database_url: str, folder: Path) -> None:
-    """The web application enqueues by name, so a worker must have said that it knows the name."""
+    """The web application enqueues by name, so a worker must have published the operation."""
     deadline = time.monotonic() + SECONDS_MAX
     with psycopg.connect(database_url, autocommit=True) as connection:
         while not connection.execute("SELECT 1 FROM batchwright.operation WHERE name = 'write_receipt'").fetchone():

@@ -1,4 +1,4 @@
-"""The pages for operators name what there is: metrics, commands, settings, tables; and what they print works."""
+"""The pages for operators name only metrics, commands, settings and tables that exist, and their examples work."""
 
 import asyncio
 import dataclasses
@@ -48,7 +48,7 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 
 def inline(text: str) -> list[str]:
-    """What stands between backticks, outside of blocks."""
+    """The code between backticks, outside of blocks."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
@@ -57,12 +57,12 @@ def inline(text: str) -> list[str]:
 
 
 def rows() -> dict[str, str]:
-    """The tables of metrics: names, and what stands in the column of their labels."""
+    """The rows of the tables of metrics: the names, and the column of labels."""
     tables = re.findall(r"^\| metric \|.*?\n\n", text_of(OPERATING), re.MULTILINE | re.DOTALL)
     return dict(re.findall(r"^\| `(\w+)` \|([^|]*)\|", "".join(tables), re.MULTILINE))
 
 
-def test_every_metric_is_explained_and_no_other():
+def test_exactly_the_existing_metrics_are_explained():
     assert rows().keys() == METRICS.keys()
 
 
@@ -77,7 +77,7 @@ def test_metrics_of_this_process_alone_are_marked_as_such():
     assert {name for name, labels in rows().items() if "*this process*" in labels} == own
 
 
-def test_results_of_batches_are_explained_and_no_others():
+def test_exactly_the_results_of_batches_are_explained():
     explained = re.findall(
         r"^\| `(\w+)` \| `(\w+)` \|", text_of(OPERATING).partition("| result | reason |")[2], re.MULTILINE
     )
@@ -86,9 +86,12 @@ def test_results_of_batches_are_explained_and_no_others():
 
 
 def test_rules_and_prose_name_metrics_that_exist():
+    found = 0
     for page in GUIDES:
         for name in re.findall(r"\bbatchwright_[a-z_]+\b(?!/)", text_of(page)):
             assert known(name) or hasattr(pytest_plugin, name), f"{page.name}: {name}"
+            found += 1
+    assert found
 
 
 def known(name: str) -> bool:
@@ -97,7 +100,7 @@ def known(name: str) -> bool:
     return name in METRICS or (plain is not None and plain.kind == "histogram")
 
 
-def test_what_is_written_as_yaml_can_be_read_and_rules_are_complete():
+def test_blocks_of_yaml_are_valid_and_alert_rules_are_complete():
     documents = [one for text in blocks(text_of(OPERATING), "yaml") for one in yaml.safe_load_all(text)]
     (groups,) = [one["groups"] for one in documents if "groups" in one]
     rules = groups[0]["rules"]
@@ -108,9 +111,11 @@ def test_what_is_written_as_yaml_can_be_read_and_rules_are_complete():
     assert sum(one.get("kind") == "Deployment" for one in documents) == 2
 
 
-def test_numbers_that_every_process_shows_are_never_added_up_over_processes():
+def test_metrics_that_every_process_shows_are_never_summed_over_processes():
     shared = [name for name in METRICS if "*this process*" not in rows()[name]]
-    for text in blocks(text_of(OPERATING), "yaml"):
+    texts = list(blocks(text_of(OPERATING), "yaml"))
+    assert sum(name in text for text in texts for name in shared)
+    for text in texts:
         for name in shared:
             assert not re.search(rf"\bsum\((rate\()?{name}\b", text), name
 
@@ -119,7 +124,7 @@ def test_numbers_that_every_process_shows_are_never_added_up_over_processes():
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words after `batchwright` wherever a page prints a command, up to what ends it in a shell."""
+    """The words after `batchwright` of each command on a page, up to the end of the command in a shell."""
     lines = [line for body in blocks(text, "bash", "console", "ini") for line in body.replace("\\\n", " ").splitlines()]
     found = [words for line in [*lines, *inline(text)] for words in _words(line)]
     deployed = [args for body in blocks(text, "yaml") for args in re.findall(r"args: \[batchwright, ([^\]]*)\]", body)]
@@ -132,7 +137,7 @@ def _words(line: str) -> list[list[str]]:
         rest = re.split(r"[;&|<>)]", line[start.end() :])[0]
         try:
             found.append(shlex.split(rest, comments=True))
-        except ValueError:  # a quote that goes on in the next line
+        except ValueError:  # a quote that continues in the next line
             found.append(rest.split())
     return found
 
@@ -166,7 +171,7 @@ def test_commands_that_a_page_names_exist(page):
         assert refused(words) is None, f"{page.name}: batchwright {' '.join(words)}"
 
 
-def test_a_command_or_an_option_that_does_not_exist_is_found_out():
+def test_a_command_or_an_option_that_does_not_exist_is_found():
     assert refused(["queue", "drain"]) == "drain"
     assert refused(["job", "cancel", "ID", "--force"]) == "--force"
     assert refused(["job", "cancel", "--status", "queued", "--dry-run"]) is None
@@ -185,7 +190,7 @@ def settings() -> set[str]:
 
 
 def span_attributes() -> set[str]:
-    """What spans say of the object store looks like a setting of it."""
+    """Attributes of the object store's spans, which look like settings."""
     return set(re.findall(r'"(storage\.[a-z]+)"', Path(store.__file__).read_text()))
 
 
@@ -203,11 +208,11 @@ def test_settings_that_a_page_names_exist(page):
 # PostgreSQL ---------------------------------------------------------------------------------------------------------
 
 
-async def test_questions_to_the_database_can_be_asked(pool):
+async def test_printed_queries_can_be_run(pool):
     asked = 0
     for body in blocks(text_of(OPERATING), "sql"):
         for statement in filter(str.strip, body.replace(":'id'", "'00000000-0000-0000-0000-000000000000'").split(";")):
-            if not re.match(r"\s*(CREATE|GRANT|ALTER ROLE)\b", statement):  # which belong to the whole server
+            if not re.match(r"\s*(CREATE|GRANT|ALTER ROLE)\b", statement):  # these statements affect the whole server
                 await pool.rows(statement)
                 asked += 1
     assert asked >= 5
@@ -232,7 +237,7 @@ def test_the_settings_for_a_role_behind_a_pooler_are_those_of_our_connections():
     assert {name: re.sub(r"^(\d+)s$", r"\g<1>000", value) for name, value in listed.items()} == set_by_us
 
 
-# What can be tried --------------------------------------------------------------------------------------------------
+# Examples that are run ----------------------------------------------------------------------------------------------
 
 
 @operation("greet")
@@ -284,4 +289,4 @@ def test_schedules_over_http_backup_and_restore_work_as_printed(folder):
     assert re.search(r"✓ schema +current", told.stdout)
     keys = told.stdout.partition("✓ schema")[2]
     assert re.search(r" docs$", keys, re.MULTILINE)
-    assert not re.search(r" late$", keys, re.MULTILINE), "what came after the backup is gone"
+    assert not re.search(r" late$", keys, re.MULTILINE), "files from after the backup are gone"

@@ -14,7 +14,7 @@ from tests.examples.reader import ROOT, SHELL, Block, Reader, blocks, shelf
 folder = test_docs.folder
 
 STORIES = shelf("Start here", "Guides")
-# What a page has to print beside what its own consoles promise.
+# Output that a page must have beside the output that its console blocks show.
 PROMISES = {
     "README.md": ["Hello, Ada!", "10 of 10 lines", "1 good, 0 failed", "tides.md"],
     "guarantees.md": ['"job.rescued"', '"csv_ingest.resumed"', "event: end", "SUCCEEDED", "emission_recalc"],
@@ -64,7 +64,7 @@ def test_every_block_is_run_or_says_why_not(page):
             assert block.language in SHELL, f"{block.place}: only commands run in a terminal"
 
 
-def test_a_reset_of_a_server_of_ones_own_leaves_nothing_and_migrate_starts_over(database_url):
+def test_a_reset_of_an_external_server_leaves_nothing_and_migrate_starts_over(database_url):
     with psycopg.connect(database_url, autocommit=True) as connection:
         connection.execute(test_docs.example("reset.sql"))
         schemas = connection.execute("SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' ORDER BY 1").fetchall()
@@ -82,7 +82,7 @@ def test_a_console_is_commands_and_what_they_print():
     assert block.printed() == ["one two"]
 
 
-def test_a_page_that_prints_something_else_is_found_out(tmp_path):
+def test_a_page_with_wrong_output_is_found(tmp_path):
     page = tmp_path / "wrong.md"
     page.write_text("```console\n$ echo one\ntwo\n```\n")
     with pytest.raises(AssertionError, match=r"wrong.md:1 promises 'two'"):

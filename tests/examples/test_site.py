@@ -1,4 +1,4 @@
-"""The docs as a site: it can be built, leads nowhere by mistake, and asks no other host for anything."""
+"""The docs as a site: it can be built, has no dead links, and loads nothing from other hosts."""
 
 import ast
 import importlib.util
@@ -22,7 +22,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# Elements that make a browser ask for something by itself, and the attribute that says where.
+# Elements for which a browser loads something by itself, and the attribute with the address.
 LOADED = {
     "audio": "src",
     "embed": "src",
@@ -63,7 +63,7 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     built = build(ROOT / "mkdocs.yml", tmp_path)
     assert built.returncode == 0, built.stdout + built.stderr
     pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(PAGES), "and a page for what is not found"
+    assert len(pages) > len(PAGES), "the page for addresses that are not found is missing"
     for page in pages:
         loads = Loads()
         loads.feed(page.read_text(encoding="utf-8"))
@@ -74,11 +74,13 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         assert not [place for place in asked if ELSEWHERE.match(place)], style
     found = json.loads((tmp_path / "search" / "search_index.json").read_text(encoding="utf-8"))
     assert {"quickstart.html", "decisions/index.html", "changelog.html"} <= {one["location"] for one in found["docs"]}
-    assert (tmp_path / "search" / "search_index.js").exists(), "the index for those who open the site from the disk"
+    assert (tmp_path / "search" / "search_index.js").exists(), (
+        "the search index for readers who open the site from the disk is missing"
+    )
     assert "claim" in (tmp_path / "lifecycles.html").read_text().partition('class="moves"')[2][:2000]
 
 
-def test_what_leads_nowhere_and_a_page_on_no_shelf_fail_the_build(tmp_path):
+def test_a_dead_link_or_a_page_outside_of_the_navigation_fails_the_build(tmp_path):
     """A site of two pages, with the settings of ours."""
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "first.md").write_text("# First\n\n[a](gone.md) [b](first.md#gone) ![c](gone.png)\n")
@@ -99,7 +101,7 @@ def test_code_blocks_have_the_form_of_their_language(page):
 
 
 def problem(block: Block) -> str | None:
-    """What is wrong with a block, as far as one can tell without running it."""
+    """The problem of a block, as far as it can be found without running it."""
     checks = {"bash": _shell, "console": _console, "json": json.loads, "python": _python, "toml": tomllib.loads}
     if block.language in FORMLESS:
         return None
@@ -139,6 +141,6 @@ def _console(block: Block) -> None:
         ("toml", "a = \n"),
     ],
 )
-def test_a_block_of_another_form_is_found_out(language, text):
+def test_a_block_in_a_wrong_form_is_found(language, text):
     block = Block(page=ROOT / "README.md", line=1, section=0, language=language, text=text, mark="")
     assert problem(block) is not None

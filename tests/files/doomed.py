@@ -1,8 +1,8 @@
 """Servers that kill themselves while they answer one request: `python -m tests.files.doomed BRIEFS`.
 
 The briefs are a JSON list. Each has `url` and `folder` of the database and the files, `path` and `request` of a POST,
-and `at` and `when` as in tests.batches.doomed. Each gets a process of its own, forked to pay for the imports once.
-Says how each process ended, as JSON.
+and `at` and `when` as in tests.batches.doomed. Each runs in its own process, which is
+forked so that imports are done only once. Prints how each process ended, as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files over HTTP: uploads in any order and of any kind, lists, ranges, and what is left when something goes wrong."""
+"""Files over HTTP: uploads in any order and of any kind, lists, ranges, and what failed uploads leave behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def upload(
 
 
 def form(*parts: tuple[str, bytes], boundary: str = "xYz") -> dict[str, Any]:
-    """A form as it stands, from the Content-Disposition of each part."""
+    """A form as bytes, from the Content-Disposition of each part."""
     body = b"".join(
         b"--%b\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % (boundary.encode(), names.encode(), value)
         for names, value in parts
@@ -59,7 +59,7 @@ async def rows(api: Api) -> int:
 
 
 async def objects(api: Api) -> list[str]:
-    """What the store has, drafts included."""
+    """The contents of the store, including drafts."""
     root = Path(str(api.batchwright.store))
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
@@ -144,7 +144,7 @@ async def test_each_purpose_has_its_own_time_and_other_purposes_are_refused(api:
     assert await objects(api) == before
 
 
-async def test_a_file_expires_when_it_is_told_to(api: Api) -> None:
+async def test_a_file_expires_at_the_given_time(api: Api) -> None:
     http = await api.client()
     for seconds in (3600, 2_592_000):
         times = {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
@@ -175,7 +175,7 @@ async def test_a_file_expires_when_it_is_told_to(api: Api) -> None:
         ({"colour": "red"}, "unknown_parameter", "colour"),
     ],
 )
-async def test_fields_that_make_no_sense_are_refused_and_nothing_is_kept(
+async def test_invalid_fields_are_refused_and_nothing_is_kept(
     api: Api, fields: dict[str, str], code: str, param: str
 ) -> None:
     http = await api.client()
@@ -185,7 +185,7 @@ async def test_fields_that_make_no_sense_are_refused_and_nothing_is_kept(
     await nothing_is_left(api)
 
 
-async def test_forms_that_are_not_whole_are_refused_and_nothing_is_kept(api: Api) -> None:
+async def test_incomplete_forms_are_refused_and_nothing_is_kept(api: Api) -> None:
     http = await api.client()
     whole = form(FILE, PURPOSE)
     cut = {**whole, "content": whole["content"][:-5]}
@@ -219,7 +219,7 @@ async def test_a_file_may_have_every_byte_of_the_limit_and_not_one_more(api: Api
     assert (await rows(api), await objects(api)) == (1, before)
 
 
-async def test_an_upload_is_refused_while_it_still_comes_in(api: Api) -> None:
+async def test_an_upload_is_refused_while_it_still_arrives(api: Api) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -227,7 +227,7 @@ async def test_an_upload_is_refused_while_it_still_comes_in(api: Api) -> None:
         yield form(PURPOSE, ('name="file"', b"begin"))["content"].removesuffix(b"\r\n--xYz--\r\n")
         while True:
             sent += 1000
-            assert sent <= LIMIT + 2000, "somebody reads on after the limit"
+            assert sent <= LIMIT + 2000, "the server must not read beyond the limit"
             yield b"x" * 1000
 
     http = await api.client()
@@ -239,7 +239,7 @@ async def test_an_upload_is_refused_while_it_still_comes_in(api: Api) -> None:
 
 async def test_an_upload_that_announces_too_much_is_refused_at_once(api: Api) -> None:
     async def nobody() -> AsyncIterator[bytes]:
-        raise AssertionError("nobody asks for the body")
+        raise AssertionError("the server must not read the body")
         yield b""
 
     http = await api.client()
@@ -306,7 +306,7 @@ async def test_a_key_belongs_to_its_tenant(api: Api) -> None:
     assert first.json()["id"] != other.json()["id"]
 
 
-async def test_of_uploads_with_one_key_at_the_same_time_one_file_comes(api: Api) -> None:
+async def test_simultaneous_uploads_with_one_key_make_one_file(api: Api) -> None:
     http = await api.client()
     answers = await asyncio.gather(*(upload(http, headers={"Idempotency-Key": "k"}) for _ in range(8)))
     assert len({answer.json()["id"] for answer in answers}) == 1
@@ -317,7 +317,7 @@ async def test_of_uploads_with_one_key_at_the_same_time_one_file_comes(api: Api)
 # What goes wrong --------------------------------------------------------------------------------------------------
 
 
-async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_commit_whose_answer_was_lost_makes_no_second_file(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     add, calls = api.batchwright.part(BatchesPart).files.add, 0
 
     async def forgetful(self: Any, new: Any, **options: Any) -> Any:
@@ -340,7 +340,7 @@ async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkey
     ("error", "status", "kept"),
     [(DatabaseUnavailable("away"), 503, 1), (Conflict("no"), 409, 0)],
 )
-async def test_bytes_are_kept_where_a_row_may_have_come_of_them(
+async def test_bytes_are_kept_if_their_row_may_have_been_committed(
     api: Api, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, kept: int
 ) -> None:
     async def failing(*_: object, **__: object) -> None:
@@ -355,7 +355,7 @@ async def test_bytes_are_kept_where_a_row_may_have_come_of_them(
     ("error", "code"),
     [(StorageFull("no room in /secret/place"), "storage_full"), (StorageUnavailable("away"), "storage_unavailable")],
 )
-async def test_a_store_that_does_not_take_the_file_asks_for_patience(
+async def test_if_the_store_refuses_the_file_the_client_is_asked_to_retry_later(
     api: Api, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
     async def failing(*_: object, **__: object) -> None:
@@ -368,7 +368,7 @@ async def test_a_store_that_does_not_take_the_file_asks_for_patience(
     assert await rows(api) == 0
 
 
-async def test_a_client_that_goes_away_in_the_middle_leaves_nothing_and_is_no_error_of_ours(
+async def test_a_client_that_disconnects_during_an_upload_leaves_nothing_and_logs_no_error(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = asyncio.Event()
@@ -404,7 +404,7 @@ async def gone_away(url: str, body: bytes, begun: asyncio.Event) -> None:
     await writer.wait_closed()
 
 
-# Look, download, delete -------------------------------------------------------------------------------------------
+# Get, list, download and delete -----------------------------------------------------------------------------------
 
 
 async def test_files_are_listed_page_by_page_in_both_orders(api: Api) -> None:
@@ -430,7 +430,7 @@ async def test_files_are_listed_page_by_page_in_both_orders(api: Api) -> None:
     assert empty == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 
-async def test_lists_refuse_what_they_do_not_know(api: Api) -> None:
+async def test_lists_refuse_unknown_parameters(api: Api) -> None:
     http = await api.client()
     for params, code in (
         ({"limit": 0}, "integer_below_min_value"),
@@ -514,7 +514,7 @@ async def test_a_range_is_served(api: Api, range: str, part: tuple[int, int] | N
         "bytes = 0-1",
     ],
 )
-async def test_what_is_no_single_range_gets_the_whole_file(api: Api, range: str) -> None:
+async def test_a_request_without_a_single_valid_range_gets_the_whole_file(api: Api, range: str) -> None:
     http = await api.client()
     id = (await stored_file(api.batchwright, b"0123456789")).id
     answer = await http.get(f"/v1/files/{id}/content", headers={"Range": range})
@@ -523,7 +523,7 @@ async def test_what_is_no_single_range_gets_the_whole_file(api: Api, range: str)
     assert answer.headers["content-type"] == "application/octet-stream"
 
 
-async def test_a_range_is_served_only_of_the_file_that_the_client_has_begun(api: Api) -> None:
+async def test_a_range_is_served_only_if_the_file_is_unchanged(api: Api) -> None:
     http = await api.client()
     ids = [(await stored_file(api.batchwright, data)).id for data in (b"0123456789", b"abcdefghij")]
     mine, other = [(await http.get(f"/v1/files/{id}/content")).headers["etag"] for id in ids]
@@ -545,7 +545,7 @@ async def test_an_empty_file_has_no_range(api: Api) -> None:
     fails(await http.get(f"/v1/files/{id}/content", headers={"Range": "bytes=0-"}), 416)
 
 
-async def test_a_download_is_read_a_part_at_a_time_and_only_while_somebody_listens(
+async def test_a_download_is_read_part_by_part_and_only_while_the_client_is_connected(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mib = 1024 * 1024
@@ -575,7 +575,7 @@ async def test_a_download_is_read_a_part_at_a_time_and_only_while_somebody_liste
     assert len(asked) < 8
 
 
-async def test_an_object_that_is_missing_is_no_half_answer(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_object_is_an_error_and_not_a_partial_answer(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     http = await api.client()
     file = await stored_file(api.batchwright)
     await api.batchwright.store.delete(file.key)

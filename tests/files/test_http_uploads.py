@@ -101,7 +101,7 @@ async def test_parts_that_came_in_any_order_become_the_file_that_was_announced(a
     assert (empty["bytes"], empty["expires_at"] - empty["created_at"]) == (0, 3600)
 
 
-async def test_an_upload_is_completed_once_however_often_it_is_asked_for(api: Api) -> None:
+async def test_an_upload_is_completed_once_however_often_that_is_requested(api: Api) -> None:
     http = await api.client()
     id = await create(http, 6)
     first, second = await add(http, id, b"abc"), await add(http, id, b"def")
@@ -120,7 +120,7 @@ async def test_an_upload_is_completed_once_however_often_it_is_asked_for(api: Ap
     assert fails(await complete(http, id, [first, second]), 404) == f"No such File object: {file}"
 
 
-async def test_parts_that_are_not_the_file_are_refused_and_the_upload_stays_open(api: Api) -> None:
+async def test_parts_that_do_not_match_the_announced_file_are_refused_and_the_upload_stays_open(api: Api) -> None:
     http = await api.client()
     id, other = await create(http, 6), await create(http, 3)
     first, second, foreign = await add(http, id, b"abc"), await add(http, id, b"def"), await add(http, other, b"abc")
@@ -183,7 +183,7 @@ async def test_an_upload_has_the_same_limits_as_a_file(
     assert await api.sql("SELECT FROM batchwright.upload") == []
 
 
-async def test_forms_that_are_no_part_leave_nothing(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forms_that_are_not_a_part_leave_nothing_behind(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     http = await api.client()
     id = await create(http, 1000)
     path = f"/v1/uploads/{id}/parts"
@@ -248,7 +248,7 @@ async def test_an_upload_that_ends_while_its_parts_are_put_together_ends_once(
     assert (await files(http), await objects(api)) == ([], [f"uploads/{id}/{part}"])
 
 
-async def test_a_commit_whose_answer_was_lost_is_no_second_file(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_commit_whose_answer_was_lost_makes_no_second_file(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     http = await api.client()
     id = await create(http, 6)
     for name in ("add_part", "_commit"):
@@ -295,7 +295,7 @@ async def doomed(briefs: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.thorough
 async def test_a_server_that_is_killed_between_two_steps_leaves_no_half_file(api: Api, database_url: str) -> None:
-    """Four processes, each killed at another step; whoever sends the request again gets the one file."""
+    """Four processes are killed, each at another step; repeating the request returns the same file."""
     http = await api.client()
     folder = Path(str(api.batchwright.store)).parent
 
@@ -322,5 +322,5 @@ async def test_a_server_that_is_killed_between_two_steps_leaves_no_half_file(api
         found.add(file)
     assert sorted(await files(http)) == sorted(found)
     assert len(found) == len(DEATHS)
-    # Left for the garbage collector: the objects of those that died before their commit.
+    # Only the objects of processes that died before their commit are left for the garbage collector.
     assert len([one for one in await objects(api) if one.startswith("files/")]) == len(DEATHS) + 2

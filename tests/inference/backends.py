@@ -14,7 +14,7 @@ REFUSAL_SECONDS = 0.03
 
 
 class Refusing:
-    """Runs so many at a time and refuses the rest at once; how many may change with time."""
+    """Runs a number of requests at a time, which may change, and refuses others at once."""
 
     def __init__(self, capacity, seconds=0.5, spread=0.3, seed=1):
         self._capacity = capacity
@@ -25,7 +25,7 @@ class Refusing:
         self._ends = []
 
     def take(self, id, now):
-        """(time, id, was it answered) of what is now known to end."""
+        """(time, id, is answered) of the requests whose end is known."""
         if self._running >= self._capacity(now):
             heapq.heappush(self._ends, (now + REFUSAL_SECONDS, id, False))
         else:
@@ -43,7 +43,7 @@ class Refusing:
 
 
 class Queueing:
-    """As vLLM: all running requests share a step that slows with their number; the rest queue, none is refused.
+    """Like vLLM: all running requests share a step that slows with their number; others queue, and none is refused.
 
     Progress is counted in work that every running request has done since the beginning, so one heap is enough.
     """
@@ -112,7 +112,7 @@ class Seen:
 
 
 def run(backend, limit, *, since=60.0, until=120.0):
-    """Requests without end: a refused one steps aside, and another takes its turn."""
+    """Sends requests without end; a refused one waits, and another one takes its turn."""
     ids = itertools.count()
     sent: dict[int, Sent] = {}
     seen, limits, now = Seen(), [], 0.0

@@ -1,4 +1,4 @@
-"""A ledger in memory, which holds callers to the order of its calls."""
+"""A ledger in memory, which checks the order of its calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MemoryLedger:
         self.usage = {}
         self.failed = {}
         self.refusals = []
-        """Errors that `begin` raises, one for each call; None lets one pass."""
+        """Errors that `begin` raises, one for each call; None means that the call succeeds."""
 
     @property
     def open(self):
@@ -20,7 +20,7 @@ class MemoryLedger:
 
     @property
     def tokens(self):
-        """All that was paid for, settled or not."""
+        """All paid tokens, settled or not."""
         paid = [*self.usage.values(), *(answer.usage for _, answer in self.failed.values())]
         return sum(one.input or 0 for one in paid), sum(one.output or 0 for one in paid)
 

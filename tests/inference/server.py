@@ -1,4 +1,4 @@
-"""A raw HTTP server on the loopback that does what the path says, and remembers what it saw."""
+"""A raw HTTP server on the loopback that answers by path, and records requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
 
 
 class RawServer:
-    """`reply` decides: bytes are sent as they are; None keeps silent; an empty answer drops the connection."""
+    """`reply` decides: bytes are sent unchanged, None sends nothing, and empty bytes close the connection."""
 
     def __init__(self) -> None:
         self.heads: list[dict[str, str]] = []

@@ -19,7 +19,7 @@ BACKENDS = {
 
 @functools.cache
 def best_fixed(name):
-    """A fixed limit above a hard one keeps it as busy, only with refusals: one such is enough."""
+    """Of fixed limits above the server's hard limit, one is enough: they only cause more refusals."""
     limits = FIXED if "queues" in name or "slows" in name else FIXED[:5]
     return max(run(BACKENDS[name](1), Fixed(limit)).answered for limit in limits)
 
@@ -32,18 +32,18 @@ def test_it_comes_close_to_the_best_fixed_limit(name, seed):
     assert seen.wasted_of_all <= 0.02 * seen.calls
 
 
-def test_it_does_not_bury_a_server_that_queues():
+def test_it_does_not_overload_a_server_that_queues():
     limits = [run(Queueing(32, seed=seed), adaptive()).limits for seed in (1, 2, 3)]
     assert all(mean <= 4 * 32 for _, mean, _ in limits), limits
 
 
-def test_it_waits_out_a_server_that_refuses_everything():
+def test_it_waits_while_a_server_refuses_everything():
     seen = run(Refusing(lambda now: 0 if 20 < now < 50 else 64, seed=1), adaptive())
     assert seen.wasted_of_all <= 0.02 * seen.calls
     assert seen.answered >= 0.6 * best_fixed("refuses beyond 64")
 
 
-def test_it_follows_a_server_that_lost_half_of_its_replicas():
+def test_it_adapts_to_a_server_that_lost_half_of_its_replicas():
     seen = run(Refusing(lambda now: 64 if now < 30 else 32, seed=1), adaptive())
     assert seen.answered >= 0.9 * 0.5 * best_fixed("refuses beyond 64")
     assert seen.wasted_of_all <= 0.02 * seen.calls

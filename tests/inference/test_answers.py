@@ -1,4 +1,4 @@
-"""What an answer means, as tables."""
+"""How answers are classified, as tables."""
 
 import email.utils
 import json
@@ -77,7 +77,7 @@ def test_the_status_and_the_body_decide(status, body, verdict, code, overload):
     ],
 )
 @pytest.mark.parametrize("status", [None, 200, 429])
-def test_a_failure_on_the_way_decides_before_any_status(failure, verdict, overload, status):
+def test_a_failure_of_the_connection_decides_before_any_status(failure, verdict, overload, status):
     found = judged(status, b"", failure=failure, detail="because")
     assert (found.verdict, found.code, found.message) == (verdict, failure.value, "because")
     assert found.is_overload == overload
@@ -111,7 +111,7 @@ def test_retry_after_is_seconds_or_a_date_and_capped(text, seconds):
     assert retry_after_seconds(text, now=NOW) == seconds
 
 
-def test_pauses_double_up_to_the_longest_and_never_undercut_the_server():
+def test_pauses_double_up_to_the_longest_and_are_never_shorter_than_retry_after():
     random.seed(1)
     for attempt, least, most in [(1, 0.5, 1.0), (2, 1.0, 2.0), (4, 4.0, 8.0), (50, 30.0, 60.0)]:
         pauses = [pause_seconds(judged(500), attempt, initial=1.0, longest=60.0) for _ in range(200)]
@@ -179,7 +179,7 @@ def test_any_json_object_survives_byte_for_byte(value, indent, ascii):
     except UnicodeEncodeError:
         return
     found = judged(200, body)
-    if found.code == "invalid_response":  # half a surrogate pair, written as an escape, is no text
+    if found.code == "invalid_response":  # half a surrogate pair, written as an escape, is not valid text
         assert "\\ud" in text
         return
     assert b"\n" not in found.body
@@ -188,7 +188,7 @@ def test_any_json_object_survives_byte_for_byte(value, indent, ascii):
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=40).map(lambda inner: b'{"a": "' + inner + b'"}'))
-def test_whatever_comes_the_body_is_one_line_of_json(body):
+def test_any_body_becomes_one_line_of_json(body):
     found = judged(200, body)
     assert b"\n" not in found.body
     assert b"\r" not in found.body
@@ -201,7 +201,7 @@ def test_whatever_comes_the_body_is_one_line_of_json(body):
 @pytest.mark.parametrize(
     "body", [b'{"a": "x\ny"}', b'{"a": "\xff"}', b'{"a": NaN}', b"{} {}", b"\xef\xbb\xbf{}", b'{"a":' + b"[" * 5000]
 )
-def test_what_is_almost_json_is_kept_as_text(body):
+def test_a_body_that_is_almost_json_is_kept_as_text(body):
     found = judged(200, body)
     assert found.code == "invalid_response"
     assert json.loads(found.body) == body.decode("utf-8", "replace")

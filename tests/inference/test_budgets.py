@@ -45,7 +45,7 @@ async def test_a_rate_below_one_a_second_still_lets_single_requests_pass(queue, 
     assert pauses == 2
 
 
-async def test_tokens_that_were_not_foreseen_are_a_debt(queue, clock):
+async def test_tokens_beyond_the_estimate_are_a_debt(queue, clock):
     await clock.advance(queue, 0)
     moments = []
 
@@ -61,7 +61,7 @@ async def test_tokens_that_were_not_foreseen_are_a_debt(queue, clock):
     assert 4 <= len(moments) <= 6
 
 
-async def test_paying_a_debt_does_not_press_the_database(queue):
+async def test_paying_a_debt_needs_few_statements(queue):
     pauses = 0
 
     async def pause(seconds):
@@ -77,8 +77,8 @@ async def test_paying_a_debt_does_not_press_the_database(queue):
             await budget.take(10)
 
 
-async def test_what_is_not_needed_stays_in_the_bucket(queue, clock):
-    """Neither requests while a debt of tokens is paid nor tokens while requests are waited for pile up here."""
+async def test_requests_and_tokens_that_are_not_needed_stay_in_the_bucket(queue, clock):
+    """The worker collects no requests while it pays a debt of tokens, and no tokens while it waits for requests."""
     await clock.advance(queue, 0)
     waited = 0
 
@@ -101,7 +101,7 @@ async def test_what_is_not_needed_stays_in_the_bucket(queue, clock):
     assert waited >= 7
 
 
-async def test_a_clock_that_was_set_back_stops_nobody_for_long(queue, clock):
+async def test_a_clock_that_was_set_back_delays_requests_only_shortly(queue, clock):
     await clock.advance(queue, 3600)
     pauses = 0
 
@@ -118,7 +118,7 @@ async def test_a_clock_that_was_set_back_stops_nobody_for_long(queue, clock):
     assert pauses <= 3
 
 
-async def test_a_request_that_is_not_wanted_any_more_waits_no_longer(queue, clock):
+async def test_a_cancelled_request_stops_waiting(queue, clock):
     await clock.advance(queue, 0)
     budget = Budget(queue.database, "gateway", Rate(requests=0.01, tokens=1e9), lambda _: asyncio.sleep(0))
     assert await budget.take(1)
@@ -126,7 +126,7 @@ async def test_a_request_that_is_not_wanted_any_more_waits_no_longer(queue, cloc
     assert not await budget.take(1, lambda: next(answers))
 
 
-async def test_other_rates_at_the_same_server_are_another_budget(queue, clock):
+async def test_other_rates_at_the_same_server_make_a_separate_budget(queue, clock):
     await clock.advance(queue, 0)
     pauses = 0
 
@@ -149,7 +149,7 @@ async def test_a_gateway_without_rates_has_no_budget():
     assert Rate.of(GatewaySettings(url="http://h:1")) is None
 
 
-async def test_only_workers_that_live_and_run_the_operation_share_a_gateway(queue):
+async def test_only_live_workers_that_run_the_operation_share_a_gateway(queue):
     assert await live_workers(queue.database, "batch.shard") == 1
     columns = {"host": "h", "pid": 1, "version": "0", "queues": None, "concurrency": 1}
     for id, operations in (("a", ["batch.shard"]), ("b", ["batch.shard"]), ("c", ["noop"]), ("d", ["batch.shard"])):

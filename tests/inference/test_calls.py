@@ -1,4 +1,4 @@
-"""What an answer means for the work, and how its cost is shared out."""
+"""How answers affect the work, and how their cost is divided."""
 
 import orjson
 import pytest
@@ -41,7 +41,7 @@ def said(status, error=None, *, inputs=1, **more):
         (308, None, "redirect_refused"),
     ],
 )
-def test_what_no_input_can_change_is_fatal_for_the_credential(status, error, code):
+def test_an_error_that_does_not_depend_on_the_input_is_fatal_for_the_credential(status, error, code):
     found = said(status, error)
     assert isinstance(found, Fatal)
     assert (found.scope, found.code) == ("credential", code)
@@ -62,7 +62,7 @@ def test_too_many_requests_wait_as_long_as_the_server_asks():
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 500, 502, 503, 504, 529])
-def test_trouble_of_the_server_is_transient(status):
+def test_an_error_of_the_server_is_transient(status):
     found = said(status, {"type": "server_error"})
     assert isinstance(found, Transient)
     assert found.code == "server_error"
@@ -87,7 +87,7 @@ def test_a_page_of_a_proxy_is_transient():
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_what_the_server_will_not_do_is_refused_and_names_the_field(status):
+def test_a_request_that_the_server_refuses_fails_with_the_name_of_the_field(status):
     found = said(status, {"code": "invalid_value", "param": "input"}, inputs=12)
     assert isinstance(found, Refused)
     assert (found.code, found.param) == ("invalid_value", "input")
@@ -95,13 +95,13 @@ def test_what_the_server_will_not_do_is_refused_and_names_the_field(status):
 
 
 @pytest.mark.parametrize("code", ["invalid_request", "redirect_refused", "invalid_response", "response_too_large"])
-def test_our_own_words_in_the_mouth_of_the_server_do_not_count(code):
+def test_our_own_error_codes_in_an_answer_of_the_server_are_ignored(code):
     assert isinstance(said(400, {"code": code}), Refused)
     assert isinstance(said(500, {"code": code}), Transient)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, Refused), (418, Fatal), (429, RateLimited), (503, Transient)])
-def test_a_page_instead_of_an_error_counts_by_its_status(status, kind):
+def test_a_web_page_instead_of_an_error_is_classified_by_its_status(status, kind):
     assert isinstance(said(status, body=b"<html>no"), kind)
 
 
@@ -115,14 +115,14 @@ def test_an_unknown_4xx_is_fatal_for_the_item_alone():
     assert (found.scope, found.code) == ("item", "teapot")
 
 
-def test_an_error_inside_a_200_counts_by_the_status_that_it_names():
+def test_an_error_inside_a_200_is_classified_by_the_status_in_it():
     assert isinstance(said(200, {"code": 429}), RateLimited)
     assert isinstance(said(200, {"code": 401}), Fatal)
     assert isinstance(said(200, {"code": "overloaded"}), Transient)
 
 
 @pytest.mark.parametrize("error", [{"code": SECRET}, {"code": "x" * 65}, {"code": ["a"]}, {"type": "a\nb"}])
-def test_a_code_that_is_no_code_is_not_repeated(error):
+def test_an_invalid_code_is_not_repeated(error):
     assert said(400, error).code == "http_400"
 
 
@@ -131,11 +131,11 @@ def test_any_body_has_a_category(body):
     assert isinstance(said(400, body=body), SchemaInvalid)
 
 
-def test_a_request_id_that_is_none_is_not_repeated():
+def test_an_invalid_request_id_is_not_repeated():
     assert "request" not in str(said(500, {}, request_id=SECRET))
 
 
-def test_an_answer_with_a_result_is_no_error():
+def test_an_answer_with_a_result_is_not_an_error():
     assert error_of(answered(200, body=b'{"data":[]}'), inputs=1) is None
 
 

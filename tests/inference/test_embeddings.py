@@ -67,7 +67,7 @@ def unit(text):
     return pytest.approx([number / length for number in vector], abs=1e-6)
 
 
-async def test_many_texts_go_in_few_requests_and_come_back_at_length_one(provider, embedder, ledger):
+async def test_many_texts_are_sent_in_few_requests_and_vectors_get_length_one(provider, embedder, ledger):
     wanted = texts(10)
     await embedder.embed(wanted, ledger)
     assert [one["inputs"] for one in provider.entries] == [4, 4, 2]
@@ -84,7 +84,7 @@ async def test_the_ledger_holds_the_bill_and_each_call_its_id(provider, embedder
     assert {one["id"] for one in provider.entries} == ledger.usage.keys() == ledger.begun.keys()
 
 
-async def test_a_pack_keeps_to_the_most_tokens_and_a_text_over_it_goes_alone(provider, ledger):
+async def test_a_pack_has_at_most_the_allowed_tokens_and_a_longer_text_is_sent_alone(provider, ledger):
     async with embedder_of(provider, limits=PackLimits(tokens=100)) as embedder:
         wanted = {b"a": "x" * 150, b"b": "x" * 120, b"c": "x" * 600, b"d": "x" * 150, b"e": "x" * 150}
         await embedder.embed(wanted, ledger)
@@ -122,7 +122,7 @@ async def test_several_refused_texts_are_all_named(provider, embedder, ledger):
     assert len(ledger.values) == 9
 
 
-async def test_a_server_that_takes_no_text_at_all_is_not_asked_for_each(provider, ledger):
+async def test_if_a_server_refuses_all_texts_they_are_not_sent_one_by_one(provider, ledger):
     async with embedder_of(provider) as embedder:
         with pytest.raises(SchemaInvalid):
             await embedder.embed({f"{n:04}".encode(): MARKER for n in range(500)}, ledger)
@@ -130,7 +130,7 @@ async def test_a_server_that_takes_no_text_at_all_is_not_asked_for_each(provider
     assert provider.entries == []
 
 
-async def test_a_field_that_the_server_does_not_know_is_no_fault_of_a_text(provider, ledger):
+async def test_a_field_that_the_server_does_not_know_fails_no_text(provider, ledger):
     provider.set(refused_fields=["dimensions"])
     async with embedder_of(provider, dimensions=8) as embedder:
         with pytest.raises(Refused) as caught:
@@ -194,14 +194,14 @@ async def test_each_fault_has_its_category_and_the_next_attempt_pays_for_the_res
     assert ledger.tokens[0] == provider.bill["input_tokens"] - sum(one["input_tokens"] for one in lost)
 
 
-async def test_siblings_of_a_failed_pack_are_settled(provider, embedder, ledger):
+async def test_packs_beside_a_failed_one_are_settled(provider, embedder, ledger):
     provider.set(next=["error"])
     with pytest.raises(Transient):
         await embedder.embed(texts(12), ledger)
     assert len(ledger.values) == 8
 
 
-async def test_the_worst_error_wins(provider, ledger):
+async def test_the_worst_error_is_raised(provider, ledger):
     async with embedder_of(provider, limits=PackLimits(inputs=1), concurrency=3) as embedder:
         provider.set(next=["rate_limited", "unauthorized", "error"], delay_seconds=0.05)
         with pytest.raises(Fatal):
@@ -215,7 +215,7 @@ async def test_the_worst_error_wins(provider, ledger):
 
 
 @pytest.mark.parametrize("fault", ["unauthorized", "rate_limited"])
-async def test_what_all_would_meet_is_met_once(provider, ledger, fault):
+async def test_an_error_that_concerns_all_packs_stops_the_others(provider, ledger, fault):
     provider.set(rates={fault: 1.0})
     async with embedder_of(provider, limits=PackLimits(inputs=1), concurrency=2) as embedder:
         with pytest.raises((Fatal, RateLimited)):
@@ -223,7 +223,7 @@ async def test_what_all_would_meet_is_met_once(provider, ledger, fault):
     assert len(provider.requests) <= 2
 
 
-async def test_a_server_that_is_away_is_asked_a_few_times(provider, ledger):
+async def test_an_unavailable_server_is_tried_a_few_times(provider, ledger):
     provider.set(rates={"drop": 1.0})
     async with embedder_of(provider, limits=PackLimits(inputs=1), concurrency=1) as embedder:
         with pytest.raises(Transient):
@@ -246,7 +246,7 @@ async def test_an_error_of_the_ledger_is_passed_on_as_it_is(provider, embedder, 
     assert provider.requests == []
 
 
-async def test_so_many_requests_are_in_flight_over_all_who_embed(provider, ledger):
+async def test_the_number_of_requests_in_flight_is_limited_over_all_callers(provider, ledger):
     provider.set(delay_seconds=0.02)
     async with embedder_of(provider, limits=PackLimits(inputs=1), concurrency=3) as embedder:
         parts = [{key: text} for key, text in texts(12).items()]
@@ -254,7 +254,7 @@ async def test_so_many_requests_are_in_flight_over_all_who_embed(provider, ledge
     assert provider.running_max == 3
 
 
-async def test_an_answer_that_has_come_is_settled_though_the_work_is_cancelled(provider, embedder):
+async def test_an_answer_that_has_arrived_is_settled_although_the_work_is_cancelled(provider, embedder):
     class Slow(MemoryLedger):
         settling = asyncio.Event()
         go_on = asyncio.Event()
@@ -289,7 +289,7 @@ async def test_half_a_character_is_refused_before_anything_is_sent(provider, emb
     assert ledger.begun == {}
 
 
-async def test_one_vector_without_a_direction_fails_alone(model_server, ledger):
+async def test_a_zero_vector_fails_alone(model_server, ledger):
     good, bad = array("f", [3.0, 4.0]), array("f", [math.nan, 1.0])
     data = [{"index": n, "embedding": base64.b64encode(one).decode()} for n, one in enumerate((good, bad))]
     usage = {"prompt_tokens": 5, "total_tokens": 5}
@@ -302,7 +302,7 @@ async def test_one_vector_without_a_direction_fails_alone(model_server, ledger):
     assert ledger.tokens == (5, 0)
 
 
-async def test_nothing_to_embed_is_no_request(provider, embedder, ledger):
+async def test_without_texts_no_request_is_sent(provider, embedder, ledger):
     await embedder.embed({}, ledger)
     assert provider.requests == []
 
@@ -345,7 +345,7 @@ def test_an_answer_of_the_wrong_shape_is_refused(body, code):
     assert caught.value.code == code
 
 
-def test_a_body_asks_for_what_is_wanted():
+def test_a_body_has_the_wanted_fields():
     assert embedding_body("m", ["a"]) == {"model": "m", "input": ["a"], "encoding_format": "base64"}
     assert embedding_body("m", ["a"], 8, is_base64=False) == {"model": "m", "input": ["a"], "dimensions": 8}
 

@@ -1,4 +1,4 @@
-"""The one `send()`, against a raw server that does what real ones do on bad days."""
+"""`send()`, with a raw server that fails like real ones."""
 
 import asyncio
 import dataclasses
@@ -58,7 +58,7 @@ async def test_a_request_goes_out_byte_for_byte_with_its_headers(model_server):
     }
 
 
-async def test_fixed_headers_and_the_key_win_over_those_of_a_request(model_server, tmp_path, monkeypatch, caplog):
+async def test_fixed_headers_and_the_key_override_those_of_a_request(model_server, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     (tmp_path / "token").write_text("Basic first\n")
     fixed = header_pairs({"X-Team": "search", "X-Tenant": "env:TENANT", "x-token": f"file:{tmp_path / 'token'}"})
@@ -72,7 +72,7 @@ async def test_fixed_headers_and_the_key_win_over_those_of_a_request(model_serve
     first, second = model_server.heads
     assert (first["x-team"], first["x-tenant"], first["x-token"]) == ("search", "acme", "Basic first")
     assert (first["authorization"], first["x-priority"]) == (f"Bearer {KEY}", "low")
-    assert second["x-token"] == "Basic second", "a file that was exchanged is read again"
+    assert second["x-token"] == "Basic second", "a changed file is read again"
     for text in (repr(one), repr(one.settings), caplog.text):
         assert not any(secret in text for secret in ("acme", "Basic", KEY, "search"))
 
@@ -99,7 +99,7 @@ async def test_an_answer_carries_status_body_and_the_servers_request_id(model_se
     assert model_server.connections == 1
 
 
-async def test_an_answer_carries_what_the_server_says_of_its_limits_if_it_does(model_server):
+async def test_an_answer_has_the_servers_rate_limits_if_it_sends_them(model_server):
     one = gateway(model_server)
     assert (await one.send(request())).rates is None
     said = ("limit-requests: 60", "remaining-requests: 59", "reset-requests: 1s", "remaining-tokens: 9000")
@@ -184,7 +184,7 @@ async def test_half_an_answer_in_time_is_a_timeout_too(model_server):
     assert (found.verdict, found.code) == (Verdict.COUNTED, "request_timeout")
 
 
-async def test_the_deadline_cuts_a_request_short_and_blames_nobody(model_server):
+async def test_the_deadline_aborts_a_request_and_does_not_count_as_a_failure_of_the_server(model_server):
     model_server.replies["/silent"] = None
     one = gateway(model_server)
     cut = await one.send(request("/silent", seconds_left=0.2))
@@ -218,7 +218,7 @@ async def test_an_answer_that_is_too_long_is_cut_off_and_its_connection_closed(m
     await asyncio.wait_for(model_server.gone, 5)
 
 
-async def test_a_length_that_lies_does_not_lift_the_limit(model_server):
+async def test_a_wrong_content_length_does_not_lift_the_limit(model_server):
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
     model_server.replies["/lies"] = head + chunk * 300 + b"0\r\n\r\n"
@@ -227,7 +227,7 @@ async def test_a_length_that_lies_does_not_lift_the_limit(model_server):
     assert len(found.body) <= 2
 
 
-async def test_a_redirect_is_an_answer_and_the_key_goes_nowhere(model_server):
+async def test_a_redirect_is_an_answer_and_the_key_is_not_sent_on(model_server):
     async with RawServer() as other:
         for status in (301, 302, 307, 308):
             model_server.replies[f"/{status}"] = answer(b"", f"{status} Moved", f"location: {other.url}/v1/stolen")
@@ -298,7 +298,7 @@ async def test_closing_ends_what_is_in_flight(model_server):
 # Keys
 
 
-async def test_nothing_shows_a_key(model_server, caplog, tmp_path):
+async def test_no_output_shows_a_key(model_server, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     file = tmp_path / "key"
     file.write_text(KEY + "\n")
@@ -313,7 +313,9 @@ async def test_nothing_shows_a_key(model_server, caplog, tmp_path):
     assert KEY not in str(dataclasses.asdict(settings))
 
 
-async def test_a_changed_key_is_used_after_a_minute_and_a_lost_one_does_no_harm(model_server, tmp_path, monkeypatch):
+async def test_a_changed_key_is_used_after_a_minute_and_if_the_file_is_gone_the_old_one_is_kept(
+    model_server, tmp_path, monkeypatch
+):
     file = tmp_path / "key"
     file.write_text("first")
     one = gateway(model_server, api_key_file=file)
@@ -370,7 +372,7 @@ def test_each_model_has_its_gateway_and_equal_settings_share_a_client():
     assert both.of("unknown") is None
 
 
-def test_both_or_neither_is_an_error_that_says_what_to_write():
+def test_two_kinds_of_gateways_or_none_are_refused_with_an_example():
     some = GatewaySettings(url="http://a:1")
     with pytest.raises(ConfigurationError, match="both global_inference_gateway and model_gateways are set; keep"):
         Gateways(some, {"m": some})
@@ -413,7 +415,7 @@ async def secure(certificates):
     await server.__aexit__()
 
 
-async def test_both_sides_show_their_certificates(secure, certificates):
+async def test_server_and_client_certificates_are_used(secure, certificates):
     pair = {"tls_client_cert_file": certificates / "peer.pem", "tls_client_key_file": certificates / "peer.key"}
     trusted = await gateway(secure, tls_ca_cert_file=certificates / "ca.pem", **pair).send(request())
     assert trusted.succeeded
@@ -447,7 +449,7 @@ def test_certificates_are_checked_at_start(certificates, tmp_path):
 def test_the_http_library_is_imported_by_two_modules_only():
     source = Path(gateway_module.__file__).parents[1]
     users = [file.name for file in source.rglob("*.py") if "import wreq" in file.read_text(encoding="utf-8")]
-    assert sorted(users) == ["gateway.py", "http.py"], "one for model servers, one for services"
+    assert sorted(users) == ["gateway.py", "http.py"], "one module is for model servers, one for services"
 
 
 async def test_a_timeout_names_its_duration_and_its_setting(model_server):
@@ -459,7 +461,7 @@ async def test_a_timeout_names_its_duration_and_its_setting(model_server):
 
 async def test_the_wrong_scheme_is_named(model_server):
     async def refuse(reader, writer):
-        """As servers of plain HTTP answer to a TLS handshake."""
+        """The server answers like servers of plain HTTP do to a TLS handshake."""
         await reader.read(1)
         writer.write(answer(b"", "400 Bad Request"))
         writer.close()
@@ -485,7 +487,7 @@ async def test_a_redirect_names_the_server_that_it_leads_to_and_no_more(model_se
     )
 
 
-async def test_a_web_page_is_told_from_a_broken_answer(model_server):
+async def test_a_web_page_is_distinguished_from_a_broken_answer(model_server):
     model_server.replies["/a"] = answer(b"\n<!DOCTYPE html><html></html>")
     found = await gateway(model_server).send(request("/a"))
     assert found.message == "the server answered 200 with HTML, as a web site or a proxy does"

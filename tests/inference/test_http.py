@@ -1,4 +1,4 @@
-"""The general client, against a raw server: what goes out, what comes in, and what a failure leaves open."""
+"""The general client, with a raw server: requests, answers, and whether a failed request may have been received."""
 
 import asyncio
 import resource
@@ -56,7 +56,7 @@ async def test_an_answer_has_its_status_headers_and_json(model_server, http):
     assert (answered.headers["retry-after"], answered.headers["x-id"]) == ("7", "r1")
 
 
-async def test_an_answer_that_is_not_json_may_pass(model_server, http):
+async def test_an_answer_that_is_not_json_is_a_transient_error(model_server, http):
     model_server.replies["/"] = answer(b"<html>")
     with pytest.raises(Transient, match="not JSON"):
         (await http.ask("GET", model_server.url)).json()
@@ -93,7 +93,7 @@ async def test_no_proxy_comes_from_the_environment(model_server, monkeypatch):
 
 
 class Pouring:
-    """Answers every request with so many bytes, and swallows whatever is sent."""
+    """A server that answers every request with this many bytes, and reads and drops every body."""
 
     def __init__(self, size):
         self.size = size
@@ -232,7 +232,7 @@ async def test_a_cancelled_upload_closes_its_source(model_server, http):
     await asyncio.wait_for(closed.wait(), 5)
 
 
-async def test_a_service_that_is_not_there_was_sent_nothing(http):
+async def test_nothing_was_sent_to_an_unreachable_service(http):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(NoAnswer, match="could not be reached: connection refused") as caught:
@@ -240,13 +240,13 @@ async def test_a_service_that_is_not_there_was_sent_nothing(http):
     assert (caught.value.failure, caught.value.was_sent) == (Failure.CONNECT, False)
 
 
-async def test_a_url_that_is_none_was_sent_nothing(http):
+async def test_nothing_was_sent_to_an_invalid_url(http):
     with pytest.raises(NoAnswer, match="cannot be sent") as caught:
         await http.ask("POST", "http://", body=b"{}")
     assert (caught.value.failure, caught.value.was_sent) == (Failure.UNSENDABLE, False)
 
 
-async def test_a_connection_that_is_not_made_in_time_was_sent_nothing():
+async def test_nothing_was_sent_if_the_connection_was_not_made_in_time():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         address = server.getsockname()
         with socket.create_connection(address), socket.socket() as second:
@@ -258,14 +258,14 @@ async def test_a_connection_that_is_not_made_in_time_was_sent_nothing():
     assert (caught.value.failure, caught.value.was_sent) == (Failure.CONNECT, False)
 
 
-async def test_a_silent_service_may_have_taken_the_request(model_server, http):
+async def test_a_silent_service_may_have_received_the_request(model_server, http):
     model_server.replies["/"] = None
     with pytest.raises(NoAnswer, match="the request timed out") as caught:
         await http.ask("POST", model_server.url, body=b"{}", seconds=0.2)
     assert (caught.value.failure, caught.value.was_sent) == (Failure.TIMEOUT, True)
 
 
-async def test_a_dropped_connection_may_have_taken_the_request_which_is_not_sent_again(model_server, http):
+async def test_after_a_dropped_connection_the_request_may_have_been_received_and_is_not_resent(model_server, http):
     await http.ask("GET", f"{model_server.url}/first")
     model_server.replies["/"] = b""
     with pytest.raises(NoAnswer, match="connection was lost") as caught:
@@ -275,7 +275,7 @@ async def test_a_dropped_connection_may_have_taken_the_request_which_is_not_sent
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-async def test_half_an_answer_is_none(model_server, http, is_silent):
+async def test_a_partial_answer_is_an_error(model_server, http, is_silent):
     model_server.replies["/half"] = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nsome"
     if not is_silent:
         model_server.then_close.add("/half")
@@ -286,7 +286,7 @@ async def test_half_an_answer_is_none(model_server, http, is_silent):
     assert caught.value.failure is (Failure.TIMEOUT if is_silent else Failure.LOST)
 
 
-async def test_a_service_gets_its_credentials_and_nobody_else_does(model_server, http):
+async def test_credentials_are_sent_only_to_their_service(model_server, http):
     service = Service(http, f"{model_server.url}/base/", key_header)
     await service.ask("GET", "/a", query={"q": "x y"})
     await service.ask("POST", f"{model_server.url}/b?c=d", json={"e": 1}, query={"f": 2})
@@ -324,7 +324,7 @@ async def test_a_signed_url_of_the_service_itself_gets_no_credentials_either(mod
         "https://[",
     ],
 )
-def test_origins_are_compared_whole(url):
+def test_origins_are_compared_completely(url):
     assert origin(url) != origin("https://api.example.com")
 
 

@@ -28,7 +28,7 @@ async def taking(slots, weight=1):
 
 @asynccontextmanager
 async def permitted(limits, model, request_bytes):
-    """As a sender does: the slot of the model first, then the rest."""
+    """Take slots like a sender: that of the model first, then the others."""
     permit = Permit(limits, model)
     if not permit.take_slot_now():
         await permit.take_slot()
@@ -41,7 +41,7 @@ async def permitted(limits, model, request_bytes):
 
 
 class Holder:
-    """A task inside a slot until it is told to leave."""
+    """A task that holds a slot until it is released."""
 
     def __init__(self, slot, log=None, name=None):
         self.inside = asyncio.Event()
@@ -71,7 +71,7 @@ async def test_slots_are_given_in_order_of_arrival():
     assert (slots.in_use, slots.broken) == (0, None)
 
 
-async def test_a_newcomer_does_not_overtake_those_who_wait():
+async def test_a_new_request_does_not_overtake_waiting_ones():
     slots, log = Slots("bytes", 10), []
     small = Holder(taking(slots, 6), log, "small")
     large = Holder(taking(slots, 6), log, "large")
@@ -85,7 +85,7 @@ async def test_a_newcomer_does_not_overtake_those_who_wait():
     await tiny.end()
 
 
-async def test_more_than_the_whole_capacity_passes_alone():
+async def test_a_request_larger_than_the_capacity_runs_alone():
     slots = Slots("bytes", 10)
     one, huge = Holder(taking(slots, 1)), Holder(taking(slots, 50))
     await settle()
@@ -97,7 +97,7 @@ async def test_more_than_the_whole_capacity_passes_alone():
     assert slots.in_use == 0
 
 
-async def test_capacity_changes_at_once_upward_and_by_attrition_downward():
+async def test_capacity_grows_at_once_and_shrinks_as_slots_are_released():
     slots = Slots("m", 1)
     holders = [Holder(taking(slots)) for _ in range(3)]
     await settle()
@@ -122,14 +122,14 @@ async def test_cancelling_at_any_moment_loses_no_slot():
         for holder in random.sample(holders, 8):
             for _ in range(random.randrange(3)):
                 await asyncio.sleep(0)
-            # Leaving and cancelling in the same tick hits a waiter that was just admitted.
+            # Releasing a slot and cancelling in the same tick hits a waiter that was just admitted.
             holder.leave.set()
             random.choice(holders).task.cancel()
         await asyncio.gather(*(holder.task for holder in holders), return_exceptions=True)
         assert (slots.in_use, len(slots._waiting), slots.broken) == (0, 0, None)
 
 
-async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on():
+async def test_a_waiter_that_is_admitted_and_cancelled_at_once_passes_its_slot_on():
     slots = Slots("m", 1)
     first, second, third = (Holder(taking(slots)) for _ in range(3))
     await settle()
@@ -143,7 +143,7 @@ async def test_a_waiter_that_is_admitted_and_cancelled_at_once_hands_its_room_on
     await asyncio.gather(second.task, return_exceptions=True)
 
 
-async def test_a_waiter_that_is_cancelled_just_before_room_comes_is_cancelled_and_nothing_else():
+async def test_a_waiter_that_is_cancelled_just_before_a_slot_is_free_takes_no_slot():
     slots = Slots("m", 1)
     first, second, third = (Holder(taking(slots)) for _ in range(3))
     await settle()
@@ -235,7 +235,7 @@ async def test_cancelled_while_waiting_for_the_second_slot_gives_back_the_first(
     assert limits.broken is None
 
 
-async def test_a_broken_invariant_anywhere_is_seen_on_top():
+async def test_a_broken_invariant_of_any_limit_is_reported_by_the_limits():
     limits = Limits(settings())
     model = limits.of_model("http://a", "m", now=0.0)
     Permit(limits, model).give_back()
@@ -263,7 +263,7 @@ def test_answers_move_the_limit_and_connection_failures_only_the_breaker():
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 502])
-def test_other_failures_say_nothing_about_load(status):
+def test_other_failures_do_not_change_the_limit(status):
     model = Limits(settings()).of_model("http://a", "m", now=0.0)
     model.heard(Sent(0.0, 10), answer(status), 1.0)
     assert model.adaptive.limit == 10
@@ -310,7 +310,7 @@ def test_it_stays_within_its_bounds():
         assert one.limit <= 20
 
 
-def test_refusals_without_any_answer_between_them_call_for_a_pause():
+def test_refusals_without_any_answer_between_them_cause_a_pause():
     one = limit()
     pauses = []
     now = 0.0
@@ -368,7 +368,7 @@ def test_each_failed_probe_doubles_the_pause_up_to_the_longest():
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_crowd_that_fails_together_does_not_prolong_the_pause():
+def test_requests_that_fail_at_the_same_time_do_not_prolong_the_pause():
     one = breaker()
     for _ in range(100):
         one.failed(0.0)
@@ -384,7 +384,7 @@ def test_a_probe_that_never_reports_is_replaced():
     assert one.wait_seconds(16.0) == 0.0
 
 
-def test_a_probe_that_has_not_failed_in_time_opens_the_way_for_all_until_the_next_failure():
+def test_a_probe_that_has_not_failed_in_time_closes_the_breaker_until_the_next_failure():
     one = breaker()
     for _ in range(5):
         one.failed(0.0)
@@ -403,8 +403,8 @@ def test_a_probe_has_the_time_that_connecting_may_take():
     assert one.wait_seconds(60.0) > 0.0
 
 
-def test_another_thread_may_ask_whether_anything_is_broken_while_a_model_is_added():
-    """The thread of the leases says so with its heartbeat."""
+def test_another_thread_can_check_whether_anything_is_broken_while_a_model_is_added():
+    """The lease thread reports that with its heartbeat."""
     limits = Limits(InferenceSettings())
 
     class Growing:
@@ -424,7 +424,7 @@ def small_limits():
     return Limits(settings(concurrency=10, bytes_in_flight_max=10_000, response_bytes_max=1024))
 
 
-async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one():
+async def test_a_model_with_large_requests_that_wait_for_bytes_does_not_delay_one_with_small_requests():
     limits = small_limits()
     heavy, light = limits.of_model("http://a", "heavy", now=0.0), limits.of_model("http://a", "light", now=0.0)
     first, second = Holder(permitted(limits, heavy, 8000)), Holder(permitted(limits, heavy, 8000))
@@ -435,9 +435,9 @@ async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one()
     while one.take_slot_now() and one.take_rest_now(100):
         one.give_back()
         passed += 1
-        assert passed < 1000, "the heavy model is never served"
+        assert passed < 1000, "the model with large requests is never served"
     one.give_back()
-    assert 70 <= passed <= 81, "the light one may have as many bytes as the heavy one waits for, and no more"
+    assert 70 <= passed <= 81, "the other model may get only as many bytes as the waiting one needs"
     last = Holder(permitted(limits, light, 100))
     await settle()
     assert not last.inside.is_set()
@@ -450,7 +450,7 @@ async def test_a_heavy_model_that_waits_for_bytes_does_not_hold_up_a_light_one()
     assert (limits.bytes.in_use, len(limits.bytes._waiting), limits.broken) == (0, 0, None)
 
 
-async def test_models_that_wait_for_bytes_are_served_by_what_they_weigh():
+async def test_models_that_wait_for_bytes_are_served_in_proportion_to_their_weight():
     limits, log = small_limits(), []
     models = [limits.of_model("http://a", name, now=0.0) for name in ("heavy", "light")]
     all_of_it = Holder(taking(limits.bytes, 10_000))
@@ -467,7 +467,7 @@ async def test_models_that_wait_for_bytes_are_served_by_what_they_weigh():
     assert (limits.bytes.in_use, limits.broken) == (0, None)
 
 
-async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others():
+async def test_a_cancelled_wait_for_bytes_does_not_block_the_others():
     limits = small_limits()
     heavy, light = limits.of_model("http://a", "heavy", now=0.0), limits.of_model("http://a", "light", now=0.0)
     first, second = Holder(permitted(limits, heavy, 9500)), Holder(permitted(limits, heavy, 9500))
@@ -483,7 +483,7 @@ async def test_whoever_gives_up_waiting_for_bytes_leaves_the_line_to_the_others(
     assert (limits.bytes.in_use, len(limits.bytes._waiting), limits.broken) == (0, 0, None)
 
 
-async def test_what_a_model_did_not_get_does_not_count_for_its_share():
+async def test_bytes_that_a_model_did_not_get_do_not_count_for_its_share():
     limits, log = small_limits(), []
     heavy, light = limits.of_model("http://a", "heavy", now=0.0), limits.of_model("http://a", "light", now=0.0)
     all_of_it = Holder(taking(limits.bytes, 10_000))
@@ -504,7 +504,7 @@ async def test_what_a_model_did_not_get_does_not_count_for_its_share():
     assert (limits.bytes.in_use, limits.broken) == (0, None)
 
 
-def test_the_largest_answer_fades_with_every_smaller_one_that_succeeds():
+def test_the_size_of_the_largest_answer_is_reduced_by_every_smaller_answer():
     model = small_limits().of_model("http://a", "m", now=0.0)
 
     def hear(size, status=200):

@@ -29,7 +29,7 @@ def local():
 
 @pytest.fixture(scope="module")
 def wordllama():
-    """The original, told to stay off the network."""
+    """The original library, without network access."""
     package = Path(importlib.util.find_spec("wordllama").submodule_search_locations[0])
     from wordllama import WordLlama
 
@@ -77,7 +77,7 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, name):
 
 @pytest.mark.parametrize("embedder", [HashEmbedder(), LocalEmbedder()], ids=["hash", "local"])
 class TestBoth:
-    async def test_every_text_is_settled_at_no_cost(self, embedder):
+    async def test_every_text_is_embedded_at_no_cost(self, embedder):
         ledger = MemoryLedger()
         wanted = {f"{n}".encode(): f"text number {n}" for n in range(600)}
         await embedder.embed(wanted, ledger)
@@ -92,13 +92,13 @@ class TestBoth:
             assert embedder.dimensions == 256 == len(array("f", vector))
             assert math.hypot(*array("f", vector)) == pytest.approx(1, abs=1e-5)
 
-    def test_texts_that_share_words_are_nearer(self, embedder):
+    def test_texts_that_share_words_have_more_similar_vectors(self, embedder):
         asked, near, far = embedder.vectors(
             ["how long may a lease last", "a lease may last thirty seconds", "bananas are yellow fruit"]
         )
         assert closeness(asked, near) > closeness(asked, far) + 0.2
 
-    async def test_the_loop_goes_on_meanwhile(self, embedder):
+    async def test_embedding_does_not_block_the_event_loop(self, embedder):
         task = asyncio.create_task(embedder.embed({b"%d" % n: "some words " * 300 for n in range(200)}, MemoryLedger()))
         turns = 0
         while not task.done():

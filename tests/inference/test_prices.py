@@ -1,4 +1,4 @@
-"""What tokens of a model cost: the user's table, the list that comes with Batchwright, and what nobody knows."""
+"""The price of a model's tokens: the user's table, the list that comes with Batchwright, and unknown prices."""
 
 import importlib.resources
 import json
@@ -55,13 +55,13 @@ def test_a_model_is_found_with_its_provider_its_path_and_its_version(model, same
         "",
     ],
 )
-def test_what_nobody_knows_has_no_price_and_no_cost(model):
+def test_an_unknown_model_has_no_price_and_no_cost(model):
     for lane in ("realtime", "batch"):
         assert listed(model, lane) is None
         assert cost_of(listed(model, lane), prompt_tokens=10, completion_tokens=10) is None
 
 
-def test_a_model_that_several_host_is_found_only_with_its_provider():
+def test_a_model_of_several_providers_is_found_only_with_the_provider():
     assert listed("groq/openai/gpt-oss-120b").input == Decimal("0.15")
     assert listed("together_ai/openai/gpt-oss-120b") != listed("groq/openai/gpt-oss-120b")
     assert listed("azure/text-embedding-3-small").input != listed("text-embedding-3-small").input
@@ -81,7 +81,7 @@ def test_a_lane_without_a_price_is_unknown():
     assert listed("voyage-3", "batch") is None
 
 
-def test_the_users_table_wins_in_both_lanes():
+def test_the_users_table_overrides_the_list_in_both_lanes():
     overrides = {"GPT-5-mini": Price(input=1.0, output=3.0), "*": Price(input=9.0, cached=0.5)}
     for lane in ("realtime", "batch"):
         found = find_model_price("gpt-5-mini-2025-08-07", lane=lane, overrides=overrides)
@@ -128,7 +128,7 @@ def tool():
 USUAL = {"input_cost_per_token": 2e-06, "output_cost_per_token": 8e-06, "cache_read_input_token_cost": 2e-07}
 
 
-def test_usual_and_batch_prices_stand_side_by_side(tool):
+def test_usual_and_batch_prices_are_both_listed(tool):
     read = tool["read_model_price"]
     said = {**USUAL, "mode": "chat", "cache_creation_input_token_cost": 5e-06}
     assert read(said, None) == {"input": 2.0, "output": 8.0, "cached": 0.2}
@@ -170,7 +170,7 @@ def test_the_list_is_made_of_text_models_of_the_usual_providers(tool):
     assert json.loads(tool["write_list"](made)) == made
 
 
-def test_the_list_that_is_shipped_is_whole_and_small(tool):
+def test_the_shipped_list_is_complete_and_small(tool):
     text = importlib.resources.files("batchwright.inference").joinpath("prices.json").read_text()
     document = json.loads(text)
     assert tool["write_list"](document) == text

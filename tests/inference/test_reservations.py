@@ -1,4 +1,4 @@
-"""One request at a time out of a shared budget: never too many, none lost, and whoever must wait is told how long."""
+"""Single requests from a shared budget: never too many, none lost, and a request that must wait is told how long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answer(status=200, *, retry_after=None, seconds=0.0, **rates):
 
 
 class Shop:
-    """Budgets of one name on a clock that stands still."""
+    """Budgets with the same name and a clock that stands still."""
 
     def __init__(self, queue, clock):
         self.queue, self.clock = queue, clock
@@ -92,7 +92,7 @@ async def test_many_connections_at_once_never_take_more_than_the_rate(shop, data
         for _ in range(2):
             await shop.advance(1)
             await asyncio.gather(*(ask(f"w{n}") for n in range(2)))
-        assert counts["Reservation"] == 30, "no more slots"
+        assert counts["Reservation"] == 30, "there are no more slots"
         assert len({one.id for one in held}) == 30
         ((in_use, slots),) = await raw(
             shop.queue, "SELECT in_use, (SELECT count(*) FROM batchwright.budget_slot) FROM batchwright.budget"
@@ -106,7 +106,7 @@ async def test_many_connections_at_once_never_take_more_than_the_rate(shop, data
         assert (in_use, slots) == (0, 0)
 
 
-async def test_a_wait_that_is_short_enough_is_a_yes_and_the_next_one_waits_longer(shop):
+async def test_a_short_wait_is_granted_and_the_next_request_waits_longer(shop):
     budget = shop.budget(per_second=2)
     waits = [(await granted(budget, max_wait_seconds=60)).wait_seconds for _ in range(6)]
     assert waits == pytest.approx([0, 0, 0.5, 1.0, 1.5, 2.0])
@@ -114,7 +114,7 @@ async def test_a_wait_that_is_short_enough_is_a_yes_and_the_next_one_waits_longe
     assert (await granted(budget, max_wait_seconds=60)).wait_seconds == pytest.approx(0.5)
 
 
-async def test_whoever_is_refused_has_taken_nothing(shop):
+async def test_a_refused_reservation_takes_nothing(shop):
     budget = shop.budget(per_second=1, tokens_per_second=100, concurrency=1)
     await budget.settle(await granted(budget, 10), 10)
     before = await budget.describe()
@@ -126,7 +126,7 @@ async def test_whoever_is_refused_has_taken_nothing(shop):
     await granted(budget, 80)
 
 
-async def test_one_that_comes_back_when_it_was_told_to_may_send(shop):
+async def test_a_request_that_waited_as_told_may_be_sent(shop):
     budget = shop.budget(per_second=0.05)
     await granted(budget)
     for _ in range(5):
@@ -134,7 +134,7 @@ async def test_one_that_comes_back_when_it_was_told_to_may_send(shop):
         await granted(budget)
 
 
-async def test_those_who_are_refused_are_told_to_come_one_after_the_other(shop):
+async def test_refused_requests_get_different_times_one_after_the_other(shop):
     budget = shop.budget(per_second=2)
     for _ in range(2):
         await granted(budget)
@@ -144,7 +144,7 @@ async def test_those_who_are_refused_are_told_to_come_one_after_the_other(shop):
     await granted(budget)
 
 
-async def test_nobody_is_sent_away_for_long_because_of_others(shop):
+async def test_a_refused_request_need_not_wait_long_because_of_others(shop):
     budget = shop.budget(per_second=0.1)
     await granted(budget)
     told = [(await refused(budget)).seconds for _ in range(40)]
@@ -163,7 +163,7 @@ async def test_more_tokens_than_a_second_brings_pass_and_leave_a_debt(shop):
     await granted(budget, 1)
 
 
-async def test_a_guess_is_corrected_both_ways(shop):
+async def test_an_estimate_is_corrected_upwards_and_downwards(shop):
     budget = shop.budget(tokens_per_second=100)
     await budget.settle(await granted(budget, 90), 400)
     assert (await budget.describe()).tokens == pytest.approx(-300)
@@ -173,10 +173,10 @@ async def test_a_guess_is_corrected_both_ways(shop):
     await budget.settle(reserved, 10)
     assert (await budget.describe()).tokens == pytest.approx(90)
     await budget.settle(reserved, 10)
-    assert (await budget.describe()).tokens == pytest.approx(90), "settled once"
+    assert (await budget.describe()).tokens == pytest.approx(90), "a reservation is settled once"
 
 
-async def test_what_was_not_counted_stays_as_it_was_guessed(shop):
+async def test_without_a_count_the_estimate_stays(shop):
     budget = shop.budget(tokens_per_second=100)
     await budget.settle(await granted(budget, 60), None)
     assert (await budget.describe()).tokens == pytest.approx(40)
@@ -222,13 +222,13 @@ async def test_slots_of_a_worker_that_died_come_back_and_only_once(shop):
     await shop.advance(2)
     await granted(budget)
     await refused(budget)
-    await budget.settle(late, None)  # it was not dead, only slow
+    await budget.settle(late, None)  # its worker was only slow, not dead
     assert (await budget.describe()).in_use == 2
     await refused(budget)
 
 
 async def test_slots_add_up_when_they_are_given_back_just_as_they_end(shop, database_url):
-    """Those who settle and those who find slots that are over meet at the same rows; the clock is the server's."""
+    """Sessions that settle and sessions that free expired slots change the same rows; the clock is the server's."""
     async with Pool(DatabaseSettings(pool_size=8), database_url) as pool:
         budget = RateBudget(Database(pool), "race", RateLimits(concurrency=12))
         most = 0
@@ -251,7 +251,7 @@ async def test_slots_add_up_when_they_are_given_back_just_as_they_end(shop, data
         assert 0 < most <= 12
 
 
-async def test_slots_that_end_together_come_back_once_to_many_who_ask(shop, database_url):
+async def test_slots_that_expire_together_are_freed_once_for_many_callers(shop, database_url):
     async with Pool(DatabaseSettings(pool_size=8), database_url) as pool:
         budget = RateBudget(Database(pool, clock=shop.clock), "crowd", RateLimits(concurrency=20))
         for _ in range(20):
@@ -281,11 +281,11 @@ async def test_the_time_to_wait_for_a_slot_follows_from_how_long_they_are_held(s
     assert [round(later - before, 3) for before, later in pairwise(told)] == [4, 4]
 
 
-# What servers say -------------------------------------------------------------------------------------------------
+# Rate limits that servers report ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_date", [False, True])
-async def test_a_refusal_stops_everybody_until_the_server_wants_to_be_asked_again(shop, as_date):
+async def test_a_refusal_stops_all_requests_until_the_servers_retry_after(shop, as_date):
     one, other = (shop.budget(per_second=10) for _ in range(2))
     text = format_datetime(datetime.fromtimestamp(WALL, UTC) + timedelta(seconds=30), usegmt=True) if as_date else "30"
     await one.settle(await granted(one), None, answer(429, retry_after=text))
@@ -299,7 +299,7 @@ async def test_a_refusal_stops_everybody_until_the_server_wants_to_be_asked_agai
     await granted(other)
 
 
-async def test_a_refusal_stops_everybody_also_where_no_rate_is_configured(shop):
+async def test_a_refusal_stops_all_requests_even_without_a_configured_rate(shop):
     one, other = (shop.budget() for _ in range(2))
     reserved = await granted(one, 10**6)
     await granted(other, 10**6)
@@ -307,7 +307,7 @@ async def test_a_refusal_stops_everybody_also_where_no_rate_is_configured(shop):
     assert (await refused(other)).seconds == pytest.approx(7)
     await shop.advance(7)
     await one.settle(await granted(other), None, answer(429))
-    assert 1 < (await refused(other)).seconds < 3, "without a word from the server, soon"
+    assert 1 < (await refused(other)).seconds < 3, "without Retry-After, requests may resume soon"
 
 
 async def test_a_refusal_cuts_the_rate_and_time_brings_it_back(shop):
@@ -338,7 +338,7 @@ async def test_refusals_of_what_was_sent_before_a_cut_do_not_cut_again(shop):
     assert (await budget.describe()).share >= budgets.SHARE_MIN
 
 
-async def test_a_limit_that_is_shared_with_strangers_is_respected(shop):
+async def test_a_limit_that_is_shared_with_other_clients_is_respected(shop):
     budget = shop.budget(per_second=10, tokens_per_second=1000)
     heard = answer(requests_remaining="2", tokens_remaining="300")
     await budget.settle(await granted(budget, 10), 10, heard)
@@ -346,10 +346,10 @@ async def test_a_limit_that_is_shared_with_strangers_is_respected(shop):
     assert (state.requests, state.tokens) == (2, 300)
     await budget.settle(await granted(budget, 10), 10, answer(requests_remaining="9999", tokens_remaining="999999"))
     state = await budget.describe()
-    assert (state.requests, state.tokens) == (1, 290), "never upwards"
+    assert (state.requests, state.tokens) == (1, 290), "a report of the server never raises the level"
 
 
-async def test_a_server_that_has_nothing_left_is_asked_when_it_has_more(shop):
+async def test_when_a_server_has_nothing_left_requests_wait_until_it_has_more(shop):
     budget = shop.budget(per_second=10, tokens_per_second=1000)
     nothing = {"requests_limit": "600", "requests_remaining": "0", "requests_reset": "6m0s"}
     await budget.settle(await granted(budget), 1, answer(**nothing))
@@ -360,7 +360,7 @@ async def test_a_server_that_has_nothing_left_is_asked_when_it_has_more(shop):
     assert (await refused(free)).seconds == pytest.approx(20)
 
 
-async def test_a_server_that_allows_less_than_is_configured_is_believed(shop):
+async def test_a_lower_limit_of_the_server_replaces_the_configured_one(shop):
     budget = shop.budget(per_second=10)
     await budget.settle(await granted(budget), 1, answer(requests_limit="60", requests_remaining="59"))
     for _ in range(9):
@@ -370,7 +370,7 @@ async def test_a_server_that_allows_less_than_is_configured_is_believed(shop):
     await budget.settle(await granted(budget), 1, answer(requests_limit="6000", requests_remaining="5999"))
     for _ in range(9):
         await granted(budget)
-    assert (await refused(budget)).seconds == pytest.approx(0.1), "and no more than is configured"
+    assert (await refused(budget)).seconds == pytest.approx(0.1), "a higher limit of the server is ignored"
 
 
 @pytest.mark.parametrize(
@@ -383,12 +383,12 @@ def test_times_are_read_as_servers_write_them(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["many", "-5", "1e999", "٣", "", "inf"])
-def test_numbers_that_are_none_say_nothing(text):
+def test_invalid_numbers_are_ignored(text):
     found = read_feedback(answer(tokens_limit=text, tokens_remaining=text))
     assert (found.tokens.count, found.tokens.limit_per_second) == (None, None)
 
 
-async def test_an_answer_that_says_nothing_new_costs_no_round_trip(shop, monkeypatch):
+async def test_an_answer_without_news_costs_no_round_trip(shop, monkeypatch):
     budget = shop.budget(per_second=10)
     asked = count_statements(shop, monkeypatch)
     for _ in range(3):
@@ -434,12 +434,12 @@ async def test_the_dispatcher_and_others_see_what_each_took(shop):
     pauses = []
     dispatcher = Budget(shop.queue.database, "server", Rate(requests=10.0, tokens=1000.0), pause)
     assert await dispatcher.take(100)
-    assert (await refused(budget)).reason == "requests", "it took a second's worth"
+    assert (await refused(budget)).reason == "requests", "it has taken the share of one second"
     await shop.advance(1)
     await granted(budget, 3000)
     for _ in range(9):
         assert await dispatcher.take(100)
-    assert not pauses, "it had those"
+    assert not pauses, "it may still send those"
     assert await dispatcher.take(100)
     assert len(pauses) >= 8, "it waits until 2000 tokens of others are paid"
 
@@ -451,7 +451,7 @@ async def test_a_gateway_has_the_budget_of_its_batches(shop):
     assert (await refused(budget)).reason == "requests"
 
 
-async def test_the_dispatcher_stops_when_others_were_refused_and_they_when_it_was(shop):
+async def test_a_refusal_of_the_dispatcher_stops_others_and_the_other_way_round(shop):
     budget = shop.budget(per_second=10)
 
     async def pause(_):
@@ -466,13 +466,13 @@ async def test_the_dispatcher_stops_when_others_were_refused_and_they_when_it_wa
     assert waited == 5
     dispatcher.settle(1, None, answer(429, retry_after="9"))
     assert await dispatcher.take(1)
-    assert waited == 14, "what it had taken before is not spent"
+    assert waited == 14, "it must not spend what it had taken before"
     dispatcher.settle(1, None, answer(429, retry_after="20"))
     await dispatcher._telling
     assert (await refused(budget)).seconds == pytest.approx(20)
 
 
-async def test_neither_the_dispatcher_nor_those_in_line_starve(shop):
+async def test_neither_the_dispatcher_nor_waiting_reservations_starve(shop):
     budget = shop.budget(per_second=1)
     taken: Counter[str] = Counter()
     due = shop.clock.time
@@ -493,10 +493,10 @@ async def test_neither_the_dispatcher_nor_those_in_line_starve(shop):
     took = (shop.clock.time - began).total_seconds()
     assert taken["other"] >= 5
     assert took - 4 <= taken.total() <= took + 1.1
-    assert took < 120, "the dispatcher got a sixth, at the least"
+    assert took < 120, "the dispatcher must get at least a sixth"
 
 
-async def test_the_dispatcher_queues_up_where_reservations_never_let_the_level_rise(shop):
+async def test_the_dispatcher_queues_if_reservations_never_let_the_level_rise(shop):
     budget = shop.budget(per_second=10)
     taken: Counter[str] = Counter()
 
@@ -525,12 +525,12 @@ def test_every_statement_can_be_prepared(database_url, name):
         connection.execute(f"PREPARE probe AS {text}".encode())
 
 
-async def test_a_budget_that_nobody_has_used_is_open(shop):
+async def test_an_unused_budget_is_full(shop):
     state = await shop.budget(per_second=1, concurrency=3).describe()
     assert (state.reason, state.wait_seconds, state.in_use, str(state)) == (None, 0.0, 0, "open")
 
 
-async def test_a_clock_that_was_set_back_stops_nobody_for_long(shop):
+async def test_a_clock_that_was_set_back_delays_requests_only_shortly(shop):
     budget = shop.budget(per_second=1)
     await shop.advance(3600)
     await budget.settle(await granted(budget), None, answer(429, retry_after="60"))

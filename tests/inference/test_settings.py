@@ -63,13 +63,13 @@ GATEWAY = '[global_inference_gateway]\nurl = "http://a:1"\n'
         ),
     ],
 )
-def test_headers_that_would_break_or_betray_a_request_are_refused(tmp_path, text, complaint):
+def test_headers_that_would_break_a_request_or_reveal_secrets_are_refused(tmp_path, text, complaint):
     with pytest.raises(ConfigurationError, match=re.escape(complaint)) as raised:
         load(tmp_path, GATEWAY + text)
     assert "secret" not in str(raised.value)
 
 
-def test_an_operator_may_set_authorization_himself_and_headers_come_from_the_environment_too(tmp_path):
+def test_operators_may_set_authorization_and_headers_can_come_from_the_environment(tmp_path):
     environment = {
         "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_HEADERS": '{"Authorization": "env:BASIC"}',
         "BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_PASSTHROUGH_HEADERS": "X-B,x-a",
@@ -167,7 +167,7 @@ GATEWAY = "[global_inference_gateway]\nurl = 'http://a:1'\n"
         ("[inference]\nconnect_timeout = inf", "connect_timeout is inf"),
     ],
 )
-def test_a_slip_is_refused_with_a_hint(tmp_path, text, message):
+def test_a_mistake_is_refused_with_a_hint(tmp_path, text, message):
     with pytest.raises(ConfigurationError) as refused:
         load(tmp_path, text)
     assert message in str(refused.value)
@@ -182,7 +182,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path):
 @pytest.mark.parametrize(
     "url", ["http://me:hunter2@[a", "me:hunter2@a:8000", "http://me:hunter2@a:99999", "http://a:1?api-key=hunter2"]
 )
-def test_what_may_be_secret_in_a_url_that_is_none_is_not_repeated(tmp_path, url):
+def test_an_invalid_url_that_may_contain_a_secret_is_not_repeated(tmp_path, url):
     with pytest.raises(ConfigurationError, match="a gateway's url") as refused:
         load(tmp_path, f"[global_inference_gateway]\nurl = '{url}'")
     assert "hunter2" not in str(refused.value)

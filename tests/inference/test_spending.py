@@ -1,4 +1,4 @@
-"""What was spent on models: every call once, by tenant, model and day."""
+"""Spending on models: every call is counted once, by tenant, model and day."""
 
 import asyncio
 from datetime import timedelta
@@ -27,14 +27,14 @@ def spend(queue, spending):
     return spend
 
 
-async def test_calls_of_many_at_once_are_all_counted(spending, spend):
+async def test_simultaneous_calls_are_all_counted(spending, spend):
     await asyncio.gather(*(spend() for _ in range(20)))
     costs = await spending.costs("acme", days=1)
     assert costs.parts == [Spent("acme", "small", "realtime", Sums(20, 0, 200, 40, 20 * CENT))]
     assert costs.total == costs.parts[0].sums
 
 
-async def test_a_tenant_sees_its_own_and_who_asks_for_all_sees_the_most_expensive_first(spending, spend):
+async def test_a_tenant_sees_its_own_spending_and_the_list_of_all_is_sorted_by_cost(spending, spend):
     await spend("acme", "small")
     await spend("acme", "large", cost=5 * CENT)
     await spend("acme", "large", "batch", cost=2 * CENT)
@@ -53,7 +53,7 @@ async def test_a_tenant_sees_its_own_and_who_asks_for_all_sees_the_most_expensiv
     assert (everyone.total.calls, everyone.total.unpriced, everyone.total.cost) == (5, 1, 17 * CENT)
 
 
-async def test_who_spent_nothing_has_spent_nothing(spending):
+async def test_a_tenant_without_calls_has_no_spending(spending):
     costs = await spending.costs("nobody", days=30)
     assert (costs.total, costs.parts, costs.has_more) == (Sums(), [], False)
 

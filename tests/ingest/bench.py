@@ -1,4 +1,4 @@
-"""One item on a bench: its job is claimed, run and settled by hand, by steps of the test's own or by ours."""
+"""Single items: a test claims, runs and settles their jobs by hand, with its own steps or with ours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UPDATE batchwright.job SET status = 'QUEUED', locked_by = NULL, lease_until = NU
     run_after = now()
 WHERE id = %(id)s AND status = 'RUNNING' RETURNING id
 """
-"""As a rescue leaves a job whose worker has died."""
+"""Sets a job to the state in which a rescue leaves it after its worker died."""
 HURRY = """
 WITH job AS (UPDATE batchwright.job SET run_after = now() WHERE id = %(job_id)s AND status = 'QUEUED')
 UPDATE batchwright.ingest_step SET not_before = NULL WHERE item_id = %(id)s RETURNING step
@@ -57,7 +57,7 @@ def remote(provider: FakeProvider, **ingest: Any) -> dict[str, Any]:
 
 
 class Quiet:
-    """Events of the job itself are not what this is about."""
+    """Drops the events and the progress of the job itself."""
 
     def emit(self, claim: Claim, event: Any) -> None:
         pass
@@ -68,7 +68,7 @@ class Quiet:
 
 @dataclass
 class Script:
-    """Steps that do as they are told: every call of a step takes the next of its answers, and then succeeds."""
+    """Steps that follow a script: each call of a step gives its next answer; after the last one, calls succeed."""
 
     answers: dict[str, list[Any]] = field(default_factory=dict)
     called: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Script:
 
 
 class Bench:
-    """Items of one run, whose jobs nobody else takes."""
+    """Items of one run, whose jobs no worker takes."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -105,7 +105,7 @@ class Bench:
         self.outcomes: list[Any] = []
 
     async def put(self, count: int = 1, **values: Any) -> list[Item]:
-        """Items of a new run over files that are there; open, each with a job."""
+        """Create a run over some files; return its open items, each with a job."""
         for number in range(count):
             if not (self.stage.folder / f"{number}.txt").exists():
                 self.stage.write(f"{number}.txt", f"Anna met Berta in town number {number}.")
@@ -140,20 +140,20 @@ class Bench:
         assert await self.queue.database.rows(GIVE_BACK, {"id": item.job_id})
 
     async def open(self, item: Item, graph: Graph, *, worker: str = "w1", max_retries: int = 2) -> Machine:
-        """The item in the hands of a worker, which has just claimed it."""
+        """Claim the item's job and open its step machine, as a worker does."""
         claim = await self.claim(item, worker)
         run = await self.stage.get(item.run_id)
         held = Held(claim.id, claim.claim, worker)
         return await Machine.open(self.queue, graph, held, run, await self.get(item), max_retries)
 
     async def drive(self, item: Item, graph: Graph | None = None, *, worker: str = "w1") -> Item:
-        """One claim of the item's job, from its start to its settle."""
+        """Claim the item's job once, run it and settle it."""
         claim = await self.claim(item, worker)
         await self.run_and_settle(claim, item, graph, worker=worker)
         return await self.get(item)
 
     async def live(self, item: Item, graph: Graph | None = None, rounds: int = 30) -> Item:
-        """To its end, however often it must wait."""
+        """Drive the item to its end, however often it must wait."""
         for _ in range(rounds):
             if (await self.queue.get(JobId(item.job_id))).finished_at is not None:
                 return await self.get(item)
@@ -188,7 +188,7 @@ class Bench:
         await tools.queue.settle([settle], worker)
 
     def at(self, clock: Any) -> Queue:
-        """The same queue at a time of the test's own."""
+        """The same queue with a clock of the test."""
         return Queue(Database(self.stage.batchwright.pool, clock=clock), self.queue.settings)
 
     async def rows_of(self, item: Item) -> dict[str, Any]:

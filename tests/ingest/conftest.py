@@ -1,4 +1,4 @@
-"""One sandbox for each test, and a way to hand it bytes."""
+"""Fixtures: a sandbox for each test, and collections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = Limits(
 
 @pytest.fixture
 async def extract(tmp_path):
-    """Extracts bytes under a name; `parser` takes the place of the one for plain text."""
+    """Extracts bytes under a name; `parser` replaces the parser of plain text."""
     sandboxes: dict[str, Sandbox] = {}
 
     async def call(data, name="document", *, parser="", limits=SMALL):
@@ -38,8 +38,8 @@ async def extract(tmp_path):
 
 @pytest.fixture(params=["pgvector", "without"])
 async def shelf(request, pool, clock) -> Shelf:
-    """Collections with and without pgvector; where the server has none, one of the two is enough."""
+    """Collections with pgvector and without it; on a server that lacks pgvector, one of the two cases is skipped."""
     shelf = Shelf(Database(pool, clock=clock), use_pgvector=request.param == "pgvector")
     if request.param == "pgvector" and not await shelf.spaces.has_pgvector():
-        pytest.skip("this server has no pgvector, so there is nothing to do without")
+        pytest.skip("this server has no pgvector, so the other case already runs without it")
     return shelf

@@ -1,4 +1,4 @@
-"""Small documents of every format, and the ways in which they go wrong."""
+"""Small documents of every format, including broken ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 def make_pdf(
     pages: Sequence[str], *, bookmarks: Mapping[str, int] | None = None, content: bytes = b"", trailer: str = ""
 ) -> bytes:
-    """Each line of a page's text on a line of the page; a bookmark is a title and the number of its page from 0."""
+    """Each line of text becomes a line of its page; a bookmark is a title and the number of its page, from 0."""
     objects = [
         "<< /Type /Catalog /Pages 2 0 R /Outlines 4 0 R >>",
         "",
@@ -44,12 +44,12 @@ def make_pdf(
 
 
 def make_scan() -> bytes:
-    """A page that is drawn and has no text."""
+    """A page that contains a drawing and no text."""
     return make_pdf([""]).replace(b"/F1", b"/F2")
 
 
 def make_encrypted_pdf() -> bytes:
-    """Its user's password is not empty, so none of its text can be had."""
+    """Its user password is not empty, so its text cannot be read."""
     owner, user = "41" * 32, "42" * 32
     handler = f"<< /Filter /Standard /V 1 /R 2 /O <{owner}> /U <{user}> /P -4 >>"
     return make_pdf(["secret"], trailer=f"/Encrypt {handler} /ID [<{'43' * 16}> <{'43' * 16}>]")

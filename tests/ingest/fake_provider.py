@@ -1,16 +1,16 @@
-"""A provider on the loopback that keeps a bill, finds capitalised words, and fails as it is told.
+"""A provider on the loopback that records a bill, finds capitalised words, and fails on demand.
 
 In a process of its own it prints its port, and then serves until it is stopped:
 
     python -m tests.ingest.fake_provider --port 0
     GET  /bill        every paid request: {"entries": [...], "requests": n, "input_tokens": n, "output_tokens": n}
     GET  /bill?id=X   the same, of one request id
-    GET  /faults      the faults as they are set
-    POST /faults      {"rates": {"error": 0.05}, "next": ["rate_limited"], "seed": 7, ...}; what is left out stays
+    GET  /faults      the current faults
+    POST /faults      {"rates": {"error": 0.05}, "next": ["rate_limited"], "seed": 7, ...}; other fields stay the same
 
 Faults, by a rate from 0 to 1 or one by one through `next`: `rate_limited` (429), `error` (500), `drop` (the connection
-ends before any work), `lost` (it ends after the work, which is billed), `invalid` (billed, but of no use: output that
-is no JSON, or a vector too few), `truncated` (chat: cut off, billed), `unauthorized` (401) and `quota` (429 with
+ends before any work), `lost` (it ends after the work, which is billed), `invalid` (billed, but unusable: output that
+is not JSON, or one vector too few), `truncated` (chat: cut off, billed), `unauthorized` (401) and `quota` (429 with
 insufficient_quota). An input that holds MARKER is refused with 400. `revoked` refuses every request with 401.
 """
 
@@ -50,7 +50,7 @@ class Faults:
     delay_seconds: float = 0.0
     revoked: bool = False
     refused_fields: list[str] = field(default_factory=list)
-    """Fields of a request that are answered with 400 and their name."""
+    """Fields that the provider does not know: a request with one of them gets a 400 that names it."""
 
     def change(self, wanted: Mapping[str, Any]) -> None:
         unknown = set(wanted) - set(asdict(self))
@@ -76,7 +76,7 @@ class FakeProvider:
         self.entries: list[dict[str, Any]] = []
         self.faults = Faults()
         self.requests: list[dict[str, Any]] = []
-        """Path, id, body and fault of every request, paid or not."""
+        """The path, id, body and fault of every request, paid or not."""
         self.running = 0
         self.running_max = 0
         self._dice = random.Random(0)
@@ -242,7 +242,7 @@ def count_tokens(text: str) -> int:
 
 
 def vector_of(text: str, dimensions: int = DIMENSIONS) -> array[float]:
-    """Texts that share words are near one another; not of length 1, as with some servers."""
+    """Texts that share words get similar vectors. As with some servers, these do not have length 1."""
     vector = array("f", [0.01] * dimensions)
     for word in _WORD.findall(text.casefold()):
         place = zlib.crc32(word.encode())
@@ -251,7 +251,7 @@ def vector_of(text: str, dimensions: int = DIMENSIONS) -> array[float]:
 
 
 def find_names(text: str, types: list[str]) -> list[dict[str, str]]:
-    """Runs of capitalised words; the type follows from the words."""
+    """The runs of capitalised words; the words determine the type."""
     found = dict.fromkeys(_NAME.findall(text))
     return [{"type": types[zlib.crc32(name.encode()) % len(types)], "text": name} for name in found]
 

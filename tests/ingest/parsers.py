@@ -1,4 +1,4 @@
-"""Parsers that misbehave; they take the place of a real one by the sandbox's own table of extractors."""
+"""Parsers that misbehave; they replace a real one in the sandbox's table of extractors."""
 
 from __future__ import annotations
 

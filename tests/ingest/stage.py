@@ -36,7 +36,7 @@ class Stage:
         return self.batchwright.part(IngestPart)
 
     def write(self, name: str, content: str | bytes) -> Path:
-        """Written a while ago, each time a second later: the time of a file that is quite new says little."""
+        """Write a file with an old time, a second later for each file: the time of a new file is not trusted."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -79,7 +79,7 @@ class Stage:
         return [event for job in item.job_ids for event in await self.batchwright.events(JobId(job))]
 
     async def step_events(self, item: Item) -> list[tuple[str, str]]:
-        """What happened to the steps of an item: (event, step)."""
+        """The events of the steps of an item: (event, step)."""
         events = await self.events(item)
         return [(one.event, one.fields["step"]) for one in events if one.fields and "step" in one.fields]
 
@@ -101,7 +101,7 @@ class Stage:
         return run
 
     async def describe(self, id: str) -> str:
-        """All that is known of a run that does not come to its end."""
+        """Describe a run that does not end, for the message of a failure."""
         jobs = await self.rows(
             "SELECT job_type, status::text, attempts, error, message FROM batchwright.job ORDER BY id LIMIT 20"
         )

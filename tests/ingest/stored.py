@@ -1,4 +1,4 @@
-"""Documents that are stored already: rows made by the test, and versions swapped as the last step of a run does."""
+"""Stored documents: rows made by the test, and versions swapped as in the last step of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vector(*values: float, dimensions: int = DIMENSIONS) -> bytes:
 
 
 class Meanings:
-    """An embedder with a small thesaurus: words of one meaning share a direction, all others have one by chance."""
+    """An embedder with a small thesaurus: words of one meaning share a direction; others have a random one."""
 
     fingerprint = "meanings-1"
     model = "meanings"
@@ -102,7 +102,7 @@ class Shelf:
         metadata: Mapping[str, Any] | None = None,
         section: Sequence[str] = (),
     ) -> int:
-        """A version with a chunk, and a page, for each text; nobody finds it yet."""
+        """A version with a chunk and a page for each text; searches do not find it yet."""
         self._items += 1
         params = {
             "document_id": document,
@@ -133,7 +133,7 @@ class Shelf:
         )
 
     async def publish(self, version: int, space: Space | None, session: Session) -> None:
-        """Swap: the version of the document that is live goes, this one comes; in the caller's transaction."""
+        """Replace the live version of the document by this one, in the caller's transaction."""
         params = {"version": version}
         for (old,) in await self.database.ask(
             "SELECT old.id FROM batchwright.ingest_version AS new JOIN batchwright.ingest_version AS old "
@@ -163,7 +163,7 @@ class Shelf:
     async def put(
         self, collection: int, source: str, *texts: str, space: Space | None = None, **options: Any
     ) -> tuple[int, int]:
-        """A live document; answers its id and that of its version."""
+        """A live document; returns its id and the id of its version."""
         document = await self.document(collection, source)
         version = await self.stage(document, texts, **options)
         async with self.database.transaction() as session:

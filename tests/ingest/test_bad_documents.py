@@ -60,8 +60,8 @@ async def test_a_bad_document_ends_with_its_cause(extract, data, name, error, co
     assert getattr(raised.value, "scope", "item") == "item"
 
 
-async def test_a_size_that_an_archive_does_not_keep_to_is_found(extract):
-    """The directory says that a part is small; zipfile reads no more than that, and the checksum tells."""
+async def test_a_wrong_size_in_an_archive_is_found(extract):
+    """The directory gives too small a size; zipfile reads no more than that, so the checksum is wrong."""
     data = make_docx(paragraph("ha" * 1_000_000))
     declared = next(entry.file_size for entry in _entries(data) if entry.filename == "word/document.xml")
     lie = data.replace(declared.to_bytes(4, "little"), (1_000).to_bytes(4, "little"))
@@ -71,7 +71,7 @@ async def test_a_size_that_an_archive_does_not_keep_to_is_found(extract):
     assert raised.value.code == "damaged_document"
 
 
-async def test_a_bomb_inside_of_a_pdf_ends_at_the_memory(extract):
+async def test_a_bomb_inside_a_pdf_ends_at_the_memory_limit(extract):
     bomb = zlib.compress(b" " * 300_000_000, 1)
     data = make_pdf(["x"], content=bomb)
     with pytest.raises(Fatal, match=r"more than 400 MB of memory") as raised:
@@ -85,7 +85,7 @@ async def test_a_document_over_the_limit_is_not_read(extract):
     assert raised.value.code == "document_too_large"
 
 
-async def test_html_of_50_megabytes_with_a_tag_for_every_word_is_refused_before_it_fills_the_memory(extract):
+async def test_html_of_50_megabytes_with_a_tag_for_every_word_is_refused_within_the_memory_limit(extract):
     page = "<html><body>" + "<div><p>one <b>two</b></p></div>" * 1_600_000
     with pytest.raises(Fatal, match="the page has about 4,800,001 elements") as raised:
         await extract(page, "a.html")
@@ -110,7 +110,7 @@ async def test_a_mail_with_itself_attached_is_read_once(extract):
 
 
 @pytest.mark.parametrize("depth", [6, 400])
-async def test_a_mail_in_a_mail_in_a_mail_ends_at_the_limit(extract, depth):
+async def test_nested_mails_are_read_up_to_a_limit(extract, depth):
     data = make_mail("Innermost").as_bytes()
     for number in range(depth):
         lines = f"From: a@example.com\nTo: b@example.com\nSubject: Forward {number}\n"
@@ -122,7 +122,7 @@ async def test_a_mail_in_a_mail_in_a_mail_ends_at_the_limit(extract, depth):
     assert raised.value.code == "nested_too_deep"
 
 
-async def test_an_attachment_that_cannot_be_read_is_mentioned_and_the_mail_kept(extract):
+async def test_an_attachment_that_cannot_be_read_is_mentioned_and_the_mail_is_kept(extract):
     mail = make_mail()
     mail.add_attachment(b"\x89PNG\r\n", maintype="image", subtype="png", filename="logo.png")
     text = await extract(mail.as_bytes())

@@ -1,4 +1,4 @@
-"""A folder of documents that cannot be read, beside good ones: each ends with its cause, and the run goes on."""
+"""A folder with good documents and with ones that cannot be read: each bad one fails with its cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = {
 PDF = make_pdf(["some text"] * 20)
 BOMB = zlib.compress(bytes(20_000_000), 9)
 REPLACED = {"json": "hang", "csv": "crash", "markdown": "allocate_without_end"}
-"""Parsers that misbehave, by the format whose place they take."""
+"""Parsers that misbehave, by the format whose parser they replace."""
 
 
 def bad_documents():
@@ -51,7 +51,7 @@ def itself_attached():
 
 
 @pytest.mark.timeout(180)
-async def test_a_run_over_bad_documents_goes_on_and_says_what_is_wrong_with_each(database_url, tmp_path, monkeypatch):
+async def test_a_run_over_bad_documents_completes_and_says_what_is_wrong_with_each(database_url, tmp_path, monkeypatch):
     replaced = {format: f"{PARSERS}:{parser}" for format, parser in REPLACED.items()}
     monkeypatch.setattr("batchwright.ingest.context.Sandbox", lambda: Sandbox(extractors={**EXTRACTORS, **replaced}))
     good = {

@@ -116,7 +116,7 @@ def digests(text):
 
 
 @pytest.mark.parametrize("separator", [" ", "\n", "\n\n"])
-def test_an_edit_changes_the_chunks_around_it_and_no_others(separator):
+def test_an_edit_changes_only_the_chunks_around_it(separator):
     rng = random.Random(7)
     sentences = prose(rng, 4_000)
     before = set(digests(separator.join(sentences)))
@@ -163,7 +163,7 @@ def test_ids_are_the_same_in_another_process():
 
 
 def test_a_chunker_that_changes_must_change_its_fingerprint():
-    """If this fails, chunks have moved: raise the version in the fingerprint, and then write the new digest here."""
+    """If this fails, chunk boundaries have changed: raise the fingerprint's version, then put the new digest here."""
     rng = random.Random(3)
     text = CanonicalText(text="\n\n".join(" ".join(prose(rng, 5)) for _ in range(60)), format="text")
     chosen = ChunkSettings(characters=700, overlap=70, tokens=200)
@@ -171,7 +171,7 @@ def test_a_chunker_that_changes_must_change_its_fingerprint():
     assert (fingerprint(chosen), moved[:16]) == ("chunk:1:700:70:200:estimate", "560d594db071277a")
 
 
-def test_a_tokenizer_of_your_own_decides_and_is_part_of_the_fingerprint():
+def test_a_custom_tokenizer_is_used_and_is_part_of_the_fingerprint():
     words = Tokenizer(name="words", count=lambda text: len(text.split()))
     chosen = ChunkSettings(overlap=0, tokens=10)
     text = CanonicalText(text="one two three four five. " * 30, format="text")
@@ -181,6 +181,6 @@ def test_a_tokenizer_of_your_own_decides_and_is_part_of_the_fingerprint():
 
 
 @pytest.mark.parametrize("wrong", [{"characters": 15}, {"overlap": 751}, {"overlap": -1}, {"tokens": 0}])
-def test_settings_that_cannot_work_are_refused(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(ConfigurationError):
         ChunkSettings(**wrong)

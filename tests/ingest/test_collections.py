@@ -35,7 +35,7 @@ async def exported(shelf: Shelf, name: str = "papers", **options) -> list[dict]:
 
 
 class TestSizes:
-    """What a collection holds."""
+    """The size and contents of a collection."""
 
     async def test_a_collection_is_shown_with_its_size(self, shelf):
         collection = await fill(shelf)
@@ -68,7 +68,7 @@ class TestSizes:
         rest = await shelf.collections.page("default", limit=2, after=first[-1].name)
         assert [one.name for one in first + rest] == ["a", "b", "c"]
 
-    async def test_counting_ends_somewhere_and_says_so(self, shelf, monkeypatch):
+    async def test_counts_are_limited_and_say_so(self, shelf, monkeypatch):
         monkeypatch.setattr("batchwright.ingest.collections._COUNTED_MAX", 2)
         await fill(shelf)
         shown = await shelf.collections.get("default", "papers")
@@ -84,7 +84,7 @@ class TestSizes:
         chunks += await shelf.collections.chunks("default", "papers", first[0].id, after=chunks[-1].number)
         assert [(one.number, one.text) for one in chunks] == [(n, f"document 0 chunk {n}") for n in range(3)]
 
-    async def test_what_belongs_to_another_tenant_is_not_there(self, shelf):
+    async def test_collections_of_another_tenant_are_not_found(self, shelf):
         await fill(shelf, tenant="other")
         (document,) = await shelf.collections.documents("other", "papers", limit=1)
         await shelf.collection("papers")
@@ -134,14 +134,14 @@ class TestEnds:
         assert not await shelf.collections.remove_deleted()
         assert await shelf.count("ingest_chunk") == 12
 
-    async def test_an_open_run_is_named_and_keeps_its_collection(self, shelf):
+    async def test_a_collection_with_an_open_run_cannot_be_deleted_and_the_run_is_named(self, shelf):
         run = await shelf.open_run(await fill(shelf))
         with pytest.raises(Conflict, match=run) as caught:
             await shelf.collections.delete("default", "papers")
         assert caught.value.holder == run
         assert (await shelf.collections.get("default", "papers")).documents == 3
 
-    async def test_runs_that_are_kept_keep_the_row_but_nothing_in_it(self, shelf):
+    async def test_while_its_runs_are_kept_a_deleted_collection_keeps_its_row_but_no_contents(self, shelf):
         collection = await fill(shelf)
         run = await shelf.open_run(collection)
         await shelf.database.ask(
@@ -209,12 +209,12 @@ class TestExport:
             monkeypatch.setattr("batchwright.ingest.export._PAGE", page)
             assert [row["text"] for row in await exported(shelf)] == expected
 
-    async def test_an_export_goes_on_behind_a_document(self, shelf):
+    async def test_an_export_can_resume_after_a_document(self, shelf):
         await fill(shelf)
         rows = await exported(shelf)
         assert await exported(shelf, after=rows[3]["document_id"]) == rows[4:]
 
-    async def test_a_document_that_changes_meanwhile_comes_whole(self, shelf, monkeypatch):
+    async def test_a_document_that_changes_during_an_export_is_exported_in_one_version(self, shelf, monkeypatch):
         monkeypatch.setattr("batchwright.ingest.export._PAGE", 2)
         collection = await shelf.collection()
         document, _ = await shelf.put(collection, "a.txt", *(f"old {n}" for n in range(5)))

@@ -1,4 +1,4 @@
-"""A worker that dies at every point of an item's life: another one ends it, with every step once, and the right bill.
+"""A worker dies at any point of an item's life: another one finishes it, with every step once and the right bill.
 
 The n-th item dies at its n-th point: after each commit, and after each call to the model server or to the store.
 """
@@ -28,7 +28,7 @@ from tests.providers.mortal import Mortal, MortalSource
 POINTS_MAX = 80
 pytestmark = [
     pytest.mark.timeout(300),
-    # A worker that dies closes nothing.
+    # A worker that dies does not close anything.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -68,13 +68,13 @@ class Ward:
         if not self.mortal.died.is_set():
             await running
             return
-        while not running.done():  # the dead want to clear up after themselves, and may not
+        while not running.done():  # a dead worker's `finally` blocks may have no effect
             running.cancel()
             await asyncio.wait([running], timeout=0.3)
         self.deaths += 1
         self.mortal.dies_at = None
         self.mortal.revive()
-        with suppress(AssertionError):  # it may have died after the settle
+        with suppress(AssertionError):  # the worker may have died after the settle
             await self.bench.give_back(item)
 
 
@@ -100,7 +100,7 @@ async def check(ward, provider, item):
     stage = ward.bench.stage
     found = await Evidence.collect(stage.batchwright, await stage.get(item.run_id), provider.entries, set())
     wrong = {goal: breaches for goal, breaches in judge(found).items() if breaches}
-    wrong.pop("documents that have not ended as they should", None)  # nobody drives the run
+    wrong.pop("documents that have not ended as they should", None)  # no job drives the run here
     assert not wrong, (wrong, found.counts)
     assert [one.status for one in found.items] == [ItemStatus.DONE]
     return found
@@ -131,7 +131,7 @@ async def test_a_worker_that_dies_at_any_point_loses_no_step_and_no_payment(ward
     assert in_doubt >= points.count("model")
 
 
-async def test_a_worker_that_dies_in_every_claim_a_little_later_ends_the_item_all_the_same(ward, provider):
+async def test_an_item_whose_workers_die_in_every_claim_each_a_little_later_still_ends(ward, provider):
     ward.bench.stage.write("0.txt", "Anna met Berta in town. Then Carl came along with Dora as well.")
     (item,) = await ward.bench.put()
     for n in range(1, POINTS_MAX):

@@ -1,4 +1,4 @@
-"""Entities by a model, which may say anything."""
+"""Entities by a model, whose answers may be anything."""
 
 import jsonschema
 import orjson
@@ -67,7 +67,7 @@ async def test_windows_share_the_beginning_of_their_requests(provider, extractor
     assert provider.requests[0]["body"]["temperature"] == 0
 
 
-def test_the_body_asks_for_a_strict_schema_that_takes_the_fake_provider_at_its_word():
+def test_the_request_asks_for_a_strict_schema_that_the_fake_providers_answer_fits():
     body = entity_body("m", TYPES, WINDOW)
     wanted = body["response_format"]["json_schema"]
     assert wanted["strict"] is True
@@ -90,7 +90,7 @@ def test_the_body_asks_for_a_strict_schema_that_takes_the_fake_provider_at_its_w
         ("unauthorized", Fatal, "invalid_api_key"),
     ],
 )
-async def test_each_fault_has_its_category_and_siblings_are_kept(provider, extractor, ledger, fault, kind, code):
+async def test_each_fault_has_its_category_and_other_windows_are_kept(provider, extractor, ledger, fault, kind, code):
     provider.set(next=[fault])
     windows = {b"one": WINDOW, b"two": WINDOW + " Again."}
     with pytest.raises(kind) as caught:
@@ -101,7 +101,7 @@ async def test_each_fault_has_its_category_and_siblings_are_kept(provider, extra
     assert ledger.tokens == (provider.bill["input_tokens"], provider.bill["output_tokens"])
 
 
-async def test_windows_that_fail_are_named_and_all_others_settled(provider, extractor, ledger):
+async def test_failed_windows_are_named_and_all_others_are_settled(provider, extractor, ledger):
     windows = {bytes([n]): f"Window of Number {n}" for n in range(10)} | {b"bad": MARKER}
     with pytest.raises(InputRefused) as caught:
         await extractor.extract(windows, ledger)
@@ -111,7 +111,7 @@ async def test_windows_that_fail_are_named_and_all_others_settled(provider, extr
 
 
 @pytest.mark.parametrize("field", ["temperature", "max_completion_tokens"])
-async def test_a_field_that_the_model_does_not_take_is_left_out_from_then_on(provider, extractor, ledger, field):
+async def test_a_field_that_the_model_does_not_accept_is_left_out_from_then_on(provider, extractor, ledger, field):
     provider.set(refused_fields=[field])
     await extractor.extract({b"one": WINDOW}, ledger)
     await extractor.extract({b"two": WINDOW}, ledger)
@@ -126,7 +126,7 @@ async def test_a_field_that_is_needed_and_refused_fails_the_window(provider, ext
     assert len(provider.requests) == 1
 
 
-async def test_the_simulator_answers_under_the_schema_with_words_that_nobody_wrote(ledger):
+async def test_the_simulators_answers_fit_the_schema_but_their_words_are_not_in_the_text(ledger):
     async with running() as simulator:
         gateway = Gateway(GatewaySettings(url=simulator.url), environment={})
         extractor = ModelExtractor(gateway, "clever", types=TYPES)
@@ -145,7 +145,7 @@ def test_every_place_is_found_and_words_inside_others_are_not():
     ]
 
 
-def test_text_without_spaces_between_words_is_found_all_the_same():
+def test_names_are_found_in_text_without_spaces():
     assert [one.start for one in parse_entities(named(("place", "東京")), "私は東京に住む。東京は")] == [2, 8]
 
 
@@ -155,7 +155,7 @@ def test_a_line_break_inside_a_name_does_not_hide_it():
     ]
 
 
-def test_what_the_model_made_up_is_dropped_and_counted():
+def test_invented_mentions_are_dropped_and_counted():
     found = find_entities(named(("person", "Ada Lovelace"), ("person", "Bob"), ("place", ""), ("place", "a.b")), WINDOW)
     assert [one.text for one in found.mentions] == ["Ada Lovelace"]
     assert found.dropped == 3
@@ -192,12 +192,12 @@ def test_an_answer_of_the_wrong_shape_is_refused(body, code):
     assert "Ada" not in str(caught.value)
 
 
-def test_more_mentions_than_anyone_reads_are_refused():
+def test_too_many_mentions_are_refused():
     with pytest.raises(SchemaInvalid):
         parse_entities(named(("person", "a")), "a " * 20_000)
 
 
-async def test_the_fingerprint_follows_the_model_and_the_types(extractor, provider):
+async def test_the_fingerprint_depends_on_the_model_and_the_types(extractor, provider):
     gateway = Gateway(GatewaySettings(url=provider.url), environment={})
     others = [ModelExtractor(gateway, "other", types=TYPES), ModelExtractor(gateway, "clever", types=("person",))]
     same = ModelExtractor(gateway, "clever", types=TYPES)

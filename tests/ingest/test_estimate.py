@@ -1,4 +1,4 @@
-"""What a run will need: extrapolated from a sample, with bounds that hold, costs by lane and time at the limits."""
+"""What a run will need: extrapolated from a sample, with valid bounds, costs by lane, and time at the rate limits."""
 
 import json
 import math
@@ -47,21 +47,21 @@ def test_a_sample_of_all_documents_is_no_guess():
     assert (found.documents, found.bytes, found.sampled) == (2, 1000, 2)
 
 
-def test_documents_that_are_all_alike_leave_no_doubt():
+def test_equal_documents_give_an_exact_estimate():
     found = estimate({"pdf": Listed(documents=100, bytes=1_000_000)}, [page(pages=3)] * 5, PLAIN)
     assert found.tokens.value == pytest.approx(50_000)
     assert found.tokens.high - found.tokens.low == pytest.approx(0, abs=1e-6)
     assert found.pages.value == pytest.approx(300)
 
 
-def test_one_document_or_another_format_tells_little_of_the_rest():
+def test_one_document_or_another_format_gives_wide_bounds():
     found = estimate({"pdf": Listed(documents=10, bytes=100_000)}, [page()], PLAIN)
     assert (found.tokens.low, found.tokens.value, found.tokens.high) == (2_500, 5_000, 10_000)
     other = estimate({"html": Listed(documents=10, bytes=100_000)}, [page(), page()], PLAIN)
     assert other.tokens == found.tokens
 
 
-def test_each_format_is_told_from_its_own_documents():
+def test_each_format_is_estimated_from_its_own_documents():
     listing = {"pdf": Listed(documents=50, bytes=500_000), "txt": Listed(documents=50, bytes=5_000)}
     sample = [page(tokens=500)] * 3 + [page("txt", bytes=100, tokens=33)] * 3
     assert estimate(listing, sample, PLAIN).tokens.value == pytest.approx(50 * 500 + 50 * 33)
@@ -73,7 +73,7 @@ def test_documents_without_a_size_are_taken_to_be_as_large_as_the_others():
     assert half.tokens.value == none.tokens.value == pytest.approx(5_000)
 
 
-def test_documents_that_cannot_be_extracted_are_counted_and_need_nothing():
+def test_documents_that_cannot_be_extracted_are_counted_and_cost_nothing():
     sample = [page(), page(), Sampled(format="pdf", bytes=10_000, is_failed=True), page()]
     found = estimate({"pdf": Listed(documents=100, bytes=1_000_000)}, sample, PLAIN)
     assert found.failing.value == pytest.approx(25)
@@ -100,7 +100,7 @@ def test_the_bounds_hold_in_most_samples_and_are_narrower_with_more():
     st.integers(0, 10**6),
     st.integers(0, 10**12),
 )
-def test_bounds_are_in_order_whatever_comes(rows, documents, size):
+def test_bounds_are_always_in_order(rows, documents, size):
     sample = [page(bytes=bytes, tokens=tokens, is_failed=failed) for bytes, tokens, failed in rows]
     recipe = Recipe(chunks=CHUNKS, embedding=embedding(), entities=Entities(model="e", prices={}))
     found = estimate({"pdf": Listed(documents=max(documents, len(rows)), bytes=size)}, sample, recipe)
@@ -111,7 +111,7 @@ def test_bounds_are_in_order_whatever_comes(rows, documents, size):
     json.dumps(found.document(), allow_nan=False)
 
 
-def test_chunks_are_guessed_near_what_the_chunker_makes():
+def test_the_estimated_number_of_chunks_is_near_that_of_the_chunker():
     draw = random.Random(1)
     builder = TextBuilder(output_bytes=10**7, pages=10)
     for _ in range(200):
@@ -123,7 +123,7 @@ def test_chunks_are_guessed_near_what_the_chunker_makes():
     assert chunks_of(1, CHUNKS) == 1
 
 
-def test_vectors_cost_their_chunks_with_what_these_repeat():
+def test_vectors_cost_their_chunks_including_the_overlap():
     sample = [page(tokens=3_000, chunks=9)] * 4
     recipe = Recipe(chunks=CHUNKS, embedding=embedding())
     found = estimate({"pdf": Listed(documents=1_000, bytes=10_000_000)}, sample, recipe)
@@ -169,7 +169,7 @@ def test_a_model_without_a_price_makes_the_cost_unknown_and_a_local_one_costs_no
     assert local.chunks.value > 0
 
 
-def test_long_prompt_prices_do_not_apply_to_sums():
+def test_prices_of_long_prompts_do_not_apply_to_sums_of_short_ones():
     long = find_model_price("gemini-2.5-pro", lane="realtime", overrides={})
     assert long.long_prompt is not None
     use = Entities(model="gemini-2.5-pro", prices={"realtime": long}, prompt_tokens=0, answer_tokens=0)
@@ -179,7 +179,7 @@ def test_long_prompt_prices_do_not_apply_to_sums():
     assert found.cost["realtime"].value == pytest.approx(500_000 * 1.25 / 1e6)
 
 
-def test_the_slowest_limit_says_how_long_it_takes():
+def test_the_slowest_limit_decides_the_time():
     listing = {"pdf": Listed(documents=100, bytes=1_000_000)}
     sample = [page(chunks=2)] * 2
 
@@ -191,7 +191,7 @@ def test_the_slowest_limit_says_how_long_it_takes():
     assert seconds(requests_per_minute=50, tokens_per_minute=100).value > 30_000
 
 
-def test_uses_of_one_budget_share_it_and_others_run_beside():
+def test_uses_of_one_budget_share_it_and_other_budgets_run_in_parallel():
     listing, sample = {"pdf": Listed(documents=60, bytes=600_000)}, [page(chunks=1)] * 2
 
     def seconds(budget):

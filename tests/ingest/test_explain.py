@@ -1,4 +1,4 @@
-"""Every document that waits says for what."""
+"""Every waiting document says what it waits for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_run_without_a_worker_says_how_to_start_one(stage):
     assert found.remedy == "start one: batchwright worker, or batchwright up"
 
 
-async def test_steps_that_wait_say_for_what_and_until_when(stage):
+async def test_waiting_steps_say_what_they_wait_for_and_until_when(stage):
     for name in ("batch.txt", "rate.txt", "retry.txt", "good.txt"):
         stage.write(name, f"Rivers of {name}.")
     stage.work()
@@ -93,7 +93,7 @@ async def test_a_parked_run_says_why_once_and_what_to_do(stage, reason, remedy):
     assert of_item[0] == of_run
 
 
-async def test_a_paused_queue_and_a_worker_that_is_gone_are_told(stage):
+async def test_a_paused_queue_and_a_missing_worker_are_named(stage):
     stage.write("batch.txt", "Rivers.")
     worker = stage.work()
     id = await stage.submit()

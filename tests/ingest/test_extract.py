@@ -25,7 +25,7 @@ async def test_pdf_has_pages_and_its_bookmarks_as_sections(extract):
     assert text.warnings == ("1 of 3 pages have no text layer",)
 
 
-async def test_docx_has_headings_tables_and_what_is_easily_lost(extract):
+async def test_docx_has_headings_tables_and_text_that_is_easily_lost(extract):
     table = f"<w:tbl><w:tr><w:tc>{paragraph('Name')}</w:tc><w:tc>{paragraph('City')}</w:tc></w:tr>"
     table += f"<w:tr><w:tc>{paragraph('Anna')}</w:tc><w:tc>{paragraph('Bern')}</w:tc></w:tr></w:tbl>"
     control = f"<w:sdt><w:sdtContent>{paragraph('In a control.')}</w:sdtContent></w:sdt>"

@@ -1,4 +1,4 @@
-"""The provider in a process of its own, as the kill harness starts it."""
+"""The fake provider in a separate process, as the tests with kills start it."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def url():
         process.kill()
 
 
-async def test_it_answers_keeps_a_bill_and_fails_at_the_rates_that_were_set(url):
+async def test_it_answers_records_a_bill_and_fails_at_the_given_rates(url):
     gateway = Gateway(GatewaySettings(url=url), environment={})
     ledger = MemoryLedger()
     embedder = RemoteEmbedder(gateway, "small")

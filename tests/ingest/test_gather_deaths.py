@@ -1,4 +1,4 @@
-"""Whoever gathers requests may die after any commit, and after anything that was stored: nothing is lost or doubled."""
+"""A job that gathers requests dies after each commit and after each stored object: nothing is lost or paid twice."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.ingest.test_lanes import billed_texts, check_books, lanes, write
 
 
 class Died(Exception):
-    """What was in memory is gone; the job runs again."""
+    """The job dies: its memory is lost, and it runs again."""
 
 
 class Deaths:
-    """Death comes to each place in the code, so often."""
+    """Lets the job die at each place in the code, `each` times."""
 
     def __init__(self, each: int) -> None:
         self.each = each
@@ -41,7 +41,7 @@ class Deaths:
 
 
 def _place() -> str:
-    """Which lines of ours are at work."""
+    """The place in our code, from the stack."""
     frame, found = sys._getframe(2), []
     while frame is not None:
         name = frame.f_code.co_filename
@@ -52,7 +52,7 @@ def _place() -> str:
 
 
 class DeadlySource:
-    """Connections after whose commits somebody may die."""
+    """Connections after whose commits the job may die."""
 
     def __init__(self, pool, deaths: Deaths) -> None:
         self._pool, self._deaths = pool, deaths
@@ -128,7 +128,7 @@ async def test_dying_after_every_commit_loses_nothing_and_pays_nothing_twice(dat
 
 
 async def test_a_second_gatherer_of_the_same_run_is_harmless(database_url, tmp_path, monkeypatch):
-    """Its claim is gone, and it writes on: every commit of it is refused."""
+    """It has lost its claim but continues to write: each of its commits is refused."""
     from batchwright.engine.owned import Held
     from batchwright.errors import Fenced
 

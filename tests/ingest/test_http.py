@@ -1,4 +1,4 @@
-"""Documents over HTTP: from a newcomer's first run to the last refusal."""
+"""Documents over HTTP: runs, items, the inbox, collections and search, and what is refused."""
 
 import asyncio
 import io
@@ -87,7 +87,7 @@ async def post(http, path, body=None):
 
 
 async def failed_run(http, stage):
-    """A run of which one document is good and two are not."""
+    """A run with one good document and two bad ones."""
     stage.write("a.txt", "Whales are mammals.")
     stage.write("b.pdf", make_encrypted_pdf())
     stage.write("c.pdf", make_encrypted_pdf())
@@ -100,7 +100,7 @@ async def failed_run(http, stage):
 # A newcomer -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_newcomer_reads_web_pages_searches_them_and_takes_them_away(stage, website):
+async def test_a_first_run_reads_web_pages_searches_exports_and_deletes_them(stage, website):
     """Over a real connection, as with curl."""
     stage.work()
     server = await stage.batchwright.server()
@@ -177,7 +177,7 @@ async def test_a_newcomer_reads_web_pages_searches_them_and_takes_them_away(stag
         ({"roots": ["/"]}, "roots", "Extra inputs are not permitted"),
     ],
 )
-async def test_what_cannot_be_read_is_refused_and_nothing_is_made(stage, http, change, param, words):
+async def test_a_source_that_cannot_be_read_is_refused_and_nothing_is_created(stage, http, change, param, words):
     body = {"collection": "papers", "sources": [URL], **change}
     body["sources"] = [source.replace("{papers}", str(stage.folder)) for source in body["sources"]]
     for path in (RUNS, "/v1/ingest/estimates"):
@@ -186,7 +186,7 @@ async def test_what_cannot_be_read_is_refused_and_nothing_is_made(stage, http, c
         assert await stage.rows(f"SELECT count(*) FROM batchwright.{table}") == [(0,)]
 
 
-async def test_a_model_with_an_unknown_price_takes_no_budget_and_a_resumed_run_neither(database_url, tmp_path):
+async def test_a_budget_is_refused_for_a_model_with_an_unknown_price_also_at_a_resume(database_url, tmp_path):
     gateway = {"own-model": {"url": "http://127.0.0.1:9"}}
     async with (
         ingest_stage(database_url, tmp_path, ingest={"roots": [str(tmp_path)]}, model_gateways=gateway) as stage,
@@ -201,7 +201,7 @@ async def test_a_model_with_an_unknown_price_takes_no_budget_and_a_resumed_run_n
         assert (await post(http, f"{RUNS}/{run['id']}/resume"))["status"] == "RUNNING"
 
 
-async def test_a_folder_below_a_root_is_read_by_the_options_of_the_run(stage, http):
+async def test_a_folder_below_a_root_is_read_with_the_options_of_the_run(stage, http):
     stage.write("a.txt", "Whales are mammals.")
     stage.write("b.md", "# Trees\n\nTrees grow slowly.")
     stage.work()
@@ -228,7 +228,7 @@ async def test_a_folder_below_a_root_is_read_by_the_options_of_the_run(stage, ht
     assert (forced["counts"]["unchanged"], forced["counts"]["done"]) == (0, 1)
 
 
-async def test_the_same_key_answers_the_same_run_and_another_body_is_a_conflict(stage, http):
+async def test_the_same_key_returns_the_same_run_and_another_body_is_a_conflict(stage, http):
     body = {"collection": "papers", "sources": [URL]}
     first = await http.post(RUNS, json=body, headers={"Idempotency-Key": "k"})
     again = await http.post(RUNS, json=body, headers={"Idempotency-Key": "k"})
@@ -259,7 +259,7 @@ async def test_runs_are_listed_page_by_page_the_newest_first(stage, http):
     fails(await http.get(RUNS, params={"colection": "a"}), 400, "unknown_parameter")
 
 
-async def test_a_page_of_runs_with_very_many_sources_is_short_and_leads_on(stage, http, monkeypatch):
+async def test_a_page_of_runs_with_very_many_sources_is_short_and_has_a_cursor(stage, http, monkeypatch):
     monkeypatch.setattr("batchwright.ingest.http_runs._PAGE_CHARACTERS_MAX", 100)
     monkeypatch.setattr("batchwright.ingest.http_runs._RUNS_PER_STEP", 2)
     ids = [(await create(http, stage, [f"{URL}?{n}" for n in range(30)]))["id"] for _ in range(3)]
@@ -289,7 +289,7 @@ async def test_a_run_is_parked_and_resumed_and_says_what_it_waits_for(stage, htt
     assert (await get(http, f"{RUNS}/{run['id']}"))["waiting_on"] == []
 
 
-async def test_a_cancelled_run_can_be_tried_again(stage, http):
+async def test_a_cancelled_run_can_be_retried(stage, http):
     stage.write("a.txt", "Whales are mammals.")
     run = await create(http, stage)
     cancelled = await post(http, f"{RUNS}/{run['id']}/cancel", {"reason": "by mistake"})
@@ -299,7 +299,7 @@ async def test_a_cancelled_run_can_be_tried_again(stage, http):
     assert await post(http, f"{RUNS}/{run['id']}/retry") == {"object": "changed", "count": 0, "runs": {}}
 
 
-async def test_a_run_that_failed_as_a_whole_is_begun_again(stage, http, tmp_path):
+async def test_a_run_that_failed_as_a_whole_can_be_restarted(stage, http, tmp_path):
     missing = stage.folder / "later"
     stage.work()
     run = await read(http, stage, [str(missing)])
@@ -311,7 +311,7 @@ async def test_a_run_that_failed_as_a_whole_is_begun_again(stage, http, tmp_path
     assert (shown["status"], shown["counts"]["done"]) == ("COMPLETED", 1)
 
 
-async def test_an_estimate_tells_what_a_run_would_need_and_makes_nothing(stage, http, website):
+async def test_an_estimate_shows_what_a_run_would_need_and_creates_nothing(stage, http, website):
     stage.write("a.txt", "Whales are mammals. " * 100)
     body = {"collection": "papers", "sources": [str(stage.folder), f"{website.url}/trees.html"]}
     found = await post(http, "/v1/ingest/estimates", body)
@@ -321,7 +321,7 @@ async def test_an_estimate_tells_what_a_run_would_need_and_makes_nothing(stage, 
     assert await stage.rows("SELECT count(*) FROM batchwright.ingest_run") == [(0,)]
 
 
-async def test_estimates_beyond_what_a_server_makes_at_once_are_put_off(stage, api, http):
+async def test_too_many_estimates_at_once_are_refused_until_later(stage, api, http):
     estimating = api.service(IngestServices).estimating
     await estimating.acquire()
     await estimating.acquire()
@@ -333,7 +333,7 @@ async def test_estimates_beyond_what_a_server_makes_at_once_are_put_off(stage, a
     assert (await http.post("/v1/ingest/estimates", json=body)).status_code == 200
 
 
-async def test_an_estimate_that_takes_too_long_is_given_up(stage, http, website, monkeypatch):
+async def test_an_estimate_that_takes_too_long_times_out(stage, http, website, monkeypatch):
     monkeypatch.setattr("batchwright.ingest.http_runs._ESTIMATE_SECONDS", 0.2)
     website.replies["/slow.html"] = None
     body = {"collection": "papers", "sources": [f"{website.url}/slow.html"]}
@@ -365,7 +365,7 @@ async def test_documents_of_a_run_are_listed_filtered_and_shown_with_their_steps
     assert {"step_started", "step_completed", "step_failed"} <= {one["event"] for one in events["data"]}
 
 
-async def test_the_history_of_a_document_goes_over_all_its_jobs_page_by_page(stage, http):
+async def test_the_history_of_a_document_covers_all_its_jobs_in_pages(stage, http):
     run = await failed_run(http, stage)
     (item, _) = (await get(http, f"{RUNS}/{run['id']}/items", status="FAILED"))["data"]
     assert (await post(http, f"/v1/ingest/items/{item['id']}/retry", {"anew": True}))["status"] == "OPEN"
@@ -493,11 +493,11 @@ async def test_search_by_words_by_vectors_and_with_filters(stage, http, papers):
         ({"q": "x", "filters": "a:1"}, 400, "filters"),
     ],
 )
-async def test_a_search_that_makes_no_sense_is_refused(http, params, status, param):
+async def test_an_invalid_search_is_refused(http, params, status, param):
     fails(await http.get("/v1/collections/papers/search", params=params), status, param=param)
 
 
-async def test_a_model_server_that_is_away_leaves_words_and_is_told_to_who_wants_vectors(database_url, tmp_path):
+async def test_without_the_model_server_words_are_searched_and_a_search_by_vectors_is_an_error(database_url, tmp_path):
     from tests.ingest.fake_provider import FakeProvider
 
     async with FakeProvider() as provider:
@@ -540,7 +540,7 @@ async def test_an_export_as_lines_or_as_parquet_holds_every_chunk(stage, http, p
     fails(await http.get(f"{papers}/export", params={"format": "csv"}), 400, param="format")
 
 
-async def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(stage, papers, monkeypatch):
+async def test_an_export_that_is_cut_short_cannot_be_mistaken_for_a_complete_one(stage, papers, monkeypatch):
     server = await stage.batchwright.server()
     running = server.start()
     monkeypatch.setattr("batchwright.ingest.http_collections._PIECE_BYTES", 1)
@@ -589,7 +589,7 @@ async def test_a_collection_with_an_open_run_is_not_deleted(stage, http):
 # Tenants and scopes -----------------------------------------------------------------------------------------------
 
 
-async def test_what_belongs_to_another_tenant_is_not_there(stage, api):
+async def test_objects_of_another_tenant_are_not_found(stage, api):
     theirs = await api.holder(tenant="b")
     run = await failed_run(theirs, stage)
     mine = await api.holder("read", "submit", "operate", tenant="a")
@@ -635,7 +635,7 @@ async def test_two_tenants_have_collections_of_one_name(stage, api):
         assert {hit["text"] for found in hits for hit in found["data"]} == {f"All about {word}."}
 
 
-async def test_runs_need_the_scope_to_submit_and_the_inbox_that_to_operate(stage, api):
+async def test_runs_need_the_scope_submit_and_the_inbox_needs_operate(stage, api):
     reader, submitter = await api.holder("read"), await api.holder("submit")
     body = {"collection": "papers", "sources": [URL]}
     for path in (RUNS, "/v1/ingest/estimates"):

@@ -75,7 +75,7 @@ async def batches(stage: Stage) -> list[tuple[str, str, int]]:
 
 
 async def check_books(stage: Stage, provider: FakeProvider, run_id: str) -> None:
-    """What the provider bills, the events tell, the run has spent and the items bear are one and the same."""
+    """Check that the provider's bill, the events, the run's spending and the costs of the items agree."""
     run = await stage.get(run_id)
     prompt, completion, cost = await events(stage)
     bill = provider.bill
@@ -98,7 +98,7 @@ def billed_texts(provider: FakeProvider) -> list[tuple[str, str]]:
     return [(entry["kind"], one) for entry in provider.entries for one in entry["texts"]]
 
 
-async def test_thirty_documents_share_a_few_batches_and_pay_for_no_text_twice(stage, provider):
+async def test_thirty_documents_share_a_few_batches_and_no_text_is_paid_twice(stage, provider):
     for number in range(30):
         stage.write(f"{number:03}.txt", f"{SHARED}\n\n{text(number)}" if number % 2 else text(number))
     stage.work()
@@ -115,7 +115,7 @@ async def test_thirty_documents_share_a_few_batches_and_pay_for_no_text_twice(st
     assert (await stage.rows("SELECT count(*) FROM batchwright.ingest_mention"))[0][0] > 0
 
 
-async def test_an_item_that_waits_says_for_what(stage, provider):
+async def test_a_waiting_item_says_what_it_waits_for(stage, provider):
     write(stage, 1)
     provider.set(delay_seconds=1.5)
     stage.work()
@@ -132,13 +132,13 @@ async def test_an_item_that_waits_says_for_what(stage, provider):
         "SELECT max(extract(epoch FROM run_after - now())) FROM batchwright.job "
         "WHERE job_type = 'ingest.item' AND status = 'QUEUED'"
     )
-    assert seconds is None or seconds <= 5, "it looks again soon: whoever woke it may have come too early"
+    assert seconds is None or seconds <= 5, "it checks again soon, because it may have been woken too early"
     provider.set(delay_seconds=0.0)
     assert (await stage.ended(run_id)).status is RunStatus.COMPLETED
 
 
 @pytest.mark.thorough
-async def test_one_refused_text_among_many_is_found_and_the_others_are_kept(stage, provider):
+async def test_one_refused_text_among_many_is_isolated_and_the_others_are_kept(stage, provider):
     write(stage, 12)
     stage.write("bad.txt", f"This one says {MARKER} and is refused.")
     stage.work()
@@ -154,7 +154,7 @@ async def test_one_refused_text_among_many_is_found_and_the_others_are_kept(stag
 
 
 @pytest.mark.thorough
-async def test_a_server_that_refuses_a_field_is_asked_without_it(stage, provider):
+async def test_if_a_server_refuses_a_field_requests_are_sent_without_it(stage, provider):
     write(stage, 3)
     provider.set(refused_fields=["encoding_format", "temperature"])
     stage.work()
@@ -164,7 +164,7 @@ async def test_a_server_that_refuses_a_field_is_asked_without_it(stage, provider
 
 
 @pytest.mark.thorough
-async def test_a_batch_that_expires_keeps_what_is_answered_and_the_rest_is_asked_again(stage, provider, monkeypatch):
+async def test_an_expired_batch_keeps_its_answers_and_the_rest_is_resent(stage, provider, monkeypatch):
     monkeypatch.setattr(gather, "ROWS_MAX", 4)
     write(stage, 4)
     stage.work()
@@ -182,7 +182,7 @@ async def test_a_batch_that_expires_keeps_what_is_answered_and_the_rest_is_asked
     await check_books(stage, provider, run_id)
 
 
-async def test_a_budget_parks_the_run_and_resume_goes_on(stage, provider):
+async def test_a_budget_parks_the_run_and_resume_continues_it(stage, provider):
     write(stage, 3)
     stage.work()
     run_id = await stage.submit(budget=Decimal("0.0001"))
@@ -241,7 +241,7 @@ async def until(left, seconds: float = 30.0) -> None:
 # auto -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_auto_asks_for_small_runs_in_realtime(database_url, tmp_path, provider):
+async def test_auto_uses_realtime_for_small_runs(database_url, tmp_path, provider):
     async with lanes(database_url, tmp_path, provider, lane="auto", entities="none") as stage:
         write(stage, 5)
         stage.work()
@@ -266,7 +266,7 @@ async def test_auto_sends_the_first_documents_of_a_large_run_ahead(database_url,
 
 
 @pytest.mark.thorough
-async def test_auto_goes_on_in_realtime_when_the_deadline_comes_near(database_url, tmp_path, provider, monkeypatch):
+async def test_auto_switches_to_realtime_when_the_deadline_is_near(database_url, tmp_path, provider, monkeypatch):
     monkeypatch.setattr("batchwright.ingest.requests.FIRST_ITEMS", 0)
     monkeypatch.setattr("batchwright.ingest.requests._CANCELLED_SECONDS", 0.2)
     ingest = {"lane": "auto", "entities": "none", "batch_from_documents": 0, "batch_deadline_margin_seconds": 600.0}
@@ -339,11 +339,11 @@ async def test_a_model_that_only_a_batch_api_has_is_refused_in_realtime(at_provi
         await stage.submit(lane="realtime")
 
 
-# Runs side by side, and failures that are tried again -----------------------------------------------------------------
+# Simultaneous runs, and retries -------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(240)
-async def test_two_runs_that_want_the_same_text_pay_for_it_once(stage, provider):
+async def test_two_runs_with_the_same_text_pay_for_it_once(stage, provider):
     write(stage, 3)
     stage.work()
     first = await stage.submit(collection="papers")
@@ -357,7 +357,7 @@ async def test_two_runs_that_want_the_same_text_pay_for_it_once(stage, provider)
 
 
 @pytest.mark.thorough
-async def test_a_document_that_failed_is_asked_for_again_when_it_is_retried(stage, provider):
+async def test_requests_of_a_failed_document_are_resent_when_it_is_retried(stage, provider):
     write(stage, 1)
     provider.set(next=["invalid", "invalid"])
     stage.work()

@@ -1,4 +1,4 @@
-"""What people and time do to runs: cancel, park, retry, dismiss, remove sources; and upkeep afterwards."""
+"""The life of runs: cancel, park, resume, retry, dismiss, changed and removed sources, and upkeep."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def check_counters(stage, id):
 # Cancel, park, resume -------------------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_run_ends_with_its_open_documents_and_can_be_taken_up_again(stage):
+async def test_a_cancelled_run_ends_with_its_open_documents_and_can_be_retried(stage):
     bench = Bench(stage)
     items = await bench.put(3)
     await bench.drive(items[0])
@@ -100,7 +100,7 @@ async def test_a_run_can_be_cancelled_before_it_begins_and_while_it_is_parked(st
             await stage.part.submission.resume(id, tenant=None)
 
 
-async def test_a_run_that_is_parked_before_it_begins_goes_on_when_it_is_resumed(stage):
+async def test_a_run_that_is_parked_before_it_begins_runs_when_it_is_resumed(stage):
     stage.write("a.txt", "Anna.")
     id = await stage.submit()
     await stage.part.submission.park(id, tenant=None)
@@ -115,7 +115,7 @@ async def test_a_run_that_is_parked_before_it_begins_goes_on_when_it_is_resumed(
     assert (await stage.ended(id)).status is RunStatus.COMPLETED
 
 
-async def test_a_budget_parks_the_run_and_a_larger_one_lets_it_go_on(remote_stage, provider):
+async def test_a_budget_parks_the_run_and_a_larger_one_lets_it_continue(remote_stage, provider):
     stage, bench = remote_stage, Bench(remote_stage)
     items = await bench.put(3, budget=Decimal("0.00001"))
     for item in items:
@@ -134,7 +134,7 @@ async def test_a_budget_parks_the_run_and_a_larger_one_lets_it_go_on(remote_stag
     await bench.tools.sandboxes.close()
 
 
-async def test_a_key_that_is_refused_parks_and_pays_for_nothing_twice(remote_stage, provider):
+async def test_a_refused_key_parks_the_run_and_nothing_is_paid_twice(remote_stage, provider):
     stage, bench = remote_stage, Bench(remote_stage)
     items = await bench.put(10)
     provider.set(next=["unauthorized"])
@@ -150,7 +150,7 @@ async def test_a_key_that_is_refused_parks_and_pays_for_nothing_twice(remote_sta
     await bench.tools.sandboxes.close()
 
 
-async def test_what_a_worker_has_paid_for_is_kept_and_told_though_it_has_lost_the_job(remote_stage, provider):
+async def test_answers_that_a_worker_has_paid_for_are_kept_although_it_lost_the_job(remote_stage, provider):
     stage, bench = remote_stage, Bench(remote_stage)
     (item,) = await bench.put()
     provider.set(delay_seconds=0.5)
@@ -195,7 +195,7 @@ async def test_failed_documents_are_retried_one_by_cause_or_all_and_dismissed(re
     await check_counters(stage, run.id)
     assert (run.status, run.item_count_failed) == (RunStatus.COMPLETED_WITH_ERRORS, 2)
     told = await stage.step_events((await stage.items(run.id))["bad.txt"])
-    assert told.count(("step_completed", "CONTENT_EXTRACTED")) == 1  # what was done is kept
+    assert told.count(("step_completed", "CONTENT_EXTRACTED")) == 1  # finished steps are kept
 
     cause = "CONTENT_EXTRACTED:SchemaInvalid:empty_document"
     assert await stage.part.submission.retry(Wanted(cause=cause), tenant=None) == {run.id: 1}
@@ -227,7 +227,7 @@ async def test_a_document_is_retried_while_its_run_goes_on(stage):
     await bench.tools.sandboxes.close()
 
 
-async def test_what_is_dismissed_is_not_in_the_inbox_and_still_counts_as_failed(stage):
+async def test_dismissed_documents_are_not_in_the_inbox_and_still_count_as_failed(stage):
     stage.write("empty.txt", "")
     stage.work()
     run = await stage.run()
@@ -280,14 +280,14 @@ async def test_a_document_whose_source_is_gone_is_retired_after_a_complete_listi
     assert sorted(await live(stage)) == ["a.txt", "b.txt", "c.txt"]
 
 
-async def test_nothing_is_retired_after_a_listing_that_has_not_seen_everything(stage):
+async def test_nothing_is_retired_after_an_incomplete_listing(stage):
     stage.write("a.txt", "Words of a.")
     stage.write("b.txt", "Words of b.")
     stage.work()
     await stage.succeed()
     (stage.folder / "a.txt").unlink()
     deep = stage.folder.joinpath("deep", *["d"] * (DEPTH_MAX + 1))
-    deep.mkdir(parents=True)  # nobody looks into it, so it may hold anything
+    deep.mkdir(parents=True)  # this folder is not listed, so it may contain anything
     run = await stage.succeed()
     assert (run.is_complete, run.retired_count) == (False, 0)
     assert sorted(await live(stage)) == ["a.txt", "b.txt"]
@@ -309,8 +309,8 @@ async def test_a_run_does_not_retire_what_a_later_run_has_found(stage):
     assert sorted(await live(stage)) == ["a.txt", "new.txt"]
 
 
-async def test_of_two_runs_at_once_the_etag_belongs_to_what_is_live(stage):
-    """Else an old version could stay live for ever, under the etag of the new one."""
+async def test_of_two_simultaneous_runs_the_stored_etag_is_that_of_the_live_version(stage):
+    """Otherwise an old version could stay live for ever with the etag of the new one."""
     bench = Bench(stage)
     stage.write("0.txt", "The old words.")
     (old,) = await bench.put()
@@ -354,14 +354,14 @@ def objects(stage):
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_document_that_goes_to_sleep_just_after_its_run_was_resumed_is_woken(stage, has_begun):
+async def test_a_document_that_snoozes_just_after_its_run_was_resumed_is_woken(stage, has_begun):
     bench, clock = Bench(stage), Clock()
     (item,) = await bench.put()
     queue, upkeep = upkeep_at(stage, clock)
     if has_begun:
         machine = await bench.open(item, stage.part.graph)
         await stage.part.submission.park(item.run_id, tenant=None)
-        await machine.run_step("FETCHED", None)  # it sees that the run is parked, and never comes to the call
+        await machine.run_step("FETCHED", None)  # it sees that the run is parked, and does not make the call
         assert machine.parked == "the run is PARKED"
         await bench.give_back(item)
     else:
@@ -370,7 +370,7 @@ async def test_a_document_that_goes_to_sleep_just_after_its_run_was_resumed_is_w
     asleep = (await queue.get(JobId(item.job_id))).run_after
     await keep(queue, upkeep.wake_resumed)
     assert (await queue.get(JobId(item.job_id))).run_after == asleep
-    await stage.part.runs.resume(item.run_id)  # its wake came before the worker put the document to sleep
+    await stage.part.runs.resume(item.run_id)  # the resume wakes documents before the worker snoozes this one
     await keep(queue, upkeep.wake_resumed)
     assert (await queue.get(JobId(item.job_id))).run_after < asleep
     waits = await stage.rows("SELECT step FROM batchwright.ingest_step WHERE waiting IS NOT NULL")
@@ -379,7 +379,7 @@ async def test_a_document_that_goes_to_sleep_just_after_its_run_was_resumed_is_w
     await bench.tools.sandboxes.close()
 
 
-async def test_items_and_runs_whose_job_is_gone_fail_and_are_not_forgotten(stage):
+async def test_items_and_runs_whose_job_is_gone_fail(stage):
     bench, clock = Bench(stage), Clock()
     (item,) = await bench.put()
     queue, upkeep = upkeep_at(stage, clock)
@@ -427,7 +427,7 @@ async def test_versions_that_nobody_uses_go_with_their_texts(stage):
     assert objects(stage).count(".text") == 2
     queue, upkeep = upkeep_at(stage, clock)
     await keep(queue, upkeep.remove_versions)
-    assert objects(stage).count(".text") == 2  # somebody may still read the old one
+    assert objects(stage).count(".text") == 2  # a reader may still use the old one
     await clock.advance(queue, 4000)
     await keep(queue, upkeep.remove_versions)
     assert objects(stage).count(".text") == 1
@@ -435,7 +435,7 @@ async def test_versions_that_nobody_uses_go_with_their_texts(stage):
     assert await live(stage) == {"a.txt": "The new and longer words."}
 
 
-async def test_ended_runs_go_with_what_their_failed_documents_left_behind(remote_stage):
+async def test_ended_runs_are_removed_with_what_their_failed_documents_left_behind(remote_stage):
     stage, clock = remote_stage, Clock()
     stage.write("bad.txt", f"Anna. {MARKER}")
     stage.write("good.txt", "Berta.")
@@ -469,7 +469,7 @@ async def test_a_staged_version_whose_item_is_gone_is_removed(stage):
     queue, upkeep = upkeep_at(stage, clock)
     await clock.advance(queue, 4000)
     await keep(queue, upkeep.remove_versions)
-    assert await stage.rows("SELECT state FROM batchwright.ingest_version") == [("staged",)]  # it may be retried
+    assert await stage.rows("SELECT state FROM batchwright.ingest_version") == [("staged",)]  # the item may be retried
     again = await stage.part.submission.retry_item(item.id, tenant=None, anew=True)
     assert (await bench.drive(again, failing)).status is ItemStatus.FAILED
     await keep(queue, upkeep.remove_versions)
@@ -484,8 +484,8 @@ def _failing(step):
     return dataclasses.replace(step, run=fail)
 
 
-async def test_what_was_evicted_is_asked_for_again_when_it_is_needed(remote_stage, provider):
-    """An answer goes between EMBEDDED and INDEXED: the step is undone, and its answer paid for again."""
+async def test_an_answer_that_was_removed_is_requested_again_when_it_is_needed(remote_stage, provider):
+    """An answer is removed between EMBEDDED and INDEXED: the step is undone, and the answer is paid again."""
     stage, bench, clock = remote_stage, Bench(remote_stage), Clock()
     (item,) = await bench.put()
     queue, upkeep = upkeep_at(stage, clock)
@@ -511,8 +511,8 @@ async def test_what_was_evicted_is_asked_for_again_when_it_is_needed(remote_stag
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-async def test_a_text_and_a_copy_that_are_gone_are_made_again(stage, is_changed):
-    """Even if the source has changed meanwhile: then nothing of the old content is used."""
+async def test_a_lost_text_and_a_lost_copy_are_made_again(stage, is_changed):
+    """If the source has changed meanwhile, nothing of the old content is used."""
     bench = Bench(stage)
     stage.write("0.txt", "The old words.")
     (item,) = await bench.put()

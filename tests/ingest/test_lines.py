@@ -1,4 +1,4 @@
-"""Lines of batches: how requests are packed, and what becomes of their answers."""
+"""Lines of batches: how requests are packed, and how their answers are read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refusal(**error) -> bytes:
     st.lists(st.tuples(st.integers(1, 60_000), st.integers(0, 5_000), st.sampled_from([None, 1, 10])), max_size=300),
     st.integers(10_000, 400_000),
 )
-def test_lines_hold_a_beginning_of_the_requests_in_order_and_keep_to_their_limits(rows, bytes_max):
+def test_lines_contain_the_first_requests_in_order_and_within_the_limits(rows, bytes_max):
     wanted = [unsent(n, tokens=tokens, size=size, pack=p) for n, (tokens, size, p) in enumerate(rows)]
     lines = pack(wanted, 100, bytes_max)
     placed = [row for line in lines for row in line]
@@ -87,7 +87,7 @@ def test_the_same_rows_give_the_same_bytes_and_one_line():
     assert "encoding_format" not in orjson.loads(line_bytes(EMBED, 7, ["b"], "encoding_format"))["body"]
 
 
-def test_answers_come_to_their_texts():
+def test_answers_are_assigned_to_their_texts():
     data = [{"index": n, "embedding": vector_of(f"text {n}").tolist()} for n in (1, 0)]
     number, answer = read_line(answered(200, {"data": data, "usage": {"prompt_tokens": 9, "total_tokens": 9}}))
     settled = settle_line(EmbeddingAsk(RemoteEmbedder(None, "e")), sent(2), answer)
@@ -105,7 +105,7 @@ def test_a_vector_without_a_direction_is_an_error_of_its_text_alone():
     assert [(back.hash, back.error["code"]) for back in settled.back] == [(b"\0", "invalid_vector")]
 
 
-def test_a_refused_line_comes_back_in_smaller_ones_until_the_bad_text_is_alone():
+def test_a_refused_line_is_split_until_the_bad_text_is_alone():
     _, answer = read_line(refusal(param="input"))
     packs = []
     for count in (100, 10, 2):
@@ -117,12 +117,12 @@ def test_a_refused_line_comes_back_in_smaller_ones_until_the_bad_text_is_alone()
     assert alone.error["kind"] == "SchemaInvalid"
 
 
-def test_a_line_that_is_refused_for_another_field_is_no_fault_of_a_text():
+def test_a_line_that_is_refused_for_another_field_fails_no_text():
     _, answer = read_line(refusal(param="dimensions"))
     assert {back.error["kind"] for back in settle_line(EMBED, sent(5), answer).back} == {"SchemaInvalid"}
 
 
-def test_a_field_that_a_request_can_do_without_is_left_out_once():
+def test_an_optional_field_that_is_refused_is_left_out():
     _, answer = read_line(refusal(param="temperature"))
     settled = settle_line(NAME, sent(1), answer)
     assert settled.refused_field == "temperature"
@@ -132,7 +132,7 @@ def test_a_field_that_a_request_can_do_without_is_left_out_once():
 
 
 @pytest.mark.parametrize("code", ["batch_expired", "batch_cancelled", "batch_failed", "request_aborted", "no_answer"])
-def test_a_line_without_an_answer_is_sent_again_a_few_times(code):
+def test_a_line_without_an_answer_is_resent_a_few_times(code):
     settled = settle_line(EMBED, sent(2), unanswered(code))
     assert [(back.failures, back.error) for back in settled.back] == [(1, None)] * 2
     assert not settled.is_answered
@@ -141,14 +141,14 @@ def test_a_line_without_an_answer_is_sent_again_a_few_times(code):
 
 
 @pytest.mark.parametrize("line", [answered(401, {"error": {"code": "invalid_api_key"}}), None])
-def test_a_credential_that_is_refused_is_no_fault_of_a_text(line):
+def test_a_refused_credential_fails_no_text(line):
     answer = unanswered("model_not_found") if line is None else read_line(line)[1]
     settled = settle_line(EMBED, sent(2), answer)
     assert "correct the key" in settled.credential
     assert [(back.failures, back.error) for back in settled.back] == [(0, None)] * 2
 
 
-def test_an_answer_of_the_wrong_shape_is_paid_for_and_of_no_use():
+def test_an_answer_of_the_wrong_shape_is_paid_but_unusable():
     choices = [{"message": {"content": "no JSON"}, "finish_reason": "stop"}]
     usage = {"prompt_tokens": 9, "completion_tokens": 2}
     _, answer = read_line(answered(200, {"choices": choices, "usage": usage}))

@@ -35,12 +35,12 @@ ERRORS = {
     Category.FATAL: lambda: Fatal("it cannot be", scope="item", code="impossible"),
 }
 RETRIES = 5
-"""What the settings say."""
+"""The default of the setting."""
 
 
 @pytest.fixture
 async def bench(database_url, tmp_path, monkeypatch):
-    # A backoff of next to nothing would be over within the same claim.
+    # A very short backoff would end within the same claim.
     monkeypatch.setattr("batchwright.ingest.machine.random.uniform", lambda low, high: high)
     async with ingest_stage(database_url, tmp_path) as stage:
         bench = Bench(stage)
@@ -59,7 +59,7 @@ async def events_of(bench, item, *names):
 # Once -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_finished_step_answers_with_what_it_stored_and_is_not_called(bench):
+async def test_a_finished_step_returns_its_stored_result_and_is_not_called_again(bench):
     (item,) = await bench.put()
     script = Script({FIRST: [{"sha256": "abc", "n": 1}]})
     machine = await bench.open(item, script.graph())
@@ -91,7 +91,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_nor_is_it_called_in_another_process(bench, database_url, tmp_path):
+async def test_a_finished_step_is_not_called_in_another_process_either(bench, database_url, tmp_path):
     (item,) = await bench.put()
     script = Script({FIRST: [{"sha256": "abc"}]})
     machine = await bench.open(item, script.graph())
@@ -160,8 +160,8 @@ async def test_branches_may_end_in_every_order(bench):
 
 
 @pytest.mark.parametrize("category", ERRORS)
-async def test_a_branch_that_fails_leaves_its_siblings_done(bench, category):
-    """In each place, and while the siblings succeed: these are kept, and never called again."""
+async def test_when_a_branch_fails_the_finished_branches_are_kept(bench, category):
+    """Each branch fails once while the others succeed; these are kept and never called again."""
     for item, failing in zip(await bench.put(3), BRANCHES, strict=True):
         script = Script({failing: [ERRORS[category]()]})
         graph = script.graph()
@@ -201,7 +201,7 @@ async def test_a_branch_whose_retries_are_used_up_is_not_called_while_a_sibling_
     assert (result.step, result.is_final) == ("LEFT", True)
 
 
-async def test_a_database_that_fails_one_branch_waits_for_the_others_and_is_told_once(bench):
+async def test_a_database_error_in_one_branch_is_raised_once_after_the_other_branches_have_ended(bench):
     (item,) = await bench.put()
     script = Script({"LEFT": [DatabaseUnavailable("gone")], "RIGHT": [DatabaseUnavailable("gone")]})
     machine = await bench.open(item, script.graph())
@@ -312,7 +312,7 @@ async def test_a_refused_credential_parks_the_run_and_fails_nothing(bench):
         assert found.status is ItemStatus.OPEN
     run = await bench.stage.get(items[0].run_id)
     assert (run.status, run.parked_reason, run.parked_message) == (RunStatus.PARKED, "credential", "the key is wrong")
-    assert script.called.count(FIRST) == 1  # the others did not begin
+    assert script.called.count(FIRST) == 1  # no other step began
     await bench.stage.part.submission.resume(run.id, tenant=None)
     ended = [await bench.live(item, graph) for item in items]
     assert {item.status for item in ended} == {ItemStatus.DONE}
@@ -325,7 +325,7 @@ async def test_a_sibling_that_fails_for_good_fails_its_item_though_the_run_is_pa
     script = Script({"RIGHT": [ERRORS[Category.FATAL]()]})
 
     async def refuse():
-        while "RIGHT" not in script.called:  # which does not start once the run is parked
+        while "RIGHT" not in script.called:  # RIGHT does not start once the run is parked
             await asyncio.sleep(0.001)
         raise Fatal("the key is wrong", scope="credential", code="invalid_api_key")
 
@@ -348,7 +348,7 @@ async def test_no_step_starts_while_the_run_is_parked(bench):
     assert (await bench.rows_of(item))["LEFT"].waiting == {"for": "user", "message": "the run is PARKED"}
 
 
-# Zombies --------------------------------------------------------------------------------------------------------
+# Lost claims ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_worker_that_has_lost_the_job_completes_nothing(bench):

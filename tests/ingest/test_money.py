@@ -1,4 +1,4 @@
-"""Money, as people read it."""
+"""Formatting amounts of money."""
 
 from decimal import Decimal
 

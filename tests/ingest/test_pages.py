@@ -16,7 +16,7 @@ from tests.ingest.stage import ingest_stage
 
 
 @pytest.mark.thorough
-async def test_a_run_is_a_funnel_and_what_it_indexed_is_found_in_its_context(database_url, tmp_path):
+async def test_a_run_is_shown_as_a_funnel_and_search_shows_hits_in_context(database_url, tmp_path):
     async with ingest_stage(database_url, tmp_path) as stage:
         server = await stage.batchwright.server()
         server.start()
@@ -85,7 +85,7 @@ async def _check_scopes(stage, url, run_id):
         assert (await reader.get(f"/ui/documents/runs/{run_id}?status=odd")).status_code == 400
 
 
-def test_marks_are_set_and_everything_else_is_escaped():
+def test_hits_are_marked_and_everything_else_is_escaped():
     values = dict.fromkeys(Hit.__dataclass_fields__)
     hit = Hit(**{**values, "text": "a <b> whale & a whale", "marks": [(6, 11), (16, 21), (7, 9)]})
     assert in_context(hit) == "a &lt;b&gt; <mark>whale</mark> &amp; a <mark>whale</mark>"

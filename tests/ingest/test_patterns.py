@@ -54,7 +54,7 @@ def found(text, lists=None):
         ("call 555-123-4567", "phone", "555-123-4567"),
     ],
 )
-def test_a_pattern_finds_its_words_and_no_more(text, type, wanted):
+def test_a_pattern_finds_only_its_words(text, type, wanted):
     assert found(text) == [(type, wanted)]
 
 
@@ -77,7 +77,7 @@ def test_a_pattern_finds_its_words_and_no_more(text, type, wanted):
         "no 123-45",
     ],
 )
-def test_what_only_looks_like_one_is_left_out(text):
+def test_texts_that_only_look_like_an_entity_are_not_found(text):
     assert found(text) == []
 
 
@@ -92,7 +92,7 @@ def test_words_of_lists_are_found_whatever_their_case_and_the_longest_wins():
     assert found("Acmes grandpiano", LISTS) == []
 
 
-def test_words_of_a_list_may_lie_inside_an_address():
+def test_words_of_a_list_may_be_inside_an_address():
     assert found("info@acme.com", LISTS) == [("email", "info@acme.com"), ("organization", "acme")]
 
 
@@ -102,14 +102,14 @@ def test_a_phrase_without_words_or_with_too_many_is_refused(phrase):
         PatternExtractor({"product": [phrase]})
 
 
-def test_the_fingerprint_follows_the_lists_and_not_their_order():
+def test_the_fingerprint_depends_on_the_lists_but_not_on_their_order():
     plain = PatternExtractor().fingerprint
     one = PatternExtractor({"a": ["x", "y"]}).fingerprint
     assert len({plain, one, PatternExtractor({"b": ["x", "y"]}).fingerprint}) == 3
     assert one == PatternExtractor({"a": ["y", "X"]}).fingerprint
 
 
-async def test_mentions_are_settled_as_json_at_no_cost():
+async def test_mentions_are_stored_as_json_at_no_cost():
     ledger = MemoryLedger()
     windows = {b"a": "on 2026-01-31", b"b": "nothing"}
     await PatternExtractor().extract(windows, ledger)
@@ -126,7 +126,7 @@ HOSTILE = [
 
 @pytest.mark.timed("limits the time of a call")
 @pytest.mark.parametrize("piece", sparsely(HOSTILE, 4))
-def test_no_text_takes_more_time_than_in_proportion_to_its_length(piece):
+def test_the_time_for_a_text_grows_in_proportion_to_its_length(piece):
     text = "x@" + piece * (300_000 // len(piece))
     started = time.thread_time()
     PatternExtractor(LISTS).find(text)
@@ -144,7 +144,7 @@ def test_a_megabyte_of_everything_hostile_is_read_in_seconds():
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="aA1 .,-+/()@:%$€0ä\n", max_size=300))
-def test_mentions_stand_where_they_say_and_those_by_patterns_do_not_overlap(text):
+def test_mentions_have_the_right_offsets_and_those_of_patterns_do_not_overlap(text):
     mentions = PatternExtractor().find(text)
     end = 0
     for one in mentions:

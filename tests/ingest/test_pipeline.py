@@ -1,4 +1,4 @@
-"""The graph of steps, what their keys follow from, and what is done again after a change."""
+"""The graph of steps, the keys of steps, and which steps run again after a change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(name, after=(), before=(), fingerprint="1"):
         ([make("ENQUEUED")], "no step can be called 'ENQUEUED'"),
     ],
 )
-def test_a_graph_that_makes_no_sense_is_refused_with_the_reason(steps, words):
+def test_an_invalid_graph_is_refused_with_the_reason(steps, words):
     with pytest.raises(ConfigurationError, match=words):
         Graph(steps)
 
@@ -58,7 +58,7 @@ def test_our_own_steps_are_in_the_order_of_the_design():
     assert reached == ["ENQUEUED", "FETCHED", *[extracted] * 3, "ENTITY_EXTRACTED", "PERSISTED", "INDEXED"]
 
 
-def test_a_key_follows_from_the_content_and_from_every_fingerprint_above():
+def test_a_key_depends_on_the_content_and_on_all_fingerprints_of_earlier_steps():
     def keys(content="x", **prints):
         steps = [make("A"), make("B", ["A"]), make("C", ["A"]), make("D", ["B"])]
         graph = Graph([replace(one, fingerprint=lambda _, one=one: prints.get(one.name, "1")) for one in steps])
@@ -84,7 +84,7 @@ async def provider():
 
 
 async def completed(stage, run):
-    """Steps that ran, and steps that were taken over, over all items."""
+    """Steps that ran, and steps whose results were reused, over all items."""
     sql = """
         SELECT step.step, step.is_reused, count(*) FROM batchwright.ingest_step AS step
         JOIN batchwright.ingest_item AS item ON item.id = step.item_id
@@ -97,8 +97,8 @@ async def completed(stage, run):
 REST = {"FETCHED": 4, "PERSISTED": 4, "INDEXED": 4}
 
 
-async def test_what_is_done_again_after_each_change_and_what_it_costs(database_url, tmp_path, provider):
-    """Four documents; after each change: (steps that run, steps taken over, paid calls, documents unchanged)."""
+async def test_which_steps_run_again_after_each_change_and_what_they_cost(database_url, tmp_path, provider):
+    """Four documents; after each change: (steps that run, reused steps, paid calls, unchanged documents)."""
     tables = remote(provider)
     tables["model_gateways"]["newer"] = tables["model_gateways"]["embedder"]
     async with ingest_stage(database_url, tmp_path, **tables) as stage:
@@ -123,7 +123,7 @@ async def test_what_is_done_again_after_each_change_and_what_it_costs(database_u
         assert (ran, reused, unchanged) == ({**REST, **behind}, {"CONTENT_EXTRACTED": 4}, 0)
         assert calls >= 8
         assert await change(**smaller) == ({}, {}, 0, 4)
-        assert (await change())[2] == 0  # back again: all answers are kept
+        assert (await change())[2] == 0  # changed back: all answers are kept
 
         newer = {"overrides": {"embedding_model": "newer"}}
         others = {"CONTENT_EXTRACTED": 4, "CHUNKED": 4, "ENTITY_EXTRACTED": 4}
@@ -136,14 +136,14 @@ async def test_what_is_done_again_after_each_change_and_what_it_costs(database_u
         stage.write("2.txt", "An edit. " + (stage.folder / "2.txt").read_text())
         assert await change(**none) == (dict.fromkeys(ALL, 1), {}, 1, 3)
 
-        (stage.folder / "3.txt").touch()  # another time, the same content
+        (stage.folder / "3.txt").touch()  # a new time, but the same content
         assert await change(**none) == ({"FETCHED": 1}, {}, 0, 4)
 
         forced = {"overrides": {**none["overrides"], "force": True}}
         assert await change(**forced) == (dict.fromkeys(ALL, 4), {}, 0, 0)
 
 
-async def test_new_types_of_entities_ask_only_for_entities(database_url, tmp_path, provider):
+async def test_new_types_of_entities_cause_requests_only_for_entities(database_url, tmp_path, provider):
     for types, calls in ((("person",), 2), (("person", "river"), 1), (("person", "river"), 0)):
         async with ingest_stage(database_url, tmp_path, **remote(provider, entity_types=types)) as stage:
             stage.write("a.txt", "Anna met Berta at the Elbe.")
@@ -168,7 +168,7 @@ async def find_language(ctx):
 
 
 async def test_a_new_step_is_one_file(database_url, tmp_path, provider):
-    """No migration, and no other file touched; documents that were done before go through it, and nothing else."""
+    """It needs no migration and no change in another file; finished documents run only the new step."""
     async with ingest_stage(database_url, tmp_path, **remote(provider)) as stage:
         stage.write("a.txt", "Anna und Berta.")
         stage.write("b.txt", "Anna and Berta.")
@@ -207,7 +207,7 @@ def cut(text, settings):
 """
 
 
-async def test_a_random_chunker_ends_in_fatal(database_url, tmp_path, monkeypatch):
+async def test_a_chunker_that_is_not_deterministic_is_a_fatal_error(database_url, tmp_path, monkeypatch):
     namespace = {}
     exec(RANDOM, namespace)
     monkeypatch.setattr("batchwright.ingest.context.chunk_text", namespace["cut"])

@@ -23,7 +23,7 @@ async def stage(database_url, tmp_path):
         yield stage
 
 
-async def test_a_folder_is_taken_through_every_step(stage):
+async def test_a_folder_goes_through_every_step(stage):
     stage.write("a.md", "# Whales\n\nWhales are mammals. Write to whale@example.com.")
     stage.write("sub/b.txt", "Trees grow slowly in the north.")
     stage.write("c.pdf", make_pdf(["The first page is about ships.", "The second page is about harbours."]))

@@ -1,4 +1,4 @@
-"""Whatever a parser does, the worker gets an error with a cause within the limits, and the next document its text."""
+"""Whatever a parser does, the worker gets an error with a cause in limited time, and the next document is extracted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ IMPATIENT = replace(SMALL, seconds=0.3)
         ("talk_without_end", SMALL, Fatal, "text_too_large", "larger than 5,000,000 bytes"),
     ],
 )
-async def test_a_bad_parser_ends_with_a_cause_and_the_sandbox_goes_on(extract, parser, limits, error, code, message):
+async def test_a_bad_parser_fails_with_a_cause_and_the_sandbox_still_works(
+    extract, parser, limits, error, code, message
+):
     with pytest.raises(error, match=message) as raised:
         await extract("text", parser=parser, limits=limits)
     assert raised.value.code == code
@@ -42,7 +44,7 @@ async def test_a_bad_parser_ends_with_a_cause_and_the_sandbox_goes_on(extract, p
     assert extract.sandboxes[parser]._server.pid == server
 
 
-async def test_a_parser_that_is_deaf_to_its_alarm_is_ended_from_outside(extract, monkeypatch):
+async def test_a_parser_that_ignores_its_alarm_is_killed_from_outside(extract, monkeypatch):
     monkeypatch.setattr(sandbox, "_GRACE_SECONDS", 0.3)
     await extract("# Start the server", "first.md", parser="hang_deaf")
     with pytest.raises(Transient, match=r"longer than 0.3 s") as raised:
@@ -81,7 +83,7 @@ async def test_documents_that_come_at_once_get_their_own_text(tmp_path):
     assert [text.text for text in texts] == [f"document {number}" for number in range(10)]
 
 
-async def test_what_a_parser_prints_does_not_disturb(extract):
+async def test_output_of_a_parser_does_no_harm(extract):
     assert (await extract("text", parser="print_noise")).text == "quiet"
 
 
@@ -95,7 +97,7 @@ async def test_a_parser_sees_no_secrets(extract, monkeypatch):
     assert "OPENAI_API_KEY" not in (await extract("text", parser="answer_with_environment")).text
 
 
-async def test_an_answer_that_does_not_hold_together_is_refused(extract):
+async def test_an_inconsistent_answer_is_refused(extract):
     with pytest.raises(Fatal, match="answer is invalid") as raised:
         await extract("text", parser="say_nothing_of_use")
     assert raised.value.code == "extractor_error"
@@ -109,7 +111,7 @@ async def test_a_file_that_is_gone_is_transient(tmp_path):
 
 
 async def test_a_missing_library_says_what_to_install(extract, monkeypatch, tmp_path):
-    """Python finds our module instead of the library, and it says that it is not there."""
+    """Python imports our module instead of the library, and that module raises an import error."""
     (tmp_path / "selectolax.py").write_text("raise ImportError\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"needs selectolax: pip install 'batchwright\[documents\]'"):
@@ -123,6 +125,6 @@ async def test_a_format_without_extractor_is_refused(tmp_path):
             await one.extract(tmp_path / "a.md")
 
 
-def test_a_limit_of_nothing_is_refused():
+def test_a_limit_of_zero_is_refused():
     with pytest.raises(ConfigurationError, match="the limit pages is 0"):
         Limits(pages=0)

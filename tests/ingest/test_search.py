@@ -73,11 +73,11 @@ class TestWords:
         await fill(shelf, "she was running late", "nothing else")
         assert await self.by_words(shelf, "who runs?") == ["she was running late"]
 
-    async def test_a_phrase_must_be_there_as_it_is(self, shelf):
+    async def test_a_phrase_must_occur_exactly(self, shelf):
         await fill(shelf, "a red car and a blue house", "a blue car and a red house", "red, and a car")
         assert await self.by_words(shelf, '"red car" house') == ["a red car and a blue house"]
 
-    async def test_what_is_excluded_is_not_there(self, shelf):
+    async def test_excluded_words_are_not_in_the_hits(self, shelf):
         await fill(shelf, "jaguar the car", "jaguar the cat", "jaguar in a fast car chase")
         assert await self.by_words(shelf, "jaguar -car") == ["jaguar the cat"]
         assert set(await self.by_words(shelf, 'jaguar -"fast car"')) == {"jaguar the cat", "jaguar the car"}
@@ -110,7 +110,7 @@ class TestWords:
         assert await self.by_words(shelf, "Haus", collection="deutsch") == ["Die Häuser der Stadt"]
 
     async def test_common_words_together_find_what_has_both(self, shelf):
-        """Each is in too many chunks to be looked up alone, so that neither would be looked up far enough."""
+        """Each word is in too many chunks; searched alone, neither search would reach the chunk with both."""
         collection = await shelf.collection()
         await shelf.put(collection, "common.txt", *(f"machine {n}" for n in range(1200)), *["learning"] * 1200)
         await shelf.put(collection, "both.txt", "machine learning")
@@ -119,7 +119,7 @@ class TestWords:
 
 
 class TestMarks:
-    """Where the words of the query are."""
+    """The marked words of the query."""
 
     async def test_words_are_marked_in_every_form_and_nowhere_else(self, shelf):
         text = "Running is fun; he runs <b>fast</b>, a runner at run-time. Prune!"
@@ -139,10 +139,10 @@ class TestMarks:
 
 
 class TestHybrid:
-    """By both."""
+    """By words and vectors."""
 
     async def test_hybrid_finds_what_either_finds_and_more(self, shelf):
-        """Synonyms that only vectors know, identifiers that only words know."""
+        """Only vectors find synonyms, and only words find identifiers."""
         groups = {"automobile": ["car", "vehicle"], "physician": ["doctor", "medic"], "ocean": ["sea", "deep"]}
         groups |= {"happy": ["glad", "merry"], "rapid": ["fast", "swift"], "dwelling": ["house", "home"]}
         thesaurus = {word: meaning for meaning, words in groups.items() for word in (meaning, *words)}
@@ -185,7 +185,7 @@ class TestHybrid:
         assert hit.mentions == [{"type": "person", "text": "Ada", "char_start": 0, "char_end": 1}]
         assert found.used == ["words: english", f"vectors: meanings-32, {space.index}"]
 
-    async def test_a_model_server_that_is_away_leaves_the_words(self, shelf):
+    async def test_without_the_model_server_only_words_are_searched(self, shelf):
         await fill(shelf, "alpha")
         shelf.embedder.error = Transient("the model server does not answer")
         found = await shelf.search.search("default", "papers", "alpha")
@@ -202,7 +202,7 @@ class TestHybrid:
         assert [hit.text for hit in found.hits] == ["alpha"]
         assert "vectors left out: meanings: the model server does not answer" in found.used
 
-    async def test_while_one_embedder_takes_the_place_of_another_both_are_asked(self, shelf):
+    async def test_while_one_embedder_replaces_another_both_are_used(self, shelf):
         collection = await shelf.collection()
         embedders = {}
         for name in ("old", "new"):
@@ -215,7 +215,7 @@ class TestHybrid:
 
 
 class TestFilters:
-    """What passes."""
+    """Filters."""
 
     @pytest.fixture
     async def library(self, shelf):
@@ -238,7 +238,7 @@ class TestFilters:
         return shelf
 
     @pytest.mark.parametrize("few", [0, 5000])
-    async def test_only_what_passes_is_found_and_all_of_it(self, library, monkeypatch, few):
+    async def test_exactly_the_chunks_that_match_the_filter_are_found(self, library, monkeypatch, few):
         monkeypatch.setattr("batchwright.ingest.search._FEW_CHUNKS", few)
         for filters, count in FILTERED:
             for mode in ("words", "vectors", "hybrid"):
@@ -249,7 +249,7 @@ class TestFilters:
                 for hit in found.hits:
                     assert all(hit.metadata[key] == value for key, value in filters.items() if key in ("lang", "no"))
 
-    async def test_filters_that_mean_nothing_are_refused(self, shelf):
+    async def test_invalid_filters_are_refused(self, shelf):
         await fill(shelf)
         for filters in ({"page": "two"}, {"page": "-1"}, {"a\0": "b"}, {"a": "\ud800"}):
             with pytest.raises(InvalidInput, match="the filter"):
@@ -306,7 +306,7 @@ async def test_staged_and_retired_versions_are_not_found(shelf):
     assert await texts(shelf, "words") == []
 
 
-async def test_whatever_is_typed_is_only_searched_for(shelf):
+async def test_any_typed_text_is_only_searched_for(shelf):
     await fill(shelf, "alpha beta", *NASTY)
     for query in NASTY:
         for mode in ("words", "vectors", "hybrid"):
@@ -336,14 +336,14 @@ async def test_options_out_of_range_are_refused(shelf):
             await texts(shelf, "a", **options)
 
 
-def test_a_query_is_taken_apart():
+def test_a_query_is_parsed_into_its_parts():
     asked = read_question('find "red car" not-this -that -"blue sky" and - minus "open')
     assert asked.text == "find red car not-this and - minus open"
     assert asked.phrases == ("red car", "open")
     assert asked.excluded == ("that", "blue sky")
 
 
-def test_the_work_of_a_query_has_a_bound():
+def test_the_work_of_a_query_is_limited():
     lexemes = [f"w{n}" for n in range(500)]
     planned = Probes.plan(1, lexemes, dict.fromkeys(lexemes[:100], 0.5))
     assert len(planned.probes) <= 21

@@ -18,7 +18,7 @@ from tests.support import DATABASE
 
 
 async def nearest(shelf: Shelf, space: Space, query: bytes, limit: int = 3) -> list[str]:
-    """Texts that are nearest to a vector."""
+    """The texts that are nearest to a vector."""
     search = shelf.search
     shelf.embedder.embed_query = lambda _: asyncio.sleep(0, query)
     (name,) = (await shelf.database.rows("SELECT min(name) FROM batchwright.ingest_collection"))[0]
@@ -44,7 +44,7 @@ async def test_eight_workers_that_ask_for_a_space_at_once_get_the_same(shelf, da
     assert await shelf.spaces.of(collection) == list(found)
 
 
-async def test_a_deleted_collection_takes_no_space(shelf):
+async def test_a_deleted_collection_cannot_get_a_space(shelf):
     collection = await shelf.collection()
     await shelf.collections.delete("default", "papers")
     with pytest.raises(Conflict, match="being deleted"):
@@ -85,7 +85,7 @@ async def test_the_nearest_are_found_whether_they_are_in_the_index_or_new(shelf,
     assert await nearest(shelf, space, vector(0.9, 0.1), limit=2) == ["east", "north-east"]
 
 
-async def test_settling_ends_and_finds_all_spaces(shelf):
+async def test_settling_covers_all_spaces_and_ends(shelf):
     if not await shelf.spaces.has_pgvector():
         assert await shelf.spaces.settle() == 0
         return
@@ -155,7 +155,7 @@ async def waits_for_a_lock(database: Database) -> None:
         )
         if count:
             return
-    raise AssertionError("nobody waits for a lock")
+    raise AssertionError("no session waits for a lock")
 
 
 @pytest.mark.parametrize("dimensions", [1, 2000, 2001, 4000, 4001])
@@ -179,7 +179,7 @@ async def test_a_vector_that_is_not_a_number_is_refused_by_pgvector(shelf):
 
 
 async def test_without_pgvector_a_role_that_may_not_install_it_falls_back(pool):
-    """The extension is there to be installed, but the server says no."""
+    """The extension is available, but the server refuses to install it."""
 
     class Refusing(Database):
         async def rows(self, sql, params=None):
@@ -190,8 +190,8 @@ async def test_without_pgvector_a_role_that_may_not_install_it_falls_back(pool):
     assert not await Spaces(Refusing(pool)).has_pgvector()
 
 
-async def test_nobody_waits_for_a_second_connection_while_holding_one(shelf, database_url):
-    """A process that has not asked about pgvector yet, with a single connection."""
+async def test_no_task_waits_for_a_second_connection_while_it_holds_one(shelf, database_url):
+    """A process that does not know yet whether pgvector exists, with a single connection."""
     collection = await shelf.collection()
     space = await shelf.space(collection)
     _, version = await shelf.put(collection, "a.txt", "alpha", space=space)
@@ -213,7 +213,7 @@ async def test_nobody_waits_for_a_second_connection_while_holding_one(shelf, dat
 
 
 class TestExactScan:
-    """Without pgvector: in memory as long as it fits."""
+    """Without pgvector: in memory if the vectors fit."""
 
     @pytest.fixture
     async def filled(self, pool):
@@ -228,7 +228,7 @@ class TestExactScan:
             options = {"among": None, **options}
             return await scan.nearest(space, Meanings().embed(text), 5, session=session, **options)
 
-    async def test_pages_and_memory_give_the_same(self, filled, monkeypatch):
+    async def test_scans_in_pages_and_in_memory_give_the_same_result(self, filled, monkeypatch):
         shelf, _, space = filled
         monkeypatch.setattr("batchwright.ingest.exact._PAGE_BYTES", 4 * DIMENSIONS * 7)
         in_memory = await self.ask(shelf, space, ExactScan(shelf.database))
@@ -236,7 +236,7 @@ class TestExactScan:
         assert in_memory == in_pages
         assert len(in_memory) == 5
 
-    async def test_what_is_in_memory_follows_every_change(self, filled):
+    async def test_vectors_in_memory_follow_every_change(self, filled):
         shelf, collection, space = filled
         scan = ExactScan(shelf.database)
         rng = random.Random(5)
@@ -268,7 +268,7 @@ class TestExactScan:
         assert len(statements) == 1
         assert "changes" in statements[0]
 
-    async def test_the_memory_has_a_bound(self, filled):
+    async def test_the_memory_is_limited(self, filled):
         shelf, collection, space = filled
         other = await shelf.space(collection, fingerprint="other")
         async with shelf.database.transaction() as session:
@@ -278,7 +278,7 @@ class TestExactScan:
             await self.ask(shelf, one, scan)
             assert list(scan._kept) == [one.id]
 
-    async def test_only_what_is_allowed_is_compared(self, filled):
+    async def test_only_allowed_chunks_are_compared(self, filled):
         shelf, _, space = filled
         everything = await self.ask(shelf, space, ExactScan(shelf.database))
         allowed = [everything[1], everything[3]]

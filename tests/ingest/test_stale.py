@@ -1,4 +1,4 @@
-"""Two runs over one document: what is older must not undo what is newer, and the inbox names a document once."""
+"""Two runs over one document: an older version must not replace a newer one, and the inbox names a document once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def stage(database_url, tmp_path, provider):
 
 
 async def fail_once(stage, provider, text):
-    """A run whose document is fetched, and then fails at the provider."""
+    """A run whose document is fetched and then fails at the provider."""
     stage.write("a.txt", text)
     provider.set(rates={"error": 1.0})
     run = await stage.run()
@@ -40,7 +40,7 @@ async def fail_once(stage, provider, text):
 
 
 @pytest.mark.parametrize("anew", [False, True])
-async def test_a_document_that_is_retried_never_replaces_what_was_fetched_after_it(stage, provider, anew):
+async def test_a_retried_document_never_replaces_a_version_that_was_fetched_later(stage, provider, anew):
     old = await fail_once(stage, provider, "Anna found the old words.")
     stage.write("a.txt", "Berta found the new words.")
     await stage.succeed()

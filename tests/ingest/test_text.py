@@ -16,7 +16,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["block", "line", "page", "section"])
 
 
 @given(STEPS)
-def test_every_block_stands_in_the_page_and_the_section_that_it_was_added_to(steps):
+def test_every_block_is_in_the_page_and_the_section_to_which_it_was_added(steps):
     builder = TextBuilder(output_bytes=1_000_000, pages=1_000)
     expected: list[tuple[str, int | None]] = []
     page = None

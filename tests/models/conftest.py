@@ -1,4 +1,4 @@
-"""Only `make test-models` runs these: they need real model servers, which it builds."""
+"""Only `make test-models` runs these tests: they need real model servers, which it builds."""
 
 import os
 

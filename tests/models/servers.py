@@ -16,7 +16,7 @@ MODEL = "smol"
 CONTEXT = 512
 _SECONDS_MAX = 120.0
 _THREADS = 1
-"""Its threads spin while they wait: more of them than free cores make it a hundred times as slow."""
+"""The server's threads spin while they wait; with more threads than free cores, it is a hundred times slower."""
 
 
 def weights() -> Path | None:
@@ -24,7 +24,7 @@ def weights() -> Path | None:
 
 
 def missing(kind: str) -> str | None:
-    """Why this server cannot be started here."""
+    """The reason why this server cannot be started here, or None."""
     wanted = LIBRARIES / ("llama-server" if kind == "llama-server" else "libllama.so")
     if weights() is None or not wanted.exists():
         return (
@@ -79,7 +79,7 @@ class Server:
 
 def _command(kind: str, port: int, is_for_embeddings: bool) -> list[str]:
     if kind == "llama-server":
-        # `n: 2` needs two of its slots, and they share the context.
+        # `n: 2` needs two slots, which share the context.
         usual = ["--model", str(weights()), "--alias", MODEL, "--ctx-size", str(2 * CONTEXT), "--parallel", "2"]
         usual += ["--host", "127.0.0.1", "--port", str(port), "--threads", str(_THREADS), "--no-webui"]
         more = ["--embeddings", "--pooling", "mean"] if is_for_embeddings else []

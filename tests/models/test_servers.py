@@ -83,7 +83,7 @@ async def test_a_real_server_answers_every_kind_of_request(database_url, tmp_pat
     assert len(vector["response"]["body"]["data"]) == 2
 
 
-async def test_a_server_that_is_killed_in_the_middle_costs_nothing_but_time(database_url, tmp_path, kind):
+async def test_killing_the_server_in_the_middle_only_delays_the_batch(database_url, tmp_path, kind):
     lines = [request(f"r{n}", model=MODEL, max_tokens=6) for n in range(8)]
     with Server(kind, tmp_path) as server:
         async with staged(database_url, tmp_path, model_gateways=gateways(**{MODEL: server})) as stage:

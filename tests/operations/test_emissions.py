@@ -1,4 +1,4 @@
-"""The emissions operations: rows in, totals out, whatever the files look like and whoever dies meanwhile."""
+"""The emissions operations: rows become totals, whatever the files look like and whenever a worker dies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows(count: int, first: int = 1) -> str:
 
 
 class World:
-    """A data folder, a database, and the jobs in between."""
+    """A data folder, a database, and jobs."""
 
     def __init__(self, folder: Path, batchwright: AsyncBatchwright) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class World:
         (self.folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
     async def run(self, operation: Any, payload: dict[str, Any], **options: Any) -> Job:
-        """Enqueue, run everything, and answer the job."""
+        """Enqueue a job, run all jobs, and return it."""
         id = await self.batchwright.enqueue(operation, payload, **options)
         await drain(self.batchwright, fast_forward=True, limit=100)
         return await self.batchwright.get(id)
@@ -97,7 +97,7 @@ async def world(bare: World) -> World:
 
 @dataclass
 class Standing:
-    """A context outside any worker: for calling an operation as the function that it is."""
+    """A context without a worker, to call an operation as a plain function."""
 
     pool: Pool
     job_id: JobId = field(default_factory=new_id)
@@ -217,7 +217,7 @@ def test_a_quote_that_is_open_at_the_end_costs_one_line_only() -> None:
     ]
 
 
-def test_bytes_that_are_no_text_spoil_their_own_row_only() -> None:
+def test_bytes_that_are_not_text_affect_only_their_own_row() -> None:
     first, second = page(f"{HEADER}\n".encode() + b"T1,Z\xfcrich,train,2026-05-04,1,km\n" + row(2).encode()).records
     refused = parse_entry(first, 2026, KNOWN)
     assert isinstance(refused, Unusable)
@@ -225,7 +225,7 @@ def test_bytes_that_are_no_text_spoil_their_own_row_only() -> None:
     assert not isinstance(parse_entry(second, 2026, KNOWN), Unusable)
 
 
-def test_reading_can_go_on_behind_any_page() -> None:
+def test_reading_can_resume_after_any_page() -> None:
     text = "\n".join([HEADER, row(1), 'T2,"BIO\nnew",train,2026-05-04,1,km', 'T3,"open', "", *map(row, range(4, 9))])
     whole = page(text).records
     for size in range(1, len(whole)):
@@ -248,7 +248,7 @@ def test_reading_can_go_on_behind_any_page() -> None:
         ("x" * (LINE_BYTES_MAX + 1), "has no header that can be read: the line is longer"),
     ],
 )
-def test_a_header_that_cannot_serve_fails_the_file(text: str, message: str) -> None:
+def test_an_unusable_header_fails_the_file(text: str, message: str) -> None:
     with pytest.raises(SchemaInvalid, match=message):
         table(text)
 
@@ -269,7 +269,9 @@ async def test_a_path_that_leads_out_of_the_data_folder_is_refused(bare: World, 
     assert await bare.ask("SELECT FROM emissions.dataset") == []
 
 
-def test_what_is_no_readable_file_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_not_a_readable_file_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EMISSIONS_DATA", str(tmp_path))
     (tmp_path / "inner").mkdir()
     (tmp_path / "large.csv").write_text("x" * 11)
@@ -296,7 +298,7 @@ def test_each_tenant_can_have_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
             DataFile(path, tenant, bytes_max=10)
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMISSIONS_DATA", str(tmp_path))
     (tmp_path / "a.csv").write_text("one")
     with DataFile("a.csv", "default", bytes_max=10) as file:
@@ -355,7 +357,7 @@ async def test_a_file_without_a_usable_row_fails_and_changes_nothing(world: Worl
     assert await world.ask("SELECT rows_ok FROM emissions.dataset WHERE is_current AND kind = 'entries'") == [(2,)]
 
 
-async def test_a_new_file_retires_the_former_one_of_its_key_only(world: World) -> None:
+async def test_a_new_file_retires_only_the_former_one_of_its_key(world: World) -> None:
     first = await world.ingest(rows(3))
     other = await world.run(csv_ingest, {**TRAVEL, "data_type": "claims"})
     second = await world.ingest(rows(1))
@@ -390,7 +392,7 @@ async def interrupted(world: World, text: str) -> JobId:
     return standing.job_id
 
 
-async def test_a_job_goes_on_behind_the_last_page(world: World) -> None:
+async def test_a_job_resumes_after_the_last_page(world: World) -> None:
     id = await interrupted(world, rows(3 * PAGE_ROWS))
     before = await world.ask("SELECT line, xmin::text, ctid::text FROM emissions.entry ORDER BY line")
     job = await world.run(csv_ingest, TRAVEL, id=id)
@@ -402,7 +404,7 @@ async def test_a_job_goes_on_behind_the_last_page(world: World) -> None:
     assert [line for line, _, _ in after] == list(range(2, 2 + 3 * PAGE_ROWS))
 
 
-async def test_a_job_that_was_stopped_behind_its_last_page_only_ends(world: World) -> None:
+async def test_a_job_that_was_stopped_after_its_last_page_only_has_to_end(world: World) -> None:
     id = await interrupted(world, rows(PAGE_ROWS))
     job = await world.run(csv_ingest, TRAVEL, id=id)
     assert (job.status, job.result["rows"]) == ("SUCCEEDED", PAGE_ROWS)
@@ -421,7 +423,7 @@ async def test_a_job_starts_over_when_its_file_has_changed(world: World) -> None
     assert await world.totals() == {("BIO", "train"): (PAGE_ROWS + 7) * Decimal("10.5") * Decimal("0.0355")}
 
 
-async def test_an_unfinished_file_of_another_job_is_cleared_away_and_can_be_rerun(world: World) -> None:
+async def test_an_unfinished_file_of_another_job_is_removed_and_can_be_rerun(world: World) -> None:
     abandoned = await interrupted(world, rows(2 * PAGE_ROWS))
     await world.ingest(rows(2))
     assert await world.ask("SELECT count(*) FROM emissions.entry") == [(2,)]
@@ -437,8 +439,8 @@ async def test_the_unfinished_file_of_an_open_job_is_left_alone(world: World) ->
     assert len(await world.events(id, "csv_ingest.page_done")) == 1
 
 
-async def test_a_page_is_written_once_whoever_comes_with_it(world: World) -> None:
-    """A worker that was thought dead comes back with pages that its successor has written, or is writing."""
+async def test_a_page_is_written_once_whichever_worker_writes_it(world: World) -> None:
+    """A worker that was taken for dead continues with pages that its successor has written or is writing."""
     world.file("travel.csv", rows(PAGE_ROWS))
     pool, standing = world.batchwright.pool, Standing(world.batchwright.pool)
     key = store.DatasetKey(kind="entries", module="travel", data_type="a", target="b", method="c", year=2026)
@@ -508,7 +510,9 @@ async def test_rows_without_a_factor_in_their_dimension_are_counted_and_reported
     assert told == {"rows": 3, "first": [{"activity": "rocket", "rows": 2}, {"activity": "train", "rows": 1}]}
 
 
-async def test_three_factor_files_at_once_lead_to_one_recalculation_per_module(world: World, database_url: str) -> None:
+async def test_three_simultaneous_factor_files_cause_one_recalculation_per_module(
+    world: World, database_url: str
+) -> None:
     await world.ingest(rows(2))
     for name, kg in [("a.csv", "1"), ("b.csv", "2"), ("c.csv", "3")]:
         world.file(name, FACTORS.replace("0.0355", kg))
@@ -522,7 +526,7 @@ async def test_three_factor_files_at_once_lead_to_one_recalculation_per_module(w
     assert await world.totals() == {("BIO", "train"): Decimal(63)}
 
 
-async def test_a_factor_file_is_the_whole_truth_for_its_modules(world: World) -> None:
+async def test_a_factor_file_replaces_all_factors_of_its_modules(world: World) -> None:
     world.file("new.csv", "module,activity,unit,kg_co2e_per_unit\ntravel,bus,km,0.1\nenergy,power,kWh,0.3\n")
     job = await world.run(factor_ingest, {"path": "new.csv", "year": 2026, "module": "travel"})
     assert (job.result["rows"], job.result["bad"], job.result["modules"]) == (1, 1, ["travel"])
@@ -556,7 +560,7 @@ async def test_units_are_added_changed_and_retired(world: World) -> None:
     assert late.result["errors"][0]["reason"] == "'kWh' is a retired unit"
 
 
-async def test_a_unit_that_changes_in_name_only_asks_for_no_recalculation(world: World) -> None:
+async def test_a_unit_of_which_only_the_name_changes_causes_no_recalculation(world: World) -> None:
     await world.ingest(rows(1))
     world.file("units.csv", UNITS.replace("kilometre", "Kilometer").replace("km,distance,1,", "km,distance,1.0,"))
     job = await world.run(unit_sync, {"path": "units.csv"})
@@ -571,8 +575,8 @@ async def test_a_unit_file_with_bad_rows_retires_nothing(world: World) -> None:
     assert await world.ask("SELECT count(*) FROM emissions.unit WHERE retired_at IS NULL") == [(3,)]
 
 
-async def test_a_plan_that_new_data_has_overtaken_is_made_again(world: World) -> None:
-    """A file becomes current after the plan was made: its totals depend on the new unit, too."""
+async def test_a_plan_that_new_data_has_made_outdated_is_made_again(world: World) -> None:
+    """A file becomes current after the plan was made; its totals depend on the new unit, too."""
     world.file("units.csv", UNITS.replace("1.609344", "2"))
     standing = Standing(world.batchwright.pool, job_type="unit_sync")
     outcome = await unit_sync(standing, path="units.csv")
@@ -596,10 +600,10 @@ async def test_tenants_share_nothing(world: World) -> None:
     assert await world.totals() == {("BIO", "train"): Decimal("0.745500")}
 
 
-# The tables, and the door -----------------------------------------------------------------------------------------
+# The tables, and the package --------------------------------------------------------------------------------------
 
 
-async def test_workers_that_come_at_once_make_the_tables_once(database_url: str) -> None:
+async def test_workers_that_start_at_the_same_time_create_the_tables_once(database_url: str) -> None:
     async with Pool(DATABASE, database_url) as first, Pool(DATABASE, database_url) as second:
         await asyncio.gather(*(store.opened(Standing(pool)) for pool in (first, second) * 5))
         made = "SELECT count(*) FROM pg_tables WHERE schemaname = 'emissions'"

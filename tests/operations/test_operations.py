@@ -1,4 +1,4 @@
-"""@operation, the registry and the doors through which operations come."""
+"""@operation, the registry, and the sources of operations."""
 
 import dataclasses
 import subprocess
@@ -93,7 +93,7 @@ def test_a_payload_of_the_wrong_shape_names_the_field(function, payload, message
     assert message in str(refused.value)
 
 
-def test_the_kind_follows_from_the_function():
+def test_the_kind_of_an_operation_depends_on_the_function():
     assert [of(f).kind for f in (by_fields, by_model, by_dataclass)] == ["async", "thread", "process"]
     assert [of(f).takes_context for f in (by_fields, by_model, by_dataclass)] == [True, False, True]
     assert of(by_fields).description == "Takes fields."

@@ -1,4 +1,4 @@
-"""A part of somebody else's, with the facets that letters.py of docs/parts.md lacks. It is installed, not imported."""
+"""A foreign part with features that letters.py of docs/parts.md lacks. Tests install it and do not import it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weigh(grams: int) -> int:
 
 
 class Demand:
-    """Parcels take no slot of the worker."""
+    """Runs parcels on demand, without slots of the worker."""
 
     operations = ("parcel.carry",)
     broken = None

@@ -22,13 +22,13 @@ ENDED = {"completed", "failed", "expired", "cancelled"}
 MODELS = ("large", "medium", "small")
 TENANTS = ("ada", "bob", "cyd")
 BAD = " [[fault:400]]"
-"""In a prompt: the model server refuses the request, for good."""
+"""A prompt with this text is refused by the model server with a final error."""
 SERVER = SimulatorSettings(any_model=Profile(decode_rate=100.0, output_sigma=0.0, max_running=10_000))
 
 
 @dataclass(kw_only=True)
 class Told:
-    """A batch, the lines that it was made of, and how it may end."""
+    """A batch, its lines, and the endings that it may have."""
 
     id: str
     tenant: str
@@ -46,7 +46,7 @@ class Told:
 
 @dataclass(kw_only=True)
 class Company:
-    """Users who do as they like, and what came of it."""
+    """Users who do random things, and what became of their batches."""
 
     stage: Stage
     url: str
@@ -59,7 +59,7 @@ class Company:
         return [self.wait, self.wait, self.wait, self.cancel, self.pause, self.limit, self.hurry, self.shorten]
 
     async def live(self, place: int, *watchers: Callable[[Told], Awaitable[None]]) -> None:
-        """One batch: made at any time, over HTTP or by the engine; then a story, and the end that belongs to it."""
+        """One batch: created at a random time, over HTTP or in Python, then a random story, and a check of its end."""
         await self.some_time()
         told = await (self.create if place % 3 else self.submit)(place)
         async with asyncio.TaskGroup() as group:
@@ -71,7 +71,7 @@ class Company:
     async def some_time(self) -> None:
         await asyncio.sleep(self.chance.uniform(0.0, 0.6))
 
-    # Made ---------------------------------------------------------------------------------------------------------
+    # Creation -----------------------------------------------------------------------------------------------------
 
     def lines(self, place: int) -> list[dict[str, Any]]:
         models = self.chance.sample(MODELS, self.chance.randint(1, len(MODELS)))
@@ -99,7 +99,7 @@ class Company:
     # Stories ------------------------------------------------------------------------------------------------------
 
     async def wait(self, told: Told) -> None:
-        """Nothing happens to it."""
+        """Do nothing with the batch."""
 
     async def cancel(self, told: Told) -> None:
         await self.some_time()
@@ -126,7 +126,7 @@ class Company:
         told.endings = {"completed", "expired"}
 
     async def post(self, told: Told, verb: str, body: object = None) -> bool:
-        """False if it was too late for that."""
+        """Returns False if it was too late for that."""
         try:
             await self.clients[told.tenant].post(f"/batches/{told.id}/{verb}", body=body, cast_to=object)
         except openai.ConflictError:
@@ -139,7 +139,7 @@ class Company:
     # Ends ---------------------------------------------------------------------------------------------------------
 
     async def ended(self, told: Told) -> Any:
-        """The batch when it has ended; bounded by the test's timeout."""
+        """Wait until the batch has ended; bounded by the test's timeout."""
         while (batch := await self.clients[told.tenant].batches.retrieve(told.id)).status not in ENDED:
             self.check_workers()
             await asyncio.sleep(0.1)
@@ -168,7 +168,7 @@ class Company:
             assert len(output) <= sum(asked)
 
     def asked(self, told: Told) -> list[int]:
-        """How often the model server was asked for each line."""
+        """How often each line was sent to the model server."""
         found = self.stage.simulator.asked(by="request_id", limit=1_000_000)["requests"]
         return [found.get(id, 0) for id in told.request_ids]
 

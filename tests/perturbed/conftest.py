@@ -1,4 +1,4 @@
-"""Everything in this folder is always perturbed: by a fixed seed in `make test`, by the seed of the run otherwise."""
+"""All tests in this folder are always perturbed: with a fixed seed in `make test`, else with the seed of the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import perturb
 
 SEEDS = ["random"] if perturb.is_on() else ["fixed"]
 SCALE = 5 if perturb.LONG in os.environ else 1
-"""How many times as large the tests are as in `make test`."""
+"""How many times larger the tests are than in `make test`."""
 
 
 @pytest.fixture(autouse=True, params=[pytest.param(name, marks=pytest.mark.perturbed(name)) for name in SEEDS])
@@ -21,5 +21,5 @@ def seed(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def chance() -> Random:
-    """What a test does at random follows from its seed as well."""
+    """Random choices of a test, which depend on its seed as well."""
     return Random(perturb.current_seed())

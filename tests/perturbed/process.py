@@ -1,6 +1,6 @@
 """A command of Batchwright in the perturbed mode: `python -m tests.perturbed.process NAME worker --config FILE`.
 
-Its delays follow from BATCHWRIGHT_PERTURB_SEED and from its name.
+Its delays depend on BATCHWRIGHT_PERTURB_SEED and on its name.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PATHS = (
     "tests/access",
     "tests/api",
     "tests/batches",
-    "--ignore=tests/batches/commands",  # as tests/cli: most of them start processes, which stay as they are
+    "--ignore=tests/batches/commands",  # like tests/cli: most of them start processes, which are not perturbed
     "tests/conformance",
     "tests/engine",
     "tests/files",
@@ -36,7 +36,7 @@ PATHS = (
 
 
 def run_round(seed: int, until: float, arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """All tests once; answers pytest's exit code, and the commands that repeat what has failed."""
+    """Run all tests once; return pytest's exit code, and the commands that repeat failed tests."""
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "-q", "-x", *arguments]
     with tempfile.NamedTemporaryFile("r") as failures:
         values = {

@@ -1,4 +1,4 @@
-"""Readers in company: lists, event streams and results that are followed while batches begin and end."""
+"""Many readers at once: lists, event streams and results, while batches begin and end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BATCHES = 10 * SCALE
 
 
 class Readers:
-    """Each reads everything of what it follows, once and in order."""
+    """Readers that each must read everything once and in order."""
 
     def __init__(self, crowd):
         self._crowd = crowd
         self.over = asyncio.Event()
 
     async def follow_events(self, told):
-        """Hangs up now and then, and comes back where it was."""
+        """Follow an event stream, disconnect at random, and resume."""
         queue, seen = self._crowd.stage.batchwright.queue, []
         job = (await self._crowd.stage.get(told.id)).job_id
         while True:
@@ -38,7 +38,7 @@ class Readers:
         assert seen == [event.id for event in await queue.events(job)]
 
     async def _read_some(self, stream, seen):
-        """Whether the end was reached."""
+        """Read one connection; return whether the end was reached."""
         patience = self._crowd.chance.randint(1, 4)
         while (message := await stream.next()) is not None:
             if message.get("event") == "end":
@@ -48,7 +48,7 @@ class Readers:
                 patience -= 1
             if patience == 0:
                 return False
-        raise AssertionError("the server hung up")
+        raise AssertionError("the server closed the connection")
 
     async def follow_results(self, told):
         url, headers = f"{self._crowd.url}/v1/batches/{told.id}/results", self._crowd.headers(told.tenant)
@@ -68,7 +68,7 @@ class Readers:
                 return read
 
     async def _check_results(self, told, data):
-        """What was answered is in the files; they also have lines that were never asked."""
+        """Check the results against the files, which also contain lines that were never sent."""
         batch = await self._crowd.stage.get(told.id)
         assert batch.has_ended
         shown = Counter(orjson.loads(line)["custom_id"] for line in data.splitlines())
@@ -78,7 +78,7 @@ class Readers:
         assert answered <= shown.keys() <= {line["custom_id"] for line in told.lines}
 
     async def list_batches(self, tenant):
-        """Again and again: what was there when the list was asked for is in it once, the newest first."""
+        """List repeatedly: batches that existed at the start of a list must be in it once, the newest first."""
         while not self.over.is_set():
             before = {told.id for told in self._crowd.made if told.tenant == tenant}
             found = [batch.id async for batch in self._crowd.clients[tenant].batches.list(limit=2)]

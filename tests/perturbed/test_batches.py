@@ -1,4 +1,4 @@
-"""Batches in company: many of them begin and end at any time, and each ends as its own story says."""
+"""Many batches at once, which begin and end at random times; each must end as its story requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 BATCHES = 30 * SCALE
 
 
-async def test_every_batch_ends_as_its_own_story_says_and_each_line_is_asked_once(database_url, tmp_path, chance):
+async def test_every_batch_ends_as_its_story_requires_and_each_line_is_sent_once(database_url, tmp_path, chance):
     async with company(database_url, tmp_path, chance) as crowd, asyncio.TaskGroup() as group:
         for place in range(BATCHES):
             group.create_task(crowd.live(place))

@@ -1,4 +1,4 @@
-"""Documents in company: several runs of two tenants at once, with statements that take longer than they must."""
+"""Several runs of two tenants at once, with delayed statements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Crowd:
         return False
 
     async def park(self, run):
-        """And let it go on only when nobody is about to put itself off, which is for minutes."""
+        """Park the run, and resume it only when no document is about to snooze, which would take minutes."""
         await self.some_time()
         try:
             await self._stage.part.submission.park(run.id, tenant=None)
@@ -100,7 +100,7 @@ class Crowd:
         assert not wrong, (wrong, found.counts)
 
 
-async def test_runs_of_two_tenants_end_as_their_own_stories_say(database_url, tmp_path, chance):
+async def test_runs_of_two_tenants_end_as_their_stories_require(database_url, tmp_path, chance):
     async with FakeProvider() as provider:
         tables = remote(provider)
         tables["database"] = {"url": database_url, "folder": str(tmp_path / "home"), "pool_size": 20}

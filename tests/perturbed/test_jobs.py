@@ -1,4 +1,4 @@
-"""Jobs in company: every kind of job, of several tenants, at once on two workers; then every promise is counted."""
+"""Every kind of job, of several tenants, at once on two workers; then all promises are checked."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def two_workers(database_url):
 
 
 async def schedule(batchwright, tenants):
-    """Each has missed ten ticks, which whichever worker comes first makes up for."""
+    """Create schedules that have missed ten ticks each, which the first worker will fire."""
     for tenant in tenants:
         template = NewJob(tick)
         await batchwright.schedules.create("often", "* * * * *", template, tenant=tenant, missed="all", tick_field="at")
@@ -62,7 +62,7 @@ async def schedule(batchwright, tenants):
 
 
 async def drained(batchwright):
-    """Bounded by the test's timeout."""
+    """Wait until no job is open; bounded by the test's timeout."""
     while (await batchwright.pool.rows(_OPEN))[0][0]:
         await asyncio.sleep(0.1)
 
@@ -75,7 +75,7 @@ def check_ticks(history, tenants):
         assert ticks == [ticks[0] + n * timedelta(minutes=1) for n in range(len(ticks))]
 
 
-async def test_jobs_of_every_kind_keep_every_promise_in_company(database_url, chance):
+async def test_jobs_of_every_kind_at_once_keep_every_promise(database_url, chance):
     tenants = ("ada", "bob")
     async with two_workers(database_url) as batchwright:
         workload = Workload(batchwright, SIZE, chance.getrandbits(32))
@@ -84,5 +84,5 @@ async def test_jobs_of_every_kind_keep_every_promise_in_company(database_url, ch
         await drained(batchwright)
         history = await asyncio.to_thread(read_history, database_url)
     assert {name: found for name, found in judge(history, workload.ledger).items() if found} == {}
-    assert not [job for job in history.jobs.values() if history.count(job, "job.rescued")], "nobody has died"
+    assert not [job for job in history.jobs.values() if history.count(job, "job.rescued")], "no worker has died"
     check_ticks(history, tenants)

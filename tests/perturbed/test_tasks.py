@@ -1,4 +1,4 @@
-"""Tasks in company: several providers and tenants at once, with users who cancel, and each is paid for once."""
+"""Tasks of several providers and tenants at once, with users who cancel; each is paid once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVER = {"speed": 1.0, "queue_seconds": 0.2, "run_seconds": 0.5, "cancel_second
 
 
 class Crowd:
-    """Users who submit tasks, and some who think better of it."""
+    """Users who submit tasks, some of whom cancel."""
 
     def __init__(self, stage, chance):
         self.stage = stage
@@ -46,7 +46,7 @@ class Crowd:
             return WantedTask(tenant=tenant, inputs=[WantedInput(file_id=file)], **values)
         names = [f"a-{place}.wav", "bad__fail_400__.wav", "b.wav"]
         inputs = [WantedInput(url=f"https://audio.example.com/{name}") for name in names]
-        if provider != "azure":  # it fetches its inputs itself
+        if provider != "azure":  # Azure fetches its inputs itself
             inputs = [WantedInput(file_id=await upload(name.encode(), name, tenant=tenant)) for name in names]
         return WantedTask(tenant=tenant, task_type="transcription", provider=provider, inputs=inputs)
 
@@ -78,7 +78,7 @@ def _entries(result):
     return [entry for one in found for entry in one["transcriptions"]]
 
 
-async def test_tasks_of_many_providers_and_tenants_end_as_their_own_stories_say(database_url, tmp_path, chance):
+async def test_tasks_of_many_providers_and_tenants_end_as_their_stories_require(database_url, tmp_path, chance):
     parts = {"database": {"pool_size": 20}, "tasks": {"poll_interval_seconds": 0.2}}
     async with task_stage(database_url, tmp_path, simulator=SERVER, **parts) as stage:
         for _ in range(2):
@@ -88,5 +88,5 @@ async def test_tasks_of_many_providers_and_tenants_end_as_their_own_stories_say(
             for place in range(TASKS):
                 group.create_task(crowd.live(place))
         for provider, keys in crowd.provider_jobs.items():
-            if provider not in ("azure", "sarvam"):  # one deletes what has ended, the other has no marker
+            if provider not in ("azure", "sarvam"):  # Azure deletes ended jobs, and Sarvam has no marker
                 assert [len(stage.server.jobs(key, provider)) for key in keys] == [1] * len(keys), provider

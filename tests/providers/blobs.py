@@ -7,7 +7,7 @@ from batchwright.storage.backend import Found
 
 
 class Blobs:
-    """One bucket of the server as a place for objects."""
+    """One bucket of the server, with the interface of a bucket."""
 
     part_bytes = 5 * 1024 * 1024
 
@@ -42,5 +42,5 @@ class Blobs:
 
 
 def use_server_buckets(world):
-    """Let the tools of a conformance test see the buckets that the server has."""
+    """Let the tools of a conformance test use the server's buckets."""
     world.tools._open_bucket = lambda root: Bucket(Blobs(world.server.world, root))

@@ -1,4 +1,4 @@
-"""What the conformance suite needs of each provider, and one adapter against the contract server."""
+"""What the conformance suite needs for each provider, and one adapter with the contract server."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ SECRET = "bw-test-secret-0123456789"
 VARIABLE = "BATCHWRIGHT_TEST_PROVIDER_KEY"
 KEY = "bw-01k2h5q8tn3v7w9xyz-a1"
 FAIL = "fail"
-"""An item of this word fails at the server."""
+"""An item with this text fails at the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How one provider is set up, and what it cannot do."""
+    """The setup of one provider, and what it cannot do."""
 
     name: str
-    """Of the adapter, and of the protocol on the contract server."""
+    """The name of the adapter, and of the protocol on the contract server."""
     settings: Callable[[World], Mapping[str, Any]]
-    """As a user would write them; the key is in the environment variable `VARIABLE`."""
+    """The settings as a user would write them; the key is in the environment variable `VARIABLE`."""
     make_request: Callable[[World, str, Sequence[str]], Request]
     """A request with this key; each item is `ok` or `FAIL`."""
     id: str = ""
-    """Shown in the names of tests, if not the name."""
+    """Shown in the names of tests, instead of the name."""
     items_max: int = 100
-    """Items in one job."""
+    """The number of items in one job."""
     result_key: Callable[[int], str] = str
-    """The key of the result of the n-th item."""
+    """Returns the key of the result of the n-th item."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Tests that do not apply, by their names, and why."""
     routes: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Case:
 
 
 ALIKE = {"groq", "together", "azure_openai", "vertex", "mistral", "google"}
-"""Providers that speak much like another one; what that shows is shown on these by `make test-thorough`."""
+"""Providers with nearly the protocol of another one; only `make test-thorough` tests them."""
 
 
 def all_cases() -> list[Case]:
@@ -73,7 +73,7 @@ _adapters = functools.cache(find_adapters)
 
 
 class World:
-    """The contract server, and a tools whose clock is the server's."""
+    """The contract server, and adapter tools that use the server's clock."""
 
     def __init__(self, case: Case, server: Server, http: Http, folder: Any) -> None:
         self.case = case
@@ -129,7 +129,7 @@ class World:
         return await self.adapter.submit(request, staged), staged
 
     async def finish(self, job: Job) -> Status:
-        """Let the time pass, and look."""
+        """Let the job's time pass, and poll."""
         self.server.advance(self.server.settings.queue_seconds + self.server.settings.run_seconds)
         return await self.adapter.poll(job)
 
@@ -153,7 +153,7 @@ class World:
 
 
 def chat_request(world: World, key: str, items: Sequence[str], **options: Any) -> Request:
-    """A completion in OpenAI's lines."""
+    """A completion request of lines in OpenAI's format."""
     lines = [
         {
             "custom_id": str(n),

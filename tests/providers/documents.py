@@ -1,4 +1,4 @@
-"""Documents of tasks with several jobs, put together as a run of a task does it."""
+"""Documents of tasks with several jobs, combined as in a run of a task."""
 
 from batchwright.providers import state
 

@@ -1,8 +1,8 @@
 """A worker that dies at the n-th point of a task: after a commit, or after a call that leaves the process.
 
-Death before a call is death after what came before it. The worker runs in this process. From its death on nothing of it
-has any effect, and its run is thrown away; another claim goes on with the rows. The clock is that of the contract
-server, for the database as well, so no wait is slept through.
+To die before a call is the same as to die after the point before it. The worker runs in this process. After its death,
+nothing that it does has any effect, and its run is discarded; another claim continues with the rows. The clock of the
+contract server is used for the database as well, so tests do not sleep.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UPDATE batchwright.job SET status = 'QUEUED', locked_by = NULL, lease_until = NU
     run_after = %(now)s
 WHERE id = %(id)s AND status = 'RUNNING'
 """
-"""As a rescue leaves a job whose worker has died, without its count of deaths."""
+"""Sets a job to the state in which a rescue leaves it after its worker died, but does not count the death."""
 
 
 class Mortal:
@@ -52,7 +52,7 @@ class Mortal:
 
     def __init__(self) -> None:
         self.on_point: Callable[[str], object] = lambda name: None
-        """Called at every point; what it raises is raised there."""
+        """Called at every point; its exceptions are raised there."""
         self.passed: list[str] = []
         self.dies_at: int | None = None
         """The number of the point, from 1."""
@@ -77,7 +77,7 @@ class Mortal:
         self.died.set()
 
     async def require_life(self) -> None:
-        """The dead do nothing any more."""
+        """Raise if the worker is dead."""
         if self.died.is_set():
             await asyncio.Event().wait()
 
@@ -101,7 +101,7 @@ class Mortal:
 
 
 class _Guarded:
-    """Whatever it is asked to do is a call that leaves the process."""
+    """Wraps an object of which every method is a call that leaves the process."""
 
     def __init__(self, mortal: Mortal, thing: Any, label: str) -> None:
         self._mortal, self._thing, self._label = mortal, thing, label
@@ -112,7 +112,7 @@ class _Guarded:
 
 
 class MortalSource:
-    """Connections of a worker that may die; reading changes nothing, so only commits are points."""
+    """Connections of a worker that may die. Only commits are points, because reading changes nothing."""
 
     def __init__(self, pool: Pool, mortal: Mortal) -> None:
         self._pool = pool
@@ -171,7 +171,7 @@ class MortalDirectory(Directory):
 
 
 class Quiet:
-    """Events are not what this is about."""
+    """Drops events and progress."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -184,7 +184,7 @@ class Quiet:
 
 
 class Remembered(dict[str, Any]):
-    """Remote jobs, also those that were deleted when their results were home."""
+    """Remote jobs, including those that were deleted after their results were fetched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Ward:
         self.directory.mortal = mortal
         settings = stage.batchwright.queue.settings
         self.queue = Queue(Database(pool, clock=self.now), settings)
-        """Of users, who live for ever."""
+        """The queue of users, which never fails."""
         self._queue = Queue(Database(MortalSource(pool, mortal), clock=self.now), settings)
         store = mortal.guard(stage.batchwright.store, "store")
         announcer = stage.batchwright.part(WebhooksPart).announcer
@@ -250,14 +250,14 @@ class Ward:
         return task
 
     async def live(self, task: Task) -> Task:
-        """Run the task to its end, whoever dies; time passes as fast as the worker asks for it."""
+        """Run the task to its end, whichever worker dies; waits only advance the clock."""
         for _ in range(ROUNDS_MAX):
             if not await self.round(task):
                 return await self.tasks.get(task.id, tenant=None)
         raise AssertionError(f"{task.id} did not end: {await self.jobs.of(task.id)}")
 
     async def round(self, task: Task) -> bool:
-        """The next run of the task, once it is due; False if there is none any more."""
+        """Advance to the next run of the task and do it; False if the task has ended."""
         job = await self.queue.get(JobId(task.job_id))
         if job.finished_at is not None:
             return False
@@ -272,7 +272,7 @@ class Ward:
         return await self.queue.claim_job(worker, JobId(task.job_id), [PROCESS])
 
     async def run(self, claim: Claim, task: Task) -> None:
-        """One run of the task's job and its settle, or as much of it as comes before death."""
+        """Run the task's job once and settle it, or as much of that as happens before the worker dies."""
         running = asyncio.create_task(self.run_and_settle(claim, task))
         death = asyncio.create_task(self.mortal.died.wait())
         await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
@@ -299,7 +299,7 @@ class Ward:
                 return
             assert isinstance(outcome, Snooze)
             settle = policy.snooze(claim, outcome)
-        except DatabaseUnavailable:  # in the settle: the engine repeats it, and finds that it was made
+        except DatabaseUnavailable:  # in the settle; the engine would repeat it and find that it was committed
             await raw(self.queue, ABANDON, id=task.job_id, now=self.now())
             return
         except Fenced:
@@ -316,7 +316,7 @@ class Ward:
         await self._queue.settle([settle], worker)
 
     async def tidy(self) -> None:
-        """What workers do beside their tasks, once it is due."""
+        """Run the upkeep of tasks, one hour later."""
         self.mortal.dies_at = None
         upkeep = TaskUpkeep(
             self.tools.tasks,
@@ -333,7 +333,7 @@ class Ward:
         await upkeep.cleaned()
 
     def started(self) -> list[Any]:
-        """Remote jobs that cost money, ever since the server was reset."""
+        """Remote jobs that cost money, since the last reset of the server."""
         return [job for job in self.made.all if job.begun_at is not None]
 
     async def rows(self, task: Task) -> list[RemoteJob]:

@@ -1,4 +1,4 @@
-"""One speech adapter against the contract server, for what the common suite does not ask."""
+"""One speech adapter with the contract server, for tests that are not in the common suite."""
 
 import json
 from contextlib import asynccontextmanager
@@ -27,7 +27,7 @@ def ask(*inputs, key=KEY, model=None, **options):
 
 
 async def run(world, request):
-    """Submit, wait, and fetch: the job, its last status, and the results by the ids of inputs."""
+    """Submit, wait and fetch; returns the job, its last status, and the results by the ids of inputs."""
     job, _ = await world.submit(request)
     status = await world.finish(job)
     return job, status, {result.key: result for result in await world.results(request, job, status)}

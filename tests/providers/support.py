@@ -1,4 +1,4 @@
-"""One adapter against a raw server that says what it is told, for what the contract server never says."""
+"""One adapter with a raw server and scripted answers, for answers that the contract server never gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.inference.server import RawServer, answer
 
 
 class Told:
-    """An adapter, and the server that it talks to."""
+    """An adapter, and its scripted server."""
 
     def __init__(self, adapter: Any, server: RawServer, stored: dict[str, bytes]) -> None:
         self.adapter = adapter

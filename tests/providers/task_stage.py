@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 
 
 def provider_tables(server: Server, **more: Any) -> dict[str, dict[str, Any]]:
-    """Every provider at the contract server, as a user would write it."""
+    """Settings of every provider for the contract server, as a user would write them."""
     tables: dict[str, dict[str, Any]] = {
         name: {"base_url": server.urls[name], "api_key_env": VARIABLE} for name in KEYS
     }
@@ -82,7 +82,7 @@ class TaskStage:
     server: Server
     environment: dict[str, str]
     http: Http | None = None
-    """For adapters of our own making; without it they are those of the client."""
+    """Tools for adapters of the test; without them, the client's tools are used."""
     workers: list[tuple[Worker, asyncio.Task[bool]]] = field(default_factory=list)
 
     @property
@@ -106,7 +106,7 @@ class TaskStage:
         return task.id
 
     async def transcribe(self, provider: str, *names: str, **values: Any) -> str:
-        """Audio files by their names, stored here; a name with `__fail_400__` fails at the provider."""
+        """Submit audio files with these names, which are stored here; one with `__fail_400__` fails at the provider."""
         return await self.submit(
             "transcription", [await self.upload(name.encode(), name) for name in names], provider=provider, **values
         )
@@ -136,14 +136,14 @@ class TaskStage:
         return task
 
     async def submitted(self, id: str) -> list[RemoteJob]:
-        """Wait until all its jobs are at their providers, or will never be."""
+        """Wait until all its jobs are at their providers or have failed before."""
         async with asyncio.timeout(30):
             while not (jobs := await self.jobs(id)) or any(job.phase not in ("submitted", "ended") for job in jobs):
                 await asyncio.sleep(0.02)
         return jobs
 
     async def ended(self, id: str, seconds: float = 30.0) -> Task:
-        """Let the provider's time pass, and wait for the end."""
+        """Let the time of the provider's job pass, and wait for the end of the task."""
         await self.submitted(id)
         self.server.advance(self.server.settings.queue_seconds + self.server.settings.run_seconds + 1)
         return await self.until(id, lambda task: task.has_ended, seconds)
@@ -216,7 +216,7 @@ async def task_stage(
 
 
 def use_tools(stage: TaskStage, folder: Path) -> None:
-    """Credentials of our own, and the server's buckets."""
+    """Let adapters use the stage's credentials and the server's buckets."""
     part = stage.part
     assert stage.http is not None
     tools = AdapterTools(

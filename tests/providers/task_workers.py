@@ -11,7 +11,7 @@ from tests.providers.task_stage import SECRET, VARIABLE, provider_tables
 
 
 def environment_of(server: Server) -> dict[str, str]:
-    """Credentials, and buckets that are the server's."""
+    """The environment of a worker: credentials, and the server's buckets."""
     account = {"gcs_base_url": server.urls["gcs"], "disable_oauth": True}
     account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
     return {
@@ -28,7 +28,7 @@ def environment_of(server: Server) -> dict[str, str]:
 
 
 def write_config(path: Path, server: Server, *, settle_seconds: float, **tables: dict[str, Any]) -> Path:
-    """A configuration file for workers whose providers are all at the server."""
+    """Write a configuration file that points all providers to the contract server."""
     tables["tasks"] = {"fetch_private": True, **tables.get("tasks", {})}
     tables["worker"] = {"stop_grace_seconds": 5.0, **tables.get("worker", {})}
     for name, table in provider_tables(server).items():

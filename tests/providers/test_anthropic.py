@@ -1,4 +1,4 @@
-"""What only Anthropic does: batches without a name, ids of our own, and ends that only counts explain."""
+"""What only Anthropic does: batches without a name, our own ids of requests, and endings known only from counts."""
 
 import json
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ def batch(id="msgbatch_1", status="ended", created_at="2026-11-01T00:00:10Z", **
         ("meditating", {"processing": 2}, Phase.RUNNING, None),
     ],
 )
-async def test_every_status_has_its_place(anthropic, status, counts, phase, ending):
+async def test_every_status_is_mapped(anthropic, status, counts, phase, ending):
     anthropic.say(f"{PATH}/msgbatch_1", batch(status=status, **counts))
     found = await anthropic.adapter.poll(JOB)
     assert (found.phase, found.ending) == (phase, ending)
@@ -78,7 +78,7 @@ async def test_requests_carry_our_key_and_their_line_and_results_come_back_by_it
     assert found["first/with any text"].error["code"] == "missing_result"
 
 
-async def test_bodies_of_anthropics_own_shape_are_sent_and_answered_as_they_are(anthropic):
+async def test_bodies_in_anthropics_own_format_are_sent_and_answered_unchanged(anthropic):
     anthropic.say(PATH, batch(status="in_progress"))
     own = {"model": "claude", "max_tokens": 5, "messages": [], "thinking": {"type": "enabled"}}
     request = anthropic.request({"custom_id": "a", "body": own}, model=None, endpoint="/v1/messages")
@@ -95,7 +95,7 @@ async def test_bodies_of_anthropics_own_shape_are_sent_and_answered_as_they_are(
     assert (result.usage.input_tokens, result.usage.output_tokens) == (3, 4)
 
 
-async def test_what_does_not_map_is_a_problem_with_its_line_and_field(anthropic):
+async def test_a_field_that_cannot_be_mapped_is_a_problem_with_its_line_and_name(anthropic):
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     request = anthropic.request({"custom_id": "a", "body": body}, {"custom_id": "b", "body": {**body, "seed": 1}})
     (problem,) = await anthropic.adapter.inspect(request)
@@ -158,7 +158,7 @@ async def find(told, *batches, requests=2):
     return await told.adapter.find(told.chat("a", "b"), {"requests": requests}, SINCE)
 
 
-async def test_a_batch_that_has_ended_proves_itself_by_the_ids_of_its_requests(anthropic):
+async def test_an_ended_batch_is_recognized_by_the_ids_of_its_requests(anthropic):
     anthropic.say(f"{PATH}/theirs/results", first("bw-2"))
     anthropic.say(f"{PATH}/strangers/results", {"custom_id": "row 1", "result": {"type": "expired"}})
     anthropic.say(f"{PATH}/ours/results", first("bw-1"))
@@ -174,7 +174,7 @@ async def test_a_batch_that_has_ended_proves_itself_by_the_ids_of_its_requests(a
     assert found == [Job(external_id="ours")]
 
 
-async def test_a_running_batch_of_the_same_size_is_adopted_and_must_prove_itself_at_its_end(anthropic):
+async def test_a_running_batch_of_the_same_size_is_adopted_and_verified_when_it_ends(anthropic):
     (job,) = await find(
         anthropic, batch("msgbatch_1", "in_progress", processing=2), batch("x", "canceling", processing=3)
     )

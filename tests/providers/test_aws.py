@@ -1,4 +1,4 @@
-"""AWS Transcribe: the real protocol as moto plays it, and what moto cannot do from a raw server."""
+"""AWS Transcribe: the real protocol with moto, and with a raw server where moto cannot help."""
 
 import importlib.util
 import json
@@ -75,7 +75,7 @@ def s3(endpoint):
 
 
 SESSION = AioSession()
-"""Botocore reads its descriptions of services once for a session."""
+"""One session for all tests, because botocore reads its descriptions of services once per session."""
 
 
 def client(endpoint):
@@ -89,7 +89,7 @@ def client(endpoint):
 
 
 class Account:
-    """An adapter, its bucket, and a way to look behind it."""
+    """An adapter, its bucket, and clients to check them."""
 
     def __init__(self, endpoint, http, **settings):
         self.endpoint = endpoint
@@ -183,7 +183,7 @@ async def test_a_job_goes_through_all_its_states_and_its_transcript_is_read(acco
         assert result.value["raw"]["results"]["transcripts"] == [{"transcript": "Hello."}]
 
 
-async def test_the_job_is_told_where_to_write_and_what_to_do(account):
+async def test_the_request_says_where_to_write_and_what_to_do(account):
     asked = request(diarization=True, speakers_max=3, languages=["en-US", "hi-IN"])
     job, _ = await account.submit(asked)
     async with client(account.endpoint) as transcribe:
@@ -196,7 +196,7 @@ async def test_the_job_is_told_where_to_write_and_what_to_do(account):
     assert (sent["IdentifyLanguage"], sent["LanguageOptions"]) == (True, ["en-US", "hi-IN"])
 
 
-def test_options_of_the_provider_win_but_never_over_our_marker():
+def test_options_of_the_provider_override_ours_except_our_marker():
     adapter = Aws(AwsSettings(region="us-east-1", bucket="s3://bucket"), AdapterTools(None, environment={}))
     options = {"provider_options": {"MediaFormat": "wav", "TranscriptionJobName": "mine", "OutputKey": "theirs"}}
     sent = adapter._parameters(request(key="bw-1-a1", **options), {"media": "s3://a/b.wav"})
@@ -208,7 +208,7 @@ def test_options_of_the_provider_win_but_never_over_our_marker():
     assert sent["IdentifyLanguage"] is True
 
 
-async def test_an_input_from_elsewhere_is_copied_once_and_deleted_after_the_end(account):
+async def test_an_input_from_another_place_is_copied_once_and_deleted_after_the_end(account):
     asked = request("file:file-1", filename="ä call.wav")
     job, staged = await account.submit(asked)
     copy = f"s3://{account.name}/speech/in/{asked.key}/0000-_call.wav"
@@ -260,7 +260,7 @@ async def test_a_job_that_aws_does_not_have_is_an_error_answer(account):
     assert (status.is_error, status.phase) == (True, Phase.RUNNING)
 
 
-async def test_a_transcript_that_is_not_there_is_a_missing_result(account):
+async def test_an_absent_transcript_is_a_missing_result(account):
     asked = request()
     job, _ = await account.submit(asked)
     status = await account.finish(job)
@@ -350,7 +350,7 @@ async def test_an_unknown_status_counts_as_running(stub, stubbed, caplog):
         ("ExpiredTokenException", "Your token is old", Fatal),
     ],
 )
-async def test_a_refusal_means_that_nothing_was_taken(stub, stubbed, code, message, kind):
+async def test_a_refused_request_has_created_no_job(stub, stubbed, code, message, kind):
     stub.replies["/"] = refusal(code, message)
     with pytest.raises(kind, match=message) as caught:
         await stubbed.submit(request())
@@ -372,14 +372,14 @@ async def test_without_an_answer_the_job_is_in_doubt_after_one_request(stub, stu
     assert len(stub.lines) == 1
 
 
-async def test_an_answer_that_breaks_off_leaves_the_job_in_doubt(stub, stubbed):
+async def test_an_answer_that_is_cut_short_leaves_the_job_in_doubt(stub, stubbed):
     stub.replies["/"] = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{"
     with pytest.raises(InDoubt):
         await stubbed.submit(request())
     assert len(stub.lines) == 1
 
 
-async def test_a_service_that_is_not_there_has_taken_nothing(http):
+async def test_an_unreachable_service_has_created_no_job(http):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(Transient) as caught:
@@ -388,7 +388,7 @@ async def test_a_service_that_is_not_there_has_taken_nothing(http):
 
 
 @pytest.mark.parametrize("reply", [b"", answer(b"no", "503 Busy")], ids=["dropped", "503"])
-async def test_an_error_while_polling_may_pass(stub, stubbed, reply):
+async def test_an_error_while_polling_is_transient(stub, stubbed, reply):
     stub.replies["/"] = reply
     with pytest.raises(Transient):
         await stubbed.adapter.poll(stubbed.adapter._job(request()))
@@ -418,7 +418,7 @@ async def test_a_lost_answer_is_in_doubt_and_submitting_again_adopts_the_one_job
         assert [one.error for one in await world.results(asked, found, status)] == [None]
 
 
-async def test_proxies_of_the_environment_get_nothing(stub, stubbed, monkeypatch):
+async def test_proxies_of_the_environment_are_not_used(stub, stubbed, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)

@@ -21,7 +21,7 @@ async def world(tmp_path):
         yield made
 
 
-async def test_the_job_is_marked_and_told_what_to_do(world):
+async def test_the_request_has_our_marker_and_says_what_to_do(world):
     options = {"languages": ["en-US", "hi-IN"], "diarization": True, "speakers_max": 4, "word_timestamps": True}
     more = {"provider_options": {"properties": {"punctuationMode": "None"}, "displayName": "mine"}}
     await run(world, ask(audio(URL), **options, **more))
@@ -60,7 +60,7 @@ async def test_a_result_has_its_text_its_length_and_what_azure_said(world):
     assert result.usage.audio_seconds == 1.5
 
 
-async def test_azure_says_when_to_look_again(world):
+async def test_azure_says_when_to_poll_again(world):
     job, _ = await world.submit(ask(audio(URL)))
     assert (await world.adapter.poll(job)).next_poll_seconds == 60
 
@@ -103,7 +103,7 @@ async def test_a_file_that_azure_cannot_reach_is_refused_before_anything_is_sent
     assert world.creations == 0
 
 
-async def test_urls_that_differ_in_their_queries_are_told_apart(world):
+async def test_urls_that_differ_only_in_their_queries_are_different_inputs(world):
     inputs = [audio(f"https://audio.example.com/get?id={n}", str(n), filename=f"{n}.wav") for n in (1, 2)]
     _, _, results = await run(world, ask(*inputs))
     assert sorted(results) == ["1", "2"]
@@ -126,7 +126,7 @@ async def test_results_are_read_page_by_page(world):
     assert all(result.error is None for result in results.values())
 
 
-async def test_an_expired_link_to_a_result_is_looked_up_again(world):
+async def test_an_expired_link_to_a_result_is_requested_again(world):
     request = ask(audio(URL))
     job, _ = await world.submit(request)
     status = await world.finish(job)
@@ -171,7 +171,7 @@ async def test_a_signature_in_an_error_is_not_kept(world):
     assert status.error["message"] == "Cannot read https://store.example.com/a.wav now. Why? Ask=me"
 
 
-async def test_the_address_of_a_job_does_not_decide_where_the_key_goes(world):
+async def test_the_key_is_not_sent_to_another_host_in_the_address_of_a_job(world):
     job, _ = await world.submit(ask(audio(URL)))
     id = job.external_id.rpartition("/")[2]
     moved = Job(external_id=f"https://elsewhere.example.com/transcriptions/{id}", extra=job.extra)
@@ -189,7 +189,7 @@ async def test_a_finished_job_is_deleted_and_an_unfinished_one_is_left_alone(wor
     assert world.server.jobs(provider="azure") == []
 
 
-async def test_a_bad_request_is_not_taken_and_would_fail_again(world):
+async def test_a_bad_request_creates_no_job_and_is_not_retried(world):
     request = ask(audio(URL), provider_options={"status": "Succeeded"})
     with pytest.raises(SchemaInvalid, match="read-only") as caught:
         await world.adapter.submit(request, {})

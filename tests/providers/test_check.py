@@ -1,4 +1,4 @@
-"""`batchwright check` tries the providers that are meant to be used, and says what to do about those that fail."""
+"""`batchwright check` tries the configured providers, and says what to do about those that fail."""
 
 import importlib.util
 import socket
@@ -20,7 +20,7 @@ from tests.providers.test_registry import ONE_FILE
 
 
 class Checked:
-    """What the check needs of the part: its tables, and the providers that they name."""
+    """The parts of the part that the check needs: its tables, and the providers that they name."""
 
     def __init__(self, tables, tools, **tasks):
         settings = load_settings({"providers": tables, "tasks": tasks}, environment={})
@@ -51,7 +51,7 @@ async def found(part):
     return {one.name.removeprefix("provider "): one for one in await check_providers(part)}
 
 
-async def test_every_provider_that_works_is_said_to(server, tools):
+async def test_every_working_provider_is_reported_as_working(server, tools):
     if importlib.util.find_spec("aiobotocore") is None:
         skip("aiobotocore is not installed")
     findings = await found(Checked(tables_of(server), tools))
@@ -88,7 +88,7 @@ async def test_a_missing_variable_is_named(server, tools):
     assert server.requests(port="api") == []
 
 
-async def test_a_service_that_is_not_there_is_a_warning(server, tools):
+async def test_an_unreachable_service_is_a_warning(server, tools):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     tables = tables_of(server, "openai", "mistral")
@@ -123,7 +123,7 @@ async def test_a_table_that_is_wrong_is_named(server, tools, table, words):
     assert findings["mistral"].level is Level.OK
 
 
-async def test_adapters_that_are_not_there_are_one_error(tools, tmp_path):
+async def test_missing_adapters_are_reported_as_one_error(tools, tmp_path):
     part = Checked({}, tools, adapters=[str(tmp_path / "nothing.py")])
     (finding,) = await check_providers(part)
     assert (finding.name, finding.level) == ("providers", Level.ERROR)

@@ -1,4 +1,4 @@
-"""Files of requests and of results: what is refused before it is paid, and what is kept when results are bad."""
+"""Files of requests and results: what is refused before anything is paid, and what is kept of bad results."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ async def test_a_bad_line_is_named_before_anything_is_paid(tools, lines, message
     assert (problem.param, problem.input_id) == (param, "i")
 
 
-async def test_good_lines_are_no_problem_and_bad_ones_are_counted_up_to_a_limit(tools):
+async def test_good_lines_are_accepted_and_bad_ones_are_listed_up_to_a_limit(tools):
     assert await completions.check_lines(tools, request(tools, line("a"), line("b")), ABILITIES) == []
     problems = await completions.check_lines(tools, request(tools, *[b"{"] * 500), ABILITIES)
     assert len(problems) == 100
@@ -119,14 +119,14 @@ async def test_a_file_that_is_too_large_is_refused(tools):
     assert "the provider accepts 10" in problem.message
 
 
-async def test_a_file_that_turns_out_to_be_too_large_is_refused(tools):
+async def test_a_file_that_is_larger_than_stated_is_refused(tools):
     asked = request(tools, line("a"), line("b"), line("c"))
     abilities = dataclasses.replace(ABILITIES, request_bytes_max=asked.inputs[0].bytes - 20)
     (problem,) = await completions.check_lines(tools, asked, abilities)
     assert "the provider's limit" in problem.message
 
 
-async def test_a_file_is_written_anew_with_its_length_known(tools):
+async def test_a_file_is_rewritten_with_a_known_length(tools):
     asked = request(tools, line("a"), line("b"))
     upload = await completions.measured(tools, asked, lambda one: one.custom_id.encode())
     assert (upload.length, [chunk async for chunk in upload.open()]) == (4, [b"a\nb\n"])
@@ -135,7 +135,7 @@ async def test_a_file_is_written_anew_with_its_length_known(tools):
     assert (upload.content_type, framed.content_type) == ("application/jsonl", "application/json")
 
 
-async def test_a_line_that_went_bad_since_it_was_looked_at_stops_the_upload(tools):
+async def test_a_line_that_became_bad_after_the_check_stops_the_upload(tools):
     with pytest.raises(SchemaInvalid, match="line 2: it is not JSON"):
         await completions.measured(tools, request(tools, line("a"), b"{"), lambda one: one.raw)
 
@@ -214,13 +214,13 @@ async def test_results_are_compared_with_what_was_sent():
     assert found[3].error == MISSING
 
 
-async def test_without_the_file_of_requests_results_are_delivered_all_the_same():
+async def test_without_the_file_of_requests_results_are_still_delivered():
     assert [one.key for one in await reconciled([Result(key="b", value={})], None)] == ["b"]
 
 
 @pytest.mark.thorough
 async def test_many_results_take_little_memory():
-    """As 80 MB in 20 000 lines."""
+    """80 MB in 20,000 lines."""
     text = "x" * 4000
 
     async def pour():
@@ -267,7 +267,7 @@ def test_counts_decide_how_a_complete_job_ended(counts, ending):
         (Ending.FAILED, "own", "schema_invalid"),
     ],
 )
-def test_why_a_result_is_missing_follows_from_how_the_job_ended(ending, code, kind):
+def test_the_error_of_a_missing_result_depends_on_how_the_job_ended(ending, code, kind):
     own = {"kind": "schema_invalid", "code": "own", "message": "m"}
     error = completions.missing_error(Status(phase=Phase.ENDED, raw_status="x", ending=ending, error=own))
     assert (error["code"], error["kind"]) == (code, kind)
@@ -277,5 +277,5 @@ def test_why_a_result_is_missing_follows_from_how_the_job_ended(ending, code, ki
     ("value", "expected"),
     [(5, 5), ("5", 5), (0, 0), (-1, None), (True, None), (2**40, None), ("x", None), (None, None), (1.5, None)],
 )
-def test_only_believable_counts_are_believed(value, expected):
+def test_implausible_counts_are_ignored(value, expected):
     assert completions.count(value) == expected

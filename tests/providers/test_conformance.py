@@ -1,4 +1,4 @@
-"""One suite over every adapter, against the contract server: what a provider does, and what it does on bad days."""
+"""One suite for every adapter, with the contract server: normal behaviour, and behaviour with faults."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ async def test_credentials_go_to_the_service_and_nowhere_else(world):
     assert all(not one.headers.keys().isdisjoint(CREDENTIALS) for one in seen)
 
 
-async def test_partial_success_is_told_item_by_item(world):
+async def test_partial_success_is_reported_item_by_item(world):
     if world.case.items_max < 2:
         pytest.skip("a job has one item")
     _, _, status, results = await world.run("ok", FAIL, "ok")
@@ -135,7 +135,7 @@ async def test_cancelling_a_job_that_has_ended_says_so(world):
 
 
 @pytest.mark.parametrize(("written", "seconds"), [("7", 7), ("date+30", 30)])
-async def test_a_rate_limit_is_waited_for_and_nothing_was_taken(world, written, seconds):
+async def test_a_rate_limit_has_a_wait_and_no_job_was_created(world, written, seconds):
     request = world.request()
     staged = await world.stage(request)
     world.server.put_faults(f"429:route={world.case.route('create')}:retry_after={written}:times=1")
@@ -156,7 +156,7 @@ async def test_a_rate_limit_while_polling_says_nothing_about_the_job(world):
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "not_json", "truncate", "drop", "hang_up"])
-async def test_an_error_while_polling_may_pass(world, fault):
+async def test_an_error_while_polling_is_transient(world, fault):
     job, _ = await world.submit(world.request())
     world.server.put_faults(f"{fault}:route={world.case.route('get')}:times=1")
     with pytest.raises(Transient):
@@ -164,7 +164,7 @@ async def test_an_error_while_polling_may_pass(world, fault):
     assert (await world.adapter.poll(job)).phase in (Phase.QUEUED, Phase.RUNNING)
 
 
-async def test_an_error_while_results_are_fetched_may_pass(world):
+async def test_an_error_while_results_are_fetched_is_transient(world):
     request = world.request()
     job, _ = await world.submit(request)
     status = await world.finish(job)
@@ -175,7 +175,7 @@ async def test_an_error_while_results_are_fetched_may_pass(world):
 
 
 @pytest.mark.parametrize("fault", ["auth", "quota"])
-async def test_a_refused_credential_stops_the_account_and_nothing_was_taken(world, fault):
+async def test_a_refused_credential_stops_the_account_and_no_job_was_created(world, fault):
     request = world.request()
     staged = await world.stage(request)
     world.server.put_faults(f"{fault}:route={world.case.route('create')}")
@@ -287,7 +287,7 @@ async def test_an_unknown_status_counts_as_running(world, caplog):
     assert "SIMULATED_NEW_STATUS" in caplog.text.upper()
 
 
-async def test_a_job_that_the_provider_forgot_is_an_error_answer(world):
+async def test_a_job_that_the_provider_no_longer_knows_is_an_error_answer(world):
     job, _ = await world.submit(world.request())
     world.server.reset()
     status = await world.adapter.poll(job)
@@ -295,7 +295,7 @@ async def test_a_job_that_the_provider_forgot_is_an_error_answer(world):
     assert status.phase is not Phase.ENDED
 
 
-async def test_a_list_says_of_a_job_what_a_poll_says(world):
+async def test_a_list_and_a_poll_agree_on_a_job(world):
     if not world.adapter.abilities.can_survey:
         assert await world.adapter.survey([]) == {}
         return
@@ -312,7 +312,7 @@ async def test_a_list_says_of_a_job_what_a_poll_says(world):
 
 
 @pytest.mark.parametrize("fault", ["failed", "expired:share=0.7", "unknown_status", "empty"])
-async def test_a_list_says_of_a_bad_job_what_a_poll_says(world, fault):
+async def test_a_list_and_a_poll_agree_on_a_failed_job(world, fault):
     if not world.adapter.abilities.can_survey:
         return
     world.server.put_faults(fault)
@@ -323,7 +323,7 @@ async def test_a_list_says_of_a_bad_job_what_a_poll_says(world, fault):
         await compare_list_with_polls(world, [job])
 
 
-async def test_a_list_says_of_a_cancelled_job_what_a_poll_says(world):
+async def test_a_list_and_a_poll_agree_on_a_cancelled_job(world):
     abilities = world.adapter.abilities
     if not abilities.can_survey or not abilities.can_cancel:
         return
@@ -336,7 +336,7 @@ async def test_a_list_says_of_a_cancelled_job_what_a_poll_says(world):
 
 
 async def compare_list_with_polls(world, jobs):
-    """The phases that the list had. It may leave out jobs that have ended, but no others."""
+    """Compare a list with polls; return the phases in the list, which may leave out only jobs that have ended."""
     polled = {job.external_id: await world.adapter.poll(job) for job in jobs}
     listed = await world.adapter.survey([*jobs, Job(external_id="nobody", extra=jobs[0].extra)])
     for id, status in listed.items():
@@ -358,7 +358,7 @@ async def test_a_list_of_many_pages_is_read_only_as_far_as_it_saves_calls(world)
 
 
 @pytest.mark.parametrize("fault", ["500", "not_json", "truncate", "drop"])
-async def test_a_list_that_fails_is_an_error_that_may_pass(world, fault):
+async def test_a_list_that_fails_is_a_transient_error(world, fault):
     if not world.adapter.abilities.can_survey:
         return
     job, _ = await world.submit(world.request())
@@ -368,7 +368,7 @@ async def test_a_list_that_fails_is_an_error_that_may_pass(world, fault):
     assert job.external_id in await world.adapter.survey([job])
 
 
-async def test_shuffled_results_find_their_items(world):
+async def test_shuffled_results_are_assigned_to_their_items(world):
     world.server.put_faults("shuffled")
     _, _, _, results = await world.run("ok", FAIL, "ok")
     assert {result.key: result.value is not None for result in results} == dict(
@@ -390,7 +390,7 @@ async def test_of_two_results_the_first_is_kept(world):
     assert sorted(result.key for result in results) == world.keys(3)
 
 
-async def test_a_broken_result_spoils_nothing_else(world):
+async def test_a_broken_result_does_not_affect_other_results(world):
     world.server.put_faults("malformed")
     _, _, _, results = await world.run()
     assert sorted(result.key for result in results) == world.keys(3)
@@ -405,7 +405,7 @@ async def test_a_result_that_nobody_asked_for_is_marked(world):
     assert len(results) - len(strangers) == len(world.keys(3))
 
 
-async def test_a_job_without_any_results_is_told_item_by_item(world):
+async def test_a_job_without_any_results_is_reported_item_by_item(world):
     world.server.put_faults("empty")
     _, _, _, results = await world.run()
     assert sorted(result.key for result in results) == world.keys(3)
@@ -427,7 +427,7 @@ class Crash(Exception):
 
 
 class Caller:
-    """Submits as the durable side does, and dies at the n-th of the places where that is bad."""
+    """Submits like the durable code that uses adapters, and dies at the n-th critical place."""
 
     def __init__(self, world, request):
         self.world, self.request = world, request
@@ -479,7 +479,7 @@ async def test_a_crash_anywhere_leaves_exactly_one_job(world, fault):
         assert all(result.value is not None for result in results)
         if crashes == (fault is not None):
             return
-    raise AssertionError("there are more places to crash at than were tried")
+    raise AssertionError("there are more places to crash than were tried")
 
 
 async def test_staging_resumes_after_a_crash_at_every_step(world):
@@ -505,7 +505,7 @@ async def test_cleaning_up_can_be_repeated(world):
     await world.adapter.clean_up(request, {}, None)
 
 
-async def test_a_service_that_is_not_there_has_taken_nothing(world):
+async def test_an_unreachable_service_has_created_no_job(world):
     request = world.request()
     staged = await world.stage(request)
     with socket.create_server(("127.0.0.1", 0)) as closed:

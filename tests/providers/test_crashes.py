@@ -27,14 +27,14 @@ PROVIDERS = [
 POINTS_MAX = 200
 pytestmark = [
     pytest.mark.timeout(300),
-    # A worker that dies closes nothing.
+    # A worker that dies does not close anything.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
 @pytest.fixture
 async def hospital(database_url, tmp_path, monkeypatch):
-    """Polls are not moved to common moments, which go by the real clock: every life of a task is the same."""
+    """A ward whose polls are not moved to common moments of the real clock, so that all runs are the same."""
     pace = Directory.pace
     monkeypatch.setattr(Directory, "pace", lambda directory, name: replace(pace(directory, name), offset_seconds=None))
     tables = {name: {"settle_seconds": None} for name in (*SPEECH, *COMPLETIONS)}
@@ -44,7 +44,7 @@ async def hospital(database_url, tmp_path, monkeypatch):
 
 
 async def wanted_of(ward, provider, **values):
-    """Inputs that are good, and one that is bad."""
+    """A task with good inputs and one bad input."""
     if provider == "aws" and importlib.util.find_spec("aiobotocore") is None:
         skip("aiobotocore is not installed")
     if provider in COMPLETIONS:
@@ -54,7 +54,7 @@ async def wanted_of(ward, provider, **values):
             tenant="default", task_type="completion", inputs=[WantedInput.of(one) for one in inputs], **values
         )
     names = ["one.wav", "bad__fail_400__.wav"]
-    if provider == "azure":  # it fetches its inputs itself
+    if provider == "azure":  # Azure fetches its inputs itself
         inputs = [f"https://audio.example.com/{name}" for name in names]
     else:
         inputs = [await ward.stage.upload(name.encode(), name) for name in names]
@@ -68,7 +68,7 @@ async def wanted_of(ward, provider, **values):
 
 
 async def check(ward, task):
-    """One remote job for each row, one result for each input, and the right ending."""
+    """Check that each row has one remote job, each input one result, and the task the right ending."""
     rows = await ward.rows(task)
     assert len(ward.started()) == len(rows), ward.reporter.events
     assert task.status is TaskStatus.PARTIAL_COMPLETE, (task.error, rows)
@@ -87,22 +87,22 @@ async def check(ward, task):
 
 
 def left_behind(ward):
-    """What is at the provider: its own results, and nothing that we brought there."""
+    """What is still at the provider; after cleaning up, only its own results may be."""
     files = Counter(one.purpose for one in ward.server.world.files.values())
     return files + Counter(blobs=len(ward.server.world.blobs))
 
 
 def may_stay(points):
-    """A file whose id was lost with the worker that had uploaded it stays until the provider's own time for it is over.
+    """Whether an uploaded file may stay at the provider, because its id was lost with the worker that uploaded it.
 
-    In buckets we choose the names, so there it is written again, and deleted.
+    In buckets we choose the names, so there the file is written again and deleted.
     """
     since = points[max((n for n, point in enumerate(points[:-1]) if point == "commit"), default=0) :]
     return any("file" in point and point.startswith(("POST", "PUT")) for point in since)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-async def test_a_worker_that_dies_at_any_point_costs_nothing(hospital, provider):
+async def test_if_a_worker_dies_at_any_point_nothing_is_lost_or_paid_twice(hospital, provider):
     wanted = await wanted_of(hospital, provider)
     task = await hospital.live(await hospital.submit(wanted))
     await check(hospital, task)
@@ -127,7 +127,7 @@ async def test_a_worker_that_dies_at_any_point_costs_nothing(hospital, provider)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-async def test_a_worker_that_dies_in_every_run_a_little_later_ends_the_task_all_the_same(hospital, provider):
+async def test_a_task_whose_workers_die_in_every_run_each_a_little_later_still_ends(hospital, provider):
     task = await hospital.submit(await wanted_of(hospital, provider))
     for n in range(1, POINTS_MAX):
         if (await hospital.tasks.get(task.id, tenant=None)).has_ended:
@@ -141,7 +141,7 @@ async def test_a_worker_that_dies_in_every_run_a_little_later_ends_the_task_all_
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "sarvam"])
-async def test_a_commit_whose_answer_is_lost_was_made_all_the_same(hospital, provider):
+async def test_a_commit_whose_answer_is_lost_is_found_later(hospital, provider):
     wanted = await wanted_of(hospital, provider)
     task = await hospital.live(await hospital.submit(wanted))
     for n in range(1, hospital.mortal.commits + 1):
@@ -168,7 +168,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-async def test_faults_of_the_provider_cost_nothing_either(hospital, provider, fault):
+async def test_with_faults_of_the_provider_nothing_is_lost_or_paid_twice(hospital, provider, fault):
     wanted = await wanted_of(hospital, provider)
     create = "start" if provider == "sarvam" else "create"
     rules = [rule.format(name=provider).replace(".create", f".{create}") for rule in FAULTS[fault]]

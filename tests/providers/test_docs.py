@@ -1,4 +1,4 @@
-"""docs/providers.md holds: its tables follow from the adapters, and its one file is all that a provider needs."""
+"""docs/providers.md is correct: its tables agree with the adapters, and its example of a provider in one file works."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SETTINGS = tomllib.loads(re.search(r"<!-- settings: acme -->\n```toml\n(.*?)```"
 GENERATED = PAGE.partition("<!-- generated: providers -->")[2].partition("<!-- end -->")[0]
 
 
-def test_every_provider_and_every_setting_has_its_place():
+def test_every_provider_and_every_setting_is_documented():
     for name, kind in find_adapters().items():
         assert GENERATED.count(f"| `{name}` |") == 4
         section = GENERATED.partition(f"### [providers.{name}]\n")[2].partition("###")[0]
@@ -46,7 +46,7 @@ def test_the_settings_as_printed_are_accepted():
 
 
 class Acme:
-    """The service: jobs by their names, which end when the test says so."""
+    """The service: jobs by name, which end when the test says so."""
 
     def __init__(self):
         self.jobs = {}

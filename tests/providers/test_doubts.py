@@ -1,4 +1,4 @@
-"""Tasks in doubt, late, cancelled or abandoned at the worst moment: nothing is paid in vain, nothing paid is lost."""
+"""Tasks that are in doubt, late, cancelled or abandoned at the worst moment: nothing is paid twice or lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import raw, sparsely
 
 HOUR = 3600.0
 SUBMITTING = 3
-"""The commit after an upload: what was uploaded, that this is all, and that the create call may be sent now."""
+"""Commits after an upload: the uploaded file, the end of the staging, and the start of the create call."""
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
@@ -59,7 +59,7 @@ def dies_at_the_create_call(mortal, *, is_sent, meanwhile=lambda: None):
     mortal.on_point = watch
 
 
-async def test_a_task_that_is_cancelled_in_doubt_is_not_sent_again(hospital):
+async def test_a_task_that_is_cancelled_in_doubt_is_not_resubmitted(hospital):
     task = await hospital.submit(await wanted_of(hospital, "openai"))
     dies_at_the_create_call(hospital.mortal, is_sent=False)
     await hospital.round(task)
@@ -90,7 +90,7 @@ async def test_the_time_of_a_long_upload_does_not_shorten_the_time_to_look_for_t
     assert hospital.deaths == 1
 
 
-async def test_a_late_task_whose_job_is_found_only_now_keeps_its_results(hospital):
+async def test_a_task_whose_job_is_found_only_after_the_timeout_keeps_its_results(hospital):
     task = await hospital.submit(await wanted_of(hospital, "openai", timeout_hours=2.0))
     dies_at_the_create_call(hospital.mortal, is_sent=True)
     await hospital.round(task)
@@ -100,7 +100,7 @@ async def test_a_late_task_whose_job_is_found_only_now_keeps_its_results(hospita
 
 @pytest.mark.parametrize("route", ["get", "files"])
 async def test_a_call_that_fails_at_the_timeout_loses_no_result(hospital, route):
-    """Azure cannot cancel, so the last look decides; one that fails decides nothing."""
+    """Azure cannot cancel, so the last poll decides; a poll that fails must not decide."""
     task = await hospital.submit(await wanted_of(hospital, "azure", timeout_hours=1.0))
     await hospital.round(task)
     hospital.server.advance(2 * HOUR)
@@ -110,7 +110,7 @@ async def test_a_call_that_fails_at_the_timeout_loses_no_result(hospital, route)
     await check(hospital, task)
 
 
-async def test_a_job_that_cannot_be_cancelled_and_is_at_work_at_the_timeout_is_given_up(hospital):
+async def test_a_job_that_cannot_be_cancelled_and_still_runs_at_the_timeout_is_abandoned(hospital):
     task = await hospital.submit(await wanted_of(hospital, "azure", timeout_hours=1.0))
     await hospital.round(task)
     hospital.server.advance(HOUR)
@@ -126,7 +126,7 @@ class TestALongOutage:
     def simulator(self):
         return {"run_seconds": 10 * HOUR}
 
-    async def test_what_was_finished_is_harvested_however_late(self, hospital):
+    async def test_finished_results_are_fetched_however_late(self, hospital):
         """No worker ran from long before the timeout until long after it."""
         task = await hospital.submit(await wanted_of(hospital, "openai", timeout_hours=2.0))
         await hospital.round(task)
@@ -138,8 +138,8 @@ class TestALongOutage:
         assert (task.succeeded, task.failed) == (1, 2)
 
 
-async def test_a_task_that_is_abandoned_in_doubt_blocks_nobody(hospital):
-    """Anthropic has no marker, so that only one submission at a time may be in doubt."""
+async def test_a_task_that_is_abandoned_in_doubt_does_not_block_other_tasks(hospital):
+    """Anthropic has no marker, so only one submission at a time may be in doubt."""
     lost = await hospital.submit(await wanted_of(hospital, "anthropic"))
     hospital.mortal.on_point = lambda name: hospital.mortal.die() if name.endswith("/batches") else None
     await hospital.round(lost)
@@ -154,7 +154,7 @@ async def test_a_task_that_is_abandoned_in_doubt_blocks_nobody(hospital):
 
 
 async def test_of_two_submissions_in_doubt_the_older_goes_first(hospital):
-    """Both had adopted a batch that was another's."""
+    """Otherwise each of them would adopt the other's batch."""
     tasks = [await hospital.submit(await wanted_of(hospital, "anthropic")) for _ in range(2)]
     for task in tasks:
         hospital.mortal.on_point = lambda name: hospital.mortal.die() if name.endswith("/batches") else None
@@ -169,7 +169,7 @@ async def test_of_two_submissions_in_doubt_the_older_goes_first(hospital):
     assert len(hospital.started()) == 2
 
 
-async def test_a_batch_that_may_be_anothers_is_not_cancelled(hospital):
+async def test_a_batch_that_may_belong_to_another_task_is_not_cancelled(hospital):
     adapter = hospital.directory.get("anthropic")
     assert await adapter.cancel(Job(external_id="msgbatch_1", extra={"is_unproved": True})) is Cancelled.UNSUPPORTED
     assert hospital.server.requests() == []
@@ -193,7 +193,7 @@ async def test_a_round_over_many_jobs_ends_in_time_and_sees_a_cancel(hospital, m
 
 
 async def test_results_of_many_jobs_do_not_swell_the_row(hospital, monkeypatch):
-    """Each is small enough to stand in its document, but all of them are not."""
+    """Each result is small enough for its document, but all of them together are not."""
     monkeypatch.setattr(process, "INLINE_TASK_BYTES_MAX", 100)
     file = await hospital.stage.upload(chat_lines("a", "b"), "requests.jsonl")
     models = [f"openai/model-{n}" for n in range(4)]
@@ -205,8 +205,8 @@ async def test_results_of_many_jobs_do_not_swell_the_row(hospital, monkeypatch):
     assert [job["result"] for job in task.provider_state["jobs"]] == [None]
 
 
-async def test_a_task_that_gets_further_is_not_to_blame_for_the_deaths_of_its_workers(hospital):
-    """Its third death would fail it for good, with what was paid."""
+async def test_deaths_of_workers_are_not_counted_while_the_task_makes_progress(hospital):
+    """Otherwise the third death would fail the task, and its paid results would be lost."""
     task = await hospital.submit(await wanted_of(hospital, "openai"))
     await raw(hospital.queue, "UPDATE batchwright.job SET rescues = 1 WHERE id = %(id)s", id=task.job_id)
     hospital.mortal.on_point = lambda name: hospital.mortal.die() if name.endswith("/batches") else None
@@ -217,8 +217,8 @@ async def test_a_task_that_gets_further_is_not_to_blame_for_the_deaths_of_its_wo
 
 
 @pytest.mark.parametrize("point", ["/files", "/batches", "/content"])
-async def test_a_worker_that_comes_back_after_another_has_done_its_work_changes_nothing(hospital, point):
-    """Its call was answered while it had lost its claim."""
+async def test_a_worker_that_lost_its_claim_and_continues_changes_nothing(hospital, point):
+    """Its call is answered after it has lost its claim."""
     reached, go = asyncio.Event(), asyncio.Event()
     pass_point = hospital.mortal.pass_point
 
@@ -256,7 +256,7 @@ async def test_a_cancel_between_any_two_steps_ends_the_task_soon_and_keeps_what_
         async def cancel_at(name, n=n, task=task):
             await pass_point(name)
             if len(hospital.mortal.passed) == n:
-                with suppress(Conflict):  # it has just ended
+                with suppress(Conflict):  # the task has just ended
                     await hospital.tasks.cancel(task.id, tenant=None)
 
         hospital.mortal.pass_point = cancel_at

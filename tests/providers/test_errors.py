@@ -1,4 +1,4 @@
-"""Refusals in all shapes, and what they mean."""
+"""Refusals in all formats, and their classes."""
 
 import orjson
 import pytest
@@ -78,7 +78,7 @@ def test_a_refused_credential_says_so(status):
 
 
 @pytest.mark.parametrize("given", ["7", "Thu, 01 Jan 1970 00:01:47 GMT"])
-def test_the_wish_of_the_provider_is_kept(given):
+def test_the_providers_retry_after_is_kept(given):
     assert error_of(TABLE, response(429, {}, **{"retry-after": given}), now=100).retry_after == 7
 
 
@@ -118,7 +118,7 @@ async def test_a_submission_has_its_answer():
         NoAnswer(Failure.TOO_LARGE, "long"),
     ],
 )
-async def test_what_leaves_a_submission_open_is_in_doubt(answered):
+async def test_an_error_that_leaves_the_outcome_open_puts_the_submission_in_doubt(answered):
     with pytest.raises(InDoubt):
         await submit(answered)
 
@@ -127,7 +127,7 @@ async def test_what_leaves_a_submission_open_is_in_doubt(answered):
     "answered",
     [response(400, {}), response(429, {}), response(302, {}), response(401, {}), NoAnswer(Failure.CONNECT, "refused")],
 )
-async def test_what_was_surely_not_taken_is_not_in_doubt(answered):
+async def test_a_submission_that_certainly_created_no_job_is_not_in_doubt(answered):
     with pytest.raises(Exception) as caught:
         await submit(answered)
     assert not isinstance(caught.value, InDoubt)

@@ -38,7 +38,7 @@ def operation(state, total="2", **fields):
         ("UNSPECIFIED", Phase.RUNNING, None),
     ],
 )
-async def test_every_state_has_its_place(gemini, prefix, state, phase, ending):
+async def test_every_state_is_mapped(gemini, prefix, state, phase, ending):
     gemini.say("/v1beta/batches/1", operation(prefix + state, successfulRequestCount="2"))
     status = await gemini.adapter.poll(JOB)
     assert (status.phase, status.ending, status.raw_status) == (phase, ending, prefix + state)
@@ -61,7 +61,7 @@ async def test_a_batch_that_succeeded_may_hold_no_success(gemini, stats, counts,
     assert status.found == {"responses_file": "files/batch-1"}
 
 
-async def test_a_file_is_uploaded_in_two_steps_and_the_address_is_kept_by_nobody(gemini):
+async def test_a_file_is_uploaded_in_two_steps_and_the_upload_address_is_not_stored(gemini):
     url = f"{gemini.server.url}/upload/v1beta/files?upload_id=secret-address"
     gemini.say("/upload/v1beta/files", b"", "200 OK", f"x-goog-upload-url: {url}")
     gemini.say("/upload/v1beta/files?upload_id=secret-address", {"file": {"name": "files/in-1"}})
@@ -75,7 +75,7 @@ async def test_a_file_is_uploaded_in_two_steps_and_the_address_is_kept_by_nobody
     assert line == {"key": "a", "request": {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}}
 
 
-async def test_an_upload_address_elsewhere_gets_nothing(gemini):
+async def test_nothing_is_sent_to_an_upload_address_on_another_host(gemini):
     gemini.say("/upload/v1beta/files", b"", "200 OK", "x-goog-upload-url: https://evil.example/upload")
     with pytest.raises(Fatal, match="does not get its credentials"):
         _ = [one async for one in gemini.adapter.stage(gemini.chat("a"), {})]
@@ -127,7 +127,7 @@ async def test_errors_of_items_have_their_class(gemini, error, kind):
     assert result.error["kind"] == kind
 
 
-async def test_requests_of_geminis_own_shape_are_sent_and_answered_as_they_are(gemini):
+async def test_requests_in_geminis_own_format_are_sent_and_answered_unchanged(gemini):
     own = {"contents": [{"parts": [{"text": "x"}]}], "safetySettings": []}
     endpoint = "/v1beta/models/m:generateContent"
     request = gemini.request({"custom_id": "a", "body": own}, endpoint=endpoint)
@@ -140,7 +140,7 @@ async def test_requests_of_geminis_own_shape_are_sent_and_answered_as_they_are(g
     assert (result.usage.input_tokens, result.usage.output_tokens) == (5, 6)
 
 
-async def test_a_request_without_a_model_or_with_what_does_not_map_is_refused(gemini):
+async def test_a_request_without_a_model_or_with_a_field_that_cannot_be_mapped_is_refused(gemini):
     assert [one.param for one in gemini.adapter.validate(gemini.chat("a", model=None))] == ["model"]
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 1}}
     (problem,) = await gemini.adapter.inspect(gemini.request({"custom_id": "a", "body": body}))

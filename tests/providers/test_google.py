@@ -1,4 +1,4 @@
-"""Google Speech-to-Text: one job per model, and a folder in a bucket that marks it and proves that it has run."""
+"""Google Speech-to-Text: one job per model; a folder in a bucket marks the job and shows that it has run."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ async def world(tmp_path):
 CALL = audio("gs://calls/monday.wav")
 
 
-async def test_the_job_is_told_what_to_do_and_where_to_write(world):
+async def test_the_request_says_what_to_do_and_where_to_write(world):
     options = {"languages": ["en-US", "hi-IN"], "diarization": True, "speakers_max": 3, "word_timestamps": True}
     own = {"provider_options": {"config": {"features": {"profanityFilter": True}}, "files": []}}
     await run(world, ask(CALL, model="telephony", **options, **own))
@@ -66,7 +66,7 @@ async def test_a_result_has_its_text_and_the_seconds_that_are_billed(world):
     json.dumps(dict(status.found))
 
 
-async def test_an_input_from_elsewhere_is_copied_and_the_copy_is_deleted_at_the_end(world):
+async def test_an_input_from_another_place_is_copied_and_the_copy_is_deleted_at_the_end(world):
     request = ask(CALL, stored(world, 2, "b.wav"))
     job, staged = await world.submit(request)
     copy = f"speech/in/{KEY}/0001-b.wav"
@@ -84,7 +84,7 @@ async def test_an_input_from_elsewhere_is_copied_and_the_copy_is_deleted_at_the_
     ]
 
 
-async def test_an_input_that_cannot_be_read_is_a_failed_input_and_the_others_go_on(world):
+async def test_an_input_that_cannot_be_read_fails_alone(world):
     request = ask(CALL, audio("s3://nowhere/gone.wav", "2"))
     _, status, results = await run(world, request)
     assert status.ending is Ending.SUCCEEDED
@@ -117,7 +117,7 @@ async def test_two_inputs_with_one_uri_are_paid_for_once(world):
     assert results["1"].value == results["2"].value is not None
 
 
-async def test_an_operation_that_google_forgot_is_proved_by_its_folder(world):
+async def test_the_folder_shows_that_an_operation_that_google_forgot_has_run(world):
     request = ask(CALL, stored(world, 2, "b.wav"))
     job, staged = await world.submit(request)
     await world.finish(job)
@@ -132,7 +132,7 @@ async def test_an_operation_that_google_forgot_is_proved_by_its_folder(world):
     assert await world.adapter.cancel(found) is Cancelled.ENDED_ALREADY
 
 
-async def test_a_folder_with_some_results_proves_a_job_but_not_its_end(world):
+async def test_a_folder_with_some_results_shows_that_the_job_ran_but_not_that_it_ended(world):
     request = ask(CALL, stored(world, 2, "b.wav"))
     staged = await world.stage(request)
     world.server.put_faults("lag:seconds=50")
@@ -161,7 +161,7 @@ async def test_a_forgotten_operation_with_some_results_is_an_error_answer_that_s
     assert [by_key[key].error is None for key in ("1", "2")] == [True, False]
 
 
-async def test_results_in_the_folder_that_cannot_be_told_apart_are_missing(world):
+async def test_ambiguous_results_in_the_folder_count_as_missing(world):
     world.server.world.put_blob("others", "monday.wav", b"audio")
     request = ask(CALL, audio("gs://others/monday.wav", "2"))
     job, _ = await world.submit(request)
@@ -184,7 +184,7 @@ async def test_a_result_outside_of_the_own_folder_is_not_read(world, caplog):
     assert "outside of its folder" in caplog.text
 
 
-async def test_a_cancel_that_google_has_not_implemented_is_unsupported(world):
+async def test_a_cancel_that_google_answers_as_not_implemented_is_unsupported(world):
     object.__setattr__(world.server.settings, "is_google_speech_cancellable", False)
     job, _ = await world.submit(ask(CALL))
     assert await world.adapter.cancel(job) is Cancelled.UNSUPPORTED
@@ -230,7 +230,7 @@ async def test_a_service_account_is_enough(world, tmp_path):
 
 
 async def test_buckets_are_reached_by_obstore(world):
-    """The same with Google's own storage protocol instead of a short cut."""
+    """The same with Google's own storage protocol instead of direct access to the server's buckets."""
     account = {"gcs_base_url": world.server.urls["gcs"], "disable_oauth": True, "client_email": "", "private_key": ""}
     text = json.dumps({**account, "private_key_id": ""})
 
@@ -272,7 +272,7 @@ async def test_too_many_inputs_are_refused(world):
     assert "16 inputs" in problem.message
 
 
-async def test_a_closed_bucket_stops_the_account(world):
+async def test_a_bucket_that_refuses_the_credential_stops_the_account(world):
     async def refuse(*_):
         raise Fatal("closed", scope="credential", code="storage_refused")
 

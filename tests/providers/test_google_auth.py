@@ -1,4 +1,4 @@
-"""Tokens of Google: by reference, or exchanged for the signature of a service account."""
+"""Tokens of Google: given by reference, or obtained with the signature of a service account."""
 
 import base64
 import json
@@ -69,7 +69,7 @@ def decoded(part):
     return base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
 
 
-async def test_a_token_by_reference_is_used_as_it_is(http, tmp_path):
+async def test_a_token_by_reference_is_used_unchanged(http, tmp_path):
     file = tmp_path / "token"
     file.write_text("ya29.file\n")
     for made in (

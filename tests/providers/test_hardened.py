@@ -1,4 +1,4 @@
-"""Answers with anything in any place: an adapter answers, or raises one of the errors of operations."""
+"""Answers with junk in any place: an adapter returns a result, or raises one of the errors of operations."""
 
 import copy
 
@@ -42,7 +42,7 @@ async def world(request, tmp_path):
 
 
 async def try_everything(monkeypatch, call):
-    """Answer the call with every place of its answers spoiled; how often it was answered nevertheless."""
+    """Repeat the call with junk in each place of its answer; yields the results of calls that still succeed."""
     seen = []
     read = Response.json
     monkeypatch.setattr(Response, "json", lambda self: seen.append(read(self)) or seen[-1])
@@ -74,7 +74,7 @@ async def test_a_poll_survives_anything(world, monkeypatch, faults):
 
 
 async def test_a_search_survives_anything(world, monkeypatch):
-    monkeypatch.setattr("batchwright.providers.adapters.mistral._PAGES_MAX", 3)  # it turns pages for as long as it may
+    monkeypatch.setattr("batchwright.providers.adapters.mistral._PAGES_MAX", 3)  # it reads pages up to this limit
     request = world.request()
     job, staged = await world.submit(request)
     async for found in try_everything(monkeypatch, lambda: world.adapter.find(request, staged, world.tools.now())):

@@ -1,4 +1,4 @@
-"""Worker processes that are killed again and again on the way of a task."""
+"""Worker processes that are killed repeatedly while they run a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result file of a task, made of the results of its jobs."""
+"""The result file of a task, merged from the results of its jobs."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ def store(tmp_path):
 
 
 async def merge(store, task_type, provider, *jobs):
-    """The file of jobs, each a model and its results; None stands for a job that has none."""
+    """The merged file of jobs, each given as a model and its results; None is a job without results."""
     rows = []
     for number, (model, results) in enumerate(jobs):
         key = f"tasks/t/{number}.jsonl"
@@ -43,7 +43,7 @@ async def test_googles_results_are_by_model(store):
 
 
 @pytest.mark.parametrize(("provider", "expected"), [("GOOGLE", {}), ("AZURE", {"transcriptions": []})])
-async def test_nothing_is_a_whole_document_too(store, provider, expected):
+async def test_without_results_the_file_is_still_a_complete_document(store, provider, expected):
     assert orjson.loads(await merge(store, "transcription", provider, ("long", None))) == expected
 
 

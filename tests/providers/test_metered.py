@@ -1,4 +1,4 @@
-"""Calls to a provider come out of one budget: tasks are put off without a call, and what must not wait is a debt."""
+"""Calls to a provider share one budget: tasks are delayed without a call, and calls that cannot wait become a debt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = Job(external_id="job-1")
 
 
 class Counting(Adapter):
-    """A provider that is nowhere, and counts what would have been sent to it."""
+    """A provider without a service, which counts the calls."""
 
     name, title = "counting", "Counting"
     abilities = Abilities(task_types=frozenset({"completion"}), can_cancel=True, can_find=True)
@@ -99,7 +99,7 @@ async def test_requests_beyond_the_first_and_calls_that_cannot_wait_are_a_debt(f
     assert (await adapter.budget.describe()).requests == pytest.approx(-7)
 
 
-async def test_a_provider_that_refuses_one_worker_is_left_alone_by_all(frozen, clock):
+async def test_after_a_rate_limit_no_worker_calls_the_provider(frozen, clock):
     one, other = metered(frozen, per_minute=600), metered(frozen, per_minute=600)
     one._adapter.error = RateLimited("slow down", retry_after=20.0)
     with pytest.raises(RateLimited, match="slow down"):
@@ -112,7 +112,7 @@ async def test_a_provider_that_refuses_one_worker_is_left_alone_by_all(frozen, c
     await other.poll(JOB)
 
 
-async def test_so_many_calls_at_the_same_time_and_no_more(frozen):
+async def test_the_number_of_simultaneous_calls_is_limited(frozen):
     adapter = metered(frozen, concurrency=2)
     steps = [adapter.stage(None, {}) for _ in range(2)]
     for one in steps:
@@ -125,7 +125,7 @@ async def test_so_many_calls_at_the_same_time_and_no_more(frozen):
     assert (await adapter.budget.describe()).in_use == 0
 
 
-async def test_an_adapter_with_a_budget_is_as_it_was_otherwise(frozen):
+async def test_an_adapter_with_a_budget_is_otherwise_unchanged(frozen):
     adapter = metered(frozen, per_minute=2)
     assert (adapter.name, adapter.title, adapter.abilities.can_find) == ("counting", "Counting", True)
     assert await adapter.check() == "well"
@@ -134,13 +134,13 @@ async def test_an_adapter_with_a_budget_is_as_it_was_otherwise(frozen):
 
 
 @pytest.mark.parametrize("name", ["requests_per_minute", "concurrency"])
-def test_a_limit_of_nothing_is_refused(name):
+def test_a_limit_of_zero_is_refused(name):
     with pytest.raises(ConfigurationError, match=f"{name} is 0; it must be at least 1"):
         ProviderSettings(**{name: 0})
 
 
 async def test_tasks_keep_to_the_rate_of_their_provider(database_url, tmp_path):
-    """Five tasks that are polled ten times a second each would make fifty calls a second."""
+    """Without a limit, five tasks that are polled ten times a second would make fifty calls a second."""
     tables = {"openai": {"requests_per_minute": 240, "concurrency": 2}}
     async with task_stage(database_url, tmp_path, tables=tables) as stage:
         began = time.monotonic()

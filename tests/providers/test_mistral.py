@@ -1,4 +1,4 @@
-"""What only Mistral does: jobs with a model, and words of its own."""
+"""What only Mistral does: jobs with a model, and its own names of statuses."""
 
 import json
 
@@ -30,7 +30,7 @@ async def mistral():
         ("MEDITATING", Phase.RUNNING, None),
     ],
 )
-async def test_every_status_has_its_place(mistral, raw, phase, ending):
+async def test_every_status_is_mapped(mistral, raw, phase, ending):
     said = {"status": raw, "total_requests": 2, "succeeded_requests": 1, "failed_requests": 1, "output_file": "o"}
     mistral.say("/v1/batch/jobs/job-1", {**said, "errors": [{"message": "why", "count": 1}]})
     status = await mistral.adapter.poll(JOB)
@@ -39,7 +39,7 @@ async def test_every_status_has_its_place(mistral, raw, phase, ending):
     assert (status.error and status.error["message"]) == ("why" if ending is Ending.FAILED else None)
 
 
-async def test_the_model_is_the_jobs_and_not_the_lines(mistral):
+async def test_the_model_is_sent_with_the_job_and_not_in_the_lines(mistral):
     mistral.say("/v1/files", {"id": "file-1"})
     mistral.say("/v1/batch/jobs", {"id": "job-1"})
     request = mistral.chat("a")

@@ -1,4 +1,4 @@
-"""What only services of OpenAI's protocol say: their words, their errors, and how they differ."""
+"""What only services with OpenAI's protocol do: their statuses, their errors, and how they differ."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def batch(status, total=2, completed=2, failed=0, **fields):
         ("meditating", Phase.RUNNING, None),
     ],
 )
-async def test_every_status_has_its_place_and_a_new_one_is_logged(openai, caplog, raw, phase, ending):
+async def test_every_status_is_mapped_and_a_new_one_is_logged(openai, caplog, raw, phase, ending):
     caplog.set_level(logging.WARNING)
     openai.say("/batches/batch_1", batch(raw))
     status = await openai.adapter.poll(JOB)
@@ -69,7 +69,7 @@ async def test_counts_say_how_a_completed_batch_ended(openai, completed, failed,
         ({"code": "model_not_found", "message": "m"}, "fatal", "m"),
     ],
 )
-async def test_a_batch_that_failed_says_what_to_do_about_it(openai, error, kind, message):
+async def test_the_error_of_a_failed_batch_says_what_to_do(openai, error, kind, message):
     openai.say("/batches/batch_1", batch("failed", errors={"data": [error]}))
     status = await openai.adapter.poll(JOB)
     assert (status.error["kind"], status.error["message"]) == (kind, message)
@@ -112,7 +112,7 @@ async def test_an_answer_without_an_id_is_in_doubt(openai, said):
         await openai.adapter.submit(openai.chat("a"), {"input_file_id": "file-1"})
 
 
-async def test_ids_from_the_provider_cannot_leave_their_path(openai):
+async def test_ids_from_the_provider_cannot_change_the_path_of_a_request(openai):
     openai.say("/batches/..%2F..%2Fadmin%3Fx", batch("completed"))
     assert (await openai.adapter.poll(Job(external_id="../../admin?x"))).phase is Phase.ENDED
 
@@ -136,7 +136,7 @@ async def test_both_files_are_read_and_either_may_be_absent(openai):
     assert await results() == {"a": "transient", "b": "transient"}
 
 
-async def test_a_deleted_result_file_is_no_reason_to_wait(openai):
+async def test_a_deleted_result_file_is_not_waited_for(openai):
     openai.say("/files/out/content", {"error": {"message": "gone"}}, "404 Not Found")
     openai.say("/batches/batch_1", batch("completed", output_file_id="out"))
     status = await openai.adapter.poll(JOB)
@@ -181,7 +181,7 @@ async def test_a_batch_is_found_by_its_file_where_there_is_no_metadata(openai):
     assert [one.external_id for one in found] == ["batch_1"]
 
 
-async def test_a_list_is_read_until_it_is_too_old(openai):
+async def test_a_list_is_read_until_its_batches_are_too_old(openai):
     since = datetime.fromtimestamp(1_800_000_000, UTC)
     new = {"id": "n", "created_at": 1_800_000_005, "metadata": {"bw_key": "other"}}
     old = {"id": "o", "created_at": 1_799_990_000, "metadata": None}
@@ -225,7 +225,7 @@ async def test_together_has_no_metadata_and_its_counts_are_its_files():
             assert (await told.adapter.poll(JOB)).ending is ending
 
 
-async def test_azure_calls_endpoints_and_models_otherwise():
+async def test_azure_has_other_names_for_endpoints_and_models():
     async with telling("azure_openai", api_version="v") as told:
         told.say("/batches?api-version=v", {"id": "b"})
         told.say("/files?api-version=v", {"id": "file-1"})
@@ -248,7 +248,7 @@ async def test_a_failed_upload_has_its_class(openai, status, kind):
         _ = [one async for one in openai.adapter.stage(openai.chat("a"), {})]
 
 
-async def test_a_list_that_does_not_say_where_results_are_is_not_taken_for_the_whole(openai):
+async def test_a_batch_in_a_list_without_its_result_files_is_polled_by_itself(openai):
     listed = [
         {**batch("completed"), "id": "short"},
         {**batch("completed", output_file_id="o"), "id": "whole"},

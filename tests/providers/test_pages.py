@@ -1,4 +1,4 @@
-"""Tasks in a browser: the list, one with a row per job at a provider, its result, and who may see it."""
+"""Tasks in a browser: the list, a task with a row per job, its result, and who may see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Polls that are due together share list calls, and never get an answer that is older than the question."""
+"""Polls that are due together share list calls, and never get an answer that is older than the poll."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ async def make_jobs(world, count):
 
 
 def asked(world):
-    """Requests by their routes since the last question."""
+    """The number of requests by route, since the last call."""
     found = Counter(one.route.removeprefix("openai.") for one in world.server.requests(port="api"))
     world.server.seen.clear()
     return {name: found[name] for name in ("get", "list") if found[name]}
@@ -85,7 +85,7 @@ async def test_a_job_that_is_not_in_the_list_is_polled_by_itself(world):
 
 
 class Slow:
-    """The adapter, but its lists, which are read at once, come back when the test says so."""
+    """The adapter, but the answers of its lists, which are read at once, are held until the test releases them."""
 
     def __init__(self, adapter):
         self._adapter = adapter
@@ -103,14 +103,14 @@ class Slow:
 
 
 async def busy(world, jobs):
-    """Polls that have just been used by many."""
+    """Polls that have just made as many single calls as they may."""
     polls = Polls(10.0, now=lambda: 0.0)
     for job in jobs[:SINGLE_MAX]:
         await polls.poll(world.adapter, job)
     return polls
 
 
-async def test_who_asks_while_a_list_is_on_its_way_waits_for_the_next(world):
+async def test_a_poll_during_a_list_call_waits_for_the_next_list(world):
     jobs = await make_jobs(world, 6)
     polls, slow = await busy(world, jobs), Slow(world.adapter)
     first = asyncio.create_task(polls.poll(slow, jobs[0]))
@@ -128,7 +128,7 @@ async def test_who_asks_while_a_list_is_on_its_way_waits_for_the_next(world):
     assert slow.read.empty()
 
 
-async def test_who_is_cancelled_takes_nobody_along(world):
+async def test_a_cancelled_poll_does_not_cancel_the_others(world):
     jobs = await make_jobs(world, 6)
     polls, slow = await busy(world, jobs), Slow(world.adapter)
     tasks = [asyncio.create_task(polls.poll(slow, job)) for job in jobs]
@@ -142,7 +142,7 @@ async def test_who_is_cancelled_takes_nobody_along(world):
     assert [isinstance(one, asyncio.CancelledError) for one in found] == [True, False, False, True, False, False]
 
 
-async def test_a_list_that_fails_is_left_alone_for_a_while(world, caplog):
+async def test_after_a_list_fails_no_list_is_requested_for_a_while(world, caplog):
     caplog.set_level(logging.WARNING)
     jobs = await make_jobs(world, 8)
     now = 0.0
@@ -162,7 +162,7 @@ async def test_a_list_that_fails_is_left_alone_for_a_while(world, caplog):
     assert caplog.text.count("its list failed") == 1
 
 
-async def test_a_list_that_we_may_not_read_is_no_refused_credential(world):
+async def test_a_list_without_permission_does_not_count_as_a_refused_credential(world):
     jobs = await make_jobs(world, 5)
     world.server.put_faults("auth:route=openai.list")
     statuses = await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs)
@@ -171,7 +171,7 @@ async def test_a_list_that_we_may_not_read_is_no_refused_credential(world):
     assert all(isinstance(one, Fatal) for one in await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs))
 
 
-async def test_a_rate_limit_of_the_list_holds_for_all_who_asked(world):
+async def test_a_rate_limit_of_the_list_applies_to_all_polls(world):
     jobs = await make_jobs(world, 8)
     polls = await busy(world, jobs)
     world.server.put_faults("429:route=openai.list:retry_after=9")
@@ -181,7 +181,7 @@ async def test_a_rate_limit_of_the_list_holds_for_all_who_asked(world):
     assert asked(world) == {"list": 1}
 
 
-async def test_a_single_poll_that_fails_is_the_errand_of_its_job_alone(world):
+async def test_a_single_poll_that_fails_affects_only_its_own_job(world):
     jobs = await make_jobs(world, 4)
     world.server.put_faults("503:route=openai.get:times=1")
     found = await poll_all(Polls(10.0, now=lambda: 0.0), world, jobs)

@@ -1,4 +1,4 @@
-"""What provider work costs: the user's table, the list that comes with Batchwright, and what nobody knows."""
+"""The cost of provider work: the user's table, the list that comes with Batchwright, and unknown prices."""
 
 import importlib.resources
 import json
@@ -70,7 +70,7 @@ def test_a_model_is_found_with_its_path_and_its_version(kind, model, same):
         ("sarvam", "saaras:v3"),
     ],
 )
-def test_what_nobody_knows_has_no_price(kind, model):
+def test_an_unknown_model_has_no_price(kind, model):
     assert find_price({}, kind, model) is None
     assert cost(find_price({}, kind, model), tokens(10, 10)) is None
 
@@ -84,7 +84,7 @@ def test_the_list_has_batch_prices_and_says_which_are_derived():
     assert find_price({}, "aws", None).audio_hour == pytest.approx(0.36)
 
 
-def test_the_users_table_wins():
+def test_the_users_table_overrides_the_list():
     written = {"GPT-5-mini": ProviderPrice(input=1.0), "*": ProviderPrice(input=9.0, output=9.0)}
     assert find_price(written, "openai", "gpt-5-mini-2025-08-07") == Price(input=1.0, source=WRITTEN)
     assert find_price(written, "openai", "gpt-5").input == 9.0
@@ -100,7 +100,7 @@ def test_the_users_table_is_read_from_the_configuration():
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_a_price_that_is_none_is_refused(wrong):
+def test_an_invalid_price_is_refused(wrong):
     with pytest.raises(ConfigurationError, match="output of a provider's price"):
         ProviderPrice(output=wrong)
 
@@ -126,7 +126,7 @@ def test_the_cost_of_a_request(figures, usage, expected):
     assert cost(price(**figures), usage) == (None if expected is None else pytest.approx(expected))
 
 
-def test_a_long_prompt_has_its_own_price_and_many_short_ones_have_not():
+def test_a_long_prompt_has_its_own_price_and_many_short_ones_do_not():
     long = LongPrompt(tokens=1000, price=ProviderPrice(input=4.0, output=6.0))
     bill = Bill(price(input=2.0, output=3.0, long_prompt=long))
     for _ in range(5):
@@ -136,7 +136,7 @@ def test_a_long_prompt_has_its_own_price_and_many_short_ones_have_not():
     assert bill.cost == pytest.approx(0.01 + 0.004004 + 0.006)
 
 
-def test_a_bill_is_unknown_as_soon_as_a_part_of_it_is():
+def test_a_cost_is_unknown_if_a_part_of_it_is_unknown():
     bill = Bill(price(input=2.0, output=3.0))
     assert bill.cost is None
     bill.add(Result(key="a", error={"code": "expired"}))
@@ -151,7 +151,7 @@ def test_a_bill_is_unknown_as_soon_as_a_part_of_it_is():
     assert Bill(None).source is None
 
 
-def test_tokens_of_the_cache_are_read_from_every_dialect():
+def test_cached_tokens_are_read_in_the_format_of_every_provider():
     chat = {"prompt_tokens": 10, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
     assert completions.usage_of({"usage": chat}) == tokens(10, 2, cached_tokens=8)
     responses = {"input_tokens": 10, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 8}}
@@ -170,7 +170,7 @@ def tool():
     return runpy.run_path(str(TOOL))
 
 
-def test_a_batch_price_of_the_source_is_taken_as_it_is(tool):
+def test_a_batch_price_of_the_source_is_used_unchanged(tool):
     said = {
         "input_cost_per_token": 2e-06,
         "input_cost_per_token_batches": 1.5e-06,
@@ -182,7 +182,7 @@ def test_a_batch_price_of_the_source_is_taken_as_it_is(tool):
     assert tool["read_price"](said, 0.5) == {"input": 1.5, "output": 6.0, "cached": 0.1}
 
 
-def test_a_usual_price_is_taken_less_the_discount_and_only_then(tool):
+def test_without_a_batch_price_the_usual_price_is_used_less_the_discount(tool):
     said = {"input_cost_per_token": 2e-06, "output_cost_per_token": 8e-06, "cache_read_input_token_cost": 2e-07}
     assert tool["read_price"](said, 0.5) == {"input": 1.0, "output": 4.0, "derived": True}
     assert tool["read_price"](said, None) is None
@@ -227,7 +227,7 @@ def test_the_list_is_made_of_our_providers_and_their_batch_modes(tool):
     assert json.loads(tool["write_list"](made)) == made
 
 
-def test_the_list_that_is_shipped_is_whole(tool):
+def test_the_shipped_list_is_complete(tool):
     text = importlib.resources.files("batchwright.providers").joinpath("prices.json").read_text()
     document = json.loads(text)
     assert tool["write_list"](document) == text

@@ -55,7 +55,7 @@ def folder(tmp_path, name="acme"):
     return str(tmp_path)
 
 
-def test_the_built_in_adapters_are_all_there_and_whole():
+def test_all_built_in_adapters_are_found_and_complete():
     kinds = find_adapters()
     assert {"anthropic", "azure_openai", "gemini", "groq", "mistral", "openai", "together", "vertex"} <= set(kinds)
     assert list(kinds) == sorted(kinds)
@@ -135,12 +135,12 @@ def test_settings_that_cannot_work_are_refused(name, settings, message):
         ("global", "https://aiplatform.googleapis.com"),
     ],
 )
-def test_vertex_is_where_its_location_is(location, url):
+def test_the_location_of_vertex_decides_its_url(location, url):
     kind = find_adapters()["vertex"]
     assert read_settings(kind, {"project": "p", "bucket": "gs://b", "location": location}).url == url
 
 
-async def test_a_key_in_a_file_wins_over_the_environment(tmp_path, tools):
+async def test_a_key_in_a_file_overrides_the_environment(tmp_path, tools):
     (tmp_path / "key").write_text("sk-file")
     adapter = make_adapter(find_adapters(), "openai", {"api_key_file": str(tmp_path / "key")}, tools)
     assert (await adapter.headers())["authorization"] == "Bearer sk-file"

@@ -1,4 +1,4 @@
-"""Sarvam: a job has its id before it costs anything, its files are uploaded, and it starts once."""
+"""Sarvam: a job gets its id before it costs anything, its files are uploaded, and it is started once."""
 
 import dataclasses
 import tracemalloc
@@ -20,7 +20,7 @@ async def world(tmp_path):
         yield made
 
 
-async def test_the_job_is_told_what_to_do(world):
+async def test_the_request_says_what_to_do(world):
     options = {"language": "hi-IN", "diarization": True, "speakers_max": 2, "word_timestamps": True}
     await run(world, ask(stored(world, 1, "a.wav"), **options, provider_options={"mode": "translate"}))
     assert sent(world, "create") == [
@@ -37,7 +37,7 @@ async def test_the_job_is_told_what_to_do(world):
     ]
 
 
-async def test_bytes_are_uploaded_as_they_are_and_the_transcript_comes_back(world):
+async def test_bytes_are_uploaded_unchanged_and_the_transcript_is_returned(world):
     job, status, results = await run(world, ask(stored(world, 1, "Montag (früh).wav"), stored(world, 2, "b.mp3")))
     assert (status.ending, status.counts.succeeded) == (Ending.SUCCEEDED, 2)
     uploads = world.server.requests("signed.put")
@@ -53,7 +53,7 @@ async def test_bytes_are_uploaded_as_they_are_and_the_transcript_comes_back(worl
 
 
 async def test_a_large_file_is_streamed(world):
-    """In memory there is a copy at the server, and a few pieces."""
+    """Memory holds the server's copy and a few pieces."""
     size, piece = 24 * 1024 * 1024, b"x" * 65_536
 
     async def chunks(id):
@@ -108,7 +108,7 @@ async def test_a_lost_answer_is_in_doubt_and_starting_again_adopts_the_one_job(w
 
 
 @pytest.mark.parametrize("fault", ["hang_up", "502"])
-async def test_a_start_that_did_not_arrive_is_sent_again(world, fault):
+async def test_a_start_that_did_not_arrive_is_resent(world, fault):
     request = ask(stored(world, 1, "a.wav"))
     staged = await world.stage(request)
     world.server.put_faults(f"{fault}:route=sarvam.start:times=1")
@@ -119,7 +119,7 @@ async def test_a_start_that_did_not_arrive_is_sent_again(world, fault):
     assert len(world.server.jobs(provider="sarvam")) == 1
 
 
-async def test_whether_a_refused_start_is_one_too_many_is_in_doubt_until_the_status_is_known(world):
+async def test_a_refused_start_is_in_doubt_until_the_status_shows_whether_the_job_already_runs(world):
     request = ask(stored(world, 1, "a.wav"))
     staged = await world.stage(request)
     await world.adapter.submit(request, staged)
@@ -128,7 +128,7 @@ async def test_whether_a_refused_start_is_one_too_many_is_in_doubt_until_the_sta
         await world.adapter.submit(request, staged)
 
 
-async def test_an_input_that_cannot_be_read_is_a_failed_input_and_the_others_go_on(world):
+async def test_an_input_that_cannot_be_read_fails_alone(world):
     request = ask(stored(world, 1, "a.wav"), audio(MISSING, "2"), stored(world, 3, "c.wav"))
     job, _, results = await run(world, request)
     assert {key: result.error is None for key, result in results.items()} == {"1": True, "2": False, "3": True}
@@ -146,7 +146,7 @@ async def test_without_any_readable_input_nothing_is_started(world):
     assert world.creations == 0
 
 
-async def test_an_outage_of_a_bucket_stops_staging_and_refuses_nothing(world):
+async def test_an_outage_of_a_bucket_interrupts_staging_and_fails_no_input(world):
     request = ask(stored(world, 1, "a.wav"))
     world.server.put_faults("503:route=signed.put:times=1")
     with pytest.raises(Transient):
@@ -155,7 +155,7 @@ async def test_an_outage_of_a_bucket_stops_staging_and_refuses_nothing(world):
     assert staged["refused"] == {}
 
 
-async def test_an_expired_link_to_a_result_is_asked_for_again(world):
+async def test_an_expired_link_to_a_result_is_requested_again(world):
     request = ask(stored(world, 1, "a.wav"))
     job, _ = await world.submit(request)
     status = await world.finish(job)
@@ -193,7 +193,7 @@ async def test_a_failed_job_keeps_what_was_finished(world):
         ("503:code=billing_service_unavailable_error", Transient),
     ],
 )
-async def test_errors_while_a_job_is_made_are_told_apart(world, fault, kind):
+async def test_errors_while_a_job_is_created_have_their_classes(world, fault, kind):
     world.server.put_faults(f"{fault}:route=sarvam.create")
     with pytest.raises(kind) as caught:
         await world.stage(ask(stored(world, 1, "a.wav")))
@@ -201,7 +201,7 @@ async def test_errors_while_a_job_is_made_are_told_apart(world, fault, kind):
         assert caught.value.scope == "credential"
 
 
-async def test_a_job_that_was_made_and_not_started_is_queued_and_cannot_be_cancelled(world):
+async def test_a_job_that_was_created_but_not_started_is_queued_and_cannot_be_cancelled(world):
     request = ask(stored(world, 1, "a.wav"))
     job, _ = await world.submit(request)
     assert (await world.adapter.poll(job)).phase is Phase.QUEUED

@@ -1,4 +1,4 @@
-"""Signed URLs of objects, made with the credentials of the environment and with nobody's help."""
+"""Signed URLs of objects, made locally with the credentials of the environment."""
 
 import os
 from urllib.parse import parse_qs, urlsplit
@@ -23,7 +23,7 @@ def environment(monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "dGhlLXNlY3JldA==")
 
 
-async def test_an_object_in_s3_is_signed_for_as_long_as_was_asked():
+async def test_an_object_in_s3_is_signed_for_the_requested_time():
     url = urlsplit(await sign_uri("s3://calls/a b/monday.wav", 3600))
     assert (url.scheme, url.hostname) == ("https", "s3.eu-central-1.amazonaws.com")
     assert url.path == "/calls/a%20b/monday.wav"
@@ -51,7 +51,7 @@ async def test_a_bucket_that_cannot_sign_says_what_to_do(monkeypatch):
         await sign_uri("s3://calls", 60)
 
 
-async def test_a_stored_file_has_a_place_if_the_store_is_a_bucket():
+async def test_a_stored_file_has_an_object_url_if_the_store_is_a_bucket():
     def audio(uri):
         return Input(id="1", uri=uri, filename="a.wav")
 

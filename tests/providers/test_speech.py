@@ -1,4 +1,4 @@
-"""The speech adapters one by one: the document that a task keeps of their jobs, and results told apart."""
+"""The speech adapters one by one: the document of a task, and how results are matched to inputs."""
 
 import pytest
 
@@ -14,7 +14,7 @@ PROVIDERS = ["aws", "azure", "google", "sarvam"]
 
 
 async def run_task(world, *items):
-    """A task of one job as its caller does it: submit, poll, collect; its document after each step."""
+    """Run a task of one job: submit, poll, collect; returns its document after each step."""
     request = world.request(*items)
     job, _ = await world.submit(request)
     document = state.describe_transcription(world.case.name, dataset_ids=["file-1"])
@@ -104,7 +104,7 @@ async def test_each_input_has_one_result(caplog):
         (None, None, Ending.FAILED, Ending.FAILED),
     ],
 )
-def test_an_ending_is_counted_where_there_are_counts(total, succeeded, said, ending):
+def test_the_ending_of_a_job_has_counts_if_the_provider_gives_them(total, succeeded, said, ending):
     assert ending_of(Counts(total=total, succeeded=succeeded), said) is ending
 
 
@@ -122,7 +122,7 @@ def test_an_ending_is_counted_where_there_are_counts(total, succeeded, said, end
         ("x" * 300 + ".wav", "0007-" + "x" * 76 + ".wav"),
     ],
 )
-def test_a_copy_has_a_plain_name(filename, name):
+def test_a_copy_has_a_safe_name(filename, name):
     assert staged_name(7, Input(id="1", uri="https://example.com", filename=filename)) == name
 
 

@@ -1,4 +1,4 @@
-"""The documents in `provider_state`, field by field as the source shows them, and what their jobs add up to."""
+"""The documents in `provider_state`, with the fields of the source, and the outcome of a task from its jobs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_new_sarvam_document_maps_its_job_to_its_source() -> None:
     ]
 
 
-def test_sarvams_map_tells_the_inputs_of_one_job_apart() -> None:
+def test_sarvams_map_distinguishes_the_inputs_of_one_job() -> None:
     document = state.describe_transcription("sarvam", dataset_ids=[])
     document = add_job(document, request(audio("a"), audio("b", "gs://b/2.wav")), Job(external_id="job-1"))
     assert document["gcs_map"] == {"job-1/a": URI, "job-1/b": "gs://b/2.wav"}
@@ -143,7 +143,7 @@ def test_a_job_that_was_refused_is_failed_and_has_no_external_id() -> None:
 
 
 @pytest.mark.parametrize("provider", JOB)
-def test_a_poll_writes_the_providers_own_word(provider: str) -> None:
+def test_a_poll_stores_the_providers_own_status(provider: str) -> None:
     job = state.record_poll(submitted(provider)["jobs"][0], running("IN_PROGRESS"))
     assert job["status"] == "IN_PROGRESS"
     assert list(job) == JOB[provider]
@@ -158,7 +158,7 @@ def test_the_third_error_answer_in_a_row_fails_the_job() -> None:
     assert (job["status"], job["transient_failures"], job["error"]) == ("FAILED", 3, "the queue is broken")
 
 
-def test_a_good_answer_in_between_starts_the_count_anew() -> None:
+def test_a_good_answer_resets_the_count_of_errors() -> None:
     job = submitted("GOOGLE")["jobs"][0]
     for answer in (error_answer(), error_answer(), running(), error_answer(), error_answer()):
         job = state.record_poll(job, answer)
@@ -199,7 +199,7 @@ def test_a_failed_end_says_why() -> None:
     assert expired == "the job ended without a result: expired (the provider's status is Done)"
 
 
-def test_recording_leaves_the_old_document_as_it_was() -> None:
+def test_recording_does_not_change_the_old_document() -> None:
     document = submitted("SARVAM")
     before = copy.deepcopy(document)
     job = state.record_poll(document["jobs"][0], error_answer())
@@ -220,7 +220,7 @@ def test_a_jobs_outcome_is_counted(total: int, succeeded: int, outcome: str) -> 
 @pytest.mark.parametrize(
     "statuses", [s for n in (1, 2, 3) for s in itertools.product(("COMPLETED", "FAILED"), repeat=n)]
 )
-def test_a_transcription_ends_as_its_jobs_did(statuses: tuple[str, ...]) -> None:
+def test_the_status_of_a_transcription_follows_from_its_jobs(statuses: tuple[str, ...]) -> None:
     if set(statuses) == {"FAILED"}:
         expected = "FAILED"
     else:
@@ -229,7 +229,7 @@ def test_a_transcription_ends_as_its_jobs_did(statuses: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("statuses", [s for n in (1, 2, 3) for s in itertools.product(TERMINAL, repeat=n)])
-def test_a_completion_ends_as_its_models_did(statuses: tuple[str, ...]) -> None:
+def test_the_status_of_a_completion_follows_from_its_models(statuses: tuple[str, ...]) -> None:
     if set(statuses) == {"COMPLETED"}:
         expected = "COMPLETED"
     else:

@@ -1,4 +1,4 @@
-"""Whole tasks: from what a user wants to the merged result, with the contract server as every provider."""
+"""Whole tasks, from the request to the merged result; the contract server plays every provider."""
 
 import importlib.util
 
@@ -34,7 +34,7 @@ async def transcribe(stage, provider, *names, **values):
 
 
 @pytest.mark.parametrize("provider", SPEECH)
-async def test_a_transcription_comes_home(stage, provider):
+async def test_a_transcription_completes_with_its_result(stage, provider):
     stage.work()
     task = await stage.ended(await transcribe(stage, provider, "one.wav", "two.wav"))
     assert task.status is TaskStatus.COMPLETED, task.error
@@ -49,7 +49,7 @@ async def test_a_transcription_comes_home(stage, provider):
 
 
 @pytest.mark.parametrize("provider", SPEECH)
-async def test_two_good_inputs_and_a_bad_one_are_a_part_of_it(stage, provider):
+async def test_with_a_bad_input_the_task_is_partially_completed(stage, provider):
     stage.work()
     task = await stage.ended(await transcribe(stage, provider, "one.wav", "bad__fail_400__.wav", "two.wav"))
     assert task.status is TaskStatus.PARTIAL_COMPLETE
@@ -60,7 +60,7 @@ async def test_two_good_inputs_and_a_bad_one_are_a_part_of_it(stage, provider):
 
 
 @pytest.mark.parametrize("provider", COMPLETIONS)
-async def test_a_completion_comes_home(stage, provider):
+async def test_a_completion_completes_with_its_result(stage, provider):
     stage.work()
     task = await stage.ended(await stage.complete([f"{provider}/gemini-2.5-flash"], "a", "b", "c"))
     assert task.status is TaskStatus.COMPLETED, task.error

@@ -1,4 +1,4 @@
-"""How tasks end that do not simply succeed: cancelled, late, refused, abandoned; and who is told."""
+"""Tasks that do not simply succeed: cancelled, late, refused or abandoned ones; and their webhooks."""
 
 import asyncio
 import base64
@@ -35,7 +35,7 @@ async def cancel(stage, id):
 
 
 async def test_a_cancelled_task_keeps_what_was_finished(stage):
-    """The contract server has done half of the lines when the job is cancelled half way."""
+    """The contract server has finished half of the lines when the job is cancelled half way."""
     stage.work()
     id = await stage.complete(["openai/gpt-5-mini"], *"abcdefgh")
     await stage.submitted(id)
@@ -55,7 +55,7 @@ async def test_a_cancelled_task_keeps_what_was_finished(stage):
     assert sum(line["error"] is None for line in lines) == task.succeeded
 
 
-async def test_where_nothing_can_be_cancelled_the_task_says_so_and_fetches_the_late_results(stage):
+async def test_if_the_provider_cannot_cancel_the_task_says_so_and_fetches_the_late_results(stage):
     stage.work()
     id = await stage.transcribe("sarvam", "one.wav")
     await stage.submitted(id)
@@ -64,14 +64,14 @@ async def test_where_nothing_can_be_cancelled_the_task_says_so_and_fetches_the_l
     assert task.status is TaskStatus.IN_PROGRESS
     assert "sarvam cannot cancel a job" in task.cancel_note
     task = await stage.ended(id)
-    assert task.status is TaskStatus.COMPLETED, "everything was finished before it could be stopped"
+    assert task.status is TaskStatus.COMPLETED, "the job was finished before it could be stopped"
     assert (await stage.result(task))["transcriptions"][0]["transcription"]
 
 
 # Late -------------------------------------------------------------------------------------------------------------
 
 
-async def test_at_its_timeout_a_task_is_cancelled_there_and_ends_with_what_is_finished(stage):
+async def test_at_its_timeout_a_task_is_cancelled_at_the_provider_and_ends_with_the_finished_results(stage):
     stage.work()
     id = await stage.complete(["openai/gpt-5-mini"], *"abcdefgh")
     await stage.submitted(id)
@@ -112,7 +112,7 @@ async def test_a_late_job_that_cannot_be_cancelled_fails_its_task(stage):
     assert task.provider_state["jobs"][0]["status"] == "FAILED"
 
 
-async def test_a_job_that_does_not_stop_is_left_ten_minutes_after_the_timeout(stage, monkeypatch):
+async def test_a_job_that_does_not_stop_is_abandoned_ten_minutes_after_the_timeout(stage, monkeypatch):
     monkeypatch.setattr(process, "HARVEST_SECONDS", 0.0)
     stage.server.put_faults("503:route=openai.cancel")
     stage.work()
@@ -124,7 +124,7 @@ async def test_a_job_that_does_not_stop_is_left_ten_minutes_after_the_timeout(st
 
 
 @pytest.mark.thorough
-async def test_a_task_that_could_not_be_submitted_in_time_has_failed_and_was_never_paid(stage):
+async def test_a_task_that_could_not_be_submitted_in_time_fails_without_being_paid(stage):
     stage.server.put_faults("503:route=openai")
     stage.work()
     id = await stage.complete(["openai/gpt-5-mini"], "a")
@@ -138,7 +138,7 @@ async def test_a_task_that_could_not_be_submitted_in_time_has_failed_and_was_nev
     assert stage.server.jobs() == []
 
 
-async def test_a_task_that_no_worker_came_to_does_not_stay_pending_for_ever(stage):
+async def test_a_task_that_no_worker_starts_does_not_stay_pending_for_ever(stage):
     id = await stage.transcribe("sarvam", "one.wav")
     sql = "UPDATE batchwright.task SET deadline_at = now() - interval '11 minutes' WHERE id = %(id)s RETURNING id"
     await stage.batchwright.pool.rows(sql, {"id": id})
@@ -149,8 +149,8 @@ async def test_a_task_that_no_worker_came_to_does_not_stay_pending_for_ever(stag
     assert (task.status, task.error["code"]) == (TaskStatus.FAILED, "abandoned")
 
 
-async def test_a_task_of_a_type_that_nothing_does_fails_and_says_so(stage):
-    """Such as one that a newer version has made."""
+async def test_a_task_of_an_unknown_type_fails_and_says_so(stage):
+    """A newer version may have created it."""
     id = await stage.transcribe("sarvam", "one.wav")
     sql = "UPDATE batchwright.task SET task_type = 'translation' WHERE id = %(id)s RETURNING id"
     await stage.batchwright.pool.rows(sql, {"id": id})
@@ -171,7 +171,7 @@ async def test_a_refused_credential_parks_its_tasks_until_it_works_again(stage):
         task = await stage.until(id, lambda task: task.waits_for is not None)
         assert task.status is TaskStatus.PENDING
         assert "the credential of openai" in task.waits_for
-    assert len(stage.server.requests()) <= len(ids), "those that come later do not even ask"
+    assert len(stage.server.requests()) <= len(ids), "later tasks do not call the provider"
     (group,) = await stage.batchwright.inbox(tenant="default")
     assert (group.job_type, group.count, group.kind) == ("provider.task", 3, "fatal")
     assert "openai refuses its credential, and 3 tasks wait for it" in group.message
@@ -190,8 +190,8 @@ async def test_a_refused_credential_parks_its_tasks_until_it_works_again(stage):
     assert len(stage.server.jobs()) == 3
 
 
-async def test_a_credential_that_is_refused_again_at_once_is_tried_less_and_less_often(stage):
-    """Such as one whose quota is used up: whoever asks for a list is answered, whoever wants work is not."""
+async def test_a_credential_that_is_refused_again_is_tried_less_and_less_often(stage):
+    """For example, if a quota is used up, lists are answered, but new jobs are refused."""
     jobs, waits = stage.part.jobs, []
     for _ in range(8):
         await jobs.hold("openai", "insufficient_quota", "no money")
@@ -199,7 +199,7 @@ async def test_a_credential_that_is_refused_again_at_once_is_tried_less_and_less
         waits.append(round(hold.try_seconds))
         await stage.batchwright.pool.rows("UPDATE batchwright.provider_hold SET next_try_at = now() RETURNING provider")
         assert await jobs.may_try("openai")
-        assert not await jobs.may_try("openai"), "one process at a time"
+        assert not await jobs.may_try("openai"), "only one process at a time tries the credential"
         assert await jobs.release("openai")
         assert await jobs.holds() == {}
     assert waits == [30, 60, 120, 240, 480, 900, 900, 900]
@@ -209,7 +209,7 @@ async def test_a_credential_that_is_refused_again_at_once_is_tried_less_and_less
     assert round((await jobs.holds())["openai"].try_seconds) == 30
 
 
-async def test_one_provider_that_refuses_holds_up_nobody_else(stage):
+async def test_a_provider_that_refuses_does_not_delay_other_providers(stage):
     stage.server.put_faults("auth:route=openai")
     stage.work()
     mixed = await stage.complete(["openai/m", "mistral/m"], "a")
@@ -224,7 +224,7 @@ async def test_one_provider_that_refuses_holds_up_nobody_else(stage):
 
 
 @pytest.mark.parametrize(("name", "event"), [("one.wav", "task.completed"), ("bad__fail_400__.wav", "task.failed")])
-async def test_the_end_of_a_task_is_told(database_url, tmp_path, name, event):
+async def test_the_end_of_a_task_is_sent_to_webhooks(database_url, tmp_path, name, event):
     secret = tmp_path / "secret"
     secret.write_text("whsec_" + base64.b64encode(bytes(32)).decode())
     hook = {"url": "https://127.0.0.1:9/hooks", "secret_file": str(secret)}
@@ -237,7 +237,7 @@ async def test_the_end_of_a_task_is_told(database_url, tmp_path, name, event):
 
 
 async def test_a_task_that_is_cancelled_while_its_inputs_are_staged_is_not_submitted(stage, monkeypatch):
-    """Staging may take minutes; what was read before it is old by then."""
+    """Staging may take minutes, so the task must be read again after it."""
     adapter = stage.part.directory.get("openai")
     stage_really = adapter.stage
 

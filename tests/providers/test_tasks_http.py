@@ -1,4 +1,4 @@
-"""Tasks over HTTP: what may be asked for, in which words it is refused, and what is shown."""
+"""Tasks over HTTP: valid and refused requests, and the fields of a task."""
 
 import json
 from contextlib import asynccontextmanager
@@ -90,7 +90,7 @@ async def nothing_was_made(stage):
         (transcription(unknown=1), "unknown", ""),
     ],
 )
-async def test_what_cannot_be_done_is_refused_and_nothing_is_made(stage, http, body, param, words):
+async def test_an_impossible_request_is_refused_and_nothing_is_created(stage, http, body, param, words):
     message = fails(await http.post("/v1/tasks", json=body), 400, param=param)
     assert words in message
     await nothing_was_made(stage)
@@ -155,7 +155,7 @@ async def test_lines_that_cannot_be_sent_fail_the_task_by_number_and_nothing_is_
     assert stage.server.jobs() == []
 
 
-async def test_every_input_that_cannot_be_used_is_named_whole_and_the_rest_goes_on(stage, http):
+async def test_every_unusable_input_is_named_completely_and_the_others_are_processed(stage, http):
     silent = await stage.upload(b"", "silence.wav")
     bad = ["", "not a url: at all", "https://example.com/" + "x" * 3_000, silent]
     made = await http.post("/v1/tasks", json=transcription(provider="sarvam", inputs=[*bad, URL]))
@@ -198,7 +198,7 @@ async def test_a_repeated_request_is_answered_although_its_file_is_gone(stage, h
     assert (await http.post("/v1/tasks", json=body, headers=headers)).json()["id"] == first.json()["id"]
 
 
-async def test_tasks_are_their_tenants_own(stage):
+async def test_tasks_of_other_tenants_are_not_found(stage):
     async with serving(stage) as api:
         mine, other = await api.holder(), await api.holder(tenant="other")
         made = (await mine.post("/v1/tasks", json=transcription())).json()
@@ -229,7 +229,7 @@ async def test_providers_are_listed_with_what_they_lack(http):
     assert listed["azure"]["timeout_hours"] == 48
 
 
-async def test_the_job_of_a_task_is_nobodys_to_touch(stage, http):
+async def test_verbs_on_the_job_of_a_task_are_refused(stage, http):
     made = (await http.post("/v1/tasks", json=transcription())).json()
     task = await stage.get(made["id"])
     fails(await http.post(f"/v1/jobs/{task.job_id}/cancel"), 409)

@@ -1,4 +1,4 @@
-"""Inputs from everywhere, secrets by reference, and buckets with other people's keys."""
+"""Inputs from everywhere, secrets by reference, and buckets with separate credentials."""
 
 import ipaddress
 
@@ -61,7 +61,7 @@ async def test_objects_of_buckets_are_read_and_missing_ones_are_failed_inputs(ht
 
 
 @pytest.mark.parametrize("uri", ["gs://", "gs://bucket", "gs://bucket/", "az://account/container", "ftp://a/b"])
-def test_what_names_no_object_is_a_failed_input(uri):
+def test_a_url_that_names_no_object_is_a_failed_input(uri):
     with pytest.raises(Fatal, match="does not name an object"):
         split_uri(uri)
 
@@ -112,7 +112,7 @@ async def test_a_url_that_cannot_be_fetched_shows_no_query(http, server, status,
     assert "secret" not in str(caught.value)
 
 
-async def test_a_secret_says_where_it_should_be_and_shows_itself_to_nobody(http, tmp_path):
+async def test_a_missing_secret_says_where_it_should_be_and_a_secret_is_never_shown(http, tmp_path):
     tools = AdapterTools(http, environment={"KEY": "sk-1"})
     secret = tools.secret("OpenAI's key", variable="KEY")
     assert (secret.text(), secret.missing) == ("sk-1", None)

@@ -86,12 +86,12 @@ async def test_a_job_names_its_model_and_where_its_results_go(vertex):
     assert vertex.test_server.heads[0]["authorization"] == "Bearer t-1"
 
 
-async def test_results_find_their_lines_by_the_label(vertex):
+async def test_results_are_matched_to_lines_by_their_label(vertex):
     found = await results(vertex, said("other", "3", 3), said("same", "2", 2), said("same", "1", 1))
     assert found == {"a": "1", "b": "2", "c": "3"}
 
 
-async def test_without_labels_results_find_their_lines_by_the_request_itself(vertex):
+async def test_without_labels_results_are_matched_to_lines_by_the_request(vertex):
     found = await results(vertex, said("other", "3"), said("same", "x"), said("same", "y"))
     assert found == {"a": "x", "b": "y", "c": "3"}
 
@@ -104,7 +104,7 @@ async def test_failed_unknown_and_missing_results(vertex):
     assert {key: found[key] for key in "abc"} == {"a": "failed", "b": "missing_result", "c": "missing_result"}
 
 
-async def test_an_output_elsewhere_is_not_read(vertex):
+async def test_an_output_outside_our_folder_is_not_read(vertex):
     status = Status(phase=Phase.ENDED, raw_status="x", found={"output_uri": "gs://other/secret"})
     with pytest.raises(Fatal, match="not in our folder"):
         await results(vertex, status=status)
@@ -136,7 +136,7 @@ async def test_without_a_named_folder_all_of_the_output_is_read(vertex):
         ("JOB_STATE_MEDITATING", Phase.RUNNING, None),
     ],
 )
-async def test_every_state_has_its_place(vertex, state, phase, ending):
+async def test_every_state_is_mapped(vertex, state, phase, ending):
     document = {"state": state, "completionStats": {"successfulCount": "1", "failedCount": "2", "incompleteCount": "1"}}
     vertex.test_server.replies[f"/v1/{JOB.external_id}"] = answer(json.dumps(document).encode())
     status = await vertex.poll(JOB)

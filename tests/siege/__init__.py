@@ -1,1 +1,1 @@
-"""Strangers at the door, all at once, beside an honest client."""
+"""Attacks on the HTTP server, all at once, beside an honest client."""

@@ -1,7 +1,7 @@
-"""The strangers, in a process of their own: `python -m tests.siege.attackers` with what to do as JSON on its input.
+"""The attackers, in a separate process: `python -m tests.siege.attackers`, with its orders as JSON on standard input.
 
-Each attack repeats itself until the time is over: whoever is refused or cut off comes back. At the end it prints what
-it did and what it was answered. It ends by itself, and also when whoever started it is gone.
+Each attack is repeated until the time is over, also after it was refused or cut off. At the end, the process prints
+what it did and the answers that it got. It ends by itself, and also when its parent has exited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 import orjson
 
 _NICE = 5
-"""Strangers have machines of their own: here they must not take the processors from those whom they attack."""
+"""Real attackers have their own machines, so here they must leave the processors to the server."""
 _PAUSE_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
 _PIECE = 64 * 1024
@@ -28,12 +28,12 @@ _PIECE = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the attackers do, and how many they are."""
+    """What the attackers do, and their number."""
 
     port: int
     seconds: float
     key: str
-    """Of somebody who may read and submit."""
+    """A key that may read and submit."""
     job: str
     """A job whose events are followed."""
     bodies: int
@@ -47,7 +47,7 @@ class Orders:
 
 
 class Attack:
-    """All attackers, and what they have seen."""
+    """All attackers, and the answers that they got."""
 
     def __init__(self, orders: Orders) -> None:
         self.seen: Counter[str] = Counter()
@@ -82,13 +82,13 @@ class Attack:
             await asyncio.sleep(pause)
 
     async def send_body(self) -> None:
-        """30 MB of lists, without a key."""
+        """Send 30 MB of lists, without a key."""
         async with self._connection(f"POST /v1/jobs\nContent-Length: {self._orders.body_bytes}") as (reader, writer):
             await self._pour(writer, self._bodies, self._orders.body_bytes)
             await self._note("send_body", reader)
 
     async def send_headers(self) -> None:
-        """60 MB of tiny headers."""
+        """Send 60 MB of tiny headers."""
         async with self._connection("GET /healthz", has_end=False) as (reader, writer):
             await self._pour(writer, self._headers, self._orders.header_bytes)
             await self._note("send_headers", reader)
@@ -100,7 +100,7 @@ class Attack:
             await self._note("send_long_header", reader)
 
     async def send_content_type(self) -> None:
-        """What takes the standard library a time that grows with the square of its length."""
+        """Send content types for which the standard library needs time that grows with the square of their length."""
         for size in (900, 50_000, 320_000):
             kind = f'Content-Type: multipart/form-data; boundary=b; x="{";" * size}'
             async with self._connection(f"POST /v1/files\n{self._authorization}\n{kind}\nContent-Length: 3") as wires:
@@ -108,7 +108,7 @@ class Attack:
                 await self._note("send_content_type", wires[0])
 
     async def upload_slowly(self) -> None:
-        """Ten bytes a second, with a key."""
+        """Upload ten bytes a second, with a key."""
         kind = "Content-Type: multipart/form-data; boundary=b"
         line = f"POST /v1/files\n{self._authorization}\n{kind}\nContent-Length: 1000000"
         async with self._connection(line) as (reader, writer):
@@ -124,7 +124,7 @@ class Attack:
                 answered.cancel()
 
     async def follow(self) -> None:
-        """An event stream, which stays open as long as the server lets it."""
+        """Open an event stream and keep it open as long as the server allows."""
         line = f"GET /v1/jobs/{self._orders.job}/events/stream\n{self._authorization}"
         async with self._connection(line) as (reader, _):
             await self._note("follow", reader)
@@ -132,7 +132,7 @@ class Attack:
                 pass
 
     async def send_half(self) -> None:
-        """A request that never ends."""
+        """Send a request that never ends."""
         async with self._connection("GET /v1/jobs", has_end=False) as (reader, _):
             await self._note("send_half", reader)
 
@@ -157,7 +157,7 @@ class Attack:
             writer.transport.abort()
 
     async def _pour(self, writer: asyncio.StreamWriter, piece: bytes, total: int) -> None:
-        """Until all is sent, or the server has had enough."""
+        """Send until everything is sent or the server closes the connection."""
         with contextlib.suppress(OSError):
             for _ in range(0, total, len(piece)):
                 writer.write(piece)
@@ -170,7 +170,7 @@ class Attack:
 
 
 def _leave_with_parent() -> None:
-    """Our input ends when whoever started us is gone."""
+    """Wait for the end of standard input, which comes when the parent process exits."""
     sys.stdin.buffer.read()
     os._exit(3)
 

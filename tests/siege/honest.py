@@ -1,4 +1,4 @@
-"""The honest client: it submits jobs and batches, looks at the server's health, and notes how long each call takes."""
+"""The honest client: it submits jobs and batches, checks the server's health, and measures each call."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _ENDED = {"completed", "failed", "expired", "cancelled"}
 
 
 class Honest:
-    """A user who minds his own business."""
+    """A well-behaved user."""
 
     def __init__(self, url: str, key: str, *, lines: int) -> None:
         self.seconds: list[float] = []
-        """Of every call."""
+        """The duration of each call."""
         self.health_seconds: list[float] = []
         self.done: Counter[str] = Counter()
         self.breaches: list[Breach] = []
         self._url = url
         self._lines = lines
         self.is_warm = asyncio.Event()
-        """Its first batch has ended."""
+        """Set when its first batch has ended."""
         self._is_over = asyncio.Event()
         headers = {"Authorization": f"Bearer {key}"}
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=30, trust_env=False)
 
     async def run(self) -> None:
-        """Until `leave`; what was begun is brought to its end."""
+        """Work until `leave`; jobs and batches in progress are completed."""
         await asyncio.gather(self._submit_jobs(), self._submit_batches(), self._ask_for_health())
         await self._http.aclose()
 
@@ -90,7 +90,7 @@ class Honest:
             self.breaches.append((batch["id"], f"the batch is {batch['status']} with {len(found)} of {len(names)}"))
 
     async def _ask_for_health(self) -> None:
-        """Each time on a new connection, as a load balancer does."""
+        """Check the health each time on a new connection, like a load balancer."""
         while not self._is_over.is_set():
             began = time.perf_counter()
             try:

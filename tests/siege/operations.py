@@ -1,4 +1,4 @@
-"""What the honest client has done."""
+"""The operation of the honest client's jobs."""
 
 from batchwright import operation
 

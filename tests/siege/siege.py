@@ -1,4 +1,4 @@
-"""A siege of the HTTP server: strangers attack in every way at once, beside an honest client.
+"""A siege of the HTTP server: attackers do everything at once, beside an honest client.
 
 python -m tests.siege.siege [--json] [--keep] [--quiet] [--short]
 
@@ -47,11 +47,11 @@ _END_SECONDS_MAX = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How long and how large, and what may come of it."""
+    """The duration and size of a siege, and its goals."""
 
     seconds: float
     warm_seconds: float
-    """The honest client alone, before."""
+    """How long the honest client works alone before the attack."""
     bodies: int
     headers: int
     halves: int
@@ -60,7 +60,7 @@ class Size:
     slow: int
     hostile: int
     lines: int
-    """Of a batch."""
+    """The number of lines of a batch."""
     p99_seconds: float = 1.0
     health_seconds: float = 0.5
     grown_megabytes: float = 100.0
@@ -89,7 +89,7 @@ SHORT = Size(
     slow=5,
     hostile=1,
     lines=20,
-    # Other tests run beside it on the same processors.
+    # In its short form, other tests run at the same time on the same processors.
     p99_seconds=5.0,
     health_seconds=5.0,
 )
@@ -97,7 +97,7 @@ SHORT = Size(
 
 @dataclass(slots=True)
 class Run:
-    """What a siege was, and what came of it."""
+    """What happened in a siege, and its results."""
 
     size: Size
     counts: dict[str, int | float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Run:
 
 
 async def run(size: Size, *, keep: bool = False, say: Callable[[str], None] = lambda _: None) -> Run:
-    """The whole siege on a PostgreSQL of its own, which is gone afterwards."""
+    """The whole siege, on a separate PostgreSQL that is removed afterwards."""
     folder = Path(tempfile.gettempdir()) / f"batchwright-siege-{os.getpid()}"
     logs = Path(tempfile.mkdtemp(prefix="batchwright-siege-logs-"))
     result = Run(size)
@@ -169,7 +169,7 @@ def _posts(config: Path) -> list[Post]:
 
 
 async def _prepare(config: Path) -> tuple[tuple[str, str], str]:
-    """The schema, a key for the honest client and one for strangers, and a job that waits for ever."""
+    """Create the schema, keys for the honest client and for the attackers, and a job that waits for ever."""
     from tests.siege.operations import echo
 
     settings = load_settings(environment={}, file=config)
@@ -269,7 +269,7 @@ async def _attack(orders: Orders) -> dict[str, int]:
 
 
 class Memory:
-    """The resident memory of a process, and the most it ever was."""
+    """The resident memory of a process, and its maximum."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)

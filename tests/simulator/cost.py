@@ -1,4 +1,4 @@
-"""What a request costs the simulator: `python -m tests.simulator.cost`, a process of its own against a cheap client."""
+"""The cost of a request in the simulator: `python -m tests.simulator.cost`; a separate process and a cheap client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulator.wire import chat, request
 
 
 class Client(asyncio.Protocol):
-    """Asks again as soon as it is answered, until nothing is left to ask."""
+    """A client that sends the next request after each answer, until all are sent."""
 
     def __init__(self, left: list[int], closed: asyncio.Semaphore) -> None:
         self.left, self.closed = left, closed

@@ -1,4 +1,4 @@
-"""Every fault as a bare socket sees it, and which requests a rule hits."""
+"""Every fault as seen on a plain socket, and which requests a rule hits."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def whole(url, body):
 
 
 @pytest.mark.parametrize("status", [400, 404, 408, 429, 500, 502, 503, 504, 529])
-async def test_a_status_is_answered_with_an_error_of_openai(status):
+async def test_a_status_is_answered_with_an_error_in_openais_format(status):
     async with running(faults=[f"{status}:code=because"]) as simulator:
         found, headers, body = await ask(simulator.url, chat())
         assert (found, body["error"]["code"]) == (status, "because")
@@ -31,12 +31,12 @@ async def test_a_status_is_answered_with_an_error_of_openai(status):
         assert simulator.stats()["models"] == {}  # no work was done
 
 
-async def test_retry_after_is_as_told():
+async def test_retry_after_has_the_given_value():
     async with running(faults=["503:retry_after=2.5"]) as simulator:
         assert (await ask(simulator.url, chat()))[1]["retry-after"] == "2.5"
 
 
-async def test_a_dropped_connection_says_nothing():
+async def test_a_dropped_connection_sends_no_bytes():
     async with running(faults=["drop"]) as simulator, wire(simulator.url) as connection:
         with pytest.raises(asyncio.IncompleteReadError) as error:
             await connection.ask(chat())
@@ -85,7 +85,7 @@ async def test_a_length_that_is_too_great_leaves_the_client_waiting():
         reading.cancel()
 
 
-async def test_a_body_can_drip():
+async def test_a_body_can_be_sent_slowly():
     async with running(faults=["drip:bytes=100:every=0.001"]) as simulator:
         status, headers, body = await ask(simulator.url, chat(max_tokens=100))
         assert (status, body["usage"]["completion_tokens"]) == (200, 100)
@@ -133,7 +133,7 @@ async def test_bodies_can_be_spoiled():
     assert json.loads(big)["object"] == "chat.completion"
 
 
-async def test_a_prompt_or_a_header_asks_for_a_fault_for_one_line():
+async def test_a_prompt_or_a_header_can_request_a_fault_for_one_line():
     async with running() as simulator:
         assert (await ask(simulator.url, chat("please [[fault:503:retry_after=3]]")))[1]["retry-after"] == "3"
         assert (await ask(simulator.url, chat(), x_simulator_fault="500"))[0] == 500

@@ -15,7 +15,7 @@ def ticket(name="", prompt=0, output=0, links=()):
 
 
 def ends(server, until=math.inf):
-    """When each ticket was done, by its owner, as somebody sees it who looks exactly at the next event."""
+    """The time at which each ticket was done, by owner, if the model is advanced to each next event."""
     found = {}
     for _ in range(100_000):
         at = server.next_at()
@@ -25,13 +25,13 @@ def ends(server, until=math.inf):
     raise AssertionError("the model does not come to an end")
 
 
-def test_a_request_alone_takes_its_reading_and_its_writing():
+def test_a_single_request_takes_the_time_of_its_prompt_and_of_its_output():
     server = ModelServer(Profile(prefill_rate=1000, decode_rate=50, decode_rate_total=400))
     assert server.arrive(2.0, ticket("a", prompt=500, output=100))
     assert ends(server) == {"a": pytest.approx(2.0 + 0.5 + 2.0)}
 
 
-def test_readers_share_the_rate_and_the_short_one_leaves_first():
+def test_prompts_share_the_rate_and_the_short_one_is_done_first():
     server = ModelServer(Profile(prefill_rate=100, decode_rate=0))
     server.arrive(0.0, ticket("short", prompt=100))
     server.arrive(0.0, ticket("long", prompt=300))
@@ -40,7 +40,7 @@ def test_readers_share_the_rate_and_the_short_one_leaves_first():
 
 
 @pytest.mark.parametrize("running", [1, 2, 8, 64, 1000])
-def test_writing_saturates_at_the_ceiling(running):
+def test_the_total_output_rate_has_a_ceiling(running):
     profile = Profile(decode_rate=50, decode_rate_total=1000, max_running=running)
     server = ModelServer(profile)
     for n in range(running):
@@ -52,12 +52,12 @@ def test_writing_saturates_at_the_ceiling(running):
     assert running * 200 / took < 1000 + 50
 
 
-def test_those_beyond_the_slots_wait_in_order_and_take_the_freed_slot_at_that_moment():
+def test_requests_beyond_the_slots_wait_in_order_and_take_a_freed_slot_at_once():
     server = ModelServer(Profile(decode_rate=10, max_running=2))
     for name in "abcd":
         server.arrive(0.0, ticket(name, output=10))
     assert (server.running, len(server.waiting)) == (2, 2)
-    # Looking only once, late, changes nothing: what is due happens at its own time.
+    # Advancing only once, late, changes nothing: each event happens at its own time.
     done = server.advance(10.0)
     assert [one.owner for one in done] == ["a", "b", "c", "d"]
     assert [one.started_at for one in done] == [0.0, 0.0, pytest.approx(1.0), pytest.approx(1.0)]
@@ -97,7 +97,7 @@ def test_an_abort_frees_slot_and_rate_at_once():
     assert server.running == 0
 
 
-def test_an_abort_in_the_queue_takes_only_that_one_out():
+def test_an_abort_in_the_queue_removes_only_that_request():
     server = ModelServer(Profile(decode_rate=10, max_running=1))
     running, queued, next = (ticket(name, output=10) for name in ("running", "queued", "next"))
     for one in (running, queued, next):
@@ -134,7 +134,7 @@ def test_random_loads_end_when_a_simulation_in_small_steps_says():
 
 
 def stepped(profile, arrivals, step):
-    """The same server, computed the slow way."""
+    """The same server, simulated in small steps."""
     left = {n: [prompt, output] for _, n, prompt, output in arrivals}
     queue, running, ended, now = [(at, n) for at, n, _, _ in arrivals], [], {}, 0.0
     while len(ended) < len(arrivals):

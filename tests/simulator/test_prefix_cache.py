@@ -18,10 +18,10 @@ def test_equal_beginnings_have_equal_links_up_to_the_first_difference():
     links, others = chain(one), chain(other)
     assert links[:3] == others[:3]
     assert not set(links[3:]) & set(others[3:])
-    assert len(set(links)) == len(links)  # equal blocks at other places are other blocks
+    assert len(set(links)) == len(links)  # equal blocks at different positions are different blocks
 
 
-def test_the_oldest_go_first_and_the_tail_before_the_head():
+def test_the_oldest_blocks_are_evicted_first_and_tails_before_heads():
     cache = PrefixCache(4)
     cache.store([1, 2, 3])
     cache.store([11, 12])
@@ -56,7 +56,7 @@ def test_random_use_agrees_with_a_plain_lru():
     assert 0 < cached < total - len(seen)
 
 
-def test_distinct_blocks_are_counted_up_to_a_limit_that_is_told():
+def test_distinct_blocks_are_counted_up_to_a_limit_that_is_reported():
     cache = PrefixCache(100, seen_max=3)
     cache.find([1, 2])
     assert cache.is_exact

@@ -1,4 +1,4 @@
-"""The simulator as a client of a model server meets it: shapes, usage, capacity, aborts, counts."""
+"""The simulator as seen by a client of a model server: formats, usage, capacity, aborts and counts."""
 
 import asyncio
 import base64
@@ -134,7 +134,7 @@ async def test_unknown_models_are_not_found_and_any_model_has_a_limit():
         assert [(await ask(simulator.url, chat(model=name)))[0] for name in "abca"] == [200, 200, 404, 200]
 
 
-async def test_a_key_is_asked_for_everywhere_but_in_health():
+async def test_a_key_is_required_everywhere_but_for_health():
     async with running(api_key="s3") as simulator:
         assert (await ask(simulator.url, chat()))[2]["error"]["code"] == "invalid_api_key"
         assert (await ask(simulator.url, b"", "/simulator/stats", "GET"))[0] == 401
@@ -143,7 +143,7 @@ async def test_a_key_is_asked_for_everywhere_but_in_health():
         assert simulator.stats()["answered"] == {"200": 1, "401": 1}
 
 
-async def test_a_prompt_over_the_context_is_refused():
+async def test_a_prompt_longer_than_the_context_is_refused():
     async with running(any_model=Profile(context_tokens=100)) as simulator:
         status, _, body = await ask(simulator.url, chat("x" * 400))
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
@@ -208,7 +208,7 @@ async def test_a_client_that_leaves_when_its_answer_is_just_done_is_counted_once
         assert sum(found["answered"].values()) + found["aborted"]["total"] == 1, "answered or aborted, and not both"
 
 
-async def test_time_can_run_faster_than_real():
+async def test_time_can_run_faster_than_real_time():
     profile = Profile(prefill_rate=1000, decode_rate=10)
     async with running(models={"m": profile}, time_scale=1000) as simulator:
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ async def test_time_can_run_faster_than_real():
         assert simulator.stats()["models"]["m"]["total_seconds"]["mean"] >= 10
 
 
-async def test_it_can_be_asked_how_often_each_request_came():
+async def test_it_counts_how_often_each_request_was_received():
     async with running(faults=["500:match=twice:times=1"]) as simulator:
         once, twice = chat("once"), chat("twice")
         for body in (once, twice, twice):
@@ -235,7 +235,7 @@ async def test_it_can_be_asked_how_often_each_request_came():
         assert simulator.asked()["total"] == 0
 
 
-async def test_the_memory_of_requests_has_a_limit_that_is_told():
+async def test_the_number_of_remembered_requests_has_a_limit_that_is_reported():
     async with running(asked_max=2) as simulator:
         for n in range(4):
             await ask(simulator.url, chat(str(n)))
@@ -251,7 +251,7 @@ async def test_a_capacity_is_changed_over_http_and_a_wrong_one_refused():
             assert (await ask(simulator.url, wrong, "/simulator/models"))[0] == 400
 
 
-async def test_a_taken_port_is_told():
+async def test_a_port_in_use_is_an_error_that_names_it():
     async with running() as simulator:
         port = int(simulator.url.rpartition(":")[2])
         with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):

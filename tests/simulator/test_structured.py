@@ -1,4 +1,4 @@
-"""Answers as JSON, with or without a schema; and what of messages and formats is refused, as OpenAI does."""
+"""Answers as JSON, with or without a schema; and which messages and formats are refused, as by OpenAI."""
 
 import json
 
@@ -68,7 +68,7 @@ def chat_for(format, prompt="Hello!", **more):
 
 
 @pytest.mark.parametrize("schema", [INVOICE, TREE, {"type": "array", "items": {"type": "number", "minimum": 2.5}}])
-def test_what_is_written_fits_the_schema_for_every_seed(schema):
+def test_the_answer_fits_the_schema_for_every_seed(schema):
     check = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     found = [example(schema, seed) for seed in range(200)]
     for one in found:
@@ -132,7 +132,7 @@ PART = {"type": "text", "text": "Hello!"}
         ({"role": "tool", "content": "x"}, "messages[1].tool_call_id", "Missing required parameter"),
     ],
 )
-async def test_messages_that_openai_refuses_are_refused_in_its_words(message, param, words):
+async def test_messages_that_openai_refuses_are_refused_with_its_message(message, param, words):
     async with running() as simulator:
         body = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}, message]}
         status, _, answer = await ask(simulator.url, body)
@@ -140,7 +140,7 @@ async def test_messages_that_openai_refuses_are_refused_in_its_words(message, pa
         assert words in answer["error"]["message"]
 
 
-async def test_messages_of_every_kind_are_taken():
+async def test_messages_of_every_kind_are_accepted():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": [PART]},

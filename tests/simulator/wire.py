@@ -1,4 +1,4 @@
-"""A client of bare sockets, which sees every byte."""
+"""A client with plain sockets, which sees every byte."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Wire:
             return int(line.split()[1]), headers, await self.reader.readexactly(length)
 
     async def rest(self) -> bytes:
-        """Everything until the other side closes."""
+        """Read everything until the server closes the connection."""
         async with asyncio.timeout(10):
             return await self.reader.read()
 
@@ -70,7 +70,7 @@ async def ask(url: str, body: Any, path: str = CHAT, method: str = "POST", **hea
 
 
 async def until(condition) -> None:
-    """Let the loop turn until it is so; bounded."""
+    """Run the event loop until the condition is met, for a limited number of turns."""
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""One store per implementation: a folder, obstore's memory, and S3 as moto plays it."""
+"""One store per implementation: a folder, obstore's memory, and S3 with moto."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ class S3:
         self.endpoint = f"http://{address}:{port}"
         self.bucket = f"test-{uuid.uuid4().hex[:12]}"
         self._call("PUT", f"/{self.bucket}")
-        self.fail()  # nothing that an earlier test had left over
+        self.fail()  # no faults that an earlier test has left
 
     def fail(self, *faults: int | str) -> None:
         self._call("PUT", "/_faults", json.dumps(faults).encode())

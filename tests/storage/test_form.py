@@ -103,7 +103,7 @@ DAMAGE = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(tokens=st.lists(DAMAGE, max_size=10), data=st.data())
-async def test_whatever_is_sent_is_read_or_refused_however_it_is_cut(tokens, data):
+async def test_any_bytes_are_read_or_refused_however_they_are_cut(tokens, data):
     async def outcome(body, cuts):
         try:
             return await parse(body, cuts)
@@ -137,7 +137,7 @@ async def test_whatever_is_sent_is_read_or_refused_however_it_is_cut(tokens, dat
         (part('name="file"; filename="a\x07"', b"x") + END, "cannot be printed"),
     ],
 )
-async def test_what_cannot_be_read_is_refused_with_its_reason(body, message):
+async def test_an_unreadable_form_is_refused_with_the_reason(body, message):
     with pytest.raises(InvalidInput, match=message):
         await parse(body)
 
@@ -219,7 +219,7 @@ async def test_every_limit_is_named(body, limits, message):
         await parse(body, limits=limits)
 
 
-async def test_a_file_is_refused_while_it_comes_and_the_rest_is_never_read():
+async def test_a_file_that_is_too_large_is_refused_while_it_arrives_and_the_rest_is_never_read():
     taken = 0
 
     async def endless():
@@ -237,7 +237,7 @@ async def test_a_file_is_refused_while_it_comes_and_the_rest_is_never_read():
     assert taken <= 51
 
 
-async def test_one_chunk_is_read_when_the_one_before_was_taken():
+async def test_a_chunk_is_read_only_after_the_one_before_was_consumed():
     taken = []
 
     async def stream():

@@ -1,4 +1,4 @@
-"""A folder as a store: whole objects or none, on the disk before anybody is told, and little memory."""
+"""A folder as a store: complete objects or none, synced before a put returns, and with little memory."""
 
 import asyncio
 import errno
@@ -78,7 +78,9 @@ async def test_a_kill_in_the_middle_of_puts_leaves_only_whole_objects(tmp_path):
         assert set(found.values()) == {2_000_000}
         for key, sha256 in acknowledged.items():
             assert hashlib.sha256(await whole(store, key)).hexdigest() == sha256
-        assert len(found) - len(acknowledged) <= 3 * (round + 1), "at most one per lane was not told yet"
+        assert len(found) - len(acknowledged) <= 3 * (round + 1), (
+            "at most one object per lane was stored but not reported yet"
+        )
     assert await store.sweep(older_than_seconds=3_600) == 0
     left = len(drafts(tmp_path))
     assert left > 0
@@ -130,7 +132,7 @@ async def test_a_finished_file_is_linked_and_outlives_its_old_name(folder, tmp_p
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM])
-async def test_where_links_are_impossible_files_are_copied(folder, tmp_path, monkeypatch, number):
+async def test_if_links_are_impossible_files_are_copied(folder, tmp_path, monkeypatch, number):
     def link(source, target):
         raise OSError(number, os.strerror(number))
 
@@ -190,7 +192,7 @@ def test_a_write_that_the_system_refuses_half_way_leaves_nothing(tmp_path):
     assert drafts(tmp_path) == []
 
 
-async def test_a_disk_that_stumbles_is_asked_again(folder, monkeypatch, attempts):
+async def test_a_disk_with_a_transient_error_is_tried_again(folder, monkeypatch, attempts):
     fsync, failures = os.fsync, [errno.EIO, errno.ESTALE]
 
     def stumble(descriptor):
@@ -203,12 +205,12 @@ async def test_a_disk_that_stumbles_is_asked_again(folder, monkeypatch, attempts
     assert attempts() == {("put", "retry"): 2, ("put", "success"): 1}
     failures[:] = [errno.EIO]
     with pytest.raises(StorageUnavailable, match=r"attempt 1 of 4"):
-        await folder.put("a", chunks(b"x" * 3 * MIB))  # gone by, and cannot be read again
+        await folder.put("a", chunks(b"x" * 3 * MIB))  # the stream is used up and cannot be read again
     failures[:] = [errno.EIO]
     assert (await folder.put("a", lambda: chunks(b"x" * 3 * MIB))).size == 3 * MIB
 
 
-async def test_a_folder_that_cannot_be_written_is_named_and_not_asked_again(folder, monkeypatch, attempts):
+async def test_a_folder_that_cannot_be_written_is_named_and_not_tried_again(folder, monkeypatch, attempts):
     def refuse(descriptor):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -228,7 +230,7 @@ async def test_a_key_is_an_object_or_a_folder(folder):
     assert await keys(folder) == ["a/b"]
 
 
-async def test_puts_survive_deletions_that_take_their_folder_away(folder):
+async def test_puts_survive_deletions_that_remove_their_folder(folder):
     async def come_and_go(name):
         for _ in range(60):
             await folder.put(f"a/b/{name}", b"x")
@@ -311,7 +313,7 @@ async def test_the_folder_is_beside_the_database_or_where_the_url_says(tmp_path)
 @pytest.mark.parametrize(
     "url", ["/tmp/files", "file://relative/x", "ftp://host/x", "https://host/x", "s3://", "memory://", "bucket"]
 )
-def test_a_url_that_names_no_store_is_refused_with_those_that_do(tmp_path, url):
+def test_an_invalid_url_of_a_store_is_refused_with_valid_examples(tmp_path, url):
     with pytest.raises(ConfigurationError, match="write s3://bucket/path"):
         open_store(StorageSettings(url=url), beside=tmp_path)
 
@@ -334,4 +336,4 @@ async def test_a_file_that_others_can_read_is_copied_so_that_the_object_is_priva
     assert public is not None
     assert private is not None
     assert (public.stat().st_mode & 0o777, (tmp_path / "public").stat().st_mode & 0o777) == (0o600, 0o644)
-    assert private.samefile(tmp_path / "private"), "what is private already is linked"
+    assert private.samefile(tmp_path / "private"), "a file that is already private is linked"

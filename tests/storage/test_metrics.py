@@ -1,4 +1,4 @@
-"""Calls to the object store, counted in the words of llm-d's batch gateway."""
+"""Calls to the object store, counted with the labels of llm-d's batch gateway."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ def operations(counts):
     return series(counts.flat())["file_storage_operations_total"]
 
 
-async def test_calls_to_the_store_are_counted_in_the_words_of_the_batch_gateway(counts, tmp_path):
+async def test_calls_to_the_store_are_counted_with_the_labels_of_the_batch_gateway(counts, tmp_path):
     store = Store(Local(tmp_path), counts=StorageCounts(counts), component="apiserver")
     await store.put("a", b"x")
     await store.put("b", b"y")
@@ -30,7 +30,7 @@ async def test_calls_to_the_store_are_counted_in_the_words_of_the_batch_gateway(
     await store.delete("a")
     found = operations(counts)
     assert found[("store", "apiserver", "success")] == 2
-    assert found[("retrieve", "apiserver", "success")] == 2, "its size, and its one part"
+    assert found[("retrieve", "apiserver", "success")] == 2, "one call for the size, and one for the only part"
     assert found[("delete", "apiserver", "success")] == 1
     assert sum(found.values()) == 5
 
@@ -54,7 +54,7 @@ async def test_a_store_that_does_not_answer_is_tried_again_until_it_is_exhausted
     }
 
 
-def test_every_call_of_the_store_has_a_word_of_the_batch_gateway():
+def test_every_call_of_the_store_has_a_label_of_the_batch_gateway():
     calls = set(re.findall(r'_retry\(\s*"(\w+)"', inspect.getsource(store_module)))
     assert len(calls) >= 6
     assert calls == metrics._OPERATIONS.keys()

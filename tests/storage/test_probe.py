@@ -1,4 +1,4 @@
-"""A store is tried before it is trusted."""
+"""A store is tested before it is used."""
 
 import pytest
 
@@ -13,8 +13,8 @@ async def test_a_good_store_is_left_as_it_was(store):
 
 
 @pytest.mark.parametrize("faults", [["", "", *["whole"] * 9], [503] * 9, ["", "", "", 403], ["", "", "", "", 403, 403]])
-async def test_a_store_that_cannot_do_all_that_is_needed_is_found_out(s3, tmp_path, faults):
-    """One that takes no ranges, one that is down, one that does not list, and one that does not delete."""
+async def test_a_store_that_lacks_a_needed_feature_is_refused(s3, tmp_path, faults):
+    """A store that ignores ranges, one that is down, one that does not list, and one that does not delete."""
     settings = StorageSettings(url=f"s3://{s3.bucket}", retry_seconds_max=0.0)
     bucket = open_store(settings, beside=tmp_path)
     s3.fail(*faults)

@@ -1,4 +1,4 @@
-"""A remote store that fails: what is tried again, how it is counted, what is left there, and what is told."""
+"""A remote store that fails: what is retried and counted, what is left in the store, and what errors say."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from tests.storage.test_store import LARGE, chunks, keys, whole
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, 408, "drop"])
-async def test_what_may_pass_is_tried_again_and_each_attempt_is_counted(bucket, s3, attempts, fault):
+async def test_transient_errors_are_retried_and_each_attempt_is_counted(bucket, s3, attempts, fault):
     operations = {
         "put": lambda: bucket.put("a/b", b"x"),
         "head": lambda: bucket.head("a/b"),
@@ -30,7 +30,7 @@ async def test_what_may_pass_is_tried_again_and_each_attempt_is_counted(bucket, 
 
 
 @pytest.mark.parametrize("fault", [400, 401, 403, 404])
-async def test_a_verdict_is_not_asked_for_again(bucket, s3, attempts, fault):
+async def test_final_errors_are_not_retried(bucket, s3, attempts, fault):
     s3.fail(fault)
     with pytest.raises(StorageError) as told:
         await bucket.put("a", b"x")
@@ -39,7 +39,7 @@ async def test_a_verdict_is_not_asked_for_again(bucket, s3, attempts, fault):
     assert ("put", "retry") not in attempts()
 
 
-async def test_patience_ends_with_the_attempts(bucket, s3, attempts):
+async def test_retries_end_after_the_allowed_attempts(bucket, s3, attempts):
     s3.fail(*[503] * 10)
     with pytest.raises(StorageUnavailable, match=r"a in s3://.*: 503 .*\(attempt 4 of 4\)"):
         await bucket.put("a", b"x")
@@ -47,7 +47,7 @@ async def test_patience_ends_with_the_attempts(bucket, s3, attempts):
     assert attempts() == {("put", "retry"): 3, ("put", "failure"): 1}
 
 
-async def test_patience_ends_with_the_time(s3, counts, attempts):
+async def test_retries_end_after_the_allowed_time(s3, counts, attempts):
     settings = StorageSettings(url=f"s3://{s3.bucket}", attempts=100, retry_seconds_max=0)
     store = Store(Remote.at(settings.url, settings), settings, counts=counts)
     s3.fail(*[503] * 10)
@@ -56,7 +56,7 @@ async def test_patience_ends_with_the_time(s3, counts, attempts):
     assert attempts() == {("head", "failure"): 1}
 
 
-async def test_a_store_that_is_away_is_unavailable(monkeypatch, unused_tcp_port, counts):
+async def test_an_unreachable_store_is_unavailable(monkeypatch, unused_tcp_port, counts):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_tcp_port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-key-id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")
@@ -81,7 +81,7 @@ async def test_a_lost_answer_leaves_one_object(bucket, s3, attempts, source):
 
 @pytest.mark.parametrize("fault", [503, "drop"])
 @pytest.mark.parametrize("request_that_fails", [0, 1, 2, 4])
-async def test_a_long_upload_that_fails_anywhere_begins_anew(bucket, s3, fault, request_that_fails):
+async def test_a_long_upload_that_fails_at_any_point_is_restarted(bucket, s3, fault, request_that_fails):
     s3.fail(*[""] * request_that_fails, fault)
     stored = await bucket.put("a", lambda: chunks(LARGE))
     assert await whole(bucket, "a") == LARGE
@@ -98,7 +98,7 @@ async def test_a_long_stream_cannot_be_sent_twice(bucket, s3, attempts):
     assert s3.open_uploads() == 0
 
 
-async def test_an_upload_that_is_broken_off_is_taken_back(bucket, s3):
+async def test_an_interrupted_upload_is_aborted(bucket, s3):
     class Gone(Exception):
         pass
 
@@ -125,7 +125,7 @@ async def test_an_upload_that_is_broken_off_is_taken_back(bucket, s3):
     assert await keys(bucket) == []
 
 
-async def test_2500_objects_are_listed_in_order_though_a_page_fails(memory, attempts, monkeypatch):
+async def test_2500_objects_are_listed_in_order_although_a_page_fails(memory, attempts, monkeypatch):
     names = sorted(f"a/{n:04}" for n in range(2_500))
     await asyncio.gather(*(memory._backend.write(name, chunks(b"x")) for name in names))
     pages, begun = memory._backend.pages, []
@@ -144,7 +144,7 @@ async def test_2500_objects_are_listed_in_order_though_a_page_fails(memory, atte
     assert await keys(memory, "a", names[1_234]) == names[1_235:]
 
 
-async def test_a_page_that_fails_is_asked_for_again(bucket, s3, attempts):
+async def test_a_page_that_fails_is_requested_again(bucket, s3, attempts):
     for n in range(5):
         await bucket.put(f"a/{n}", b"x")
     s3.fail(503, "drop")
@@ -161,7 +161,7 @@ async def test_a_bucket_that_does_not_exist_is_named(s3, counts):
 
 
 @pytest.mark.parametrize("fault", [400, 403, 503])
-async def test_no_secret_is_told(bucket, s3, caplog, fault):
+async def test_no_secret_is_shown(bucket, s3, caplog, fault):
     caplog.set_level(logging.DEBUG)
     s3.fail(*[fault] * 4)
     with pytest.raises(StorageError) as told:

@@ -1,4 +1,4 @@
-"""What every store promises, over every implementation."""
+"""What every store promises, tested with every implementation."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ LARGE = os.urandom(11 * MIB + 17)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"some bytes\r\n\x00", LARGE], ids=["empty", "one", "few", "parts"])
-async def test_what_was_put_comes_back_whatever_its_form(store, tmp_path, data):
+async def test_any_content_that_was_put_can_be_read_back(store, tmp_path, data):
     file = tmp_path / "upload"
     file.write_bytes(data)
     sources = {"bytes": data, "stream": chunks(data), "maker": lambda: chunks(data), "path": file}
@@ -146,7 +146,7 @@ async def test_a_put_that_is_refused_has_closed_what_it_read(store, tmp_path, mo
     assert closed == ["stream", "stream"]
 
 
-async def test_what_the_stream_raises_comes_out_and_leaves_nothing(store):
+async def test_an_error_of_the_stream_is_raised_and_leaves_nothing_behind(store):
     class Gone(Exception):
         pass
 
@@ -234,7 +234,7 @@ BAD_KEYS = [
 
 
 @pytest.mark.parametrize("key", [*BAD_KEYS, "a" * 201, "a/" * 256 + "a", "C:\\a", "-" * 600])
-async def test_a_key_that_could_leave_its_place_is_refused(folder, tmp_path, key):
+async def test_a_key_that_could_leave_the_store_is_refused(folder, tmp_path, key):
     (tmp_path / "a").write_bytes(b"not yours")
     calls = [
         lambda: folder.put(key, b"x"),

@@ -1,4 +1,4 @@
-"""Operations that talk through loggers of their own, none of which knows Batchwright."""
+"""Operations that log through their own loggers, which do not know Batchwright."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _helps(ctx: Context) -> None:
 
 @operation("chatty.thread")
 def talks_in_a_thread(ctx: Context, turns: int = 5) -> None:
-    MEETING.wait(10)  # all ten are really there at the same time
+    MEETING.wait(10)  # all ten really run at the same time
     for _ in range(turns):
         log.info("I am %s", ctx.job_id)
     ctx.logger.info("I am %s", ctx.job_id, extra={"pages": 3})

@@ -1,4 +1,4 @@
-"""Log lines: their form, and whose job they are about."""
+"""Log lines: their format, and the job that they belong to."""
 
 import asyncio
 import io
@@ -24,7 +24,7 @@ log = logging.getLogger("somebody.else")
 
 @pytest.fixture
 def logs():
-    """Everything as it was afterwards: logging is the process's, not the test's."""
+    """Restore logging after the test, because it belongs to the whole process."""
     names = ["", "psycopg.pool", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi"]
     loggers = [logging.getLogger(name) for name in names]
     before = [(one.handlers[:], one.level, one.propagate) for one in loggers]
@@ -36,7 +36,7 @@ def logs():
 
 @pytest.fixture
 def written(logs, monkeypatch):
-    """What is logged as JSON, as it is read back."""
+    """The log lines in JSON, parsed."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     configure_logs("INFO", "json")
@@ -101,8 +101,8 @@ async def test_the_engines_own_line_about_a_failure_names_the_job_and_not_its_pa
     assert "s3cret" not in str(written())
 
 
-async def test_the_group_commit_does_not_speak_in_the_name_of_the_job_that_came_first(pool, queue, written):
-    """The first settle starts the task that commits the others', too."""
+async def test_lines_of_the_group_commit_do_not_carry_the_first_job(pool, queue, written):
+    """The first settle starts the task that also commits the settles of other jobs."""
     worker = make_worker(pool, *chatty.OPERATIONS, concurrency=5)
     seen = []
     original = worker._runner._settler._commit
@@ -130,7 +130,7 @@ async def test_a_refused_result_is_logged_with_its_job(pool, queue, written):
     await worker.close()
 
 
-def test_extra_fields_stand_in_json_lines(written):
+def test_extra_fields_are_in_json_lines(written):
     log.warning("low on %s", "paper", extra={"tray": 2, "left": 0.5, "who": {"a": 1}})
     (line,) = written()
     assert line["message"] == "low on paper"
@@ -139,7 +139,7 @@ def test_extra_fields_stand_in_json_lines(written):
     assert "job_id" not in line
 
 
-def test_extra_fields_cannot_replace_the_lines_own(written):
+def test_extra_fields_cannot_replace_the_standard_fields(written):
     log.warning("low", extra={"level": "all is well", "ts": 0, "logger": "me"})
     (line,) = written()
     assert (line["level"], line["logger"]) == ("warning", "somebody.else")
@@ -154,7 +154,7 @@ def test_no_value_makes_a_line_unreadable(written, value):
     assert "value" in line
 
 
-def test_a_line_about_another_job_does_not_take_over_the_running_one(written):
+def test_a_line_about_another_job_keeps_that_job_and_not_the_running_one(written):
     reset = job_in_hand.set(Held())
     try:
         log.info("mine")
@@ -184,7 +184,7 @@ def test_text_lines_show_the_job_and_the_traceback(logs, monkeypatch):
 
 
 @pytest.mark.parametrize("traceparent", [None, "", "nonsense", TRACE.upper(), TRACE[:-3]])
-def test_a_traceparent_that_is_none_gives_no_trace_id(traceparent):
+def test_an_invalid_traceparent_gives_no_trace_id(traceparent):
     held = Held()
     held.traceparent = traceparent
     assert "trace_id" not in about(held)
@@ -192,7 +192,7 @@ def test_a_traceparent_that_is_none_gives_no_trace_id(traceparent):
 
 def test_uvicorn_goes_through_the_same_handler_and_single_requests_only_at_debug(written, monkeypatch):
     monkeypatch.setattr(sys, "stderr", written.stream)
-    for name in ("uvicorn", "uvicorn.access"):  # as uvicorn configures itself when it is not told otherwise
+    for name in ("uvicorn", "uvicorn.access"):  # uvicorn configures itself like this by default
         logging.getLogger(name).handlers = [logging.StreamHandler()]
         logging.getLogger(name).propagate = False
     configure_logs("INFO", "json")
@@ -204,7 +204,7 @@ def test_uvicorn_goes_through_the_same_handler_and_single_requests_only_at_debug
     assert written()[-1]["message"] == "GET /"
 
 
-async def test_an_answer_that_was_cut_off_on_purpose_is_no_error_in_the_logs(written):
+async def test_an_answer_that_was_cut_off_on_purpose_logs_no_error(written):
     async def cut(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
@@ -221,7 +221,7 @@ async def test_an_answer_that_was_cut_off_on_purpose_is_no_error_in_the_logs(wri
     assert [line["message"] for line in written() if line["level"] == "error"] == []
 
 
-def test_children_are_told_how_the_logs_are_configured(logs):
+def test_children_get_the_configuration_of_the_logs(logs):
     logging.getLogger().handlers[:] = []
     assert configured_logs() is None
     configure_logs("warning", "json")

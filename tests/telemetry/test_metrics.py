@@ -1,4 +1,4 @@
-"""Counting in plain Python: labels are bounded, histograms are exact, and the flat form adds up."""
+"""Counting in plain Python: labels are bounded, histograms are exact, and the flat form can be summed."""
 
 import itertools
 import random
@@ -38,14 +38,14 @@ def test_a_counter_adds_by_its_labels():
     assert counts.total("pages_total") == 6
 
 
-def test_a_gauge_goes_down_again():
+def test_a_gauge_can_decrease():
     counts = Counts(METRICS)
     counts.add("open", 2)
     counts.add("open", -1)
     assert series(counts.flat())["open"] == {(): 1}
 
 
-def test_an_unknown_metric_and_wrong_labels_are_mistakes_of_the_program():
+def test_an_unknown_metric_and_wrong_labels_are_programming_errors():
     counts = Counts(METRICS)
     with pytest.raises(KeyError):
         counts.add("pagse_total")
@@ -87,7 +87,7 @@ def test_the_sum_of_many_processes_is_bounded_too_and_other_never_goes_down():
     before = bounded(pages, (LabelLimit(), LabelLimit()))
     assert len(before) == VALUES_MAX + 1
     assert sum(before.values()) == len(pages)
-    for n in range(1, 3 * VALUES_MAX, 14):  # new names come between those that are there
+    for n in range(1, 3 * VALUES_MAX, 14):  # new names are sorted between existing ones
         pages[(f"{n:05}", "red")] = 1.0
         after = bounded(pages, (LabelLimit(), LabelLimit()))
         assert after[(OTHER, "red")] >= before[(OTHER, "red")]
@@ -95,13 +95,13 @@ def test_the_sum_of_many_processes_is_bounded_too_and_other_never_goes_down():
     assert sum(before.values()) == len(pages)
 
 
-def test_labels_may_hold_anything_and_come_back_the_same():
+def test_labels_may_contain_anything_and_are_read_back_unchanged():
     counts = Counts(METRICS)
     counts.add("pages_total", 1, ('a"],b', "ré\n\\"))
     assert series(counts.flat())["pages_total"] == {('a"],b', "ré\n\\"): 1}
 
 
-def test_difference_and_together_undo_each_other():
+def test_difference_and_together_are_inverse():
     counts = Counts(METRICS)
     counts.add("jams_total", 2)
     before = counts.flat()
@@ -112,7 +112,7 @@ def test_difference_and_together_undo_each_other():
     assert together(before, since) == counts.flat()
 
 
-def test_values_that_are_named_always_have_room_and_the_others_share_what_there_is():
+def test_named_values_always_have_room_and_others_share_the_rest():
     limit = LabelLimit(frozenset({"z", "y"}), 2)
     counts = Counts(METRICS, {"printer": limit})
     for printer in ("a", "b", "c", "z", "y", "x", "a"):
@@ -138,7 +138,7 @@ def test_values_that_others_have_counted_are_counted_under_the_same_names():
     assert found == {"a": 1, "b": 1, "c": 1, "x": 2, OTHER: 1}
 
 
-def test_what_another_version_counted_with_other_labels_teaches_nothing():
+def test_counts_of_another_version_with_other_labels_are_not_learned_from():
     counts = Counts(METRICS, {"printer": LabelLimit(others_max=1)})
     counts.know(['["pages_total","a"]', '["pages_total","a","red","big"]', '["moons_total","a"]'])
     counts.add("pages_total", 1, ("b", "red"))
@@ -154,7 +154,7 @@ def test_a_gauge_can_be_given_all_its_numbers_at_once():
     assert series(counts.flat())["trays"] == {("b",): 5}
 
 
-def test_what_was_only_put_down_is_counted_before_anybody_reads():
+def test_noted_values_are_counted_before_a_read():
     counts = Counts(METRICS)
     put_down = [3]
     counts.on_read(lambda: counts.add("jams_total", put_down.pop() if put_down else 0))

@@ -1,4 +1,4 @@
-"""Spans as a real collector receives them, and what tracing must never do: delay, raise or cost anything when off."""
+"""Spans as a real collector receives them. Tracing must never delay or raise, and must cost nothing when off."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ ERROR = 2
 
 
 class Sent:
-    """A span as it came over the wire."""
+    """A span as the collector received it."""
 
     def __init__(self, span, resource, scope) -> None:
         self.name = span.name
@@ -55,7 +55,7 @@ def _values(attributes):
 
 
 class Collector(ThreadingHTTPServer):
-    """OTLP over HTTP, on loopback."""
+    """A collector: OTLP over HTTP, on loopback."""
 
     daemon_threads = True
 
@@ -114,7 +114,7 @@ def listening(status: int = 200):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Nothing of the developer's own, and tracing is off again afterwards."""
+    """Remove the developer's own OTEL variables, and turn tracing off after the test."""
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     yield monkeypatch
@@ -137,7 +137,7 @@ def traced(collector):
 
 
 def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own, where it may leave what it likes."""
+    """Run a program in a separate process."""
     begin = "import json, logging, sys, time\nfrom batchwright.telemetry import tracing\nlogging.basicConfig()\n"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | variables
     command = [sys.executable, "-W", "error", "-c", begin + textwrap.dedent(program)]
@@ -177,7 +177,7 @@ def test_tracing_is_off_unless_the_environment_names_a_collector(environment, ca
     assert caplog.records == []
 
 
-def test_a_span_that_is_off_costs_next_to_nothing():
+def test_a_span_costs_hardly_anything_while_tracing_is_off():
     def one() -> None:
         with tracing.span("a", parent=PARENT, attributes={"b": 1}) as span:
             span.set({"c": 2})
@@ -186,7 +186,7 @@ def test_a_span_that_is_off_costs_next_to_nothing():
     assert best < 3e-6, f"{best * 1e6:.2f} µs; it was 0.8 on the machine where this was written"
 
 
-def test_while_it_is_off_a_callers_traceparent_is_handed_on_as_it_came():
+def test_while_tracing_is_off_a_callers_traceparent_is_passed_on_unchanged():
     assert tracing.current_traceparent() is None
     with tracing.span("alone") as alone:
         assert (alone.traceparent, tracing.current_traceparent()) == (None, None)
@@ -213,7 +213,7 @@ def test_errors_pass_through_a_span_that_is_off():
     assert tracing.current_traceparent() is None
 
 
-def test_missing_packages_are_one_line_and_everything_goes_on():
+def test_missing_packages_are_one_warning_and_everything_else_works():
     done = run(
         """
         sys.modules["opentelemetry.sdk"] = None
@@ -251,7 +251,7 @@ def test_settings_that_cannot_work_leave_tracing_off_with_one_warning(environmen
     assert threading.active_count() == before
 
 
-def test_who_asks_for_grpc_is_told_that_it_is_http(traced, environment, caplog):
+def test_a_setting_for_grpc_gets_a_warning_that_only_http_is_supported(traced, environment, caplog):
     tracing.stop()
     environment.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     assert tracing.start("batchwright", "1")
@@ -298,14 +298,14 @@ def test_a_span_hangs_below_the_traceparent_that_it_is_given(traced):
 
 
 @pytest.mark.parametrize("parent", ["", "nonsense", PARENT.upper(), f"00-{'0' * 32}-{SPAN}-01", PARENT + "-more"])
-def test_an_invalid_parent_is_as_good_as_none(traced, parent):
+def test_an_invalid_parent_is_ignored(traced, parent):
     with tracing.span("current"), tracing.span("given", parent=parent):
         pass
     tracing.stop()
     assert traced.named("given").parent == traced.named("current").id
 
 
-def test_what_the_caller_does_not_sample_is_not_sent_but_handed_on(traced):
+def test_a_trace_that_the_caller_does_not_sample_is_not_sent_but_passed_on(traced):
     with tracing.span("a", parent=UNSAMPLED) as a, tracing.span("b") as b:
         assert a.traceparent.startswith(f"00-{TRACE}-")
         assert a.traceparent.endswith("-00")
@@ -335,7 +335,7 @@ def test_the_sdks_own_variables_are_obeyed(collector, environment):
     assert {name: sent.resource[name] for name in wanted} == wanted
 
 
-def test_what_is_raised_through_a_span_is_its_error_once(traced):
+def test_an_exception_in_a_span_is_recorded_once_as_its_error(traced):
     with pytest.raises(LookupError), tracing.span("outer"), tracing.span("raised") as span:
         try:
             raise LookupError("no such line")
@@ -360,7 +360,7 @@ def test_what_is_raised_through_a_span_is_its_error_once(traced):
     assert (cancelled.status.code, cancelled.status.message) == (ERROR, "CancelledError")
 
 
-def test_an_error_that_cannot_be_put_into_words_comes_out_as_it_is(traced):
+def test_an_exception_without_a_printable_message_is_raised_unchanged(traced):
     class Speechless(Exception):
         def __str__(self) -> str:
             raise ValueError("no words")
@@ -442,7 +442,7 @@ def test_a_detached_span_may_refer_to_nothing(traced):
         assert (traced.named(name).parent, traced.named(name).links) == ("", [])
 
 
-def test_a_value_that_cannot_be_sent_costs_no_other_span(traced):
+def test_a_value_that_cannot_be_sent_does_not_affect_other_spans(traced):
     odd = {"half": "a\udc80b", "long": "x" * 5_000, "large": 2**70, "small": -(2**70), "nul": "\x00"}
     with pytest.raises(OSError), tracing.span("odd", attributes=odd) as span:
         span.set({"later": "\ud800"})
@@ -463,7 +463,7 @@ def test_a_value_that_cannot_be_sent_costs_no_other_span(traced):
     assert sent.status.message == "\\udcff" + "y" * 999
 
 
-def test_spans_of_instrumented_libraries_find_their_place_and_the_global_provider_is_not_ours(traced):
+def test_spans_of_instrumented_libraries_are_nested_correctly_and_the_global_provider_is_not_ours(traced):
     assert type(trace.get_tracer_provider()).__name__ == "ProxyTracerProvider"
     with tracing.span("ours") as ours:
         theirs = trace.get_current_span().get_span_context()
@@ -510,7 +510,7 @@ def test_it_can_be_started_and_stopped_again_and_again(collector):
     assert not any(logging.getLogger(name).filters for name in ("urllib3.connectionpool", "opentelemetry.sdk.trace"))
 
 
-def test_who_leaves_without_a_word_still_delivers(collector):
+def test_a_process_that_exits_without_stopping_tracing_still_delivers_its_spans(collector):
     done = run(
         """
         assert tracing.start("batchwright", "1")
@@ -523,7 +523,7 @@ def test_who_leaves_without_a_word_still_delivers(collector):
     assert [span.name for span in collector.spans] == ["b", "a"]
 
 
-# The collector is ill ---------------------------------------------------------------------------------------------
+# The collector fails ----------------------------------------------------------------------------------------------
 
 MANY = """
     assert tracing.start("batchwright", "1")
@@ -559,13 +559,13 @@ LEFT = (
 def ill(request):
     with socket.create_server(("127.0.0.1", 0)) if request.param == "never answers" else socket.socket() as held:
         if request.param == "nobody listens":
-            held.bind(("127.0.0.1", 0))  # not to be had by others, and connections are refused
+            held.bind(("127.0.0.1", 0))  # the port is held, so connections to it are refused
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", [STOPPED, LEFT], ids=["stopped", "left"])
-def test_a_collector_that_is_ill_delays_nothing_and_is_mentioned_once(ill, program):
+def test_a_failing_collector_delays_nothing_and_is_logged_once(ill, program):
     done = run(program, OTEL_EXPORTER_OTLP_ENDPOINT=ill)
     assert done.returncode == 0, done.stderr
     longest, leaving = json.loads(done.stdout)
@@ -575,7 +575,7 @@ def test_a_collector_that_is_ill_delays_nothing_and_is_mentioned_once(ill, progr
     assert line.startswith("WARNING:batchwright.telemetry.otlp:spans are lost: ")
 
 
-def test_a_process_leaves_at_once_when_there_is_nothing_to_send(ill):
+def test_a_process_exits_at_once_when_there_is_nothing_to_send(ill):
     done = run(
         """
         tracing.start("batchwright", "1")
@@ -589,7 +589,7 @@ def test_a_process_leaves_at_once_when_there_is_nothing_to_send(ill):
     assert float(done.stdout) < 0.5
 
 
-def test_more_spans_than_the_queue_holds_are_dropped_and_said_once(environment, caplog):
+def test_spans_beyond_the_queue_are_dropped_and_that_is_logged_once(environment, caplog):
     with socket.create_server(("127.0.0.1", 0)) as held:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{held.getsockname()[1]}")
         environment.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
@@ -606,7 +606,7 @@ def test_more_spans_than_the_queue_holds_are_dropped_and_said_once(environment, 
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_a_collector_that_refuses_is_quoted_by_its_status_but_not_by_its_address(environment, caplog, status):
+def test_the_warning_about_a_collector_that_refuses_has_its_status_but_not_its_address(environment, caplog, status):
     with listening(status) as collector:
         environment.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces?key=secret")
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1/secret")
@@ -645,7 +645,7 @@ def test_a_sender_that_raises_is_one_warning_and_later_spans_are_sent(collector,
     assert record.getMessage().startswith("spans are lost: sending failed with RuntimeError;")
 
 
-def test_what_the_sdk_says_of_other_peoples_spans_is_still_heard(traced, caplog):
+def test_log_lines_of_the_sdk_about_spans_of_others_are_still_shown(traced, caplog):
     logger = logging.getLogger("opentelemetry.sdk._shared_internal")
     assert logger.filters
     logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").error("theirs")
@@ -662,7 +662,7 @@ def store(tmp_path):
     return Store(local, StorageSettings(attempts=1))
 
 
-async def test_what_the_store_does_is_seen(traced, store, tmp_path):
+async def test_calls_of_the_store_are_spans(traced, store, tmp_path):
     file = tmp_path / "upload"
     file.write_bytes(b"f" * 300)
     with tracing.span("process-batch"):
@@ -733,7 +733,7 @@ async def test_a_reader_keeps_his_own_current_span_and_may_stop_early(traced, st
     assert (retrieve.status.code, retrieve.events) == (0, [])
 
 
-async def test_the_store_hands_on_nothing_of_its_own_while_tracing_is_off(store):
+async def test_the_store_makes_no_trace_of_its_own_while_tracing_is_off(store):
     with tracing.span("job", parent=PARENT):
         await store.put("a", b"x" * 3_000)
         async for _ in store.get("a"):
@@ -769,12 +769,12 @@ async def test_the_store_hands_on_nothing_of_its_own_while_tracing_is_off(store)
         (PARENT.upper(), None),
         (PARENT + "\n", None),
         ("x" + PARENT, None),
-        ("\u0660\u0660" + PARENT[2:], None),  # digits, but not these
+        ("\u0660\u0660" + PARENT[2:], None),  # digits, but not ASCII ones
         ("", None),
         ("a" * 100_000, None),
     ],
 )
-def test_a_traceparent_of_a_request_is_taken_if_it_is_valid(sent, taken):
+def test_a_traceparent_of_a_request_is_used_if_it_is_valid(sent, taken):
     assert tracing.incoming({"traceparent": sent}) == taken
     assert tracing.incoming({"accept": "*/*", "TraceParent": sent}) == taken
 

@@ -1,4 +1,4 @@
-"""The operations of the fixture: the version before began jobs of them, and today's workers finish those."""
+"""The operations of the fixture: the previous version started jobs of them, and today's workers finish those."""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ def main() -> None:
         keep(folder, made)
     finally:
         kill(started)
-        with contextlib.suppress(BatchwrightError):  # who looked last has stopped it already
+        with contextlib.suppress(BatchwrightError):  # the last user has stopped it already
             EmbeddedPostgres(folder).pg_ctl("stop", "-m", "fast", "-w")
         shutil.rmtree(folder)
 
 
 def begin(folder: Path, started: list[subprocess.Popen[str]]) -> dict[str, Any]:
-    """Everything that the fixture has, up to the moment in which the worker dies."""
+    """Create everything in the fixture, up to the moment when the worker dies."""
     environment = {**os.environ, **SETTINGS, "BATCHWRIGHT_DATABASE_FOLDER": str(folder)}
     simulator = start(["simulate", "--decode", "8", "--output-sigma", "0", "--port", "0"], environment, started)
     environment["BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL"] = said(simulator, r"http://\S+:\d+")
@@ -111,7 +111,7 @@ def post(http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
 
 
 def wait_for_a_tail(folder: Path, batch: str) -> None:
-    """Until some answers are registered, and some more are in the journals only."""
+    """Wait until some answers are registered and some others are only in the journals."""
     deadline = time.monotonic() + 60 * MINUTES_MAX
     with psycopg.connect(EmbeddedPostgres(folder).url, autocommit=True) as database:
         while time.monotonic() < deadline:
@@ -121,7 +121,7 @@ def wait_for_a_tail(folder: Path, batch: str) -> None:
             if segments >= 2 and written - registered > 8000:
                 return
             time.sleep(0.02)
-    raise TimeoutError("no journal has had a tail")
+    raise TimeoutError("no journal had unregistered answers")
 
 
 def start(command: list[str], environment: dict[str, str], started: list[subprocess.Popen[str]]) -> Any:
@@ -149,7 +149,7 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def kill(started: list[subprocess.Popen[str]]) -> None:
-    """All of them with their workers, which would look after the database for a while; its server goes on."""
+    """Kill all processes with their workers, which would otherwise still work for a while; the server keeps running."""
     for process in (one for one in started if one.poll() is None):
         below = psutil.Process(process.pid).children(recursive=True)
         for one in [process, *(child for child in below if child.name() != "postgres")]:
@@ -165,7 +165,7 @@ def keep(folder: Path, made: dict[str, Any]) -> None:
             rows = database.execute(f"SELECT row_to_json(one)::text FROM batchwright.{table} one").fetchall()
             lines += [json.dumps({"table": table, "row": json.loads(row)}) for (row,) in rows]
     text = "\n".join(lines) + "\n"
-    assert str(folder) not in text, "the rows name a folder of this machine"
+    assert str(folder) not in text, "the rows must not name a folder of this machine"
     (HERE / "rows.jsonl").write_text(text, encoding="utf-8")
     with tarfile.open(HERE / "folder.tar.gz", "w:gz") as archive:
         for name in ("files", "work"):
@@ -173,7 +173,7 @@ def keep(folder: Path, made: dict[str, Any]) -> None:
 
 
 def tables(database: psycopg.Connection[Any]) -> list[str]:
-    """Without the partitions, which their parent speaks for, and what migrations write themselves."""
+    """All tables but partitions, which are read through their parent, and those that migrations fill."""
     sql = """SELECT relname FROM pg_class WHERE relnamespace = 'batchwright'::regnamespace AND relkind IN ('r', 'p')
              AND NOT relispartition AND relname <> 'migration' ORDER BY oid"""
     return [name for (name,) in database.execute(sql)]

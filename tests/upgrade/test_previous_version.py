@@ -1,4 +1,4 @@
-"""A database and a folder of the version before, left in the middle of a batch: today's workers finish everything.
+"""A database and a folder of the previous version, left in the middle of a batch: today's workers finish everything.
 
 `make.py` made the fixture with that version, whose workers were killed. What is in it: a batch with registered answers
 and with others in the tails of its journals, jobs in every state, a waiting parent, a schedule, an upload, a key.
@@ -28,14 +28,14 @@ from tests.upgrade import jobs
 
 HERE = Path(__file__).parent
 AWAY_SECONDS = 120
-"""How long nobody was there: leases, delays and a tick of the schedule are over, the upload and the batch are not."""
+"""The time without workers: leases, delays and a tick of the schedule are over, but not the upload and the batch."""
 LINE = re.compile(rb'\{"id":"[^"]+","custom_id":"[^"]+".*\}\n')
 QUICK = {"lease_seconds": 5.0, "rescue_jitter_seconds": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What the version before has left, as its maker noted it, and the answers that are in its journals."""
+    """What the previous version has left, as make.py recorded it, and the answers in its journals."""
 
     made: dict[str, Any]
     registered: dict[str, dict[str, Any]]
@@ -44,7 +44,7 @@ class Left:
 
 @asynccontextmanager
 async def resumed(database_url: str, folder: Path) -> AsyncIterator[tuple[Stage, Left]]:
-    """The fixture in a database and a folder of this test, with a simulator that nobody has asked anything yet."""
+    """The fixture in a database and a folder of this test, with a new simulator."""
     made, rows = _read()
     with tarfile.open(HERE / "folder.tar.gz") as archive:
         archive.extractall(folder, filter="data")
@@ -61,18 +61,18 @@ def _read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _load(database_url: str, made: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """The rows as they were, with every time so much later as it was made before."""
+    """Insert the rows of the fixture, with all times moved by its age."""
     with psycopg.connect(database_url) as database:
         ((now,),) = database.execute("SELECT now()").fetchall()
         later = now - datetime.fromisoformat(made["made_at"]) - timedelta(seconds=AWAY_SECONDS)
         for table in dict.fromkeys(row["table"] for row in rows):
             times = _times(database, table)
-            database.execute(f"ALTER TABLE batchwright.{table} DISABLE TRIGGER USER")  # they know only moves
+            database.execute(f"ALTER TABLE batchwright.{table} DISABLE TRIGGER USER")  # the triggers only accept moves
             for row in (one["row"] for one in rows if one["table"] == table):
                 moved = {
                     name: (datetime.fromisoformat(row[name]) + later).isoformat() for name in times if row.get(name)
                 }
-                columns = ", ".join(row)  # those that have come since have their defaults, as after a migration
+                columns = ", ".join(row)  # newer columns get their defaults, as in a migration
                 database.execute(
                     f"INSERT INTO batchwright.{table} ({columns}) OVERRIDING SYSTEM VALUE "
                     f"SELECT {columns} FROM jsonb_populate_record(NULL::batchwright.{table}, %s::jsonb)",
@@ -89,7 +89,7 @@ def _times(database: psycopg.Connection[Any], table: str) -> list[str]:
 
 
 def _move_sequences(database: psycopg.Connection[Any], table: str) -> None:
-    """Past the numbers that are taken, as they were in the database that the rows come from."""
+    """Set the sequences past the used numbers, as in the database of the fixture."""
     sql = """SELECT attname, pg_get_serial_sequence(%(table)s, attname) FROM pg_attribute
              WHERE attrelid = %(table)s::regclass AND attnum > 0 AND NOT attisdropped
                AND pg_get_serial_sequence(%(table)s, attname) IS NOT NULL"""
@@ -113,10 +113,10 @@ def _left(folder: Path, made: dict[str, Any], rows: list[dict[str, Any]]) -> Lef
     return Left(made=made, registered=registered, tail=tail)
 
 
-async def test_todays_workers_finish_what_the_version_before_has_begun(database_url, tmp_path):
+async def test_todays_workers_finish_the_work_of_the_previous_version(database_url, tmp_path):
     async with resumed(database_url, tmp_path) as (stage, left):
-        assert len(left.registered) >= 10, "the fixture has answers that are registered"
-        assert len(left.tail) >= 10, "and answers that only the journals have"
+        assert len(left.registered) >= 10, "the fixture must have registered answers"
+        assert len(left.tail) >= 10, "the fixture must have answers that are only in the journals"
         stage.work()
         async with asyncio.timeout(60):
             await _batch_completes_and_asks_nothing_twice(stage, left)

@@ -32,7 +32,7 @@ LOOP = pytest.mark.asyncio(loop_scope="session")
 
 @operation("greet")
 async def greet(name: str, times: int = 1) -> str:
-    """Greet somebody."""
+    """Greet a person."""
     return f"Hello, {name}!" * times
 
 
@@ -53,7 +53,7 @@ async def send_invoice(ctx: Context, number: int) -> str:
 
 @operation("crash", max_attempts=1)
 async def crash() -> None:
-    """Fail in a way that nobody expects."""
+    """Fail with an unexpected error."""
     raise ValueError("a surprise")
 
 
@@ -78,7 +78,7 @@ OPERATIONS = [greet, send_invoice, crash, report_page, build_report, close_month
 
 
 class Stage:
-    """A dashboard, its worker, and a browser to look at it."""
+    """A dashboard, its worker, and a browser."""
 
     def __init__(self, batchwright: AsyncBatchwright, url: str, browser: Browser) -> None:
         self.batchwright = batchwright
@@ -88,7 +88,7 @@ class Stage:
 
     @asynccontextmanager
     async def page(self, secret: str | None = None, **options: Any) -> AsyncIterator[Page]:
-        """A new browser profile, signed in with this key; a quiet page, or the test fails."""
+        """A page in a new browser profile, signed in with this key; the test fails if the page reports an error."""
         options.setdefault("viewport", {"width": 1280, "height": 900})
         context = await self._browser.new_context(base_url=self.url, **options)
         context.set_default_timeout(15_000)
@@ -135,7 +135,7 @@ class Stage:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stage(server: str, template: str) -> AsyncIterator[Stage]:
-    """Started once; tests bring what they look at."""
+    """The stage, which is started once; tests add the data that they need."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         skip("there is no Chromium here; install it with: apt-get install chromium")

@@ -1,4 +1,4 @@
-"""A dashboard that is called in-process, by visitors with sessions of their own."""
+"""A dashboard that is called in-process, by visitors with separate sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HTML = {"Accept": "text/html"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All that looks with the browser runs in one process, so that there is one browser."""
+    """Run all tests with the browser in one process, so that there is only one browser."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             if "stage" in getattr(item, "fixturenames", ()):
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Visitor:
-    """A browser without a script: it keeps cookies, and sends the forms that it was shown."""
+    """A browser without JavaScript: it keeps cookies, and sends the forms of pages."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.http = client
@@ -44,7 +44,7 @@ class Visitor:
         return token_in((await self.get(path)).text)
 
     async def post(self, path: str, token: str | None = None, **fields: Any) -> httpx.Response:
-        """With the token of the page that this browser was shown."""
+        """Send a form with the token of the page that this browser has loaded."""
         token = await self.token("/ui/inbox") if token is None else token
         return await self.http.post(path, data={"csrf": token, **fields}, headers=HTML)
 
@@ -59,7 +59,7 @@ def token_in(page: str) -> str:
 
 
 class Web:
-    """A running dashboard and what stands behind it."""
+    """A running dashboard and its services."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -69,7 +69,7 @@ class Web:
         return Visitor(await self.api.client(**headers))
 
     async def signed_in(self, *scopes: Scope | str, tenant: str = "default", **options: Any) -> Visitor:
-        """Somebody with a key of his own, who has signed in."""
+        """A visitor with a new key, who has signed in."""
         made = await self.batchwright.keys.create("test", tenant=tenant, scopes=scopes or tuple(Scope), **options)
         visitor = await self.visitor()
         answer = await visitor.sign_in(made.secret)

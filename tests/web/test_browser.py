@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: as people see it, with and without a script, large and small, and by keyboard."""
+"""The dashboard in a real browser: with and without JavaScript, on large and small screens, and by keyboard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAGES = (
 
 
 async def furnished(stage) -> list[str]:
-    """Something for every page to show; answers the pages of some jobs."""
+    """Create data for every page; return the pages of some jobs."""
     Printer.is_broken = True
     ids = [await stage.submit("invoice.send", {"number": n}) for n in range(2)]
     ids += [await stage.submit("crash"), await stage.submit("month.close"), await stage.submit("report.build")]
@@ -46,7 +46,7 @@ async def furnished(stage) -> list[str]:
 
 
 async def violations(page) -> list[str]:
-    """What axe-core finds."""
+    """The problems that axe-core finds."""
     await page.evaluate(AXE)
     found = await page.evaluate(
         "async () => (await axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', "
@@ -60,7 +60,9 @@ async def violations(page) -> list[str]:
 async def test_axe_finds_nothing_wrong_on_any_page(stage, look):
     more = await furnished(stage)
     wrong = {}
-    async with stage.page(bypass_csp=True, **look) as page:  # axe is run by us, beside what the page's policy lets in
+    async with stage.page(
+        bypass_csp=True, **look
+    ) as page:  # the test injects axe, which the page's policy does not allow
         await page.goto("/ui/sign-in")
         wrong["/ui/sign-in"] = await violations(page)
         await stage.sign_in(page, stage.admin.secret)
@@ -79,7 +81,7 @@ async def test_no_page_is_too_wide_for_a_phone(stage):
         await expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
 
 
-async def test_signing_in_leads_to_where_one_wanted_to_go_and_a_revoked_key_leads_out(stage):
+async def test_signing_in_leads_to_the_requested_page_and_a_revoked_key_ends_the_session(stage):
     key = await stage.key()
     async with stage.page() as page:
         await page.goto("/ui/jobs?status=failed")
@@ -94,7 +96,7 @@ async def test_signing_in_leads_to_where_one_wanted_to_go_and_a_revoked_key_lead
         await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
-async def test_jobs_appear_and_end_without_a_reload_and_nothing_else_moves(stage):
+async def test_jobs_appear_and_end_without_a_reload_and_other_rows_stay(stage):
     Printer.is_broken = True
     async with stage.admin_page() as page:
         await page.goto("/ui/jobs?type=invoice.send")
@@ -149,7 +151,7 @@ async def test_a_group_of_the_inbox_is_rerun(stage):
         await expect(page.locator("section", has_text="no_paper")).to_have_count(0)
 
 
-async def test_everything_works_without_a_script(stage):
+async def test_everything_works_without_javascript(stage):
     Printer.is_broken = True
     ids = [await stage.submit("crash") for _ in range(2)]
     for id in ids:
@@ -172,7 +174,7 @@ async def test_everything_works_without_a_script(stage):
         await expect(page.locator(".flash")).to_have_text("The job is queued.")
 
 
-async def test_keys_walk_lists_and_open_search_and_help(stage):
+async def test_keyboard_shortcuts_move_in_lists_and_open_search_and_help(stage):
     ids = [await stage.submit("greet", {"name": f"n{n}"}) for n in range(3)]
     await stage.ended(*ids)
     async with stage.admin_page() as page:
@@ -197,7 +199,7 @@ async def test_keys_walk_lists_and_open_search_and_help(stage):
         await page.wait_for_url("**/ui/inbox")
 
 
-async def test_scopes_and_tenants_bound_what_a_browser_sees(stage):
+async def test_scopes_and_tenants_limit_what_a_browser_sees(stage):
     reader, stranger = await stage.key(Scope.READ), await stage.key(tenant="acme")
     id = await stage.submit("greet", {"name": "secret"})
     async with stage.page(reader.secret) as page:
@@ -211,7 +213,7 @@ async def test_scopes_and_tenants_bound_what_a_browser_sees(stage):
         assert (await page.request.get(f"/ui/jobs/{id}")).status == 404
 
 
-async def test_moments_are_told_in_the_zone_of_the_viewer(stage):
+async def test_times_are_shown_in_the_time_zone_of_the_viewer(stage):
     id = await stage.submit("greet", {"name": "x"})
     titles = []
     for zone in ("Pacific/Kiritimati", "America/Los_Angeles"):

@@ -1,4 +1,4 @@
-"""Pictures are SVG that says in words what it shows, and that takes every value."""
+"""Charts are SVG with a description in words, and accept every value."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def parsed(picture: str) -> ElementTree.Element:
     return ElementTree.fromstring(f"<div>{picture}</div>")
 
 
-def test_a_chart_tells_its_highest_and_its_latest_value_in_words():
+def test_a_chart_describes_its_highest_and_its_latest_value():
     chart = parsed(line_chart([Series("jobs", points(1, 5, 2))], label="Jobs per second", unit="/s"))
     assert chart[0].attrib["aria-label"] == "Jobs per second: at most 5 /s, now jobs 2"
     assert chart[0].attrib["role"] == "img"
 
 
-def test_a_hole_in_the_samples_is_a_hole_in_the_line():
+def test_a_gap_in_the_samples_is_a_gap_in_the_line():
     lines = [
         one
         for one in parsed(line_chart([Series("a", points(1, 2, None, 3, 4))], label="x")).iter()
@@ -42,7 +42,7 @@ def test_a_chart_without_samples_says_so():
         assert parsed(chart)[0].attrib["aria-label"] == "Jobs: no samples yet"
 
 
-def test_names_in_pictures_are_text_and_not_markup():
+def test_names_in_charts_are_escaped():
     evil = '<script>alert(1)</script>"'
     for picture in (
         line_chart([Series(evil, points(1, 2)), Series("b", points(1, 2))], label=evil),
@@ -53,7 +53,7 @@ def test_names_in_pictures_are_text_and_not_markup():
         parsed(picture)
 
 
-def test_a_graph_puts_each_stage_behind_what_it_follows_and_survives_a_circle():
+def test_a_graph_puts_each_stage_after_its_predecessors_and_accepts_a_cycle():
     nodes = [Node("a", "first"), Node("b", "second"), Node("c", "third")]
     drawn = parsed(graph(nodes, [("a", "b"), ("b", "c"), ("c", "a")], label="Pipeline"))
     boxes = {

@@ -1,4 +1,4 @@
-"""How numbers, moments and ids are written on pages."""
+"""How numbers, times and ids are written on pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_values_are_written_as_people_read_them(write, value, text):
     ("seconds", "words"),
     [(0.2, "now"), (5, "5 s ago"), (59, "59 s ago"), (60, "1 min ago"), (3_700, "1 h ago"), (-7_300, "in 2 h")],
 )
-def test_moments_are_told_from_now(seconds, words):
+def test_times_are_shown_relative_to_now(seconds, words):
     assert relative(NOW - timedelta(seconds=seconds), NOW) == words
 
 

@@ -1,4 +1,4 @@
-"""However many look at a page, it is loaded once; whoever follows it hears of what changed, and of trouble."""
+"""A page is loaded once for all its viewers; followers get changes and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchwright.web.live import Gone, Live
 
 
 class Page:
-    """Something to look at, which counts how often it was loaded."""
+    """A page that counts how often it was loaded."""
 
     def __init__(self) -> None:
         self.value: dict[str, Any] = {"n": 1}
@@ -47,7 +47,7 @@ def page() -> Page:
     return Page()
 
 
-async def test_all_who_ask_while_it_loads_share_one_load(page):
+async def test_all_requests_during_a_load_share_it(page):
     live = Live(1.0)
     page.may_load.clear()
     asked = [asyncio.create_task(live.value("page", page.load)) for _ in range(200)]
@@ -81,7 +81,7 @@ async def test_followers_get_only_the_regions_that_changed(page):
         assert await anext(news) == {"live_n": "<b>2</b>"}
 
 
-async def test_a_load_that_fails_is_told_and_tried_again(page, caplog):
+async def test_a_load_that_fails_is_reported_and_retried(page, caplog):
     async with page.followed(Live(0.01)) as news:
         await anext(news)
         page.error = DatabaseUnavailable("gone")
@@ -91,7 +91,7 @@ async def test_a_load_that_fails_is_told_and_tried_again(page, caplog):
         assert await anext(news) == {"live_n": "<b>3</b>"}
 
 
-async def test_an_object_that_is_gone_ends_the_page(page):
+async def test_a_removed_object_ends_the_stream_of_its_page(page):
     async with page.followed(Live(0.01)) as news:
         await anext(news)
         page.error = NotFound("gone")
@@ -99,7 +99,7 @@ async def test_an_object_that_is_gone_ends_the_page(page):
             await anext(news)
 
 
-async def test_after_a_change_by_somebody_the_next_look_is_fresh(page):
+async def test_after_a_change_by_a_user_the_page_is_loaded_again(page):
     live = Live(60.0)
     await live.value("page", page.load)
     page.value = {"n": 2}
@@ -108,7 +108,7 @@ async def test_after_a_change_by_somebody_the_next_look_is_fresh(page):
     assert await live.value("page", page.load) == {"n": 2}
 
 
-async def test_pages_that_nobody_looks_at_are_forgotten(page):
+async def test_pages_without_viewers_are_forgotten(page):
     now = 0.0
     live = Live(1.0, monotonic=lambda: now)
     for n in range(50):
@@ -118,7 +118,7 @@ async def test_pages_that_nobody_looks_at_are_forgotten(page):
     assert len(live._feeds) == 1
 
 
-async def test_closing_lets_everybody_go(page):
+async def test_closing_ends_all_followers(page):
     live = Live(60.0)
     async with page.followed(live) as news:
         await anext(news)

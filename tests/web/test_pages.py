@@ -1,4 +1,4 @@
-"""Every page of the engine: who may see it, what it says, and what its forms do, without a script."""
+"""Every page of the engine: who may see it, what it shows, and what its forms do, without JavaScript."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_assets_are_named_by_their_contents_and_kept_for_good(web):
 # Signing in -------------------------------------------------------------------------------------------------------
 
 
-async def test_without_keys_nobody_signs_in_and_with_one_everybody_does(web):
+async def test_sign_in_is_required_once_a_key_exists(web):
     visitor = await web.visitor()
     await visitor.page("/ui/jobs")
     made = await web.batchwright.keys.create("first")
@@ -145,7 +145,7 @@ async def test_without_keys_nobody_signs_in_and_with_one_everybody_does(web):
     await visitor.page("/ui/jobs")
 
 
-async def test_a_session_ends_with_its_key_by_signing_out_and_in_time(web):
+async def test_a_session_ends_with_its_key_by_signing_out_or_after_a_time(web):
     for end in ("revoke", "sign out", "expire"):
         visitor = await web.signed_in(lifetime=timedelta(days=1))
         page = await visitor.page("/ui/jobs")
@@ -155,7 +155,7 @@ async def test_a_session_ends_with_its_key_by_signing_out_and_in_time(web):
             case "sign out":
                 kept = dict(visitor.http.cookies)
                 assert (await visitor.post("/ui/sign-out", token_in(page))).headers["location"] == "/ui/sign-in"
-                visitor.http.cookies.update(kept)  # whoever has a copy of the cookie is out as well
+                visitor.http.cookies.update(kept)  # a copy of the cookie no longer works either
             case "expire":
                 await web.api.sql("UPDATE batchwright.web_session SET expires_at = now() - interval '1 second'")
         assert (await visitor.get("/ui/jobs")).status_code == 303
@@ -178,7 +178,7 @@ async def test_a_wrong_key_is_refused_and_tries_are_limited(web):
     assert "try again in" in answer.text
 
 
-async def test_signing_in_leads_to_pages_of_ours_only_and_behind_tls_over_tls_only(web):
+async def test_signing_in_redirects_only_to_our_own_pages_and_behind_tls_only_over_tls(web):
     made = await web.batchwright.keys.create("first")
     for next in ("https://evil.example", "//evil.example", "/\\evil.example", "/v1/jobs", "/uix"):
         assert (await (await web.visitor()).sign_in(made.secret, next=next)).headers["location"] == "/ui"
@@ -207,7 +207,7 @@ async def test_a_form_without_the_token_of_this_browser_is_refused(web):
 # Who sees what ----------------------------------------------------------------------------------------------------
 
 
-async def test_scopes_decide_what_is_shown_and_what_is_done(web):
+async def test_scopes_decide_what_is_shown_and_what_is_allowed(web):
     await publish(web)
     id = await failed_job(web)
     reader = await web.signed_in(Scope.READ)
@@ -219,7 +219,7 @@ async def test_scopes_decide_what_is_shown_and_what_is_done(web):
         refused = await reader.get(path)
         assert refused.status_code == 403
         assert "needs the scope" in refused.text
-        assert "/ui/jobs" in refused.text  # with the menu: he is still signed in
+        assert "/ui/jobs" in refused.text  # with the menu, because the visitor is still signed in
     for path in (f"/ui/jobs/{id}/rerun", "/ui/inbox/dismiss", "/ui/queues/pause", "/ui/jobs/apply", "/ui/files"):
         assert (await reader.post(path)).status_code == 403
     operator = await web.signed_in(Scope.READ, Scope.OPERATE)
@@ -247,8 +247,8 @@ async def test_objects_of_other_tenants_are_not_found_and_not_listed(web):
         assert f"tenant={tenant.replace('*', '%2A')}" in page  # links keep it
 
 
-async def test_what_two_tenants_see_at_the_same_moment_is_kept_apart(web):
-    """Pages are shared by all who look at the same thing; a tenant is part of what they look at."""
+async def test_pages_of_two_tenants_at_the_same_time_are_kept_separate(web):
+    """Viewers of the same page share it; the tenant is part of what identifies a page."""
     await publish(web)
     ids = {t: str(await web.batchwright.enqueue(NewJob("greet", {"name": t}, tenant=t))) for t in ("acme", "zenith")}
     visitors = {tenant: await web.signed_in(tenant=tenant) for tenant in ids}
@@ -303,7 +303,7 @@ async def test_many_jobs_are_changed_after_their_count_was_shown(web):
     done = await visitor.post("/ui/jobs/apply", verb="cancel", queue="gpu", reason="not needed")
     assert done.headers["location"] == "/ui/jobs?queue=gpu"
     assert "3 jobs cancelled." in await visitor.page("/ui/jobs")
-    assert "3 jobs cancelled." not in await visitor.page("/ui/jobs")  # said once
+    assert "3 jobs cancelled." not in await visitor.page("/ui/jobs")  # the message is shown once
     assert (await web.batchwright.get(keep)).status is JobStatus.QUEUED
     some = await visitor.post("/ui/jobs/apply", verb="cancel", id=[str(keep), str(uuid4())])
     assert some.status_code == 303
@@ -386,7 +386,7 @@ async def test_a_job_is_submitted_by_hand(web):
     wrong = await visitor.post(path, **{"p.name": "Ada", "priority": "77"})
     assert wrong.status_code == 400
     assert "less than or equal to 9" in wrong.text
-    assert 'value="Ada"' in wrong.text  # what was typed is still there
+    assert 'value="Ada"' in wrong.text  # the typed text is kept
     assert (await visitor.get("/ui/operations/submit", name="nothing")).status_code == 404
     assert (await visitor.post("/ui/operations/submit?name=greet&tenant=*", **{"p.name": "x"})).status_code == 400
 
@@ -465,14 +465,16 @@ async def test_files_are_uploaded_read_and_deleted(web):
     assert "a b.jsonl" in await visitor.page(place)
     assert (await visitor.get(f"{place}/content")).content == b'{"x": 1}\n'
     unsigned = {"purpose": (None, "batch"), "file": ("x", b"y"), "csrf": (None, token)}
-    assert (await visitor.http.post("/ui/files", files=unsigned)).status_code == 403  # the token came too late
+    assert (
+        await visitor.http.post("/ui/files", files=unsigned)
+    ).status_code == 403  # the token came after the file, which is too late
     ((n,),) = await web.api.sql("SELECT count(*) FROM batchwright.file")
     assert n == 1
     assert (await visitor.post(f"{place}/delete")).status_code == 303
     assert (await visitor.get(place)).status_code == 404
 
 
-async def test_the_search_field_leads_to_what_has_the_id(web):
+async def test_the_search_field_leads_to_the_object_with_the_id(web):
     visitor = await web.visitor()
     id = uuid4()
     assert (await visitor.get("/ui/search", q=f" {id} ")).headers["location"] == f"/ui/jobs/{id}"
@@ -521,7 +523,7 @@ async def test_an_open_page_counts_as_a_stream_and_each_key_has_its_limit(web):
     assert (await visitor.http.get("/ui/jobs", headers={"Accept": "text/event-stream"})).status_code == 401
 
 
-async def test_a_stream_ends_after_a_while_so_that_its_session_is_looked_at_again(web, monkeypatch):
+async def test_a_stream_ends_after_a_while_so_that_its_session_is_checked_again(web, monkeypatch):
     monkeypatch.setattr("batchwright.web.visit.STREAM_SECONDS_MAX", 0.0)
     visitor = await web.signed_in()
     stream = await visitor.http.get("/ui/inbox", headers={"Accept": "text/event-stream"})
@@ -532,7 +534,7 @@ async def test_a_stream_ends_after_a_while_so_that_its_session_is_looked_at_agai
 
 
 def test_the_wheel_holds_templates_and_assets():
-    """hatch puts everything under the package into the wheel that git does not ignore."""
+    """hatch adds all files under the package to the wheel, except those that git ignores."""
     root = Path(__file__).parents[2]
     target = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert target == {"packages": ["src/batchwright"]}

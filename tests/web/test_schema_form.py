@@ -40,17 +40,17 @@ def test_each_property_has_a_field_of_its_kind_and_required_ones_come_first():
     assert fields["name"].help == "Who is greeted."
 
 
-def test_what_is_filled_in_becomes_a_payload_of_the_right_types():
+def test_filled_fields_become_a_payload_with_the_right_types():
     done = filled(SCHEMA, name="Ada", tags='["a"]', times="7", ratio="0.5", loud="true", style='"formal"')
     assert done.problems == {}
     assert done.payload == {"name": "Ada", "tags": ["a"], "times": 7, "ratio": 0.5, "loud": True, "style": "formal"}
 
 
-def test_what_is_left_empty_is_left_to_its_default():
+def test_empty_fields_get_their_defaults():
     assert filled(SCHEMA, name="Ada", tags="[]").payload == {"name": "Ada", "tags": []}
 
 
-def test_what_is_wrong_stands_beside_its_field():
+def test_an_error_is_shown_beside_its_field():
     problems = filled(SCHEMA, name="Ada", tags="[1,", times="many").problems
     assert set(problems) == {"p.tags", "p.times"}
     assert "not JSON" in problems["p.tags"]

@@ -118,13 +118,13 @@ async def test_openais_client_refuses_a_changed_byte_another_secret_and_an_old_t
     await stale.close()
 
 
-def test_the_published_example_of_the_standard_is_signed_alike():
+def test_the_published_example_of_the_standard_gets_the_same_signature():
     key = base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     signed = sign([key], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert signed == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-async def test_while_a_secret_is_exchanged_both_are_accepted(receiver):
+async def test_while_a_secret_is_rotated_both_are_accepted(receiver):
     webhooks = make(endpoint(receiver), secret=f"{SECRET},{OLD_SECRET}")
     await deliver(webhooks, receiver)
     assert unwrap(receiver.bodies[0], receiver.heads[0], secret=SECRET)
@@ -148,7 +148,7 @@ def test_the_request_of_the_docs_is_what_is_sent():
 
 
 @pytest.mark.parametrize("id", ["evt_1.2", "evt_" + "0" * 31 + "\n", "batch_1"])
-def test_an_event_id_that_could_bend_the_signature_or_a_header_is_refused(id):
+def test_an_event_id_that_could_change_the_signature_or_a_header_is_refused(id):
     payload = {"endpoint": "a-1", "event": {**dataclasses.asdict(event()), "id": id}}
     with pytest.raises(PayloadInvalid, match=r"event\.id"):
         getattr(deliver_webhook, MARK).arguments(payload)
@@ -190,7 +190,7 @@ async def test_a_2xx_counts_although_its_body_breaks_off_or_does_not_end(receive
     )
     started = time.monotonic()
     assert [await deliver(webhooks, receiver, path) for path in ("/short", "/endless", "/stuck")] == [200, 200, 200]
-    assert time.monotonic() - started < 5, "a body is left alone after 64 KiB, and the time for a delivery is kept"
+    assert time.monotonic() - started < 5, "the body is read up to 64 KiB, and the time limit of a delivery is kept"
     assert len(receiver.lines) == 3
     await webhooks.close()
 
@@ -231,7 +231,7 @@ async def test_gone_is_final(receiver):
     ("status", "asked", "waits"),
     [(429, "30", 30.0), (503, "30", 30.0), (429, "0", 5.0), (429, "86400", 300.0)],
 )
-async def test_a_receiver_that_asks_for_patience_gets_it_for_a_day(receiver, status, asked, waits):
+async def test_retry_after_of_a_receiver_is_respected_up_to_a_day(receiver, status, asked, waits):
     receiver.replies["/hook"] = answer(b"", f"{status} Later", f"retry-after: {asked}")
     now = 1_785_585_600.0
     webhooks = make(endpoint(receiver), clock=lambda: now)
@@ -245,7 +245,7 @@ async def test_a_receiver_that_asks_for_patience_gets_it_for_a_day(receiver, sta
     await webhooks.close()
 
 
-async def test_a_receiver_that_is_away_silent_or_hangs_up_is_a_failed_attempt(receiver):
+async def test_a_receiver_that_is_unreachable_silent_or_disconnects_is_a_failed_attempt(receiver):
     receiver.replies |= {"/silent": None, "/hangs-up": b""}
     silent, hangs_up = endpoint(receiver, "/silent", timeout_seconds=0.2), endpoint(receiver, "/hangs-up")
     async with RawServer() as gone:
@@ -272,7 +272,7 @@ def jobs_of(webhooks, tenant, type="batch.completed"):
 
 @operation("end_batch")
 async def end_batch(ctx: Context, type: str, fails: bool = False) -> Done:
-    """Ends a batch as its coordinator does: the deliveries are part of its own commit."""
+    """Ends a batch as its coordinator does: the deliveries are part of the same commit."""
     jobs = jobs_of(ctx.service(Webhooks), ctx.tenant, type)
 
     async def write(connection) -> None:
@@ -291,7 +291,7 @@ def working_with(pool, queue, webhooks):
 
 
 async def end(queue, worker, type="batch.completed", *, tenant="default", fails=False):
-    """End a batch, and answer the deliveries that it led to."""
+    """End a batch, and return the deliveries."""
     await put(queue, NewJob(end_batch, {"type": type, "fails": fails}, tenant=tenant), operations=OPERATIONS)
     assert await worker.run_once() == 1
     return await listed(queue, job_type="batch.webhook")
@@ -325,7 +325,7 @@ async def test_500_then_200_is_one_done_job_and_both_tries_carry_the_same_id(poo
     await webhooks.close()
 
 
-async def test_an_ending_that_does_not_commit_tells_nobody(pool, queue, receiver):
+async def test_an_ending_that_is_not_committed_sends_no_webhook(pool, queue, receiver):
     webhooks = make(endpoint(receiver))
     worker = working_with(pool, queue, webhooks)
     assert await end(queue, worker, fails=True) == []
@@ -334,7 +334,7 @@ async def test_an_ending_that_does_not_commit_tells_nobody(pool, queue, receiver
     await webhooks.close()
 
 
-async def test_each_endpoint_that_wants_the_ending_is_told_with_the_same_event_id(pool, queue, receiver):
+async def test_each_endpoint_that_wants_the_ending_gets_it_with_the_same_event_id(pool, queue, receiver):
     every, only = endpoint(receiver, "/every"), endpoint(receiver, "/failed", events=("batch.failed",))
     webhooks = make(every, only)
     worker = working_with(pool, queue, webhooks)
@@ -349,7 +349,7 @@ async def test_each_endpoint_that_wants_the_ending_is_told_with_the_same_event_i
     await webhooks.close()
 
 
-async def test_a_tenant_is_told_of_its_own_batches_only(pool, queue, receiver):
+async def test_a_tenant_gets_webhooks_only_for_its_own_batches(pool, queue, receiver):
     settings = {"default": (endpoint(receiver, "/default"),), "other": (endpoint(receiver, "/other"),)}
     webhooks = Webhooks(settings, environment={"HOOK": SECRET})
     worker = working_with(pool, queue, webhooks)
@@ -381,7 +381,7 @@ async def test_gone_fails_the_job_and_a_rerun_delivers_it_under_the_same_id(pool
     await webhooks.close()
 
 
-async def test_asking_for_patience_uses_no_attempt(pool, queue, clock, receiver):
+async def test_a_retry_after_uses_no_attempt(pool, queue, clock, receiver):
     receiver.replies["/hook"] = answer(b"", "429 Later", "retry-after: 120")
     webhooks = make(endpoint(receiver))
     worker = working_with(pool, queue, webhooks)
@@ -434,7 +434,7 @@ async def test_a_worker_that_does_not_know_the_endpoint_leaves_it_for_one_that_d
     await old.close()
 
 
-async def test_a_removed_endpoint_ends_in_the_inbox_and_is_not_told(pool, queue, receiver):
+async def test_a_delivery_to_a_removed_endpoint_is_not_sent_and_ends_in_the_inbox(pool, queue, receiver):
     before, after = make(endpoint(receiver)), Webhooks({})
     worker = working_with(pool, queue, before)
     (job,) = await end(queue, worker)
@@ -470,7 +470,7 @@ async def test_a_secret_that_became_unusable_is_waited_for(receiver, tmp_path, m
 # Secrets stay secret ----------------------------------------------------------------------------------------------
 
 
-async def test_nothing_shows_the_secret_or_the_path(pool, queue, clock, receiver, caplog):
+async def test_no_output_shows_the_secret_or_the_path(pool, queue, clock, receiver, caplog):
     caplog.set_level(logging.DEBUG)
     receiver.replies["/token-in-path"] = answer(b"private words", "500 Broken")
     settings = endpoint(receiver, "/token-in-path")
@@ -506,7 +506,7 @@ async def test_nothing_shows_the_secret_or_the_path(pool, queue, clock, receiver
         ",".join([SECRET] * 5),
     ],
 )
-def test_a_secret_that_is_none_is_refused_at_start_and_not_repeated(receiver, secret):
+def test_an_invalid_secret_is_refused_at_start_and_not_repeated(receiver, secret):
     with pytest.raises(
         ConfigurationError, match=r"the secret of the webhook 127\.0\.0\.1.* the environment variable HOOK"
     ) as no:
@@ -523,7 +523,7 @@ def test_a_secret_file_that_is_not_text_is_refused_and_not_repeated(tmp_path):
     assert SECRET[6:20] not in str(refused.value)
 
 
-# How long -----------------------------------------------------------------------------------------------------------
+# Retries ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_attempts_of_a_delivery_span_about_a_day():
@@ -532,4 +532,4 @@ def test_the_attempts_of_a_delivery_span_about_a_day():
     hours = sorted(sum(backoff(n, made) for n in range(1, made.max_attempts)) / 3600 for _ in range(2000))
     assert 23 < statistics.mean(hours) < 26
     assert 15 < hours[20] < hours[-20] < 36
-    assert backoff(1, made) <= 10, "the first repetition comes soon"
+    assert backoff(1, made) <= 10, "the first retry comes soon"

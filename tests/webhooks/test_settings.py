@@ -1,4 +1,4 @@
-"""Webhooks in the settings: what may be written, and in which words the rest is refused."""
+"""Webhooks in the settings: valid settings, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ HOOK = '[[webhooks.default]]\nurl = "https://a/x"\n'
         (HOOK.replace("https://a/x", "https://a/\u00e9") + "secret_env = 'A'", "write it like https://"),
     ],
 )
-def test_a_slip_is_refused_with_a_hint(tmp_path, text, message):
+def test_a_mistake_is_refused_with_a_hint(tmp_path, text, message):
     with pytest.raises(ConfigurationError) as refused:
         load(tmp_path, text)
     assert message in str(refused.value)

@@ -30,7 +30,7 @@ def ids(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def on_stage(database_url: str, folder: Path, act: Callable[[Stage], Awaitable[Batch]], **parts: Any) -> Batch:
-    """What another process does meanwhile, with a simulator of its own."""
+    """Run `act` in this process with its own stage and simulator, as another process would meanwhile."""
 
     async def go() -> Batch:
         async with staged(database_url, folder, **parts) as stage:
@@ -48,7 +48,7 @@ def ended(database_url: str, folder: Path, lines: Sequence[Any] = GOOD, **parts:
 
 
 def waiting(database_url: str, folder: Path, lines: Sequence[Any] = GOOD) -> Batch:
-    """A batch that no worker has come to."""
+    """A batch that no worker has started."""
 
     async def act(stage: Stage) -> Batch:
         return await stage.get(await stage.submit(lines))

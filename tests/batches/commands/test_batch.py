@@ -1,4 +1,4 @@
-"""`batchwright batch …` on batches in any state; what was made by another process is staged in this one."""
+"""`batchwright batch …` on batches in any state, which this process prepares."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VERBS = [
 
 @pytest.fixture
 def folder(inside: Inside, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where files and the work folder are, for the command line and for what is staged."""
+    """The folder of files and of the work folder, for the command line and for prepared batches."""
     found = tmp_path / "data"
     found.mkdir()
     monkeypatch.setenv("BATCHWRIGHT_DATABASE_FOLDER", str(found))
@@ -73,7 +73,7 @@ def files(cli: Cli) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("gateway")
-def test_submit_list_show_and_cancel_tell_one_story(cli: Cli, tmp_path: Path) -> None:
+def test_submit_list_show_and_cancel_agree(cli: Cli, tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl")
     id = cli("batch", "submit", "in.jsonl", "--metadata", "project=x=y", "--priority", "2").stdout.strip()
     (listed,) = cli.json("batch", "list", "--status", "validating")
@@ -162,7 +162,7 @@ def test_submit_says_that_nobody_is_there_to_run_it(inside: Inside, tmp_path: Pa
     ],
 )
 @pytest.mark.usefixtures("gateway")
-def test_bad_words_are_answered_in_one_line(
+def test_a_bad_option_is_refused_in_one_line(
     cli: Cli, inside: Inside, tmp_path: Path, arguments: list[str], complaint: str
 ) -> None:
     code, out, err = inside("batch", "submit", str(write(tmp_path / "in.jsonl")), *arguments)
@@ -183,7 +183,7 @@ def test_a_file_over_the_limit_is_refused_and_leaves_nothing(
     assert [path for path in (folder / "files").rglob("*") if path.is_file()] == []
 
 
-# Steering ---------------------------------------------------------------------------------------------------------
+# Pause, cancel and the like ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
@@ -205,7 +205,7 @@ def test_a_batch_that_waits_for_the_store_says_so(inside: Inside, folder: Path, 
     assert words in View(Seen(batch=batch), {}).troubles()
 
 
-def test_a_batch_that_failed_says_why_to_those_who_watch_it(inside: Inside, folder: Path, database_url: str) -> None:
+def test_watch_says_why_a_batch_failed(inside: Inside, folder: Path, database_url: str) -> None:
     lines = [request("good"), *({"custom_id": f"bad-{n}"} for n in range(5))]
     id = ended(database_url, folder, lines).id
     code, out, _ = inside("batch", "watch", id)
@@ -214,7 +214,7 @@ def test_a_batch_that_failed_says_why_to_those_who_watch_it(inside: Inside, fold
     assert f"more: batchwright batch show {id}" in out
 
 
-def test_steering_a_batch_that_waits(inside: Inside, folder: Path, database_url: str) -> None:
+def test_a_waiting_batch_can_be_paused_changed_and_cancelled(inside: Inside, folder: Path, database_url: str) -> None:
     id = waiting(database_url, folder).id
     assert inside("batch", "pause", id) == (0, f"batch {id} is paused at its beginning\n", "")
     assert "validating, paused" in inside("batch", "show", id)[1]
@@ -242,7 +242,7 @@ def test_steering_a_batch_that_waits(inside: Inside, folder: Path, database_url:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_an_ended_batch_cannot_be_steered(
+def test_an_ended_batch_cannot_be_changed(
     inside: Inside, folder: Path, database_url: str, verb: list[str], complaint: str
 ) -> None:
     id = ended(database_url, folder).id
@@ -252,7 +252,7 @@ def test_an_ended_batch_cannot_be_steered(
 
 
 @pytest.mark.usefixtures("gateway")
-def test_retry_asks_failed_lines_again_by_code(inside: Inside, folder: Path, database_url: str) -> None:
+def test_retry_resends_failed_lines_chosen_by_code(inside: Inside, folder: Path, database_url: str) -> None:
     batch = ended(database_url, folder, MIXED)
     assert "there are: odd." in inside("batch", "retry", batch.id, "--code", "other")[2]
     new = inside.json("batch", "retry", batch.id, "--code", "odd")["id"]
@@ -261,10 +261,10 @@ def test_retry_asks_failed_lines_again_by_code(inside: Inside, folder: Path, dat
     assert "Cannot retry a batch with status 'validating'" in inside("batch", "retry", new)[2]
 
 
-# Looking ----------------------------------------------------------------------------------------------------------
+# Show, list and watch ---------------------------------------------------------------------------------------------
 
 
-def test_show_tells_counts_errors_tokens_cost_and_files(
+def test_show_prints_counts_errors_tokens_cost_and_files(
     inside: Inside, folder: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"*": {"input": 1000000, "output": 1000000}}')
@@ -288,7 +288,7 @@ def test_show_lists_what_is_wrong_with_the_input(inside: Inside, folder: Path, d
     assert "✗ line 2: duplicate_custom_id: The custom_id 'a'" in out
 
 
-def test_list_goes_over_pages_and_filters(inside: Inside, folder: Path, database_url: str) -> None:
+def test_list_reads_all_pages_and_filters(inside: Inside, folder: Path, database_url: str) -> None:
     async def three(stage: Stage) -> Batch:
         for tenant in ("default", "acme", "acme"):
             last = await stage.submit(GOOD, tenant=tenant)
@@ -427,7 +427,7 @@ def in_progress(database_url: str, folder: Path, **values: Any) -> Batch:
     return replace(waiting(database_url, folder), **known | values)
 
 
-def test_retries_show_as_waiting_and_nobody_is_promised_an_end(folder: Path, database_url: str) -> None:
+def test_retries_show_as_waiting_and_no_end_is_estimated(folder: Path, database_url: str) -> None:
     batch, now = in_progress(database_url, folder), datetime.now(UTC)
     retrying = Sending(SenderLoad(0, 40, retrying=3, retry_seconds=12.3))
     view = View(Seen(batch=batch, pace=Pace(90.0, now)), {}, title="in.jsonl", sending=retrying)
@@ -441,7 +441,7 @@ def test_retries_show_as_waiting_and_nobody_is_promised_an_end(folder: Path, dat
     assert "done in" not in " ".join(drawn(others))
 
 
-def test_silence_is_shown_with_what_came_instead_of_an_answer(
+def test_missing_answers_are_shown_with_the_errors_that_came_instead(
     folder: Path, database_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch, now = in_progress(database_url, folder), datetime.now(UTC)
@@ -467,7 +467,7 @@ def test_silence_is_shown_with_what_came_instead_of_an_answer(
     assert said == [10.0, 20.0, 41.0, 12.0]
 
 
-def test_lines_become_rarer_the_longer_a_batch_takes(
+def test_progress_lines_are_printed_less_often_the_longer_a_batch_takes(
     folder: Path, database_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
@@ -476,7 +476,7 @@ def test_lines_become_rarer_the_longer_a_batch_takes(
     lines = Lines(lambda: now[0])
 
     def said(seconds: int) -> int:
-        """Lines that are written in this time, while the batch goes on."""
+        """The number of lines printed in this time, while the batch makes progress."""
         capsys.readouterr()
         for _ in range(seconds):
             now[0] += 1.0
@@ -489,7 +489,7 @@ def test_lines_become_rarer_the_longer_a_batch_takes(
     assert said(3600) == 60
 
 
-def test_the_meter_counts_what_came_in_of_late(folder: Path, database_url: str) -> None:
+def test_the_meter_measures_the_recent_rate(folder: Path, database_url: str) -> None:
     now = [0.0]
     meter = Meter(lambda: now[0])
     batch = waiting(database_url, folder)
@@ -507,7 +507,7 @@ def test_the_meter_counts_what_came_in_of_late(folder: Path, database_url: str) 
     assert rates.requests < 10
 
 
-def test_facts_are_whole_on_a_narrow_terminal(
+def test_facts_are_not_cut_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("batchwright.cli.show.console", lambda: Console(width=30))
@@ -542,7 +542,7 @@ def test_results_of_an_ended_batch_are_its_files(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_results_that_cannot_be_had_are_explained(
+def test_an_error_says_why_there_are_no_results(
     inside: Inside, folder: Path, database_url: str, tmp_path: Path
 ) -> None:
     batch = ended(database_url, folder, [request("a"), request("a")])
@@ -556,7 +556,7 @@ def test_results_that_cannot_be_had_are_explained(
 
 
 @pytest.mark.thorough
-def test_a_reader_that_had_enough_is_no_error(cli: Cli, folder: Path, database_url: str) -> None:
+def test_a_reader_that_closes_the_pipe_early_is_not_an_error(cli: Cli, folder: Path, database_url: str) -> None:
     batch = ended(database_url, folder, [request(f"r{n}", max_tokens=2000) for n in range(200)])
     command = [sys.executable, "-P", "-m", "batchwright", "batch", "results", batch.id]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -570,10 +570,10 @@ def test_a_reader_that_had_enough_is_no_error(cli: Cli, folder: Path, database_u
 
 
 @pytest.mark.thorough
-async def test_results_of_a_running_batch_are_what_is_finished_and_more_on_demand(
+async def test_results_of_a_running_batch_are_the_finished_lines_and_follow_prints_the_rest(
     cli: Cli, folder: Path, database_url: str, tmp_path: Path
 ) -> None:
-    """One line is not answered before somebody follows."""
+    """One line is answered only after `--follow` has started."""
     parts: dict[str, Any] = {"global_inference_gateway": {"request_timeout": 0.5, "max_retries": 1_000_000}}
     simulator = SimulatorSettings(any_model=Profile(), faults=["hang:match=Say late"])
     answers, failures = tmp_path / "answers.jsonl", tmp_path / "failures.jsonl"
@@ -651,7 +651,7 @@ def test_repair_writes_the_files_of_a_batch_that_ended_without_them(
     assert "its files are written, and no further answer was found" in inside("batch", "repair", batch.id)[2]
 
 
-def test_repair_refuses_what_nothing_is_left_of(inside: Inside, cli: Cli, folder: Path, database_url: str) -> None:
+def test_repair_refuses_a_batch_without_answers(inside: Inside, cli: Cli, folder: Path, database_url: str) -> None:
     refused = ended(database_url, folder, [request("a"), request("a")])
     assert "nothing of it was sent" in inside("batch", "repair", refused.id)[2]
 

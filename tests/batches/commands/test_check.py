@@ -79,7 +79,7 @@ def test_each_endpoint_has_its_own_maximum(
 
 
 @pytest.mark.parametrize("command", ["check", "run", "submit"])
-def test_an_endpoint_that_takes_no_batches_is_told_once_with_those_that_do(
+def test_an_endpoint_without_batches_is_named_once_with_those_that_have_them(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL", "http://127.0.0.1:9")
@@ -95,7 +95,7 @@ def test_an_endpoint_that_takes_no_batches_is_told_once_with_those_that_do(
     assert err.count("\n") == 1
 
 
-def test_half_a_surrogate_and_too_deep_nesting_are_told_with_their_place(inside: Inside, tmp_path: Path) -> None:
+def test_half_a_surrogate_and_too_deep_nesting_are_reported_with_their_position(inside: Inside, tmp_path: Path) -> None:
     good = jsonl([request("good")]).strip()
     half = good.replace(b"good", "grün\\\\ \\ud83d\\ude00 \\ud83d!".encode())
     deep = good[:-1] + b', "deep": ' + b"[" * 5000 + b"]" * 5000 + b"}"
@@ -115,7 +115,7 @@ def test_half_a_surrogate_and_too_deep_nesting_are_told_with_their_place(inside:
     )
 
 
-def test_prices_make_it_a_cost_with_a_cache_and_without(
+def test_with_prices_the_cost_is_estimated_with_a_cache_and_without(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"small": {"input": 1.0, "cached": 0.0, "output": 10.0}}')
@@ -130,7 +130,7 @@ def test_prices_make_it_a_cost_with_a_cache_and_without(
     assert "if the cache saves all of that" in out
 
 
-def test_a_model_without_a_price_leaves_the_whole_without_a_cost(
+def test_if_one_model_has_no_price_no_cost_is_estimated(
     inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCHWRIGHT_BATCHES_PRICES", '{"small": {"input": 1.0}}')
@@ -155,7 +155,7 @@ def test_every_problem_is_named_with_its_line_and_the_exit_code_is_1(inside: Ins
     assert '"total": 3' in out
 
 
-def test_more_problems_than_wanted_are_still_counted(inside: Inside, tmp_path: Path) -> None:
+def test_problems_beyond_the_limit_are_counted_but_not_printed(inside: Inside, tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", [request("same") for _ in range(8)])
     _, out, _ = inside("batch", "check", str(file), "--limit", "2")
     assert out.count("duplicate_custom_id") == 2
@@ -218,7 +218,7 @@ def test_models_without_a_gateway_are_said_to_fail(
         ),
     ],
 )
-def test_what_cannot_be_checked_is_said(inside: Inside, tmp_path: Path, arguments: list[str], complaint: str) -> None:
+def test_an_impossible_check_says_why(inside: Inside, tmp_path: Path, arguments: list[str], complaint: str) -> None:
     write(tmp_path / "in.jsonl")
     code, out, err = inside("batch", "check", *arguments)
     assert (code, out) == (1, "")

@@ -1,4 +1,4 @@
-"""`batchwright batch example`: a first batch without reading anything."""
+"""`batchwright batch example`: a first batch without reading the documentation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_example_that_cannot_be_made_says_why(inside: Inside, arguments: list
     assert complaint in err
 
 
-def test_a_reader_that_wants_a_few_lines_gets_no_error(cli: Cli) -> None:
+def test_a_reader_that_closes_the_pipe_early_gets_no_error(cli: Cli) -> None:
     command = f"{sys.executable} -P -m batchwright batch example --count 20000 | head -n 2"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=cli.environment, check=True)
     assert len(done.stdout.splitlines()) == 2

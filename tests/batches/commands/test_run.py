@@ -76,7 +76,7 @@ def command(simulator: Remote, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def begun(cli: Cli, arguments: Sequence[str], done: int) -> Iterator[Running]:
-    """A run that has so many answers, and goes on."""
+    """A run that has this many answers, and continues."""
     with cli.start(*arguments) as running:
         cli.until("SELECT FROM batchwright.batch WHERE completed >= %s", done)
         yield running
@@ -106,7 +106,7 @@ def test_one_command_runs_a_file_and_leaves_its_answers_in_order(
 def test_one_file_may_mix_the_endpoints_of_its_lines(
     inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
-    """As vLLM's own batch files do; here on a server that answers each in vLLM's shape."""
+    """vLLM's own batch files do so; this server answers each endpoint in vLLM's format."""
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "embed": ("/v1/embeddings", {"input": ["a", "b"]}),
         "moderate": ("/v1/moderations", {"input": "fine"}),
@@ -183,7 +183,7 @@ def test_failed_lines_have_a_file_of_their_own_and_an_exit_code(
 
 
 @pytest.mark.thorough
-def test_answers_that_cannot_be_written_are_kept_and_it_says_so(
+def test_if_answers_cannot_be_written_they_are_kept_and_the_error_says_so(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl", slow(20))
@@ -210,7 +210,7 @@ def test_a_run_is_one_trace(inside: Inside, simulator: Remote, folder: Path, tmp
     assert {(span.trace_id, span.parent) for span in runs} == {(made.trace_id, made.id)}
 
 
-def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
+def test_failed_lines_can_be_resent_and_the_answers_are_merged(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl", [request(f"r{n}") for n in range(20)])
@@ -236,7 +236,7 @@ def test_what_failed_can_be_asked_again_and_the_answers_are_merged(
 
 
 @pytest.mark.thorough
-def test_an_interrupted_retry_counts_what_was_answered_before(
+def test_an_interrupted_retry_counts_the_lines_answered_before(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl")
@@ -256,7 +256,7 @@ def test_an_interrupted_retry_counts_what_was_answered_before(
     assert (found["input_tokens"], found["output_tokens"]) == (before["input_tokens"], before["output_tokens"])
 
 
-def test_bad_input_is_explained_and_can_be_tried_again(
+def test_an_error_names_the_bad_line_and_the_corrected_file_runs(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "in.jsonl")
@@ -291,13 +291,13 @@ def test_the_key_of_the_server_is_read_from_the_environment(
         assert inside(*arguments)[0] == 0
 
 
-# A slow or sick server --------------------------------------------------------------------------------------------
+# A slow or failing server -----------------------------------------------------------------------------------------
 
 
 def test_a_timeout_can_be_given_and_is_named_with_its_setting(
     inside: Inside, simulator: Remote, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment variable counts for --url, too, although no url is configured."""
+    """The environment variable applies to --url, too, although no url is configured."""
     monkeypatch.delenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_URL")
     monkeypatch.setenv("BATCHWRIGHT_GLOBAL_INFERENCE_GATEWAY_REQUEST_TIMEOUT", "400ms")
     simulator.put_faults(["hang"])
@@ -368,10 +368,10 @@ def test_a_server_that_speaks_no_tls_is_named_while_it_is_waited_for(
         run.until(r"resume:   batchwright batch run --resume batch_\w+\n            or the same command again")
 
 
-# Again ------------------------------------------------------------------------------------------------------------
+# Running it again -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_done_is_written_again_and_not_asked_again(
+def test_a_finished_run_writes_its_output_again_without_sending_requests(
     inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl")
@@ -399,7 +399,7 @@ def test_another_output_or_server_is_another_batch(
     assert simulator.stats()["received"] == 8
 
 
-def test_an_error_file_from_before_does_not_lie(
+def test_an_error_file_of_an_earlier_run_is_removed_if_no_line_fails(
     inside: Inside, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl")
@@ -408,11 +408,11 @@ def test_an_error_file_from_before_does_not_lie(
     assert (tmp_path / "in.errors.jsonl").read_text() == ""
 
 
-# Where it is written ------------------------------------------------------------------------------------------------
+# Output files -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
-def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(
+def test_a_device_and_a_pipe_are_written_to_and_not_replaced_by_a_file(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl", MIXED)
@@ -434,7 +434,7 @@ def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(
 
 
 @pytest.mark.thorough
-def test_a_device_that_is_full_is_told_and_answers_are_kept(
+def test_a_full_device_is_an_error_and_the_answers_are_kept(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl")
@@ -494,18 +494,18 @@ def test_a_file_that_exists_is_overwritten_only_by_force_or_by_the_run_that_wrot
 
 
 def device(path: Path, minor: int) -> Path:
-    """A device of our own, where we may make one: then a fault of ours harms nobody. 3 is null, 7 is full."""
+    """A copy of a system device (minor 3 is null, 7 is full), so that a bug of ours cannot damage the original."""
     try:
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
         with path.open("wb"):
             return path
     except OSError:
         path.unlink(missing_ok=True)
-        assert os.geteuid() != 0 or not os.access("/dev", os.W_OK), "a fault of ours could replace the system's own"
+        assert os.geteuid() != 0 or not os.access("/dev", os.W_OK), "a bug of ours could replace the system's device"
         return {3: Path("/dev/null"), 7: Path("/dev/full")}[minor]
 
 
-def test_a_reader_that_had_enough_ends_the_display_and_not_the_run(
+def test_a_reader_that_closes_the_pipe_ends_the_display_and_not_the_run(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl", slow(4))
@@ -521,10 +521,10 @@ def test_a_reader_that_had_enough_ends_the_display_and_not_the_run(
     assert len(read(tmp_path / "in.out.jsonl")) == 4
 
 
-# Broken off -------------------------------------------------------------------------------------------------------
+# Killed and interrupted -------------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_flight(
+def test_a_killed_run_resumes_where_it_stopped_and_resends_only_what_was_in_flight(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl", slow(240))
@@ -535,7 +535,7 @@ def test_a_killed_run_goes_on_where_it_stood_and_asks_again_only_what_was_in_fli
     assert len(cli.rows("SELECT FROM batchwright.job WHERE locked_by IS NOT NULL AND status = 'RUNNING'")) == 1
     began = time.monotonic()
     found = cli.json(*arguments)
-    assert time.monotonic() - began < 25, "the lease of the dead, 30 s, was waited for"
+    assert time.monotonic() - began < 25, "it waited 30 s for the lease of the killed worker"
     assert (found["exit_code"], found["total"], found["completed"]) == (0, 240, 240)
     assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(240)]
     asked = simulator.asked(over=1)
@@ -577,7 +577,7 @@ def test_an_abandoned_run_has_a_name_and_is_resumed_by_its_id_although_its_file_
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", sparsely([signal.SIGINT, signal.SIGTERM], 2))
-def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
+def test_an_interrupted_run_waits_for_answers_in_flight_and_can_be_resumed(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     write(tmp_path / "in.jsonl", slow(240))
@@ -595,7 +595,7 @@ def test_an_interrupted_run_lets_answers_in_and_goes_on_later(
 
 
 @pytest.mark.thorough
-def test_a_run_that_waits_for_its_server_can_be_interrupted_and_goes_on_with_it(
+def test_a_run_that_waits_for_its_server_can_be_interrupted_and_resumed(
     cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
     write(tmp_path / "in.jsonl")
@@ -640,7 +640,7 @@ def test_a_run_that_was_left_can_be_cancelled_and_keeps_its_answers(
 
 
 @pytest.mark.thorough
-def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
+def test_a_run_whose_batch_is_cancelled_says_so(cli: Cli, simulator: Remote, folder: Path, tmp_path: Path) -> None:
     cli.environment["BATCHWRIGHT_BATCHES_CANCEL_GRACE_SECONDS"] = "0.2"
     write(tmp_path / "in.jsonl", slow(20))
     simulator.put_faults(["hang:match=Say r7."])
@@ -652,7 +652,7 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
     assert (failed["custom_id"], failed["error"]["code"]) == ("r7", "batch_cancelled")
 
 
-# What is off ------------------------------------------------------------------------------------------------------
+# Mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -677,7 +677,7 @@ def test_a_run_is_told_that_it_was_cancelled(cli: Cli, simulator: Remote, folder
         (["in.jsonl", "--url", "http://127.0.0.1:9/v1/v1"], "--url ends with /v1/v1, which each request adds itself"),
     ],
 )
-def test_what_is_off_is_said_before_anything_is_paid_for(
+def test_a_mistake_is_refused_before_anything_is_stored_or_sent(
     inside: Inside, cli: Cli, folder: Path, tmp_path: Path, arguments: list[str], complaint: str
 ) -> None:
     write(tmp_path / "in.jsonl")

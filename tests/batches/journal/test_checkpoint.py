@@ -1,4 +1,4 @@
-"""Registering journals: what is registered stays what it was, whoever else still writes."""
+"""Registering journals: registered ranges never change, even if another worker still writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = "batch_" + "0" * 32
 
 
 class Registry:
-    """Takes every registration that fits, as the database does, and keeps it."""
+    """Accepts and keeps each registration that follows the last one, as the database does."""
 
     def __init__(self):
         self.rows = []
@@ -64,7 +64,7 @@ def owner(shard=0, claim=1):
 
 
 async def test_two_machines_with_the_same_claim_number_keep_their_answers_apart(tmp_path):
-    """As after a failover that lost a claim: both write a journal of that number, and the same range of it."""
+    """After a failover that lost a claim, both write a journal with the same number and register the same range."""
     keys = []
     for name, line in (("one", FIRST), ("two", SECOND)):
         with prepared(tmp_path / name, tmp_path / "store") as (checkpoints, registry, store):
@@ -78,7 +78,7 @@ async def test_two_machines_with_the_same_claim_number_keep_their_answers_apart(
     ] * 2
 
 
-async def test_what_the_database_lost_is_registered_again_without_a_gap(tmp_path):
+async def test_ranges_that_the_database_lost_are_registered_again_without_a_gap(tmp_path):
     with prepared(tmp_path) as (checkpoints, registry, store):
         account = await checkpoints.open(owner())
         for n, line in enumerate((FIRST, SECOND, FIRST)):
@@ -97,7 +97,7 @@ async def test_what_the_database_lost_is_registered_again_without_a_gap(tmp_path
         checkpoints.close(account)
 
 
-async def test_a_journal_of_a_claim_number_that_is_given_again_is_registered_from_its_beginning(tmp_path):
+async def test_when_a_claim_number_is_used_again_its_earlier_journal_is_registered_from_the_beginning(tmp_path):
     with prepared(tmp_path) as (checkpoints, registry, _):
         mine = owner()
         lost = await checkpoints.open(mine)
@@ -113,12 +113,12 @@ async def test_a_journal_of_a_claim_number_that_is_given_again_is_registered_fro
         checkpoints.close(again)
         third = await checkpoints.open(mine)
         await checkpoints.flush(third)
-        assert (len(registry.rows), third.seq, third.is_settled) == (2, 2, True), "and what is known is not sent again"
+        assert (len(registry.rows), third.seq, third.is_settled) == (2, 2, True), "nothing is registered twice"
         checkpoints.close(third)
 
 
 async def test_shards_that_end_together_do_not_wait_for_the_uploads_of_each_other(tmp_path, monkeypatch):
-    """At the deadline they have a second and a half; what is not registered by then may be lost."""
+    """At the deadline they have 1.5 seconds; answers that are not registered by then may be lost."""
     together = asyncio.Barrier(UPLOADS_MAX)
     put = Store.put
 
@@ -138,8 +138,8 @@ async def test_shards_that_end_together_do_not_wait_for_the_uploads_of_each_othe
             checkpoints.close(account)
 
 
-async def test_an_upload_that_fails_keeps_no_other_from_being_registered(tmp_path, monkeypatch):
-    """Nor does it leave uploads behind that nobody waits for: in a long outage they would be more and more."""
+async def test_a_failed_upload_does_not_prevent_others_from_being_registered(tmp_path, monkeypatch):
+    """And no upload keeps running in the background: in a long outage, their number would grow."""
     put, under_way = Store.put, 0
 
     async def put_slowly(self, key, *args):

@@ -20,7 +20,7 @@ from batchwright.inference.answers import Failure, Reply, classify
 BATCH = "batch_0198f0c2a7b47c1e9d2f4a6b8c0d1e2f"
 ID = request_id(BATCH, 77)
 BREAKS = "\u2028\u2029\x85"
-"""What JSON may hold raw in a string, and Python's `splitlines` takes for the end of a line."""
+"""Characters that JSON allows unescaped in a string, but at which Python's `splitlines` ends a line."""
 ESCAPED = rb"\u2028\u2029\u0085"
 
 
@@ -31,7 +31,7 @@ def judged(status=None, body=b"", **reply):
 def parsed(line):
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
-    assert len(line.decode().splitlines()) == 1, "this is how clients split a file"
+    assert len(line.decode().splitlines()) == 1, "clients that split the file like this must get one line"
     return json.loads(line)
 
 
@@ -42,7 +42,7 @@ def test_the_id_of_a_line_is_made_of_its_batch_and_its_offset():
     assert {len(id) for id in ids} == {len(ID)}
 
 
-def test_an_answer_stands_in_its_envelope_byte_for_byte():
+def test_an_answer_is_copied_into_its_envelope_byte_for_byte():
     body = b'{ "n":1.0e2,  "u":"\\u00e9\xc3\xa9", "big": 12345678901234567890, "n":1 }'
     line = answered(ID, "a", judged(200, body, request_id="req-7"))
     assert line == (
@@ -53,7 +53,7 @@ def test_an_answer_stands_in_its_envelope_byte_for_byte():
 
 
 def test_line_breaks_of_unicode_are_escaped_and_nothing_else_is_changed():
-    """Readers that split text into lines would cut such a line in two."""
+    """Otherwise readers that split text into lines would cut such a line in two."""
     body = '{ "é“”…\u2027\u202a":1.0e2, "a\\\\%s":"\\u2028%s\\n" }'
     line = answered(ID, f"a{BREAKS}", judged(200, (body % (BREAKS, BREAKS)).encode(), request_id=f"r{BREAKS}"))
     escaped = (body % (ESCAPED.decode(), ESCAPED.decode())).encode()
@@ -66,7 +66,7 @@ def test_line_breaks_of_unicode_are_escaped_and_nothing_else_is_changed():
 
 @pytest.mark.parametrize("raw", ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", *BREAKS, "\r", "\n"])
 @pytest.mark.parametrize("body", ['{"a":1}%s', '{"a":"x\\%s"}', "<p>%s</p>", '{"%s'])
-def test_line_breaks_in_what_is_no_json_stay_in_one_line(raw, body):
+def test_an_answer_that_is_not_json_becomes_one_line_even_with_line_breaks(raw, body):
     sent = body % raw
     found = parsed(answered(ID, "a", judged(200, sent.encode())))
     assert found["error"]["body"] == sent if found["error"] else found["response"]["body"] == json.loads(sent)
@@ -75,12 +75,12 @@ def test_line_breaks_in_what_is_no_json_stay_in_one_line(raw, body):
     assert parsed(unanswered(ID, f"a{raw}", "batch_expired"))["custom_id"] == f"a{raw}"
 
 
-def test_without_an_id_of_the_server_the_request_has_ours():
+def test_without_an_id_from_the_server_the_request_has_ours():
     assert parsed(answered(ID, "a", judged(200, b"{}")))["response"]["request_id"] == ID
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 503])
-def test_an_error_that_the_server_words_itself_is_a_response(status):
+def test_an_error_body_of_the_server_is_kept_as_the_response(status):
     found = parsed(answered(ID, "a", judged(status, b'{"error": {"message": "no"}}')))
     assert found["error"] is None
     assert found["response"] == {"status_code": status, "request_id": ID, "body": {"error": {"message": "no"}}}
@@ -101,7 +101,7 @@ def test_an_error_that_the_server_words_itself_is_a_response(status):
         (judged(failure=Failure.UNSENDABLE, detail="bad url"), {}),
     ],
 )
-def test_what_is_no_answer_is_an_error_with_what_came_from_the_server(answer, more):
+def test_an_unusable_answer_is_an_error_that_quotes_the_server(answer, more):
     found = parsed(answered(ID, "a", answer))
     assert found["response"] is None
     assert found["error"] == {"code": answer.code, "message": answer.message, **more}
@@ -109,7 +109,7 @@ def test_what_is_no_answer_is_an_error_with_what_came_from_the_server(answer, mo
 
 
 @pytest.mark.parametrize("failure", [Failure.DEADLINE, Failure.EXPIRED])
-def test_an_ending_that_has_a_message_of_its_own_is_worded_alike_everywhere(failure):
+def test_an_error_code_with_a_fixed_message_has_it_everywhere(failure):
     line = answered(ID, "a", judged(failure=failure, detail="in other words"))
     assert line == unanswered(ID, "a", failure.value)
 
@@ -148,7 +148,7 @@ def test_an_expired_line_is_worded_as_at_openai():
         (None, "http_400"),
     ],
 )
-def test_the_code_of_an_error_is_the_servers_if_it_looks_like_one(error, code):
+def test_the_code_of_an_error_is_the_servers_if_it_is_a_valid_code(error, code):
     line = answered(ID, "a", judged(400, json.dumps({"error": error}).encode()))
     assert error_code_of(line) == (code, "a")
 
@@ -235,7 +235,7 @@ def test_any_bytes_of_a_server_make_one_line_of_json(custom_id, body, status):
         (b"[" * 5000 + b"]" * 5000, ""),
     ],
 )
-def test_the_words_of_a_server_are_found_in_the_shapes_of_common_servers(body, words):
+def test_the_error_message_is_found_in_the_formats_of_common_servers(body, words):
     assert words_in(body) == words
     answer = classify(Reply(status=400, body=body), now=0.0)
     code, said = words_of(answered("batch_req_1", "a", answer))
@@ -243,7 +243,7 @@ def test_the_words_of_a_server_are_found_in_the_shapes_of_common_servers(body, w
     assert words in said
 
 
-def test_where_no_answer_came_the_words_are_our_own():
+def test_without_an_answer_the_error_message_is_ours():
     late = classify(Reply(failure=Failure.TIMEOUT, detail="too late"), now=0.0)
     assert words_of(answered("batch_req_1", "a", late)) == ("request_timeout", "too late")
     code, words = words_of(unanswered("batch_req_1", "a", "batch_expired"))

@@ -89,7 +89,7 @@ def offsets(path, end=None):
 # Records
 
 
-def test_what_was_appended_is_found_again(path):
+def test_appended_records_are_read_back(path):
     journal = Journal(path)
     usage = Usage(input=10, cached=4, output=2**31 - 1, reasoning=0)
     add(journal, 0, usage=usage)
@@ -167,7 +167,7 @@ records = st.lists(st.tuples(st.sampled_from(LineStatus), st.text("abc", max_siz
 
 
 def written(folder, found):
-    """A journal with these lines; answers its path and where each record ends."""
+    """Write a journal with these lines; return its path and the end of each record."""
     path = Path(folder) / "1.1.seg"
     journal = Journal(path)
     ends = []
@@ -200,7 +200,7 @@ def test_cut_at_any_byte_a_journal_keeps_the_whole_records_before_it(found):
 
 @settings(deadline=None, max_examples=200)
 @given(records, st.integers(1, 255), st.data())
-def test_a_changed_byte_is_noticed_wherever_it_is(found, change, data):
+def test_a_changed_byte_is_detected_wherever_it_is(found, change, data):
     with tempfile.TemporaryDirectory() as folder:
         path, ends = written(folder, found)
         content = bytearray(path.read_bytes())
@@ -217,7 +217,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(found, change, data):
             read_line(path, start)
 
 
-def test_a_changed_bit_anywhere_in_a_record_is_noticed(tmp_path):
+def test_a_changed_bit_anywhere_in_a_record_is_detected(tmp_path):
     path, (start, end) = written(tmp_path, [(LineStatus.OK, "a"), (LineStatus.FAILED, "b")])
     content = path.read_bytes()
     with path.open("r+b", buffering=0) as file:
@@ -232,7 +232,7 @@ def test_a_changed_bit_anywhere_in_a_record_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     "garbage", [b"\0", b"\0" * 4096, b"\xff" * 100, b"\n" * 33, os.urandom(500), b"\0" * 8 + b"\x01" * 60]
 )
-def test_what_a_power_cut_leaves_behind_the_last_record_is_refused(path, garbage):
+def test_bytes_that_a_power_cut_leaves_after_the_last_record_are_refused(path, garbage):
     journal = Journal(path)
     add(journal, 1)
     add(journal, 2)
@@ -252,7 +252,7 @@ def test_a_registered_range_of_garbage_is_damage(path, garbage, verify):
         list(scan(path, 0, len(garbage), verify=verify))
 
 
-def test_a_range_that_the_file_does_not_have_is_damage(path):
+def test_a_range_beyond_the_end_of_the_file_is_damage(path):
     journal = Journal(path)
     add(journal, 1)
     for verify in (False, True):
@@ -287,7 +287,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_of_the_storage(path, monkeypatch
 # Opening
 
 
-def test_a_file_that_is_there_is_cut_to_its_last_record_and_continued(path):
+def test_an_existing_file_is_cut_after_its_last_record_and_continued(path):
     journal = Journal(path)
     add(journal, 1)
     size = journal.size
@@ -314,7 +314,7 @@ def test_only_one_writer_at_a_time(path):
     journal.close()
 
 
-def test_a_closed_journal_takes_nothing(path):
+def test_a_closed_journal_refuses_lines(path):
     journal = Journal(path)
     add(journal, 1)
     assert journal.sync() == journal.size
@@ -334,7 +334,7 @@ def test_a_closed_journal_takes_nothing(path):
 
 
 class Disk:
-    """Stands in for os.write: takes at most so many bytes at a time, and after so many in all it fails."""
+    """Replaces os.write: writes a limited number of bytes per call, and fails after a limited number in all."""
 
     def __init__(self, monkeypatch, *, room=10**9, most=10**9, problem=errno.ENOSPC):
         self.room, self.most, self.problem = room, most, problem
@@ -367,7 +367,7 @@ def test_short_writes_are_completed(path, monkeypatch):
         (errno.EIO, StorageUnavailable, "cannot be used"),
     ],
 )
-def test_a_failed_write_leaves_nothing_and_the_journal_goes_on(path, monkeypatch, problem, error, words):
+def test_a_failed_write_leaves_nothing_behind_and_the_journal_can_be_used(path, monkeypatch, problem, error, words):
     journal = Journal(path)
     add(journal, 0)
     size = journal.size
@@ -384,7 +384,7 @@ def test_a_failed_write_leaves_nothing_and_the_journal_goes_on(path, monkeypatch
     journal.close()
 
 
-def test_lines_that_come_together_are_written_as_one_by_one(path, tmp_path):
+def test_lines_appended_together_are_written_as_if_one_by_one(path, tmp_path):
     statuses = [LineStatus.OK, LineStatus.FAILED, LineStatus.OK, LineStatus.EXPIRED]
     lines = [(n, status, line_of(n, status, "hi"), Usage(input=n, output=7)) for n, status in enumerate(statuses)]
     together, alone = Journal(path), Journal(tmp_path / "alone.seg")
@@ -397,7 +397,7 @@ def test_lines_that_come_together_are_written_as_one_by_one(path, tmp_path):
     alone.close()
 
 
-def test_of_lines_that_come_together_all_are_kept_or_none(path, monkeypatch):
+def test_of_lines_appended_together_all_are_kept_or_none(path, monkeypatch):
     journal = Journal(path)
     add(journal, 0)
     size = journal.size
@@ -413,8 +413,8 @@ def test_of_lines_that_come_together_all_are_kept_or_none(path, monkeypatch):
     journal.close()
 
 
-def test_a_file_system_that_refuses_more_bytes_is_full(path):
-    """The kernel's own limit on file sizes: the write is cut short, then refused."""
+def test_a_write_beyond_the_largest_file_size_means_that_the_disk_is_full(path):
+    """With the kernel's limit on file sizes, a write is first cut short and then refused."""
     journal = Journal(path)
     add(journal, 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -430,7 +430,7 @@ def test_a_file_system_that_refuses_more_bytes_is_full(path):
     journal.close()
 
 
-def test_a_journal_whose_torn_end_cannot_be_removed_takes_no_more(path, monkeypatch):
+def test_a_journal_whose_partial_record_cannot_be_removed_refuses_lines(path, monkeypatch):
     journal = Journal(path)
     add(journal, 0)
     disk = Disk(monkeypatch, room=10)
@@ -454,7 +454,7 @@ def fails(*_):
 
 
 class Syncs:
-    """Records what is brought to the disk, and fails on demand."""
+    """Records which files are synced to the disk, and fails on demand."""
 
     def __init__(self, monkeypatch):
         self.sizes = []
@@ -479,7 +479,7 @@ def syncs(monkeypatch):
     return Syncs(monkeypatch)
 
 
-async def test_whoever_awaits_a_sync_knows_what_is_on_the_disk(path, syncer, syncs):
+async def test_a_sync_returns_when_the_lines_are_on_the_disk(path, syncer, syncs):
     journal = Journal(path, syncer)
     assert await syncer.sync(journal) == 0
     add(journal, 1)
@@ -503,7 +503,7 @@ async def test_many_journals_are_synced_at_once(tmp_path, syncer):
         journal.close()
 
 
-async def test_those_that_are_waited_for_are_synced_first(tmp_path, syncer, syncs):
+async def test_journals_that_somebody_waits_for_are_synced_first(tmp_path, syncer, syncs):
     other, wanted = Journal(tmp_path / "1.1.seg", syncer), Journal(tmp_path / "2.1.seg", syncer)
     add(other, 1)
     add(wanted, 1)
@@ -558,7 +558,7 @@ def test_many_lines_are_synced_at_once(path, syncer, syncs):
     journal.close()
 
 
-async def test_a_failed_sync_is_told_and_never_forgotten(path, syncer, syncs):
+async def test_a_failed_sync_is_raised_for_all_later_syncs_of_the_journal(path, syncer, syncs):
     journal = Journal(path, syncer)
     add(journal, 1)
     good = await syncer.sync(journal)
@@ -578,7 +578,7 @@ async def test_a_failed_sync_is_told_and_never_forgotten(path, syncer, syncs):
     journal.close()
 
 
-async def test_a_sync_that_failed_while_nobody_waited_is_told_later(path, syncs):
+async def test_a_sync_that_failed_in_the_background_is_raised_later(path, syncs):
     syncer = Syncer(seconds=0)
     journal = Journal(path, syncer)
     syncs.problem = errno.ENOSPC
@@ -631,7 +631,7 @@ def test_a_syncer_without_work_has_no_thread():
     syncer.close()
 
 
-async def test_waiters_that_are_gone_do_no_harm(path, syncer, syncs):
+async def test_cancelled_waiters_do_not_disturb_a_sync(path, syncer, syncs):
     problems = []
     asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
     journal = Journal(path, syncer)
@@ -648,7 +648,7 @@ async def test_waiters_that_are_gone_do_no_harm(path, syncer, syncs):
     journal.close()
 
 
-def test_a_journal_that_is_closed_before_its_turn_is_no_success(path, syncer, syncs):
+def test_a_sync_of_a_journal_that_is_closed_before_its_turn_fails(path, syncer, syncs):
     journal = Journal(path, syncer)
     add(journal, 1)
     journal.close()
@@ -657,10 +657,10 @@ def test_a_journal_that_is_closed_before_its_turn_is_no_success(path, syncer, sy
     assert syncs.sizes == []
 
 
-# Sums
+# Totals
 
 
-def test_parts_hold_what_was_appended_since_the_last(path):
+def test_a_part_holds_the_lines_appended_since_the_last_part(path):
     journal = Journal(path)
     add(journal, 0, usage=Usage(input=10, cached=1, output=5, reasoning=2))
     add(journal, 1, LineStatus.FAILED)
@@ -708,7 +708,7 @@ def test_codes_beyond_the_limit_are_counted_together():
     assert tally.errors["other"] == (20, f"c{CODES_MAX}")
 
 
-def test_the_codes_counted_together_take_no_name_from_the_others():
+def test_codes_counted_together_do_not_mix_with_a_code_of_that_name():
     tally = Tally(errors={"other": (1, "c")})
     for number in range(CODES_MAX + 1):
         tally.add_error(f"code{number}", "d")
@@ -716,7 +716,7 @@ def test_the_codes_counted_together_take_no_name_from_the_others():
     assert tally.errors["other"] == (2, "c")
 
 
-def test_what_is_absent_in_json_is_nothing():
+def test_fields_that_are_absent_in_json_count_as_zero():
     assert Tally.from_json({}) == Tally()
     assert Tally.from_json({"errors": {"a": [2, "c"]}, "later": 1}) == Tally(errors={"a": (2, "c")})
 
@@ -735,7 +735,7 @@ tallies = st.builds(
 
 
 @given(tallies, tallies, tallies)
-def test_sums_do_not_depend_on_how_they_are_grouped(one, two, three):
+def test_totals_do_not_depend_on_how_lines_are_grouped(one, two, three):
     assert (one + two) + three == one + (two + three)
     assert one + Tally() == one
     before = Tally.from_json(one.as_json())
@@ -761,7 +761,7 @@ def test_the_code_decides_the_status(code, status):
     assert LineStatus.of(code) is status
 
 
-# What a dead claim left
+# Journals of dead claims
 
 
 def test_the_tail_of_a_dead_claim_counts_up_to_its_last_valid_record(path):
@@ -781,12 +781,12 @@ def test_the_tail_of_a_dead_claim_counts_up_to_its_last_valid_record(path):
     journal.close()
 
 
-def test_a_claim_that_wrote_nothing_left_nothing(path):
+def test_a_claim_that_wrote_nothing_leaves_nothing_to_register(path):
     Journal(path).close()
     assert valid_end(path) == 0
 
 
-def test_a_journal_that_lost_registered_bytes_says_so(path):
+def test_a_journal_that_lost_registered_bytes_is_an_error(path):
     with pytest.raises(NotFound):
         valid_end(path, 100)
     path.write_bytes(b"\0" * 99)
@@ -805,7 +805,7 @@ for offset in range(1_000_000):
 """
 
 
-def test_a_killed_process_loses_no_line_that_it_had_appended(path):
+def test_a_killed_process_loses_no_appended_line(path):
     root = Path(__file__).parents[3]
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=root, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None

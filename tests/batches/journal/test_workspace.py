@@ -1,4 +1,4 @@
-"""The work folder: what many shards that begin at once do to each other."""
+"""The work folder, when many shards begin at the same time."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from batchwright.batches.journal.workspace import Workspace
 
 
-async def test_shards_that_prepare_one_batch_at_once_do_not_take_each_others_threads(tmp_path):
-    """Whoever was at it needed a thread, and all of them waited for him."""
+async def test_shards_that_prepare_one_batch_at_the_same_time_do_not_block_each_other(tmp_path):
+    """The shard that prepares needs a thread; shards that wait for it must not hold all of them."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=2))
     workspaces = [Workspace(tmp_path / "work", 1 << 30) for _ in range(2)]
     at_it, most = 0, 0

@@ -35,7 +35,7 @@ def error_summary(tally):
 
 
 class Stage:
-    """An input of some lines, its plan, and journals to write; `write` registers what it has written."""
+    """An input of some lines, its plan, and journals; `write` adds a line to a journal and registers it."""
 
     def __init__(self, folder, lines, rejected=(), plans=1):
         self.folder = Path(folder)
@@ -131,7 +131,7 @@ def test_a_batch_without_a_success_has_no_output(stage):
         ("batch_failed", Counts(1, 3, 0, 0, 4)),
     ],
 )
-def test_lines_without_a_record_are_filled(stage, code, counts):
+def test_lines_without_an_answer_become_error_lines(stage, code, counts):
     batch = stage(lines=4)
     batch.write(2)
     batch.write(1, LineStatus.FAILED)
@@ -151,7 +151,7 @@ def test_lines_without_a_record_are_filled(stage, code, counts):
     }
 
 
-def test_gaps_are_refused_until_somebody_says_what_they_are(stage):
+def test_missing_lines_are_refused_unless_their_error_is_given(stage):
     batch = stage(lines=3)
     batch.write(0)
     assembly = batch.assemble()
@@ -163,7 +163,7 @@ def test_gaps_are_refused_until_somebody_says_what_they_are(stage):
     assert assembly.counts.total == 3
 
 
-def test_a_whole_batch_has_nothing_to_fill_and_needs_no_input(stage):
+def test_a_batch_with_all_its_answers_does_not_need_its_input(stage):
     batch = stage(lines=1)
     batch.write(0)
     batch.input.unlink()
@@ -207,7 +207,7 @@ def test_the_first_record_of_a_line_wins_and_only_that_is_counted(stage):
     assert assembly.tally == Tally(lines=2, completed=1, failed=1, input_tokens=101, errors={"bad": (1, "c1")})
 
 
-def test_bytes_that_are_not_registered_do_not_exist(stage):
+def test_bytes_that_are_not_registered_are_ignored(stage):
     batch = stage(lines=3)
     for number in range(3):
         batch.write(number)
@@ -216,7 +216,7 @@ def test_bytes_that_are_not_registered_do_not_exist(stage):
     assert custom_ids(assembly.output()) == ["c0", "c2"]
 
 
-def test_a_record_that_nobody_expected_is_refused(stage):
+def test_a_record_that_is_in_no_plan_is_refused(stage):
     batch = stage(lines=3, rejected=(1,))
     batch.write(1)
     with pytest.raises(StorageError, match=r"1\.1\.seg holds a line at byte 0 that is not in the plan of batch"):
@@ -235,7 +235,7 @@ def test_a_line_in_two_plans_is_refused(stage):
         batch.assemble()
 
 
-def test_a_piece_that_is_not_whole_is_refused(stage):
+def test_an_incomplete_piece_is_refused(stage):
     batch = stage(lines=1)
     batch.write(0)
     (piece,) = batch.pieces
@@ -247,7 +247,7 @@ def test_a_piece_that_is_not_whole_is_refused(stage):
         batch.assemble()
 
 
-def test_a_record_that_was_damaged_since_is_noticed_as_it_is_copied(stage):
+def test_a_record_that_is_damaged_before_it_is_copied_is_detected(stage):
     batch = stage(lines=3)
     for number in range(3):
         batch.write(number)
@@ -260,7 +260,7 @@ def test_a_record_that_was_damaged_since_is_noticed_as_it_is_copied(stage):
         lines_of(assembly.output())
 
 
-def test_a_record_that_was_exchanged_for_another_is_noticed(stage):
+def test_a_record_that_was_replaced_by_another_is_detected(stage):
     batch = stage(lines=2)
     batch.write(0)
     assembly = batch.assemble()
@@ -271,7 +271,7 @@ def test_a_record_that_was_exchanged_for_another_is_noticed(stage):
         lines_of(assembly.output())
 
 
-def test_an_input_that_changed_is_noticed(stage):
+def test_a_changed_input_is_detected(stage):
     batch = stage(lines=2)
     batch.input.write_bytes(b" " + batch.input.read_bytes())
     assembly = batch.assemble()
@@ -298,7 +298,7 @@ def test_an_input_that_cannot_be_read_is_an_error_of_the_storage(stage, monkeypa
         assembly.fill("batch_failed")
 
 
-async def test_the_files_are_made_anew_for_every_attempt_and_stored_whole(stage, tmp_path):
+async def test_each_attempt_writes_new_files_that_are_stored_completely(stage, tmp_path):
     batch = stage(lines=6)
     for number in (5, 0, 3):
         batch.write(number, text="x" * 600_000)
@@ -338,7 +338,7 @@ def test_more_journals_than_descriptors_are_read(stage, monkeypatch):
     assert open_files() == before
 
 
-async def test_a_copy_that_is_given_up_closes_its_files_after_its_thread_is_done(stage, monkeypatch):
+async def test_a_cancelled_copy_closes_its_files_once_its_thread_has_finished(stage, monkeypatch):
     batch = stage(lines=2)
     batch.write(0)
     assembly = batch.assemble()
@@ -386,7 +386,7 @@ def test_errors_are_rolled_up_the_most_frequent_first(stage):
     ]
 
 
-def test_the_manifest_says_what_is_where():
+def test_the_manifest_lists_files_and_counts():
     counts = Counts(ok=3, failed=1, expired=2, cancelled=0, total=6)
     assert manifest(counts, input_sha256="aa", output_sha256="bb", error_sha256=None) == {
         "version": 1,
@@ -396,7 +396,7 @@ def test_the_manifest_says_what_is_where():
     }
 
 
-def test_lines_that_do_not_add_up_are_noticed(stage):
+def test_counts_that_do_not_add_up_are_detected(stage):
     batch = stage(lines=2)
     batch.write(0)
     batch.write(1)
@@ -414,7 +414,7 @@ appends = st.tuples(
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(appends, max_size=20), st.sets(st.integers(0, LINES - 1), max_size=2), st.integers(1, 3))
-def test_whatever_was_written_where_every_line_is_there_once_and_in_order(written, rejected, plans):
+def test_each_line_is_in_a_file_once_and_in_order_wherever_its_records_are(written, rejected, plans):
     with tempfile.TemporaryDirectory() as folder:
         batch = Stage(folder, LINES, rejected=sorted(rejected), plans=plans)
         expected = {}

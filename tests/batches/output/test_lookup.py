@@ -23,7 +23,7 @@ def services(stage: Stage) -> BatchServices:
 
 
 def shown(found: Lookup) -> list[tuple[str, str | None, str | None]]:
-    """Each line: its custom_id, that of its request, and that of its answer."""
+    """For each line: its custom_id, the custom_id of its request, and the custom_id of its answer."""
     return [
         (
             line.custom_id,
@@ -105,7 +105,7 @@ async def test_answers_that_were_just_removed_do_not_fail_a_search(database_url,
         id = await stage.submit([request(f"r{n}") for n in range(30)])
         running = await stage.until(id, lambda batch: batch.completed >= 1)
         search = services(stage).lines
-        for journal in (tmp_path / "gone.seg", None):  # a journal that goes before it is opened, then an object
+        for journal in (tmp_path / "gone.seg", None):  # a journal that is removed before it is opened, then an object
             monkeypatch.setattr(type(search._segments), "find_journal", lambda self, segment, path=journal: path)
             if journal is None:
                 segments = await search._batches.segments(id)

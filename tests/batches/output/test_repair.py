@@ -1,4 +1,4 @@
-"""A batch that ended without its files gets them, as long as its answers are there."""
+"""A batch that ended without its files gets them later, if its answers still exist."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_answers_that_nobody_registered_are_found_in_the_journals_of_this_
         assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, batch)} == {Level.OK}
 
 
-async def test_answers_that_are_lost_do_not_take_the_others_with_them(database_url, tmp_path, monkeypatch):
+async def test_lost_answers_do_not_prevent_the_repair_of_the_others(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch, [request("a", model="one"), request("b", model="two")])
         (_, _, path), _ = stage.batchwright.part(BatchesPart).workspace.journals(batch.id)
@@ -98,7 +98,7 @@ async def test_answers_that_are_lost_do_not_take_the_others_with_them(database_u
 
 
 @pytest.mark.parametrize("place", ["the line", "the length"])
-async def test_a_damaged_answer_does_not_take_the_others_with_it(database_url, tmp_path, monkeypatch, place):
+async def test_a_damaged_answer_does_not_prevent_the_repair_of_the_others(database_url, tmp_path, monkeypatch, place):
     lines = [request(f"r{n}", model=f"m{n // 4}") for n in range(8)]
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch, lines)
@@ -109,12 +109,12 @@ async def test_a_damaged_answer_does_not_take_the_others_with_it(database_url, t
         path.write_bytes(data)
         batch = await mend(stage, batch)
         output, errors = await stage.results(batch)
-        assert len(output) == (7 if place == "the line" else 5), "behind a wrong length no record is found again"
+        assert len(output) == (7 if place == "the line" else 5), "after a wrong length no further record can be found"
         assert {line["error"]["code"] for line in errors} == {"batch_failed"}
         assert {one.level for one in await verify(stage.batchwright.part(BatchesPart).files, batch)} == {Level.OK}
 
 
-async def test_answers_on_another_machine_are_not_given_up(database_url, tmp_path, monkeypatch):
+async def test_a_repair_is_refused_while_answers_are_on_another_machine(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch)
         await stage.batchwright.pool.rows("UPDATE batchwright.batch_segment SET host = 'other' RETURNING id")
@@ -123,7 +123,7 @@ async def test_answers_on_another_machine_are_not_given_up(database_url, tmp_pat
         assert (await stage.get(batch.id)).manifest is None
 
 
-async def test_a_repair_that_is_broken_off_changes_nothing_and_can_be_done_again(database_url, tmp_path, monkeypatch):
+async def test_an_interrupted_repair_changes_nothing_and_can_be_repeated(database_url, tmp_path, monkeypatch):
     async def dies(*_: object) -> None:
         raise RuntimeError("the process died")
 
@@ -137,7 +137,7 @@ async def test_a_repair_that_is_broken_off_changes_nothing_and_can_be_done_again
         assert (await mend(stage, batch)).manifest is not None
 
 
-async def test_only_one_of_two_repairs_counts(database_url, tmp_path, monkeypatch):
+async def test_of_two_repairs_at_the_same_time_one_is_refused(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch)
         write = Finalizer.write
@@ -155,9 +155,7 @@ async def test_only_one_of_two_repairs_counts(database_url, tmp_path, monkeypatc
         assert len(await stage.batchwright.part(BatchesPart).files.list("default", purpose="batch_output")) == 2
 
 
-async def test_a_repair_that_the_collector_overtakes_writes_no_files_without_answers(
-    database_url, tmp_path, monkeypatch
-):
+async def test_a_repair_during_which_the_collector_removes_the_answers_is_refused(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch)
         segments = Batches.segments
@@ -177,7 +175,7 @@ async def test_a_repair_that_the_collector_overtakes_writes_no_files_without_ans
         assert await stage.batchwright.part(BatchesPart).files.list("default", purpose="batch_output") == []
 
 
-async def test_what_cannot_be_repaired_says_why(database_url, tmp_path, monkeypatch):
+async def test_a_batch_that_cannot_be_repaired_says_why(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         batch = await broken(stage, monkeypatch)
         rows = stage.batchwright.pool.rows

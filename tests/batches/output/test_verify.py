@@ -1,4 +1,4 @@
-"""The files of a batch against its manifest: whatever was changed is found."""
+"""Checking the files of a batch against its manifest finds every change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_manifest(batch: Batch, **values: object) -> Batch:
     return replace(batch, manifest={**batch.manifest, **values})
 
 
-async def test_what_was_never_changed_agrees(database_url, tmp_path):
+async def test_unchanged_files_agree_with_the_manifest(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
         found = await findings(stage, batch)
@@ -79,7 +79,7 @@ async def test_a_changed_file_has_another_checksum(database_url, tmp_path, name:
     assert "and the manifest says" in text
 
 
-async def test_a_manifest_that_counts_wrongly_is_found_out(database_url, tmp_path):
+async def test_wrong_counts_in_a_manifest_are_found(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
         assert batch.manifest is not None
@@ -89,8 +89,8 @@ async def test_a_manifest_that_counts_wrongly_is_found_out(database_url, tmp_pat
     assert found["custom_ids"] == (Level.ERROR, "there are 4, and the manifest says 5")
 
 
-async def test_a_line_that_is_there_twice_or_from_elsewhere_is_found_out(database_url, tmp_path):
-    """With checksums that agree: as if we had written the files wrongly."""
+async def test_a_line_that_is_repeated_or_from_another_batch_is_found(database_url, tmp_path):
+    """The checksums agree, as if we had written wrong files."""
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
         output = stored(tmp_path, batch.output_file_id)
@@ -102,7 +102,7 @@ async def test_a_line_that_is_there_twice_or_from_elsewhere_is_found_out(databas
     assert found["custom_ids"] == (Level.ERROR, "1 of the input are in no file, and 1 are not from the input")
 
 
-async def test_what_is_gone_cannot_be_checked_and_what_is_broken_is_said(database_url, tmp_path):
+async def test_a_missing_file_cannot_be_checked_and_a_broken_one_is_reported(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
         await stage.batchwright.part(BatchesPart).files.delete(batch.input_file_id, tenant="default")
@@ -117,7 +117,7 @@ async def test_what_is_gone_cannot_be_checked_and_what_is_broken_is_said(databas
     assert found["output"][1].startswith(f"{batch.output_file_id} cannot be read: there is no object")
 
 
-async def test_a_byte_that_is_no_text_any_more_is_said(database_url, tmp_path):
+async def test_a_byte_that_is_not_valid_text_is_reported(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
         for name, id in (("input", batch.input_file_id), ("output", batch.output_file_id)):
@@ -128,7 +128,7 @@ async def test_a_byte_that_is_no_text_any_more_is_said(database_url, tmp_path):
     assert "custom_ids" not in found
 
 
-async def test_a_file_that_should_be_there_and_is_not_named_is_an_error(database_url, tmp_path):
+async def test_a_file_that_the_manifest_counts_but_does_not_name_is_an_error(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         batch = await made(stage)
         assert batch.manifest is not None

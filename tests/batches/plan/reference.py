@@ -1,4 +1,4 @@
-"""A slow check of batch lines, written with `json` alone, that shares no code with the fast one."""
+"""A slow check of batch lines that uses only `json` and shares no code with the fast check."""
 
 import json
 
@@ -30,7 +30,7 @@ def kind(value):
 
 
 def problems(data: bytes, endpoint: str):
-    """(line, code, param, message) of every problem of the lines; file limits are not looked at."""
+    """(line, code, param, message) of every problem of the lines; limits of the whole file are not checked."""
     found = []
     seen = set()
     data = data.removeprefix(b"\xef\xbb\xbf")

@@ -1,4 +1,4 @@
-"""Files that are not requests are recognized, and the user is told what to do."""
+"""Files that are not requests are recognized, and the error says what to do."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_another_format_is_named_once_with_what_to_do(tmp_path: Path, content: b
         b"[" * 5000 + b"]" * 5000 + b"\n" + GOOD,
     ],
 )
-def test_what_may_be_requests_is_left_to_the_check_of_its_lines(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_may_be_requests_is_left_to_the_check_of_lines(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "in.jsonl"
     file.write_bytes(content)
     assert explain_format(file) is None

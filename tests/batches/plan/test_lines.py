@@ -117,13 +117,13 @@ NOT_JSON = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_bad_line_is_told_in_the_words_of_openai(case):
+def test_a_bad_line_is_refused_with_openais_message(case):
     data, code, param, message = case
     assert found(data) == [(code, param, message)]
 
 
 @pytest.mark.parametrize("data", NOT_JSON.values(), ids=NOT_JSON)
-def test_a_line_that_is_no_json_object_says_so(data):
+def test_a_line_that_is_not_a_json_object_is_refused(data):
     assert found(data) == [("invalid_json_line", None, "This line is not parseable as valid JSON.")]
 
 
@@ -163,12 +163,12 @@ def test_too_deep_nesting_is_named_with_its_column():
             == f"{NOT_JSON_WORDS}: it has more than {levels} levels of nesting at column {column}; keep it below 500."
         )
         start = data.decode().index("[" * 10)
-        assert column - start + 2 == levels + 1, "the object, its body, and the arrays from there on"
+        assert column - start + 2 == levels + 1, "the object, its body, and then the arrays"
     cut = body(user=77).replace(b"77", b"[" * 100_000)
     assert "levels of nesting" in found(cut)[0][2]
 
 
-def test_all_problems_of_a_line_are_told_at_once():
+def test_all_problems_of_a_line_are_reported_together():
     assert [code for code, _, _ in found(b'{"body": {"stream": true}}')] == [
         *[MISSING] * 3,
         "invalid_request",
@@ -225,7 +225,7 @@ def test_embedding_inputs_are_counted_as_texts(value, count):
     assert LineCheck(url).check(line(url=url, body={"model": "m", "input": value}), 1).inputs == count
 
 
-def test_of_equal_keys_the_last_counts():
+def test_if_a_key_is_repeated_the_last_value_counts():
     assert found(body().replace(b'"model": "m"', b'"model": 3, "model": "m"')) == []
     assert found(body().replace(b'"model": "m"', b'"model": "m", "model": null')) != []
     again = LineCheck(CHAT).check(line().replace(b'"custom_id": "a"', b'"custom_id": 1, "custom_id": "b"'), 1)
@@ -244,7 +244,7 @@ PAIR = {"text_1": "q", "text_2": ["a", "b"]}
 
 @pytest.mark.parametrize("url", ["/v1/score", "/score"])
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
-def test_score_takes_each_of_vllms_pairs_and_says_which_half_is_missing(url, names):
+def test_score_accepts_each_of_vllms_pairs_and_says_which_half_is_missing(url, names):
     first, second = names
     good = LineCheck(url).check(line(url=url, body={"model": "m", first: "qq", second: ["a", "b", "c"]}), 1)
     assert (good.prompt, good.repeated_bytes) == (b'"qq"["a", "b", "c"]', 2 * len('"qq"'))
@@ -265,7 +265,7 @@ def test_rerank_needs_a_query_and_documents(url):
 
 
 @pytest.mark.parametrize("url", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-def test_audio_is_taken_by_url_and_only_where_the_answer_is_json(url):
+def test_audio_is_accepted_by_url_and_only_if_the_answer_is_json(url):
     body = {"model": "m", "file_url": "data:audio/wav;base64,UklGRg=="}
     assert found(line(url=url, body=body), url) == found(line(url=url, body={**body, "response_format": "json"}), url)
     assert LineCheck(url).check(line(url=url, body=body), 1).prompt == b""
@@ -287,7 +287,7 @@ def test_speech_is_refused_with_the_reason():
         LineCheck("/v1/audio/speech")
 
 
-def test_each_line_of_a_mixed_batch_is_held_against_its_own_endpoint():
+def test_each_line_of_a_mixed_batch_is_checked_for_its_own_endpoint():
     assert found(line(), MIXED) == []
     assert found(line(url="/v1/score", body={"model": "m", **PAIR}), MIXED) == []
     ((_, param, _),) = found(line(url="/v1/embeddings"), MIXED)

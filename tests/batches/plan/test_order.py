@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from batchwright.batches.plan.lines import LineCheck
 from batchwright.batches.plan.order import BLOCK_BYTES, BLOCKS_MAX, chain, group, order, shared_blocks
 
-# Prompts of few different blocks, so that many share their beginnings.
+# Prompts made of a few different blocks, so that many begin with the same blocks.
 blocks = st.sampled_from([bytes([letter]) * BLOCK_BYTES for letter in b"ab"])
 prompts = st.builds(lambda parts, rest: b"".join(parts) + rest, st.lists(blocks, max_size=8), st.binary(max_size=300))
 
 
 def common_blocks(left, right):
-    """What two prompts share, in full blocks, the slow way."""
+    """How many full blocks two prompts have in common at their beginning, computed slowly."""
     count = 0
     while count < BLOCKS_MAX:
         here = slice(count * BLOCK_BYTES, (count + 1) * BLOCK_BYTES)
@@ -24,7 +24,7 @@ def common_blocks(left, right):
 
 
 @given(prompts, prompts)
-def test_chains_agree_exactly_as_far_as_their_prompts_do(left, right):
+def test_two_chains_are_equal_exactly_as_far_as_their_prompts(left, right):
     assert shared_blocks(chain(left), chain(right)) == common_blocks(left, right)
 
 
@@ -43,7 +43,7 @@ def test_the_order_is_a_permutation_that_keeps_equal_chains_in_input_order(texts
 
 
 @given(st.lists(prompts, max_size=30))
-def test_those_who_share_any_leading_blocks_are_neighbours(texts):
+def test_prompts_with_the_same_leading_blocks_are_adjacent(texts):
     ordered = [texts[position] for position in order([chain(text) for text in texts]).positions]
     for depth in range(1, 9):
         met, before = set(), None
@@ -56,7 +56,7 @@ def test_those_who_share_any_leading_blocks_are_neighbours(texts):
 
 
 @given(st.lists(prompts, max_size=30))
-def test_what_branches_off_the_same_prefix_comes_in_the_order_of_the_input(texts):
+def test_prompts_that_differ_after_the_same_prefix_keep_the_order_of_the_input(texts):
     positions = order([chain(text) for text in texts]).positions
     for depth in range(9):
         firsts: dict[bytes, dict[bytes, int]] = {}
@@ -78,7 +78,7 @@ def test_requests_that_share_nothing_keep_the_order_of_the_input():
 
 
 @given(st.lists(prompts, max_size=30))
-def test_groups_are_the_runs_with_one_deepest_shared_prefix_of_a_kilobyte(texts):
+def test_a_group_is_a_run_with_the_same_deepest_shared_prefix_of_at_least_a_kilobyte(texts):
     ordered = order([chain(text) for text in texts])
     sequence = [texts[position] for position in ordered.positions]
     deepest = []
@@ -98,12 +98,12 @@ def test_a_deeper_group_inside_a_wider_one_has_its_own_number():
     assert list(group([0, 4, 4, 6, 6, 4, 4])) == [1, 1, 2, 2, 2, 3, 3]
 
 
-def test_less_than_a_kilobyte_is_no_group():
+def test_a_shared_prefix_below_a_kilobyte_makes_no_group():
     assert list(group([0, 3, 3])) == [0, 0, 0]
     assert list(group([])) == []
 
 
-def test_a_prefix_cache_finds_nearly_all_that_it_could_in_our_order_only():
+def test_a_prefix_cache_reaches_nearly_its_best_hit_rate_only_in_our_order():
     check = LineCheck("/v1/chat/completions").check
     chains = [chain(check(line, 1).prompt) for line in requests(2000, 4000)]
     ordered = order(chains)

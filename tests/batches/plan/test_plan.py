@@ -67,14 +67,14 @@ def test_a_file_without_requests_is_empty(draft, data):
     }
 
 
-def test_a_duplicate_is_found_among_bad_lines_and_spelled_with_escapes_too(draft):
+def test_a_duplicate_is_found_among_bad_lines_and_if_written_with_escapes(draft):
     data = b"\n".join([line("ab", stream=True), line("c"), line("ab").replace(b'"ab"', b'"\\u0061b"'), line("c")])
     found = draft(data)
     assert codes(found) == [(1, "streaming_unsupported"), (3, "duplicate_custom_id"), (4, "duplicate_custom_id")]
     assert found.problems.kept[1].message.startswith("The custom_id 'ab' for this request is a duplicate of another")
 
 
-def test_the_first_problems_are_kept_and_all_are_counted(draft):
+def test_only_the_first_problems_are_kept_but_all_are_counted(draft):
     found = draft(b"{}\n" * 700)
     assert (len(found.problems.kept), found.problems.total) == (1000, 2800)
     assert found.problems.kept[-1].line == 250
@@ -118,7 +118,7 @@ def test_a_line_of_4_megabytes_is_fine(draft, tmp_path):
     assert plan.prompt_tokens > 1_000_000
 
 
-def test_a_limit_that_a_plan_entry_cannot_hold_is_refused():
+def test_a_limit_too_large_for_a_plan_entry_is_refused():
     with pytest.raises(ConfigurationError, match="line_bytes_max is 4294967296: write a number of bytes from 1 to"):
         InputLimits(line_bytes_max=2**32)
 
@@ -141,7 +141,7 @@ def test_one_model_too_many_is_one_problem(draft):
     assert codes(draft(data, models_max=4)) == [(5, "too_many_models")]
 
 
-def test_a_model_without_a_gateway_is_no_problem_but_a_rejected_line(draft, tmp_path):
+def test_a_line_for_a_model_without_a_gateway_is_rejected_but_not_a_problem_of_the_file(draft, tmp_path):
     lines = [line("a"), line("b", model="other"), line("c"), line("d", model="more")]
     data = b"\n".join(lines)
     found = draft(data, models=frozenset({"m"}), models_max=1)
@@ -152,7 +152,7 @@ def test_a_model_without_a_gateway_is_no_problem_but_a_rejected_line(draft, tmp_
     assert (names["line_count"], names["rejected_count"], list(names["model_to_safe"])) == (4, 2, ["m"])
 
 
-def test_the_model_map_leads_both_ways_and_says_what_is_in_each_plan(draft, tmp_path):
+def test_the_model_map_has_both_directions_and_the_counts_of_each_plan(draft, tmp_path):
     data = b"\n".join(line(str(number), model=("org/A:1", "org.A.1")[number % 2]) for number in range(5))
     plans = write(draft(data), tmp_path)
     names = json.loads((tmp_path / "model_map.json").read_bytes())
@@ -164,7 +164,7 @@ def test_the_model_map_leads_both_ways_and_says_what_is_in_each_plan(draft, tmp_
         assert read_entries(plan_path(tmp_path, names["model_to_safe"][model])) == plan.entries
 
 
-def test_safe_names_are_tame_and_differ_where_models_do():
+def test_safe_names_are_valid_file_names_and_different_for_different_models():
     assert safe_name("org/model-A:1").startswith("org_model_A_1-")
     assert safe_name("a/b") != safe_name("a:b")
     assert "/" not in safe_name("../../etc")
@@ -211,7 +211,7 @@ plan.write(plan.read(Path(sys.argv[1]), plan.Rules(endpoint="/v1/chat/completion
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 5])
-def test_killed_while_writing_leaves_no_model_map_and_planning_again_gives_the_same_bytes(tmp_path, calls):
+def test_a_planner_killed_while_writing_leaves_no_model_map_and_planning_again_gives_the_same_bytes(tmp_path, calls):
     file = tmp_path / "input.jsonl"
     file.write_bytes(b"\n".join(line(str(number), model=f"m{number % 2}") for number in range(100)))
     rules = Rules(endpoint=CHAT)
@@ -228,7 +228,7 @@ def test_killed_while_writing_leaves_no_model_map_and_planning_again_gives_the_s
     assert files(folder) == whole
 
 
-# Few characters, and of every kind that matters: all of Unicode takes seconds to be listed on a fresh machine.
+# A few characters of each relevant kind: hypothesis takes seconds to list all of Unicode on a fresh machine.
 _text = functools.partial(st.text, alphabet='a"\\/{ \t\x00\x1f\x7féß€\ufeff\u2028😀')
 ids = st.one_of(_text(max_size=3), st.integers(0, 3).map(str), st.none(), st.integers(), st.just("x" * 600))
 values = st.one_of(st.none(), st.booleans(), st.integers(), _text(max_size=5), st.lists(_text(max_size=3), max_size=2))
@@ -269,7 +269,7 @@ lines = st.one_of(
 
 
 @given(st.lists(lines, max_size=8), st.sampled_from(sorted(REQUIRED)), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
-def test_problems_equal_those_of_a_slow_check(tmp_path_factory, found, endpoint, end, last):
+def test_the_fast_check_finds_the_same_problems_as_a_slow_one(tmp_path_factory, found, endpoint, end, last):
     data = end.join(found) + end * last
     file = tmp_path_factory.getbasetemp() / "checked.jsonl"
     file.write_bytes(data)
@@ -300,7 +300,7 @@ def test_a_plan_holds_every_line_exactly_once(tmp_path_factory, bodies, blanks, 
     assert draft.line_count == len(bodies)
 
 
-def test_reading_takes_no_more_memory_for_a_long_file_than_its_plan(tmp_path):
+def test_the_memory_for_reading_a_long_file_grows_only_with_its_plan(tmp_path):
     code = (
         "import resource, sys; from pathlib import Path; from batchwright.batches.plan import plan;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"

@@ -44,7 +44,7 @@ async def test_it_reports_the_same_problems_and_writes_no_plan(tmp_path, input):
     assert not (tmp_path / "apart").exists()
 
 
-async def test_a_planner_that_dies_is_an_error_that_can_be_tried_again(tmp_path, input, monkeypatch):
+async def test_the_death_of_a_planner_is_an_error_that_can_be_retried(tmp_path, input, monkeypatch):
     child = tmp_path / "killed"
     child.write_text(f"#!{sys.executable}\nimport os\nos.kill(os.getpid(), {signal.SIGKILL:d})\n")
     child.chmod(0o700)
@@ -55,7 +55,7 @@ async def test_a_planner_that_dies_is_an_error_that_can_be_tried_again(tmp_path,
 
 @pytest.fixture
 async def child(monkeypatch):
-    """The planner's process, once it has begun."""
+    """The planner's process, once it has started."""
     begun = asyncio.get_running_loop().create_future()
     start = asyncio.create_subprocess_exec
 
@@ -67,7 +67,7 @@ async def child(monkeypatch):
     return begun
 
 
-async def test_a_planner_that_nobody_waits_for_any_more_is_killed(tmp_path, child):
+async def test_a_planner_is_killed_when_the_caller_is_cancelled(tmp_path, child):
     os.mkfifo(tmp_path / "endless")
     asked = planner.make(tmp_path / "endless", RULES, tmp_path / "plan", size=planner.APART_BYTES)
     waiting = asyncio.create_task(asked)
@@ -88,8 +88,9 @@ async def test_a_planner_ends_with_its_worker(tmp_path, child):
         await waiting
 
 
-async def test_a_planner_goes_on_when_all_processes_of_its_service_are_told_to_stop(tmp_path, child):
-    """Its worker has its grace, and a plan that was broken off would cost the batch an attempt."""
+async def test_a_planner_ignores_sigterm(tmp_path, child):
+    """A stop of the service signals all its processes. The worker may use its grace for the plan, or the batch loses an
+    attempt."""
     os.mkfifo(tmp_path / "pipe")
     asked = planner.make(tmp_path / "pipe", RULES, tmp_path / "plan", size=planner.APART_BYTES)
     waiting = asyncio.create_task(asked)
@@ -100,7 +101,7 @@ async def test_a_planner_goes_on_when_all_processes_of_its_service_are_told_to_s
         await waiting
 
 
-async def test_a_planner_does_not_hear_what_is_typed_at_its_workers_terminal(tmp_path, child):
+async def test_a_planner_gets_no_signals_from_its_workers_terminal(tmp_path, child):
     os.mkfifo(tmp_path / "endless")
     asked = planner.make(tmp_path / "endless", RULES, tmp_path / "plan", size=planner.APART_BYTES)
     waiting = asyncio.create_task(asked)
@@ -117,7 +118,7 @@ async def test_a_planner_imports_nothing_from_the_folder_in_which_its_worker_was
     assert planned.total == 100
 
 
-async def test_a_batch_is_planned_apart_and_completes(database_url, tmp_path, monkeypatch):
+async def test_a_batch_that_is_planned_in_another_process_completes(database_url, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "APART_BYTES", 0)
     async with staged(database_url, tmp_path) as stage:
         id = await stage.submit([request(f"r{n}") for n in range(20)])

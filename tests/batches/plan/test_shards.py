@@ -58,7 +58,7 @@ def test_a_plan_is_cut_at_the_last_group_boundary_of_the_last_quarter():
     assert counts(plan([1] * 8 + [2] * 2), requests_max=10) == [10]
 
 
-def test_bytes_cut_like_requests():
+def test_a_limit_of_bytes_cuts_shards_like_a_limit_of_requests():
     assert counts(plan([1] * 8 + [2] * 7), bytes_max=100) == [8, 7]
     assert counts(plan([1] * 3, length=1000), bytes_max=100) == [1, 1, 1]
 
@@ -84,7 +84,7 @@ def divided(entries, workers):
 
 
 @given(st.integers(1, 4000), st.integers(1, 60), st.integers(1, 40))
-def test_branches_partition_their_shards_and_have_journals_of_their_own(requests, group, workers):
+def test_branches_partition_their_shards_and_each_has_its_own_journal(requests, group, workers):
     entries = plan([1 + at // group for at in range(requests)])
     branches = divided(entries, workers)
     assert [at for one in branches for at in range(one.start, one.start + one.count)] == list(range(requests))
@@ -93,7 +93,7 @@ def test_branches_partition_their_shards_and_have_journals_of_their_own(requests
     assert len({(one.number, one.journal_number(1)) for one in branches}) == len(branches)
 
 
-def test_for_one_worker_nothing_is_divided():
+def test_for_one_worker_shards_are_not_divided():
     entries = plan([0] * 2500)
     assert divided(entries, 1) == whole(entries)
 
@@ -112,7 +112,7 @@ def test_branches_are_cut_at_groups_that_end_in_their_last_quarter():
     assert all(later.start % 30 == 0 for _, later in pairwise(branches))
 
 
-def test_a_branch_knows_whose_journals_may_hold_its_answers():
+def test_a_branch_knows_which_journals_may_hold_its_answers():
     shard = Shard(batch_id="batch_1", model="small", number=3, start=2000, count=1000)
     kept, (one, two) = shard.split(2400, 2700)
     assert [(each.start, each.count, each.branch) for each in (kept, one, two)] == [
@@ -126,6 +126,6 @@ def test_a_branch_knows_whose_journals_may_hold_its_answers():
     assert [branch for branch, journal in journals.items() if three.may_be_in(journal)] == [0, 700, 900]
     assert [branch for branch, journal in journals.items() if kept.may_be_in(journal)] == [0]
     again = Shard(**{**asdict(shard), "round": 1})
-    assert all(map(again.may_be_in, journals.values())), "lines that are sent again may be in any of them"
+    assert all(map(again.may_be_in, journals.values())), "answers of lines that are resent may be in any of them"
     assert Shard(**asdict(three)) == three
     assert [each.name for each in (kept, one)] == ["3", "3-400"]

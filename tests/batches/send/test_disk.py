@@ -1,4 +1,4 @@
-"""Room on the work disk: measured now and then, and believed from whoever writes."""
+"""Room on the work disk: measured from time to time, and reported by failed writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchwright.batches.send.disk import Disk
 MIB = 1024 * 1024
 
 
-def test_the_disk_is_looked_at_a_few_times_a_second_and_answers_in_flight_count(tmp_path):
+def test_the_disk_is_measured_a_few_times_a_second_and_answers_in_flight_need_room(tmp_path):
     now, looks, free = 0.0, 0, 100 * MIB
 
     def measure(folder):
@@ -28,8 +28,8 @@ def test_the_disk_is_looked_at_a_few_times_a_second_and_answers_in_flight_count(
     assert (looks, checked.trouble) == (2, None)
 
 
-def test_an_answer_that_found_no_room_is_trouble_whatever_was_measured_until_it_is_kept(tmp_path):
-    """A quota is seen by whoever writes, not by whoever measures."""
+def test_a_failed_write_is_reported_for_a_while_even_if_the_disk_seems_to_have_room(tmp_path):
+    """A quota makes writes fail, but is not visible in the measured space."""
     now = 0.0
     checked = Disk(tmp_path, reserve=0, clock=lambda: now, free=lambda folder: 100 * MIB)
     checked.refuse("the quota is used up")

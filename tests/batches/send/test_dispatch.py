@@ -1,4 +1,4 @@
-"""What a worker sends: slots are given back whatever happens, and a batch with a limit holds up nobody else."""
+"""What a worker sends: slots are always given back, and a batch with a limit does not delay others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOM = FIRST_SHARDS_MAX + 1
 
 @asynccontextmanager
 async def prepared(database_url, folder, count, *, settings=None, **fields):
-    """A dispatcher, a shard of so many requests, and their entries; nothing is begun yet."""
+    """A dispatcher, a shard with this number of requests, and their entries; the shard has not begun."""
     async with staged(database_url, folder, **settings or {}) as stage:
         data = jsonl([request(f"r{n}", **fields) for n in range(count)])
         input = folder / "in.jsonl"
@@ -83,7 +83,7 @@ async def test_a_request_that_is_aborted_before_it_began_gives_its_slots_back(da
         )
 
 
-async def test_a_request_that_has_no_time_left_ends_its_shard_by_the_deadline(database_url, tmp_path):
+async def test_a_request_past_the_deadline_is_not_sent_and_ends_its_shard(database_url, tmp_path):
     async with prepared(database_url, tmp_path, 1) as (dispatcher, work, entries):
         work.deadline = 0.0
         dispatcher.begin(work, entries, priority=5)
@@ -92,7 +92,7 @@ async def test_a_request_that_has_no_time_left_ends_its_shard_by_the_deadline(da
         assert (work.end, work.journal.lines) == (End.DEADLINE, 0)
 
 
-async def test_a_retry_that_falls_due_between_two_looks_at_the_clock_is_not_forgotten(database_url, tmp_path):
+async def test_a_retry_that_falls_due_between_two_readings_of_the_clock_is_sent(database_url, tmp_path):
     async with prepared(database_url, tmp_path, 1, prompt="[[fault:500:times=1]]") as (dispatcher, work, entries):
         dispatcher.begin(work, entries, priority=5)
         looks, began = 0, time.monotonic()
@@ -108,13 +108,13 @@ async def test_a_retry_that_falls_due_between_two_looks_at_the_clock_is_not_forg
         assert work.journal.lines == 1
 
 
-async def test_whoever_waits_for_a_budget_holds_no_slot_that_others_need(database_url, queue, tmp_path):
+async def test_a_sender_that_waits_for_a_budget_holds_no_slots(database_url, queue, tmp_path):
     async with prepared(database_url, tmp_path, 2) as (dispatcher, work, entries):
         held = []
 
         async def pause(seconds):
             held.append((dispatcher.limits.total.in_use, dispatcher.limits.bytes.in_use))
-            if work.backlog.in_flight == 1:  # the first was answered
+            if work.backlog.in_flight == 1:  # the first one has been answered
                 work.stop(End.STOP)
             await asyncio.sleep(0)
 
@@ -125,7 +125,7 @@ async def test_whoever_waits_for_a_budget_holds_no_slot_that_others_need(databas
         assert held[-1] == (0, 0)
 
 
-async def test_a_server_that_refuses_a_batch_stops_whoever_takes_from_the_same_budget(database_url, queue, tmp_path):
+async def test_a_429_lowers_the_budget_for_everyone_who_shares_it(database_url, queue, tmp_path):
     async with prepared(database_url, tmp_path, 1, prompt="[[fault:429:times=1]]") as (dispatcher, work, entries):
         dispatcher.begin(work, entries, priority=5)
         work.sender.budget = Budget(queue.database, "server", Rate(requests=100.0, tokens=1e12))
@@ -136,8 +136,8 @@ async def test_a_server_that_refuses_a_batch_stops_whoever_takes_from_the_same_b
         assert 0.65 < (await other.describe()).share < 0.75
 
 
-async def test_every_request_bears_a_uuid_that_maps_to_the_id_of_its_line(database_url, tmp_path):
-    """Some servers refuse an x-request-id that is no UUID, without a word."""
+async def test_every_request_has_a_uuid_that_maps_to_the_id_of_its_line(database_url, tmp_path):
+    """Some servers silently refuse an x-request-id that is not a UUID."""
     async with staged(database_url, tmp_path) as stage:
         lines = [request("good"), request("bad", prompt="[[fault:400]]"), request("last")]
         id = await stage.submit(lines)
@@ -154,7 +154,7 @@ async def test_every_request_bears_a_uuid_that_maps_to_the_id_of_its_line(databa
         assert {line["response"]["request_id"] for line in output} <= set(asked)
 
 
-async def test_a_limit_over_all_workers_holds_from_the_first_request(database_url, tmp_path):
+async def test_a_limit_for_all_workers_applies_from_the_first_request(database_url, tmp_path):
     shared = {"concurrency_total": 2}
     slow = SimulatorSettings(any_model=Profile(), faults=("slow:seconds=0.05",))
     async with staged(database_url, tmp_path, simulator=slow, global_inference_gateway=shared) as stage:
@@ -164,7 +164,7 @@ async def test_a_limit_over_all_workers_holds_from_the_first_request(database_ur
         assert stage.simulator.counters.in_flight_max == 2
 
 
-async def test_what_a_batch_with_a_limit_holds_back_keeps_nobody_from_claiming(database_url, tmp_path):
+async def test_requests_that_wait_for_the_limit_of_their_batch_do_not_stop_claiming(database_url, tmp_path):
     async with prepared(database_url, tmp_path, 100) as (dispatcher, work, entries):
         dispatcher.begin(work, entries, priority=5)
         schedule = work.sender.schedule

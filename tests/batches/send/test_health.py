@@ -1,4 +1,4 @@
-"""How a process notes the way its model servers answer."""
+"""How a process records whether its model servers answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_nobody_waits_before_the_first_request_is_sent() -> None:
     assert health.silent_seconds(110.0) == 10.0
 
 
-def test_what_failed_since_the_last_answer_is_counted_with_the_first_words() -> None:
+def test_failures_since_the_last_answer_are_counted_with_the_first_message_of_each_kind() -> None:
     health = Health(0.0)
     health.sent(0.0)
     for one in (LATE, BUSY, BUSY, answer(503, b'{"error": {"message": "still loading"}}')):
@@ -47,7 +47,7 @@ def test_a_final_refusal_is_an_answer_that_is_remembered_until_a_request_succeed
     assert health.refusals() == ()
 
 
-def test_only_so_many_kinds_of_words_are_kept() -> None:
+def test_the_number_of_kinds_of_refusals_is_limited() -> None:
     health = Health(0.0)
     for status in range(400, 499):
         health.failed(answer(status), 1.0)

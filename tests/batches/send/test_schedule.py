@@ -1,4 +1,4 @@
-"""Which request is sent next: order, turns, groups, retries and caps."""
+"""Which request is sent next: order, turns, groups, retries and limits."""
 
 import heapq
 import os
@@ -29,7 +29,7 @@ def lines(number):
 
 
 def take(schedule, number, now=0.0):
-    """So many hand-outs, or as many as there are."""
+    """Hand out this number of requests, or as many as there are."""
     items = []
     while len(items) < number and (item := schedule.next(now)) is not None:
         items.append(item)
@@ -45,7 +45,7 @@ def batches(items):
 
 
 def drain(schedule, number, now=0.0):
-    """So many hand-outs, each answered before the next."""
+    """Hand out requests, each answered before the next."""
     taken = []
     for _ in range(number):
         taken += take(schedule, 1, now)
@@ -59,7 +59,7 @@ class TestOneBatch:
         schedule.add("b", "t", 0, lines(5))
         assert offsets(take(schedule, 9)) == [0, 1, 2, 3, 4]
 
-    def test_shards_are_worked_off_by_number_whatever_their_order_of_arrival(self):
+    def test_shards_are_sent_in_the_order_of_their_numbers_not_of_their_arrival(self):
         schedule = Schedule()
         for shard in (2, 0, 1):
             schedule.add("b", "t", shard, lines(2))
@@ -157,7 +157,7 @@ class TestGroups:
         schedule.finished(leader)
         assert offsets(take(schedule, 9)) == [1, 2]
 
-    def test_followers_go_when_their_leader_must_be_sent_again(self):
+    def test_followers_go_when_their_leader_must_be_resent(self):
         schedule = Schedule()
         schedule.add("b", "t", 0, plan(1, 1, 1))
         schedule.again(schedule.next(0.0), due=100.0)
@@ -194,7 +194,7 @@ class TestGroups:
         schedule.finished(first)
         assert offsets(take(schedule, 9)) == [1, 2, 5, 6, 7]
 
-    def test_a_released_share_goes_before_later_shards_again(self):
+    def test_after_the_release_a_share_goes_before_later_shards_again(self):
         schedule = Schedule()
         schedule.add("b", "t", 0, plan(1, 1))
         schedule.add("b", "t", 1, lines(3))
@@ -220,7 +220,7 @@ class TestGroups:
 
 
 class TestClasses:
-    def test_bulk_is_one_of_twenty_while_both_have_work(self):
+    def test_one_request_of_twenty_is_bulk_while_both_classes_have_work(self):
         schedule = Schedule()
         schedule.add("large", "t", 0, lines(1000))
         drain(schedule, 256)
@@ -278,7 +278,7 @@ class TestTurns:
         schedule.add("c", "heavy", 0, lines(1), weight=1)
         assert batches(take(schedule, 6)) == ["a", "b", "c", "b", "a", "b"]
 
-    def test_who_leaves_does_not_lengthen_the_turn_of_another(self):
+    def test_a_tenant_that_leaves_does_not_lengthen_the_turn_of_another(self):
         schedule = Schedule()
         for name, weight in (("a", 3), ("b", 1), ("c", 1)):
             schedule.add(name, name, 0, lines(9), weight=weight)
@@ -286,7 +286,7 @@ class TestTurns:
         schedule.change("c", in_flight_max=0)
         assert batches(take(schedule, 3)) == ["a", "b", "a"]
 
-    def test_a_tenant_that_leaves_during_its_turn_takes_the_rest_of_it_from_nobody(self):
+    def test_a_tenant_that_leaves_during_its_turn_does_not_shorten_the_turns_of_others(self):
         schedule = Schedule()
         for name, weight in (("a", 5), ("b", 2)):
             schedule.add(name, name, 0, lines(9), weight=weight)
@@ -308,7 +308,7 @@ class TestTurns:
             schedule.add(name, "t", 0, lines(3))
         assert "".join(batches(take(schedule, 9))) == "abcabcabc"
 
-    def test_fifty_lines_beside_another_tenants_fifty_thousand_are_out_after_a_hundred(self):
+    def test_fifty_lines_beside_fifty_thousand_of_another_tenant_are_sent_within_a_hundred_requests(self):
         schedule = Schedule()
         schedule.add("large", "a", 0, lines(50_000))
         schedule.add("small", "b", 0, lines(50))
@@ -324,7 +324,7 @@ class TestTurns:
 
 
 class TestControl:
-    def test_nothing_of_a_batch_is_handed_out_while_its_cap_is_nought(self):
+    def test_nothing_of_a_batch_is_handed_out_while_its_cap_is_zero(self):
         schedule = Schedule()
         schedule.add("b", "t", 0, lines(3))
         item = schedule.next(0.0)
@@ -335,7 +335,7 @@ class TestControl:
         assert (schedule.unsent, schedule.most_urgent) == (2, 5)
         assert offsets(take(schedule, 9, now=5.0)) == [0, 1, 2]
 
-    def test_a_batch_may_be_told_before_its_first_shard_comes(self):
+    def test_a_batch_can_be_changed_before_its_first_shard_arrives(self):
         schedule = Schedule()
         schedule.change("b", priority=2, in_flight_max=1)
         schedule.add("b", "t", 0, lines(3))
@@ -371,7 +371,7 @@ class TestControl:
         schedule.finished(schedule.next(0.0))
         assert schedule.most_urgent == 4
 
-    def test_only_so_many_batches_without_work_are_remembered(self, monkeypatch):
+    def test_the_number_of_remembered_batches_without_work_is_limited(self, monkeypatch):
         monkeypatch.setattr(module, "IDLE_BATCHES_MAX", 3)
         schedule = Schedule(express_requests=1)
         schedule.add("held", "t", 0, lines(1))
@@ -384,7 +384,7 @@ class TestControl:
         schedule.change("new", in_flight_max=1)
         assert list(schedule._idle) == ["b9", "b7", "new"]
 
-    def test_what_a_cap_holds_back_is_known_whether_the_cap_or_the_shard_came_first(self):
+    def test_requests_held_back_by_a_cap_are_counted_whether_the_cap_or_the_shard_came_first(self):
         schedule = Schedule()
         schedule.change("early", in_flight_max=1)
         schedule.add("early", "t", 0, lines(5))
@@ -397,8 +397,8 @@ class TestControl:
         schedule.add("early", "t", 1, lines(5))
         assert schedule.held_back == 3
 
-    def test_capped_batches_that_have_nothing_here_are_not_looked_through(self):
-        """Whether a sender is low is asked before every request."""
+    def test_capped_batches_without_work_here_cost_no_time(self):
+        """The check whether a sender runs low happens before every request."""
         schedule = Schedule()
         for name in map(str, range(100)):
             schedule.change(name, in_flight_max=1)
@@ -410,7 +410,7 @@ class TestControl:
 
 
 class TestWithdraw:
-    def test_it_takes_back_retries_then_the_unsent_in_plan_order(self):
+    def test_it_returns_the_retries_and_then_the_unsent_entries_in_plan_order(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, plan(1, 1, 1, 0, 2, 2, 0, 0))
         first, alone, second = take(schedule, 3)
@@ -434,7 +434,7 @@ class TestWithdraw:
         assert schedule.again(leader, due=1.0) is False
         assert (backlog.is_empty, schedule.next(9.0), schedule.next_due(0.0)) == (True, None, None)
 
-    def test_other_shares_of_the_batch_go_on(self):
+    def test_other_shares_of_the_batch_continue(self):
         schedule = Schedule()
         backlogs = [schedule.add("b", "t", shard, plan(1, 1, 0)) for shard in range(2)]
         first, alone, *_ = take(schedule, 4)
@@ -466,7 +466,7 @@ class TestWithdraw:
         schedule.withdraw(backlogs[0])
         assert [item.backlog.shard for item in take(schedule, 9, now=9.0)] == [1, 5]
 
-    def test_it_answers_nothing_the_second_time(self):
+    def test_a_second_withdrawal_returns_nothing(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, lines(3))
         assert len(schedule.withdraw(backlog)) == 3
@@ -488,7 +488,7 @@ class TestWithdraw:
 
 
 class TestNextDue:
-    def test_it_is_the_earliest_of_retries_and_old_leaders(self):
+    def test_it_is_the_earliest_time_of_retries_and_old_leaders(self):
         schedule = Schedule()
         schedule.add("a", "t", 0, plan(1, 1))
         schedule.add("b", "t", 0, lines(1))
@@ -501,7 +501,7 @@ class TestNextDue:
         assert batches(take(schedule, 9, now=31.0)) == ["a"]
         assert schedule.next_due(31.0) is None
 
-    def test_it_passes_over_what_time_alone_does_not_make_ready(self):
+    def test_it_ignores_requests_that_wait_for_more_than_time(self):
         schedule = Schedule()
         for name in ("answered", "capped", "closed"):
             schedule.add(name, "t", 0, plan(1, 1))
@@ -513,7 +513,7 @@ class TestNextDue:
         schedule.change("capped", in_flight_max=2)
         assert schedule.next_due(0.0) == 30.0
 
-    def test_what_is_ready_already_does_not_count(self):
+    def test_it_ignores_requests_that_are_ready_already(self):
         schedule = Schedule()
         schedule.add("b", "t", 0, lines(2))
         for item, due in zip(take(schedule, 2), (1.0, 2.0), strict=True):
@@ -523,7 +523,7 @@ class TestNextDue:
 
 
 class Request:
-    """One request of the reference, with everything that ever happened to it."""
+    """One request of the reference, with its whole history."""
 
     def __init__(self, backlog, entry, leader):
         self.backlog = backlog
@@ -533,7 +533,7 @@ class Request:
         self.due = None
         self.item = None
         self.first_sent_at = None
-        self.lets_go = False  # its followers wait no more
+        self.lets_go = False  # whether its followers may be sent
 
     @property
     def is_free(self):
@@ -545,9 +545,10 @@ class Request:
 
 
 class Reference:
-    """The rules, written down without regard to cost: every question looks at every request.
+    """The rules, written simply and slowly: each method looks at all requests.
 
-    It does not say which request comes next but which ones may: what becomes ready at one moment has no order.
+    It does not say which request is next, but which ones may be next: requests that become ready at the same moment
+    have no order.
     """
 
     EXPRESS = 6
@@ -559,7 +560,7 @@ class Reference:
         self.batches = {}
         self.weights = {}
         self.places = {}  # batch -> (is bulk, priority), while it may send
-        self.batch_since = {}  # batch -> when it came or had its last turn
+        self.batch_since = {}  # batch -> the step at which it came or had its last turn
         self.tenant_since = {}  # (place, tenant) -> the same
         self.bursts = {}  # place -> (tenant, turns left)
         self.passed_over = 0
@@ -588,7 +589,7 @@ class Reference:
             leader, before = leader or request, entry
 
     def hear(self, now):
-        """The schedule learns the time only when it is asked for something."""
+        """Update states to the time `now`, which the schedule does only when it is called."""
         for request in self.requests:
             if request.state == "waiting" and request.due <= now:
                 request.state = "due"
@@ -601,7 +602,7 @@ class Reference:
         return batch["cap"] is None or len(self.of("in flight", batch=name)) < batch["cap"]
 
     def may_be_next(self, name):
-        """Of one batch: any retry that is due, else the first entry that waits for nobody."""
+        """The requests of a batch that may be next: due retries, else the first entry that waits for no leader."""
         if not self.may_send(name):
             return []
         free = [request for request in self.of("unsent", batch=name) if request.is_free]
@@ -609,7 +610,7 @@ class Reference:
         return self.of("due", batch=name) or free[:1]
 
     def look(self):
-        """Notes which batches may send now, and since when they, and their tenants, have been there."""
+        """Record which batches may send now, and since which step they and their tenants may."""
         self.requests = [request for request in self.requests if request.state != "gone"]
         step, before, self.places = next(self.steps), self.places, {}
         for name, batch in self.batches.items():
@@ -668,14 +669,14 @@ class Reference:
 
 
 def first(candidates, since):
-    """Those who have waited longest."""
+    """Those that have waited longest."""
     candidates = set(candidates)
     earliest = min(map(since, candidates))
     return {each for each in candidates if since(each) == earliest}
 
 
 class Duel:
-    """Does the same to the schedule and to the reference, and compares them after each step."""
+    """Applies the same random moves to the schedule and to the reference, and compares them after each move."""
 
     MOVES = {
         "add": 6,
@@ -781,7 +782,7 @@ class Duel:
             request.state = "gone"
 
     def offer(self):
-        """The end of the last offer, or a new one."""
+        """End an open offer, or make a new one."""
         if out := [backlog for backlog in self.backlogs if backlog.offered]:
             self.conclude(self.random.choice(out), is_given=self.random.random() < 0.5)
             return
@@ -792,7 +793,7 @@ class Duel:
         last = unsent[len(unsent) - len(taken) :]
         assert len(taken) <= wanted
         assert list(taken) == [request.entry for request in last]
-        assert all(each.leader is None or each.leader.state == "unsent" for each in last), "a group that has begun"
+        assert all(each.leader is None or each.leader.state == "unsent" for each in last), "groups that have begun stay"
         for request in last:
             request.state = "offered"
 
@@ -810,7 +811,7 @@ class Duel:
         self.now += self.random.choice([0.5, 1.0, 3.0])
 
     def sleep_until_due(self):
-        """As the pump does: send what can be sent, then sleep exactly as long as there is nothing to do."""
+        """Send what can be sent, then sleep until something is due, as the sender does."""
         self.hand_out(1000)
         due = self.schedule.next_due(self.now)
         assert due == self.reference.next_due()
@@ -837,7 +838,7 @@ class Duel:
             assert backlog.is_empty == (backlog.left == 0)
 
     def play_to_the_end(self):
-        """Whatever happened, all of it gets out once it may."""
+        """Check that all requests are handed out once nothing holds them back."""
         for backlog in [each for each in self.backlogs if each.offered]:
             self.conclude(backlog, is_given=False)
             self.reference.look()
@@ -859,7 +860,7 @@ class Duel:
 
 @settings(max_examples=int(os.environ.get("BATCHWRIGHT_TEST_MODEL_EXAMPLES", "20")), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 150))
-def test_whatever_happens_only_what_the_rules_allow_is_handed_out(seed, steps):
+def test_after_any_moves_only_requests_that_the_rules_allow_are_handed_out(seed, steps):
     Duel(seed).play(steps)
 
 
@@ -871,7 +872,7 @@ class TestSpeed:
 
     @staticmethod
     def seconds(entries):
-        """For 1,000 hand-outs and answers, with 20 batches of so many entries, in groups of five."""
+        """The seconds for 1,000 hand-outs and answers, with 20 batches of this many entries in groups of five."""
         schedule = Schedule()
         for number in range(20):
             schedule.add(f"b{number}", f"t{number % 5}", 0, plan(*(1 + at // 5 for at in range(entries))))
@@ -884,7 +885,7 @@ class TestSpeed:
 
 
 class SimulatedSender:
-    """Ten in flight, and answers after times that are spread like the simulator's; each line has its own, always."""
+    """A sender with ten in flight. Answer times vary as in the simulator, and are the same for a line in each run."""
 
     LIMIT = 10
     SIGMA = 0.6
@@ -914,7 +915,7 @@ class TestBesideALargeBatch:
 
     @staticmethod
     def seconds(seed, large=()):
-        """From the arrival of the small batch to its last answer; of the large one 300 lines are answered by then."""
+        """The seconds from the arrival of the small batch, after 300 answers of the large one, to its last answer."""
         sender = SimulatedSender(seed)
         if large:
             sender.schedule.add("large", "t", 0, large)
@@ -928,7 +929,7 @@ class TestBesideALargeBatch:
 
 
 class TestHoldingLeadersBack:
-    def test_no_group_begins_while_enough_entries_wait_for_their_leaders(self):
+    def test_no_new_group_begins_while_enough_entries_wait_for_their_leaders(self):
         schedule = Schedule()
         schedule.followers_max = 4
         schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2, 2, 3, 3, 3))
@@ -950,7 +951,7 @@ class TestHoldingLeadersBack:
         assert schedule.next(4) is None
         assert schedule.next(6) is single
 
-    def test_followers_of_a_withdrawn_share_hold_nobody_back(self):
+    def test_followers_of_a_withdrawn_share_hold_no_group_back(self):
         schedule = Schedule()
         schedule.followers_max = 2
         backlog = schedule.add("b", "t", 0, plan(1, 1, 1))
@@ -960,7 +961,7 @@ class TestHoldingLeadersBack:
         schedule.withdraw(backlog)
         assert schedule.next(0).backlog.batch == "c"
 
-    def test_a_leader_that_is_too_old_holds_nobody_back(self):
+    def test_a_leader_that_is_too_old_holds_no_group_back(self):
         schedule = Schedule(leader_seconds=30.0)
         schedule.followers_max = 2
         schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2))
@@ -979,7 +980,7 @@ class TestHoldingLeadersBack:
         schedule.finished(leader)
         assert [schedule.next(0).entry.offset for _ in range(3)] == [1, 2, 3]
 
-    def test_whoever_was_held_back_has_its_turn_once_another_group_may_begin(self):
+    def test_a_batch_that_was_held_back_has_its_turn_once_another_group_may_begin(self):
         schedule = Schedule()
         schedule.followers_max = 2
         for name in "abc":
@@ -994,7 +995,7 @@ class TestHoldingLeadersBack:
 
 
 class TestOffers:
-    def test_the_last_entries_are_set_aside_until_it_is_known_who_has_them(self):
+    def test_the_last_entries_are_set_aside_until_the_offer_ends(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, lines(10))
         take(schedule, 1)
@@ -1004,26 +1005,26 @@ class TestOffers:
         schedule.conclude(backlog, is_given=False)
         assert offsets(take(schedule, 9)) == [6, 7, 8, 9]
 
-    def test_what_was_given_is_not_waited_for(self):
+    def test_entries_that_were_given_away_are_not_waited_for(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, lines(4))
         items = take(schedule, 2)
         schedule.offer(backlog, 9)
         for item in items:
             schedule.finished(item)
-        assert not backlog.is_empty, "it may still have to be sent here"
+        assert not backlog.is_empty, "until the offer ends, the entries may have to be sent here"
         schedule.conclude(backlog, is_given=True)
         assert backlog.is_empty
         assert schedule.next(0.0) is None
 
-    def test_something_always_stays(self):
+    def test_an_offer_always_leaves_something_here(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, lines(3))
         assert [entry.offset for entry in schedule.offer(backlog, 9)] == [1, 2]
         schedule.conclude(backlog, is_given=True)
         assert schedule.offer(backlog, 9) == ()
 
-    def test_an_offer_ends_at_a_group_if_one_begins_near_its_end_and_never_has_one_that_was_begun(self):
+    def test_an_offer_is_cut_at_a_group_if_one_begins_near_its_end_and_contains_no_group_that_has_begun(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, plan(1, 1, 1, 2, 2, 2, 3, 3, 3, 3))
         assert [entry.offset for entry in schedule.offer(backlog, 5)] == [6, 7, 8, 9]
@@ -1031,7 +1032,7 @@ class TestOffers:
         take(schedule, 2)
         assert [entry.offset for entry in schedule.offer(backlog, 9)] == [6, 7, 8, 9]
 
-    def test_a_withdrawn_backlog_drops_its_offer_and_makes_no_other(self):
+    def test_a_withdrawn_backlog_drops_its_offer_and_makes_no_new_one(self):
         schedule = Schedule()
         backlog = schedule.add("b", "t", 0, lines(4))
         schedule.offer(backlog, 2)

@@ -1,4 +1,4 @@
-"""Lines of the input, as requests want them."""
+"""Reading lines of the input for requests."""
 
 import os
 
@@ -9,7 +9,7 @@ from batchwright.batches.send.work import Lines
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A file of 200 lines of different lengths, with their places."""
+    """A file of 200 lines of different lengths, and their positions."""
     texts = [b"%d " % number + b"x" * (number * 37 % 2_000) for number in range(200)]
     path = tmp_path / "input.jsonl"
     path.write_bytes(b"\n".join(texts) + b"\n")
@@ -42,14 +42,14 @@ def test_lines_in_any_order_are_the_same_lines(file, step):
     assert read(Lines(descriptor), shuffled) == [text for _, text in shuffled]
 
 
-def test_nothing_is_read_along_for_lines_that_are_far_apart(file):
+def test_lines_that_are_far_apart_are_read_without_the_bytes_between(file):
     descriptor, places, calls = file
     apart = places[199::-9]
     assert read(Lines(descriptor), apart) == [text for _, text in apart]
     assert sum(size for _, size, _ in calls) == sum(len(text) for _, text in apart)
 
 
-def test_a_line_longer_than_what_is_read_along_is_whole(tmp_path):
+def test_a_line_longer_than_the_read_ahead_is_read_whole(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_bytes(b"short\n" + b"y" * 300_000 + b"\nend\n")
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The garbage collector: what goes and when, what must stay, and that it can die anywhere."""
+"""The garbage collector: what it removes and when, what it keeps, and that it can die anywhere."""
 
 import asyncio
 import fcntl
@@ -82,7 +82,7 @@ async def stage(queue, store, workspace, clock):
 
 
 class Stage:
-    """A database, a store and a work folder, and what happens there before the collector comes."""
+    """A database, a store and a work folder, filled before the collector runs."""
 
     def __init__(self, queue, store, workspace, clock):
         self.queue, self.store, self.workspace, self.clock = queue, store, workspace, clock
@@ -108,7 +108,7 @@ class Stage:
         return (await self.files.add(new))[0]
 
     async def upload_in_parts(self, *pieces):
-        """An upload with these parts; answers its id and theirs."""
+        """An upload with these parts; returns its id and the ids of the parts."""
         size = sum(map(len, pieces))
         new = NewUpload(id=new_upload_id(), tenant="acme", purpose="batch", filename="f", mime_type="m", bytes=size)
         await self.uploads.create(new)
@@ -122,7 +122,7 @@ class Stage:
         await self.files.delete(file.id, tenant=file.tenant)
 
     async def batch(self, state=IN_PROGRESS, *, input=None, total=3, files=True, error=None, **options):
-        """A batch in this state; `files` says whether it could write them."""
+        """A batch in this state; `files` says whether its files could be written."""
         input = input or await self.upload()
         new = NewBatch(tenant="acme", endpoint="/v1/x", input_file_id=input.id, completion_window="24h", **options)
         (job,) = await Catalog(self.queue.database, Registry([process])).prepare([process_job(new)])
@@ -156,7 +156,7 @@ class Stage:
         assert await how(self.queue, claim)
 
     async def leave_behind(self, batch, segments=1, folder=True):
-        """A plan, registered answers and a work folder, as a batch has them."""
+        """Add a plan, registered answers and a work folder, as a batch leaves them."""
         await self.store.put(plan_key(batch.id, "model_map.json"), b"{}")
         for seq in range(segments):
             key = segment_key(batch.id, 0, 1, "h", 7 * seq, 7 * seq + 7)
@@ -187,7 +187,7 @@ class Stage:
         return [found.key async for found in self.store.list(prefix)]
 
     async def of_batch(self, batch):
-        """What is left of it: objects, segments, and whether there is a folder."""
+        """What is left of a batch: objects, segments, and whether its folder exists."""
         objects = await self.objects(f"batches/{batch.id}")
         segments = await self.batches.segments(batch.id)
         return len(objects), len(segments), self.workspace.folder(batch.id).exists()
@@ -199,13 +199,13 @@ class Stage:
         return bool(await raw(self.queue, "SELECT FROM batchwright.file WHERE id = %(id)s", id=file.id))
 
     async def rounds(self, collector=None, names=("garbage", "unknown objects"), turns=200):
-        """All rounds as upkeep runs them, until none of them wants another turn; answers how many there were."""
+        """Run all rounds as upkeep does, until none of them wants another turn; return the number of turns."""
         collector = collector or self.collector
         ran = 0
         for one in collector.rounds():
             while one.name in names:
                 ran += 1
-                assert ran < turns, "there is no end to the rounds"
+                assert ran < turns, "the rounds do not end"
                 async with lock_round(self.queue.database, one.name) as session:
                     if await one.run(session) is not True:
                         break
@@ -231,7 +231,7 @@ async def test_an_expired_file_is_deleted_and_its_bytes_go_ten_minutes_later(sta
     assert not await stage.has_row(file)
 
 
-async def test_one_collection_does_both_for_a_file_that_expired_long_ago(stage):
+async def test_one_collection_deletes_and_removes_a_file_that_expired_long_ago(stage):
     await stage.upload(b"12345", expires_seconds=60)
     await stage.later(DAY)
     assert await stage.collect() == Collected(expired_files=Amount(1), deleted_files=Amount(1, 5))
@@ -313,7 +313,7 @@ async def test_the_deleted_error_file_of_a_batch_stays_while_another_repeats_its
     assert (await stage.collect()).deleted_files == Amount(1, error.bytes)
 
 
-async def test_files_that_must_stay_do_not_hold_up_those_behind_them(stage, monkeypatch):
+async def test_files_that_must_stay_do_not_delay_the_removal_of_later_ones(stage, monkeypatch):
     monkeypatch.setattr(module, "_FILES", 2)
     needed = [await stage.upload() for _ in range(5)]
     for file in needed:
@@ -348,7 +348,7 @@ async def test_a_collector_that_dies_while_it_removes_a_file_leaves_nothing_that
 
 
 def die_at(patch, stage, of_store, statement):
-    """Break off at a call of the store, or before a statement."""
+    """Die at a call of the store, or before a statement."""
 
     def die(*_, **__):
         raise ConnectionResetError
@@ -491,7 +491,7 @@ async def test_a_collector_that_dies_on_the_way_is_followed_by_one_that_finishes
     assert await raw(stage.queue, "SELECT leftovers_gone_at FROM batchwright.batch") == [(stage.clock.time,)]
 
 
-async def test_everybody_knows_that_answers_are_unreadable_before_the_first_of_them_goes(stage, pool, monkeypatch):
+async def test_answers_are_marked_as_gone_before_the_first_of_them_is_removed(stage, pool, monkeypatch):
     batch = await stage.batch(COMPLETED)
     await stage.leave_behind(batch)
     await stage.later(HOUR + 1)
@@ -534,7 +534,7 @@ async def test_a_batch_that_left_much_behind_is_cleared_in_small_steps(stage, mo
     assert await stage.of_batch(big) == await stage.of_batch(small) == (0, 0, False)
 
 
-async def test_a_store_that_goes_on_listing_what_was_deleted_does_not_keep_the_collector_for_ever(stage, monkeypatch):
+async def test_a_store_that_still_lists_deleted_objects_does_not_keep_the_collector_busy_for_ever(stage, monkeypatch):
     monkeypatch.setattr(module, "_OBJECTS", 2)
     batch = await stage.batch(COMPLETED)
     await stage.leave_behind(batch, segments=4)
@@ -567,7 +567,7 @@ async def test_a_work_folder_in_use_stays_until_it_is_free_and_stale(stage):
 # Work folders -------------------------------------------------------------------------------------------------------
 
 
-async def test_stale_work_folders_go_and_others_stay(stage):
+async def test_only_stale_work_folders_are_removed(stage):
     open, kept, cleared = [await stage.batch(state) for state in (IN_PROGRESS, COMPLETED, COMPLETED)]
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
     await raw(
@@ -584,12 +584,12 @@ async def test_stale_work_folders_go_and_others_stay(stage):
     assert await stage.collect() == dry == Collected(work_folders=Amount(2, 10))
     assert stage.folders() == sorted([open.id, kept.id, fresh, "batch_1", f"{of_nobody}.txt", "somebody_elses"])
     assert Workspace(stage.workspace.root, 1).id == ours
-    await stage.later(HOUR + 60)  # folders go by the machine's clock, which did not stop when the test's did
+    await stage.later(HOUR + 60)  # folders' ages are measured by the machine's clock
     await stage.collect()
     assert fresh not in stage.folders()
 
 
-async def test_many_folders_are_walked_in_small_steps(stage, monkeypatch):
+async def test_many_folders_are_checked_in_small_steps(stage, monkeypatch):
     monkeypatch.setattr(module, "_FOLDERS", 2)
     kept = await stage.batch(IN_PROGRESS)
     long_ago = datetime(2020, 1, 1, tzinfo=UTC)
@@ -600,7 +600,7 @@ async def test_many_folders_are_walked_in_small_steps(stage, monkeypatch):
 
 
 async def test_folders_of_another_database_stay(stage, caplog):
-    """Two databases on one machine have the same work folder unless somebody says otherwise."""
+    """Two databases on one machine share the work folder unless a setting says otherwise."""
     stage.workspace.root.mkdir()
     (stage.workspace.root / OWNER).write_text("another")
     ended = await stage.batch(COMPLETED)
@@ -624,7 +624,7 @@ async def test_the_first_database_to_collect_owns_the_work_folder(stage):
     assert (await stage.collect()).work_folders == Amount(1, 5)
 
 
-async def test_the_name_of_a_database_is_its_own(stage, server, template):
+async def test_each_database_has_a_unique_name(stage, server, template):
     with database(server, "batchwright_test_name_" + template[-8:]) as url, psycopg.connect(url) as connection:
         connection.execute("CREATE SCHEMA batchwright")
         connection.execute("CREATE TABLE batchwright.migration AS SELECT 1 AS number, now() AS applied_at")
@@ -633,7 +633,7 @@ async def test_the_name_of_a_database_is_its_own(stage, server, template):
     assert (name == other, len(name), len(other)) == (False, 21, 21)
 
 
-async def test_a_removal_that_was_broken_off_is_finished(stage, monkeypatch):
+async def test_an_interrupted_removal_is_finished_later(stage, monkeypatch):
     batch = await stage.batch(COMPLETED)
     await stage.leave_behind(batch)
     await stage.later(HOUR + 1)
@@ -648,8 +648,8 @@ async def test_a_removal_that_was_broken_off_is_finished(stage, monkeypatch):
     assert stage.folders() == []
 
 
-def test_a_folder_that_was_made_anew_is_not_removed_by_one_that_waited_for_the_old_one(workspace, monkeypatch):
-    """Two collectors hold the same folder's lock file; before the second has the lock, a worker is back at it."""
+def test_a_folder_that_was_created_again_is_not_removed_by_a_collector_that_waited_for_its_lock(workspace, monkeypatch):
+    """Two collectors open the folder's lock file; before the second gets the lock, a worker uses the folder again."""
     (workspace.folder("b")).mkdir(parents=True)
     lock = fcntl.flock
     using = workspace.use("b")
@@ -668,7 +668,7 @@ def test_a_folder_that_was_made_anew_is_not_removed_by_one_that_waited_for_the_o
     assert not workspace.folder("b").exists()
 
 
-def test_a_folder_in_use_says_so_and_is_not_touched_by_the_question(workspace):
+def test_whether_a_folder_is_in_use_can_be_checked_without_changing_it(workspace):
     assert not workspace.in_use("b")
     assert workspace.size("b") is None
     (workspace.folder("b")).mkdir(parents=True)
@@ -684,7 +684,7 @@ def test_a_folder_in_use_says_so_and_is_not_touched_by_the_question(workspace):
 
 
 @in_both_stores
-async def test_objects_that_no_row_names_go_after_a_day(stage):
+async def test_objects_without_a_row_are_removed_after_a_day(stage):
     known, deleted = await stage.upload(), await stage.upload()
     await stage.delete(deleted)
     orphan = object_key(new_file_id())
@@ -697,7 +697,7 @@ async def test_objects_that_no_row_names_go_after_a_day(stage):
 
 
 @in_both_stores
-async def test_objects_that_are_not_named_like_ours_stay(stage):
+async def test_objects_that_do_not_have_our_names_are_kept(stage):
     id = new_file_id()
     unborn = f"file-{'f' * 32}"
     names = ["files/readme.txt", f"files/{id}", f"files/zz/{id}", f"files/00/{id[:-2]}11", object_key(unborn)]
@@ -709,7 +709,7 @@ async def test_objects_that_are_not_named_like_ours_stay(stage):
     assert await stage.objects() == sorted(names)
 
 
-async def test_a_new_object_that_links_an_old_file_is_new(stage, tmp_path):
+async def test_a_new_object_that_links_an_old_file_counts_as_new(stage, tmp_path):
     old = tmp_path / "old.jsonl"
     old.write_bytes(b"12345")
     old.chmod(0o600)  # a file that others can read is copied, not linked
@@ -724,7 +724,7 @@ async def test_a_new_object_that_links_an_old_file_is_new(stage, tmp_path):
 
 
 @in_both_stores
-async def test_what_a_lost_writer_puts_back_goes_after_a_day(stage):
+async def test_objects_that_a_lost_writer_stores_later_are_removed_after_a_day(stage):
     gone, cleared, open = f"batch_{'0' * 32}", await stage.batch(COMPLETED), await stage.batch(IN_PROGRESS)
     await stage.later(HOUR + 1)
     await stage.collect()
@@ -738,7 +738,7 @@ async def test_what_a_lost_writer_puts_back_goes_after_a_day(stage):
 
 
 @in_both_stores
-async def test_objects_of_another_database_stay(stage, caplog):
+async def test_objects_of_another_database_are_kept(stage, caplog):
     await stage.store.put(OWNER, b"another")
     orphan = object_key(new_file_id())
     await stage.store.put(orphan, b"12345")
@@ -753,7 +753,7 @@ async def test_objects_of_another_database_stay(stage, caplog):
 
 
 @in_both_stores
-async def test_a_large_store_is_walked_over_many_rounds_and_no_object_twice(stage, monkeypatch):
+async def test_a_large_store_is_checked_over_many_rounds_and_no_object_twice(stage, monkeypatch):
     monkeypatch.setattr(module, "_OBJECTS_LISTED", 3)
     known = [await stage.upload() for _ in range(5)]
     for _ in range(5):
@@ -777,7 +777,7 @@ async def test_a_large_store_is_walked_over_many_rounds_and_no_object_twice(stag
 
 
 class Steps:
-    """A clock by which every round has the time for one step."""
+    """A clock that gives each round time for one step."""
 
     def __init__(self):
         self.asked = 0
@@ -790,7 +790,7 @@ class Steps:
 # Idempotency keys ---------------------------------------------------------------------------------------------------
 
 
-async def test_idempotency_keys_can_be_used_anew_after_thirty_days(stage):
+async def test_idempotency_keys_can_be_used_again_after_thirty_days(stage):
     key = {"idempotency_key": "k"}
     file = await stage.upload(**key)
     await stage.batch(VALIDATING, input=file, idempotency_digest=b"d", **key)
@@ -811,7 +811,7 @@ async def test_idempotency_keys_can_be_used_anew_after_thirty_days(stage):
     await stage.batch(VALIDATING, input=file, idempotency_digest=b"other", **key)
 
 
-async def test_keys_are_walked_in_small_steps(stage, monkeypatch):
+async def test_keys_are_removed_in_small_steps(stage, monkeypatch):
     monkeypatch.setattr(module, "_ROWS", 2)
     monkeypatch.setattr(module.Collector._page, "__kwdefaults__", {"limit": 2})
     for n in range(5):
@@ -824,7 +824,7 @@ async def test_keys_are_walked_in_small_steps(stage, monkeypatch):
 
 
 async def cleared(stage, state=COMPLETED, **options):
-    """A batch that has ended and left nothing but its row, its job and that job's events."""
+    """An ended batch of which only its row, its job and that job's events are left."""
     batch = await stage.batch(state, **options)
     await stage.end_job(batch)
     await stage.later(HOUR + 1)
@@ -832,7 +832,7 @@ async def cleared(stage, state=COMPLETED, **options):
     return batch
 
 
-async def test_a_batch_goes_thirty_days_after_its_end_and_retention_takes_its_jobs(stage):
+async def test_a_batch_is_removed_thirty_days_after_its_end_and_retention_removes_its_jobs(stage):
     retention = Retention(stage.queue.database, RetentionSettings())
     batch = await stage.batch(COMPLETED)
     claim = await stage.queue.claim_job("w1", batch.job_id, [PROCESS])
@@ -853,7 +853,9 @@ async def test_a_batch_goes_thirty_days_after_its_end_and_retention_takes_its_jo
         await stage.row(batch.id)
     jobs = await stage.queue.get_many([batch.job_id, good, bad])
     assert [job.owner for job in jobs] == [None] * 3
-    assert [job.dismissed_at for job in jobs] == [None, None, stage.clock.time], "a failed shard is no news"
+    assert [job.dismissed_at for job in jobs] == [None, None, stage.clock.time], (
+        "the failed shard does not appear in the inbox"
+    )
     await sweep(stage, retention)
     await sweep(stage, retention)
     assert await stage.queue.get_many([batch.job_id, good, bad]) == []
@@ -867,7 +869,7 @@ async def sweep(stage, retention):
             has_more = (await retention.sweep(session)).has_more
 
 
-async def test_only_the_jobs_of_that_owner_are_let_go(queue):
+async def test_only_the_jobs_of_that_owner_are_disowned(queue):
     row = {"owner": "batch_a", "tenant": "acme"}
     prepare = Catalog(queue.database, Registry([process])).prepare
     root, chained, other = [
@@ -882,7 +884,7 @@ async def test_only_the_jobs_of_that_owner_are_let_go(queue):
     assert await queue.disown(root.id, "batch_a") == 0
 
 
-async def test_a_collector_that_dies_after_letting_the_jobs_go_removes_the_batch_the_next_time(stage, monkeypatch):
+async def test_a_collector_that_dies_after_disowning_the_jobs_removes_the_batch_the_next_time(stage, monkeypatch):
     batch = await cleared(stage)
     await stage.later(30 * DAY)
     with monkeypatch.context() as patch:
@@ -894,7 +896,7 @@ async def test_a_collector_that_dies_after_letting_the_jobs_go_removes_the_batch
     assert (await stage.queue.get(batch.job_id)).owner is None
 
 
-async def test_in_a_round_the_jobs_are_let_go_with_the_batch_or_not_at_all(stage, monkeypatch):
+async def test_in_a_round_the_jobs_are_disowned_with_the_removal_of_the_batch_or_not_at_all(stage, monkeypatch):
     batch = await cleared(stage)
     await stage.later(30 * DAY)
     with monkeypatch.context() as patch:
@@ -927,7 +929,7 @@ async def test_an_old_batch_stays_while_its_job_is_open(stage):
     assert (await stage.collect()).old_batches == Amount(1)
 
 
-async def test_an_old_batch_stays_while_another_repeats_it(stage):
+async def test_an_old_batch_stays_while_a_retry_of_it_is_open(stage):
     first = await cleared(stage)
     await stage.later(30 * DAY)
     retry = await stage.batch(VALIDATING, retry_of=first.id, family=first.id)
@@ -937,7 +939,7 @@ async def test_an_old_batch_stays_while_another_repeats_it(stage):
     assert (await stage.collect()).old_batches == Amount(1)
 
 
-async def test_a_batch_does_not_go_before_what_it_left_behind(stage):
+async def test_a_batch_is_not_removed_before_its_objects_and_folders(stage):
     patient = stage.another_collector(failed_segments_kept_days=60)
     batch = await stage.batch(FAILED, files=False)
     await stage.leave_behind(batch)
@@ -955,7 +957,7 @@ async def test_a_batch_does_not_go_before_what_it_left_behind(stage):
 
 
 @in_both_stores
-async def test_rounds_do_what_a_collection_by_hand_does(stage, caplog):
+async def test_rounds_do_the_same_as_a_collection_by_hand(stage, caplog):
     foreseen = await scene(stage)
     with caplog.at_level(logging.INFO, logger=module.__name__):
         assert await stage.rounds() >= 10
@@ -964,7 +966,7 @@ async def test_rounds_do_what_a_collection_by_hand_does(stage, caplog):
     assert foreseen.deleted_files == Amount(2, 6)
 
 
-async def test_upkeep_runs_the_rounds_and_gives_turns_until_nothing_is_left(stage):
+async def test_upkeep_runs_the_rounds_until_nothing_is_left(stage):
     foreseen = await scene(stage)
     assert foreseen.deleted_files.count == 2
     upkeep = Upkeep(stage.queue, Processes(None, 0), Registry([]), stage.collector.rounds())
@@ -981,7 +983,7 @@ async def test_upkeep_runs_the_rounds_and_gives_turns_until_nothing_is_left(stag
     assert await stage.collect() == Collected()
 
 
-async def test_a_store_that_is_away_holds_up_only_what_needs_it(stage, monkeypatch, caplog):
+async def test_an_unavailable_store_delays_only_what_needs_it(stage, monkeypatch, caplog):
     doomed = await stage.upload()
     await stage.delete(doomed)
     await stage.upload(expires_seconds=1)
@@ -1021,7 +1023,7 @@ async def test_a_store_that_hangs_ends_the_round_and_not_the_transaction(stage, 
     assert await raw(stage.queue, "SELECT count(idempotency_key) FROM batchwright.file") == [(0,)]
 
 
-async def test_an_object_that_cannot_be_deleted_does_not_keep_others_from_going(stage, monkeypatch, caplog):
+async def test_an_object_that_cannot_be_deleted_does_not_prevent_the_removal_of_others(stage, monkeypatch, caplog):
     monkeypatch.setattr(module, "_FILES", 1)
     locked, free = await stage.upload(), await stage.upload()
     for file in (locked, free):
@@ -1043,7 +1045,7 @@ async def test_an_object_that_cannot_be_deleted_does_not_keep_others_from_going(
 
 
 @pytest.mark.parametrize("call", ["delete", "list"])
-async def test_a_store_that_refuses_everything_is_not_asked_for_ever(stage, monkeypatch, caplog, call):
+async def test_a_store_that_refuses_everything_gets_a_limited_number_of_calls(stage, monkeypatch, caplog, call):
     monkeypatch.setattr(module, "_FILES", 1)
     for _ in range(30):
         await stage.delete(await stage.upload())
@@ -1065,7 +1067,7 @@ async def test_a_store_that_refuses_everything_is_not_asked_for_ever(stage, monk
     assert caplog.messages.count("some garbage was not removed: no permission") == {"delete": 20, "list": 13}[call]
 
 
-async def test_a_chore_that_the_database_refuses_does_not_keep_the_others_from_their_turn(stage, monkeypatch):
+async def test_a_chore_that_the_database_refuses_does_not_prevent_the_other_chores(stage, monkeypatch):
     await stage.upload(expires_seconds=1)
     await stage.upload(idempotency_key="k")
     await stage.later(31 * DAY)
@@ -1097,7 +1099,7 @@ async def test_a_round_does_one_chore_and_ends_when_its_time_is_over(stage, monk
 
 
 @in_both_stores
-async def test_two_collectors_at_one_time_do_no_harm(stage, pool):
+async def test_two_collectors_can_run_at_the_same_time(stage, pool):
     foreseen = await scene(stage)
     async with another(stage.queue, pool) as elsewhere:
         second = Collector(elsewhere, stage.store, stage.workspace, BatchSettings(), RetentionSettings())
@@ -1108,7 +1110,7 @@ async def test_two_collectors_at_one_time_do_no_harm(stage, pool):
     assert await stage.collect() == Collected()
 
 
-async def test_what_killed_writers_left_half_written_goes_every_hour(stage, tmp_path, caplog):
+async def test_half_written_objects_of_killed_writers_are_removed_every_hour(stage, tmp_path, caplog):
     drafts = tmp_path / "store" / ".drafts"
     drafts.mkdir(parents=True)
     for name in ("old", "new"):
@@ -1125,7 +1127,7 @@ async def test_what_killed_writers_left_half_written_goes_every_hour(stage, tmp_
     assert await stage.collect() == Collected(half_written=Amount(1))
 
 
-async def test_deletions_are_counted_for_the_collector(stage, backend):
+async def test_deletions_are_counted_as_the_collectors(stage, backend):
     counts = Counts([OPERATIONS])
     stage.store = Store(backend, counts=counts, component=COMPONENT)
     await stage.delete(await stage.upload())
@@ -1138,7 +1140,7 @@ async def test_deletions_are_counted_for_the_collector(stage, backend):
 
 
 async def scene(stage):
-    """Some of every kind, and beside each something that must stay; answers what is to go."""
+    """Put in some of every kind, with something that must stay beside each; return what is to be removed."""
     old = await stage.batch(COMPLETED, idempotency_key="a", idempotency_digest=b"d")
     await stage.end_job(old)
     await stage.leave_behind(old, segments=2)
@@ -1192,7 +1194,7 @@ async def everything(stage):
 
 
 @in_both_stores
-async def test_a_dry_run_changes_nothing_and_foresees_what_the_real_one_does(stage):
+async def test_a_dry_run_changes_nothing_and_predicts_the_real_run(stage):
     foreseen = await scene(stage)
     before = await everything(stage)
     assert await stage.collect(dry_run=True) == foreseen
@@ -1202,7 +1204,7 @@ async def test_a_dry_run_changes_nothing_and_foresees_what_the_real_one_does(sta
     assert await stage.collect(dry_run=True) == await stage.collect() == Collected()
 
 
-async def test_a_dry_run_foresees_the_rest_of_a_collection_that_died(stage, monkeypatch):
+async def test_a_dry_run_predicts_the_rest_of_a_collection_that_died(stage, monkeypatch):
     foreseen = await scene(stage)
     with monkeypatch.context() as patch:
         die_at(patch, stage, None, "remove_segments")
@@ -1215,7 +1217,7 @@ async def test_a_dry_run_foresees_the_rest_of_a_collection_that_died(stage, monk
     assert await stage.collect() == dry
 
 
-def test_what_was_collected_can_be_read():
+def test_a_collection_is_described_in_words():
     collected = Collected(deleted_files=Amount(2, 1024), idempotency_keys=Amount(3))
     assert str(collected) == "deleted files: 2 (1024 bytes), idempotency keys: 3"
     assert collected.bytes == 1024
@@ -1327,7 +1329,7 @@ STATEMENTS = {
 }
 
 
-def test_every_statement_has_its_plan_tested():
+def test_the_plan_of_every_statement_is_tested():
     assert set(STATEMENTS) == set(SQL) - {"here"} | {"expire"}
 
 
@@ -1342,13 +1344,13 @@ def test_a_step_finds_its_rows_by_their_index_among_many(crowd, name):
 
 
 @pytest.mark.parametrize("name", ["deleted_files", "old_batches", "old_uploads"])
-def test_a_dry_step_is_bounded_too(crowd, name):
+def test_a_step_of_a_dry_run_is_bounded_too(crowd, name):
     found = plan(crowd, name, source=SQL, run=True, **{**WALK, "is_dry": True})
     assert found["Actual Rows"] == 50
     assert touched(found) < 3_000
 
 
-def test_the_crowd_is_one_in_which_a_scan_would_be_seen(crowd):
+def test_a_scan_of_the_whole_table_would_be_detected(crowd):
     (found,) = crowd.execute(
         "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT sum(total) FROM batchwright.batch"
     ).fetchone()

@@ -1,4 +1,4 @@
-"""The watchdog: batches that no worker ends are ended by upkeep, a page at a time."""
+"""The watchdog: upkeep ends batches that no worker ends, a page at a time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ async def told(stage):
     return [tuple(row) for row in await raw(stage.batchwright.queue, sql)]
 
 
-async def test_stalled_batches_are_looked_after_in_pages_and_none_stays_in_the_way(database_url, tmp_path, monkeypatch):
-    """The upkeep session is held while it helps, so each turn is short; a batch that fails is passed over."""
+async def test_stalled_batches_are_ended_in_pages_and_one_that_fails_does_not_delay_the_others(
+    database_url, tmp_path, monkeypatch
+):
+    """Each turn is short because the upkeep session is held meanwhile; a batch that fails is skipped."""
     monkeypatch.setattr(watchdog_module, "_PAGE", 2)
     async with staged(database_url, tmp_path) as stage:
         ids = [await stage.submit([request("a")]) for _ in range(5)]
@@ -61,17 +63,19 @@ async def test_stalled_batches_are_looked_after_in_pages_and_none_stays_in_the_w
             async with lock_round(stage.batchwright.queue.database, "batches") as session:
                 turns.append(await watchdog.look(session))
         assert turns == [True, True, False, False]
-        assert helped == [*sorted(ids, key=helped.index), *refused], "each once, and the refused one in the next sweep"
+        assert helped == [*sorted(ids, key=helped.index), *refused], (
+            "each batch once, and the one that failed again in the next sweep"
+        )
         batches = [await stage.batchwright.part(BatchesPart).batches.get(id, tenant=None) for id in ids]
         assert {batch.status for batch in batches} == {BatchStatus.EXPIRED}
         monkeypatch.setattr(watchdog_module, "_TURN_SECONDS", 0.0)
         await stage.submit([request("a")])
         await raw(stage.batchwright.queue, f"{LATE} WHERE status = 'validating'")
         async with lock_round(stage.batchwright.queue.database, "batches") as session:
-            assert await watchdog.look(session) is True, "its time was over; the rest has the next turn"
+            assert await watchdog.look(session) is True, "the time of the turn is over, so it wants another"
 
 
-async def test_a_batch_that_upkeep_ends_tells_its_webhooks(database_url, tmp_path):
+async def test_a_batch_that_upkeep_ends_sends_its_webhooks(database_url, tmp_path):
     async with staged(database_url, tmp_path) as stage:
         late = await stage.submit([request("a")])
         await raw(stage.batchwright.queue, LATE)
@@ -84,7 +88,7 @@ async def test_a_batch_that_upkeep_ends_tells_its_webhooks(database_url, tmp_pat
         assert await told(stage) == [("batch.expired", late), ("batch.failed", lost)]
 
 
-async def test_a_batch_that_cannot_be_looked_after_keeps_no_other_from_it(database_url, tmp_path, monkeypatch):
+async def test_a_batch_that_cannot_be_ended_does_not_prevent_the_end_of_others(database_url, tmp_path, monkeypatch):
     async with staged(database_url, tmp_path) as stage:
         ids = [await stage.submit([request("a")]) for _ in range(2)]
         await raw(stage.batchwright.queue, "DELETE FROM batchwright.job")

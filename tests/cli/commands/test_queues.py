@@ -10,7 +10,7 @@ from tests.cli.sample import greet
 from tests.cli.stage import Stage
 
 
-def test_queues_are_listed_with_what_waits_in_them(inside: Inside, stage: Stage) -> None:
+def test_queues_are_listed_with_the_number_of_waiting_jobs(inside: Inside, stage: Stage) -> None:
     assert inside("queue", "list") == (0, "", "no queues: a queue exists once it has had a job\n")
     _, running = stage.put(NewJob(greet), NewJob(greet))
     stage.put(NewJob(greet, delay_seconds=60), NewJob(greet, queue="letters", tenant="b"))
@@ -28,7 +28,7 @@ def test_queues_are_listed_with_what_waits_in_them(inside: Inside, stage: Stage)
     assert lines[2].rstrip().endswith("UTC")
 
 
-def test_pause_and_resume_take_many_and_name_what_is_not_there(inside: Inside, stage: Stage) -> None:
+def test_pause_and_resume_accept_several_queues_and_name_unknown_ones(inside: Inside, stage: Stage) -> None:
     stage.put(NewJob(greet), NewJob(greet, queue="letters"))
     assert inside.json("queue", "pause", "default", "letters") == {"paused": ["default", "letters"]}
     assert all(one["paused_at"] for one in inside.json("queue", "list"))
@@ -43,7 +43,7 @@ def test_pause_and_resume_take_many_and_name_what_is_not_there(inside: Inside, s
 
 
 @pytest.mark.thorough
-def test_a_worker_goes_on_with_a_queue_that_was_resumed(cli: Cli, publish: None) -> None:
+def test_a_worker_takes_jobs_again_from_a_resumed_queue(cli: Cli, publish: None) -> None:
     cli("job", "submit", "sample.greet", "--queue", "letters", "--delay", "3600")
     cli("queue", "pause", "letters")
     with cli.start("worker", SAMPLE) as worker:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("publish")
 DAILY = ["schedule", "create", "daily", "--cron", "0 6 * * *", "--type", "sample.greet"]
 
 
-def test_create_list_show_pause_resume_run_and_delete_tell_one_story(inside: Inside) -> None:
+def test_create_list_show_pause_resume_run_and_delete_agree(inside: Inside) -> None:
     options = ["--timezone", "Europe/Berlin", "--payload", '{"name": "Ada"}', "--missed", "all"]
     code, out, err = inside(*DAILY, *options)
     assert (code, err) == (0, "")
@@ -38,7 +38,7 @@ def test_create_list_show_pause_resume_run_and_delete_tell_one_story(inside: Ins
     assert inside("schedule", "list") == (0, "", "no schedules\n")
 
 
-def test_create_passes_every_option_on_and_every_verb_speaks_json(inside: Inside) -> None:
+def test_create_passes_every_option_on_and_every_command_prints_json(inside: Inside) -> None:
     options = ["--missed", "skip", "--tick-field", "name", "--queue", "letters", "--priority", "2", "--deadline", "60"]
     keys = ["--key", "a", "--key", "b", "--on-held", "reject", "--max-attempts", "7", "--tenant", "them"]
     made = inside.json(*DAILY, *options, *keys)
@@ -106,7 +106,7 @@ BAD_WORDS = [
 ]
 
 
-def test_bad_words_are_answered_in_one_line(inside: Inside) -> None:
+def test_a_mistake_is_refused_in_one_line(inside: Inside) -> None:
     for arguments, code, complaint in BAD_WORDS:
         left, out, err = inside("schedule", *arguments)
         assert (left, out) == (code, "")

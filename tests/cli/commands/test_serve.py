@@ -1,4 +1,4 @@
-"""`batchwright up` and `batchwright worker` as an operator meets them: signals, dead children, dead parents."""
+"""`batchwright up` and `batchwright worker` as operators use them: signals, dead children, dead supervisors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def submit(cli: Cli, job_type: str) -> str:
 
 
 def stands(cli: Cli, id: str) -> tuple[str, int, str]:
-    """Status, attempts, and the last event."""
+    """The status, attempts and last event of a job."""
     (row,) = cli.rows(
         "SELECT status::text, attempts, (SELECT event FROM batchwright.job_event WHERE job_id = job.id "
         "ORDER BY id DESC LIMIT 1) FROM batchwright.job WHERE id = %s",
@@ -36,7 +36,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_up_migrates_runs_jobs_and_on_sigterm_gives_them_back_unused(empty_cli: Cli) -> None:
+def test_up_migrates_runs_jobs_and_releases_them_at_sigterm_without_using_an_attempt(empty_cli: Cli) -> None:
     (empty_cli.folder / "hello.py").write_text(
         "from batchwright import operation\n@operation('hello')\nasync def hello() -> str:\n    return 'from here'\n"
     )
@@ -53,7 +53,7 @@ def test_up_migrates_runs_jobs_and_on_sigterm_gives_them_back_unused(empty_cli: 
 
 
 @pytest.mark.thorough
-def test_a_thread_that_does_not_end_cannot_keep_the_process(cli: Cli) -> None:
+def test_a_thread_that_does_not_end_does_not_keep_the_process_alive(cli: Cli) -> None:
     with cli.start("worker", SAMPLE) as worker:
         worker.until(READY)
         id = submit(cli, "sample.sulk")
@@ -65,7 +65,7 @@ def test_a_thread_that_does_not_end_cannot_keep_the_process(cli: Cli) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("job_type", ["sample.linger", "sample.block"])
-def test_a_second_sigterm_leaves_at_once_whatever_the_loop_does(cli: Cli, job_type: str) -> None:
+def test_a_second_sigterm_ends_the_process_at_once_even_if_the_event_loop_is_blocked(cli: Cli, job_type: str) -> None:
     cli.environment["BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS"] = "60"
     with cli.start("worker", SAMPLE) as worker:
         worker.until(READY)
@@ -99,7 +99,7 @@ def test_a_dead_child_is_replaced_and_sigterm_reaches_all(cli: Cli) -> None:
 
 
 @pytest.mark.thorough
-def test_children_leave_when_their_supervisor_is_killed(cli: Cli) -> None:
+def test_children_exit_when_their_supervisor_is_killed(cli: Cli) -> None:
     with cli.start("up", "--processes", "2", SAMPLE) as supervisor:
         cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
         pids = [pid for (pid,) in cli.rows(WORKERS)]
@@ -114,7 +114,7 @@ def test_children_leave_when_their_supervisor_is_killed(cli: Cli) -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_sigterm_takes_the_children_along(cli: Cli) -> None:
+def test_a_second_sigterm_ends_the_children_too(cli: Cli) -> None:
     cli.environment["BATCHWRIGHT_WORKER_STOP_GRACE_SECONDS"] = "60"
     with cli.start("worker", "--processes", "2", SAMPLE) as supervisor:
         cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
@@ -130,8 +130,8 @@ def test_a_second_sigterm_takes_the_children_along(cli: Cli) -> None:
 
 
 @pytest.mark.thorough
-def test_a_signal_to_the_whole_group_is_one_signal_and_running_jobs_are_given_back(cli: Cli) -> None:
-    """As systemd sends it by default: the children hear it from there, and from their supervisor."""
+def test_a_signal_to_the_whole_group_counts_once_and_running_jobs_are_released(cli: Cli) -> None:
+    """By default, systemd signals the whole group: the children get the signal from there and from their supervisor."""
     with cli.start("up", "--processes", "2", SAMPLE) as supervisor:
         cli.until("SELECT FROM batchwright.worker HAVING count(*) = 2")
         pids = [pid for (pid,) in cli.rows(WORKERS)]

@@ -16,12 +16,12 @@ from tests.cli.conftest import Cli, Inside
 
 
 def simulate(inside: Inside, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, str, str]:
-    """Until it is asked to stop, which it is as soon as it serves."""
+    """Run the simulator and stop it as soon as it serves."""
     monkeypatch.setattr("batchwright.cli.stop.Stop.listen", lambda stop: stop.ask(signal.SIGTERM))
     return inside("simulate", "--providers", "--port", "0", *flags)
 
 
-def test_the_settings_that_are_printed_can_be_pasted(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_settings_can_be_pasted(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = simulate(inside, monkeypatch, "--fault", "429:times=1", "--time-scale", "10")
     assert (code, err) == (0, "")
     banner, _, rest = out.partition("\n\n")
@@ -46,7 +46,7 @@ def test_as_json_the_first_line_has_the_settings_and_the_last_one_the_counts(
     assert last["jobs"] == {}
 
 
-def test_files_of_its_own_are_overwritten_and_no_others(
+def test_only_files_that_it_wrote_itself_are_overwritten(
     inside: Inside, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_flags_that_would_do_nothing_are_refused(inside: Inside, flags: list[str
 
 
 def test_buckets_are_reached_by_the_variables_alone(cli: Cli, tmp_path: Path) -> None:
-    """As a worker reaches them, which has only its environment."""
+    """A worker reaches them in the same way, because it has only its environment."""
     script = tmp_path / "buckets.py"
     script.write_text(BUCKETS)
     with running_process("--providers", "--write-config", str(tmp_path / "providers.toml"), api_key="mine"):

@@ -16,7 +16,7 @@ from tests.cli.conftest import Inside
 from tests.cli.stage import Stage
 
 
-def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage) -> None:
+def test_workers_are_listed_with_their_last_heartbeat(inside: Inside, stage: Stage) -> None:
     assert inside("workers") == (0, "", "no workers; start one: batchwright up, or batchwright worker\n")
     stage.worker("w1")
     stage.worker("w2", stopping=True, pid=8, queues=["gpu", "slow"], operations=["sample.greet"])
@@ -33,7 +33,7 @@ def test_workers_are_listed_with_their_sign_of_life(inside: Inside, stage: Stage
     assert (found[0]["host"], found[0]["pid"], found[0]["concurrency"]) == ("here", 7, 2)
 
 
-def test_operations_are_listed_with_who_has_them(inside: Inside, stage: Stage) -> None:
+def test_operations_are_listed_with_their_workers(inside: Inside, stage: Stage) -> None:
     stage.worker(operations=["sample.greet"])
     lines = [line.split() for line in inside("operations")[1].splitlines()]
     assert lines[0] == ["operation", "tries", "workers", "queue", "description"]
@@ -47,7 +47,7 @@ def test_an_operation_is_shown_with_its_payload_and_a_command_that_runs(inside: 
     assert ["children", "integer", "required"] in [line.split() for line in said.splitlines()]
     command = shlex.split(said.splitlines()[-1])
     assert command[:4] == ["batchwright", "job", "submit", "sample.family"]
-    assert inside(*command[1:-1])[0] == 0, "without --watch"
+    assert inside(*command[1:-1])[0] == 0, "the printed command must not contain --watch"
     greet = inside("operations", "sample.greet")[1]
     assert ["name", "string", '"you"'] in [line.split() for line in greet.splitlines()]
     assert greet.splitlines()[-1] == "batchwright job submit sample.greet --watch"
@@ -62,7 +62,7 @@ def test_an_operation_that_is_not_there_is_named(inside: Inside, stage: Stage) -
     )
 
 
-def test_without_any_operation_the_remedy_is_said(inside: Inside) -> None:
+def test_without_any_operation_the_message_says_what_to_do(inside: Inside) -> None:
     said = inside("operations")[2]
     assert said == "no operations; start a worker that has some: batchwright up hello.py\n"
 
@@ -74,7 +74,9 @@ def test_without_any_operation_the_remedy_is_said(inside: Inside) -> None:
         (["batch.process", "greet"], "batchwright job submit greet --watch"),
     ],
 )
-async def test_who_starts_workers_is_told_what_to_submit(database_url: str, names: list[str], hint: str) -> None:
+async def test_a_worker_at_its_start_prints_what_can_be_submitted(
+    database_url: str, names: list[str], hint: str
+) -> None:
     flags = {"database": {"url": database_url}, "global_inference_gateway": {"url": "http://127.0.0.1:9"}}
     facts = {"description": None, "payload_schema": {}, "defaults": {}, "published_at": datetime.now(UTC), "workers": 1}
     async with AsyncBatchwright(settings=load_settings(flags, environment={})) as batchwright:

@@ -1,4 +1,4 @@
-"""The health page of a worker over real HTTP, without a process of its own."""
+"""The health page of a worker over real HTTP, in this process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_worker_is_ready_only_while_it_takes_jobs_and_alive_all_the_time
         assert await running
 
 
-async def test_a_health_page_refuses_what_it_does_not_have(pool, queue):
+async def test_a_health_page_refuses_unknown_paths_and_methods(pool, queue):
     async with served(pool, queue) as (_, http):
         head, elsewhere, post = await http.head("/healthz"), await http.get("/v1/jobs"), await http.post("/healthz")
         assert [one.status_code for one in (head, elsewhere, post)] == [200, 404, 405]

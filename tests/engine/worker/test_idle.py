@@ -1,4 +1,4 @@
-"""A worker that has nothing to do asks one thing, now and then; and misses nothing by that."""
+"""An idle worker only runs one cheap query from time to time, and still finds every job."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ NOTHING_TO_HOLD = (0, 7)
 
 
 class Looks:
-    """Counts what an idle worker asks, and waits until it has looked so often."""
+    """Counts the queries of an idle worker, and can wait until it has looked a number of times."""
 
     def __init__(self, worker):
         self.worker, self.looks, self.claims = worker, 0, 0
@@ -50,7 +50,7 @@ async def idle(pool, queue):
         yield looks
 
 
-async def test_who_has_nothing_to_do_claims_nothing(idle):
+async def test_an_idle_worker_does_not_claim(idle):
     await idle.more(20)
     assert idle.claims == 0
 
@@ -65,16 +65,16 @@ async def success(queue, id):
         await asyncio.sleep(0.01)
 
 
-async def test_a_job_for_which_nobody_rang_is_found(idle, queue):
+async def test_a_job_without_a_ring_of_the_doorbell_is_found(idle, queue):
     id = await put_one(queue)
     await success(queue, id)
     await idle.more(3)
     claimed = idle.claims
     await idle.more(20)
-    assert idle.claims == claimed, "there is nothing more to claim"
+    assert idle.claims == claimed, "with nothing more to do, it does not claim"
 
 
-async def test_a_job_of_a_queue_that_is_new_is_found(idle, queue):
+async def test_a_job_of_a_new_queue_is_found(idle, queue):
     id = await put_in(queue, "never seen before")
     await success(queue, id)
 
@@ -103,7 +103,7 @@ async def test_a_job_that_is_committed_late_starts_when_its_ring_is_heard(pool, 
     await doorbell.close()
 
 
-async def test_jobs_that_are_not_due_or_paused_or_private_are_no_reason_to_claim(idle, queue):
+async def test_jobs_that_are_paused_private_or_not_due_cause_no_claim(idle, queue):
     await put_in(queue, "later", delay_seconds=3600)
     await put_in(queue, "~of others")
     await put_in(queue, "paused", delay_seconds=3600)
@@ -116,7 +116,7 @@ async def test_jobs_that_are_not_due_or_paused_or_private_are_no_reason_to_claim
     assert idle.claims > 0
 
 
-async def test_a_look_finds_every_queue_with_due_jobs_whatever_lies_before_them(pool, queue, clock):
+async def test_a_look_finds_every_queue_with_due_jobs_behind_any_other_jobs(pool, queue, clock):
     await clock.advance(queue, 0)
     for name, priority, delay in [("a", 5, 0), ("a", 1, 900), ("b", 3, 900), ("c", 9, 0), ("d", 0, 900), ("d", 2, 0)]:
         await put_in(queue, name, priority=priority, delay_seconds=delay)
@@ -131,7 +131,7 @@ async def test_a_look_finds_every_queue_with_due_jobs_whatever_lies_before_them(
 
 
 class Held:
-    """A worker as its lease thread sees it, and how often that has asked."""
+    """A worker as its lease thread sees it; counts the queries of that thread."""
 
     def __init__(self, queue):
         self.held, self.busy, self.doubts, self.asked = {}, NOTHING_TO_HOLD, 0, 0
@@ -154,7 +154,7 @@ class Held:
         return self.rows
 
     def looks(self):
-        """Whether it has asked the database."""
+        """Let the lease look; return whether it has asked the database."""
         before = self.asked
         self.lease.look()
         return self.asked > before
@@ -180,11 +180,11 @@ def test_the_lease_asks_while_something_is_held_or_claimed_and_once_more_after_i
     holder.busy = (1, 8)
     assert [holder.looks() for _ in range(2)] == [True, True]
     holder.busy = (0, 9)
-    assert [holder.looks() for _ in range(2)] == [True, False], "what was claimed may have been cancelled meanwhile"
+    assert [holder.looks() for _ in range(2)] == [True, False], "a job claimed meanwhile may have been cancelled"
 
 
 def test_the_lease_asks_for_a_while_after_a_claim_whose_answer_was_lost(holder):
-    """The server may commit it later, and nobody would know."""
+    """The server may commit the claim later, and the worker would not know."""
     holder.looks()
     holder.doubts += 1
     assert [holder.looks() for _ in range(3)] == [True] * 3

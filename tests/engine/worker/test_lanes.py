@@ -1,4 +1,4 @@
-"""Lanes: how much of which queue a claim asks for, and where it looks on."""
+"""Lanes: how many jobs of which queue a claim asks for, and where the next claim continues."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def marks(lanes: Lanes, slots: int = 10) -> dict[tuple[str, int], object]:
     return {(lane.queue, lane.priority): lane.after for lane in lanes.open(slots, {})}
 
 
-def test_what_already_runs_does_not_narrow_a_queue_without_a_limit():
+def test_running_jobs_do_not_reduce_the_quota_of_a_queue_without_a_limit():
     assert quotas(lanes_of("a"), 3, a=3) == {"a": 3}
 
 
-def test_a_limit_counts_what_already_runs_and_closes_a_full_queue():
+def test_a_limit_counts_running_jobs_and_closes_a_full_queue():
     lanes = lanes_of("a", "b", "c", a=4, b=2)
     assert quotas(lanes, 10, a=3, b=2, c=9) == {"a": 1, "c": 10}
 
@@ -57,14 +57,14 @@ def test_paused_queues_have_no_lanes():
     assert set(quotas(lanes, 5)) == {"b"}
 
 
-def test_an_exhausted_lane_is_looked_through_up_to_just_before_the_claim():
+def test_the_watermark_of_an_exhausted_lane_moves_to_just_before_the_claim():
     lanes = lanes_of("a")
     opened = lanes.open(10, {})
     lanes.move_on(opened, Claimed(NOW, [claim(at=NOW - timedelta(seconds=5))]), 10, 0.001)
     assert set(marks(lanes).values()) == {(NOW - timedelta(milliseconds=50), UUID(int=0))}
 
 
-def test_a_full_claim_moves_only_the_lanes_it_took_from_to_the_last_job_taken():
+def test_a_full_claim_moves_the_watermarks_of_its_lanes_to_their_last_job():
     lanes = lanes_of("a")
     taken = [claim(at=NOW - timedelta(seconds=9 - n)) for n in range(3)]
     lanes.move_on(lanes.open(3, {}), Claimed(NOW, taken), 3, 0.001)
@@ -79,13 +79,13 @@ def test_keyed_jobs_do_not_move_a_watermark():
     assert marks(lanes)[("a", 5)] == NOWHERE
 
 
-def test_a_queue_at_its_limit_is_not_taken_for_exhausted():
+def test_a_queue_at_its_limit_does_not_count_as_exhausted():
     lanes = lanes_of("a", a=1)
     lanes.move_on(lanes.open(10, {}), Claimed(NOW, [claim(priority=3, at=NOW - timedelta(seconds=1))]), 10, 0.001)
     assert marks(lanes)[("a", 5)] == NOWHERE
 
 
-def test_the_full_scan_forgets_the_watermarks():
+def test_a_full_scan_resets_the_watermarks():
     lanes = lanes_of("a")
     lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
     assert not lanes.scan_is_due
@@ -126,7 +126,7 @@ def test_no_watermark_passes_a_commit_of_our_own():
     assert marks(lanes)["a", 5].run_after < NOW - timedelta(seconds=3)
 
 
-def test_a_ring_for_a_queue_never_seen_makes_the_worker_look_around():
+def test_a_ring_for_an_unknown_queue_makes_a_full_scan_due():
     lanes = lanes_of("a")
     lanes.move_on(lanes.open(10, {}), Claimed(NOW, []), 10, 0.001)
     assert lanes.serves("a")
@@ -136,7 +136,7 @@ def test_a_ring_for_a_queue_never_seen_makes_the_worker_look_around():
     assert not Lanes(["a"], {}).serves("b")
 
 
-def test_a_ring_for_a_queue_never_seen_is_not_forgotten_because_a_scan_was_under_way():
+def test_a_ring_for_an_unknown_queue_during_a_scan_makes_another_one_due():
     """The queues of that scan were read before the ring."""
     lanes = lanes_of("a")
     opened = lanes.open(10, {})

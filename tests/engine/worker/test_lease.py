@@ -1,4 +1,4 @@
-"""A worker that is cut off from the database stops its work before others may have it."""
+"""A worker that is cut off from the database stops its jobs before other workers may claim them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINE = EngineSettings(lease_seconds=2.0, rescue_jitter_seconds=0.0)
 
 @contextlib.asynccontextmanager
 async def linked(database_url):
-    """A pool whose connections fall silent when the test says so."""
+    """A link that the test can silence, and a pool that connects through it."""
     async with silenceable(database_url) as link, Pool(DATABASE, link.url) as pool:
         yield link, pool
 
@@ -47,10 +47,10 @@ def lives(pid: int) -> bool:
         return False
 
 
-async def test_a_worker_that_is_cut_off_stops_before_another_has_its_job_and_takes_the_death_back(
+async def test_a_worker_that_is_cut_off_stops_before_another_gets_its_job_and_undoes_the_counted_death(
     pool, queue, database_url, child, tmp_path
 ):
-    """No socket is closed and no call fails: the connection only says nothing any more."""
+    """No socket is closed and no call fails: the connection only falls silent."""
     inside: set[str] = set()
     overlaps: list[set[str]] = []
     begun: asyncio.Queue[str] = asyncio.Queue()
@@ -79,7 +79,7 @@ async def test_a_worker_that_is_cut_off_stops_before_another_has_its_job_and_tak
                 with link.silence():
                     while (await queue.get(hanging)).status is JobStatus.RUNNING:
                         await asyncio.sleep(0.01)
-                    assert not lives(int(pid)), "its process runs although others may have the job"
+                    assert not lives(int(pid)), "its process must end before others may claim the job"
                     assert await begun.get() == other.id
                     assert overlaps == []
                     assert cut_off.counts.total("leases_lost_total") == 2
@@ -89,7 +89,7 @@ async def test_a_worker_that_is_cut_off_stops_before_another_has_its_job_and_tak
 
 
 def almost_over(database_url, key):
-    """The lease thread of a worker that holds this claim until it hears of it, but not for much longer."""
+    """The lease thread of a worker whose claim is about to expire."""
     heard = []
     mine = SimpleNamespace(leased_until=time.monotonic())
     blocking = Blocking(DATABASE, database_url)
@@ -107,10 +107,10 @@ def almost_over(database_url, key):
 
 
 @pytest.mark.parametrize("is_database_away", [True, False])
-async def test_only_a_worker_that_the_database_did_not_answer_takes_the_death_back(
+async def test_only_a_worker_that_got_no_answer_from_the_database_undoes_the_counted_death(
     queue, clock, database_url, is_database_away
 ):
-    """A process that stood still, such as in a C call of the job itself, may have its job to blame."""
+    """If the process itself hung, e.g. in a C call of the job, the job may be the cause."""
     id = await put_one(queue)
     claim = await take_one(queue)
     key = (id, claim.claim)
@@ -118,7 +118,7 @@ async def test_only_a_worker_that_the_database_did_not_answer_takes_the_death_ba
     lease.failures = int(is_database_away)
     lease.judge()
     lease.judge()
-    assert heard == [{key: None}], "once"
+    assert heard == [{key: None}], "the loss is reported once"
     await clock.advance(queue, 100)
     assert [rescued.id for rescued in await queue.rescue()] == [id]
     lease.look()
@@ -127,7 +127,7 @@ async def test_only_a_worker_that_the_database_did_not_answer_takes_the_death_ba
     blocking.close()
 
 
-async def test_what_was_stopped_in_time_and_not_rescued_yet_is_given_back(queue, database_url):
+async def test_a_job_that_was_stopped_in_time_and_not_rescued_yet_is_released(queue, database_url):
     id = await put_one(queue)
     claim = await take_one(queue)
     lease, _, blocking = almost_over(database_url, (id, claim.claim))
@@ -140,7 +140,7 @@ async def test_what_was_stopped_in_time_and_not_rescued_yet_is_given_back(queue,
     blocking.close()
 
 
-async def test_a_claim_that_is_answered_when_its_lease_is_over_starts_nothing(pool, queue):
+async def test_a_claim_whose_answer_arrives_after_its_lease_starts_no_job(pool, queue):
     worker = make_worker(pool, noop, engine=ENGINE)
     await put_one(queue)
     claim = await take_one(queue, worker=worker.id)
@@ -153,7 +153,7 @@ async def test_a_claim_that_is_answered_when_its_lease_is_over_starts_nothing(po
 
 
 async def test_a_rescued_job_starts_without_waiting_for_a_poll(pool, queue, child):
-    """Whoever rescued it: the worker's upkeep, one with other work that rings, or the run whose process died."""
+    """The worker itself may rescue it, another worker, which rings, or the run whose process died."""
     ran, waits_for_a_ring = asyncio.Event(), asyncio.Event()
 
     @operation("patient")
@@ -163,7 +163,7 @@ async def test_a_rescued_job_starts_without_waiting_for_a_poll(pool, queue, chil
     async def rest(seconds: float) -> None:
         waits_for_a_ring.set()
         await worker._wake.wait()
-        worker._scan_soon()  # a commit that was late may lie before a watermark, which is another matter
+        worker._scan_soon()  # a late commit may lie before a watermark, which is not the subject of this test
 
     known = Registry([patient, deadly.dies])
     (id,) = await put(queue, NewJob(patient, delay_seconds=3600), operations=known)
@@ -200,7 +200,7 @@ async def broken(session):
 
 
 @pytest.mark.parametrize(("run", "rescues"), [(slow, 1), (broken, 0)])
-async def test_a_slow_database_does_not_suspend_the_rescue_and_a_lost_connection_does(queue, pool, clock, run, rescues):
+async def test_a_lost_connection_suspends_rescues_and_a_slow_database_does_not(queue, pool, clock, run, rescues):
     id = await put_one(queue)
     await take_one(queue)
     worker = make_worker(pool, noop, queue=queue)

@@ -1,4 +1,4 @@
-"""Of many workers that do the same some listen to the doorbell; the others poll, and there are enough of them."""
+"""Of many workers that serve the same jobs, only some listen to the doorbell; the others only poll."""
 
 import asyncio
 import uuid
@@ -15,7 +15,7 @@ SELECT count(*) FROM pg_stat_activity WHERE query = 'LISTEN batchwright' AND dat
 """
 
 
-def test_all_listen_until_there_are_many_and_then_about_as_many_as_are_enough():
+def test_all_workers_of_a_small_fleet_listen_and_about_a_fixed_number_of_a_large_one():
     names = [f"host:{n}:{uuid.UUID(int=n).hex}" for n in range(4000)]
     assert all(listens(name, LISTENERS_MAX) for name in names)
     for peers in (100, 1000, 4000):
@@ -38,7 +38,7 @@ async def until(queue, count):
         await asyncio.sleep(0.02)
 
 
-async def test_a_heartbeat_tells_how_many_live_workers_do_the_same(queue, clock):
+async def test_a_heartbeat_returns_how_many_live_workers_serve_the_same_jobs(queue, clock):
     workers = Workers(queue.database)
 
     async def register(id, *, queues=None, operations=("a", "b")):
@@ -58,14 +58,14 @@ async def test_a_heartbeat_tells_how_many_live_workers_do_the_same(queue, clock)
     assert await workers.heartbeat("unknown", running=0, stopping=False) is None
 
 
-def test_a_fleet_looks_as_often_as_its_first_workers_and_each_worker_within_ten_seconds():
+def test_a_large_fleet_polls_as_often_as_a_small_one_and_each_worker_at_least_every_ten_seconds():
     assert [fleet_pace(peers, 2.0) for peers in (0, 1, POLLERS_MAX)] == [1.0, 1.0, 1.0]
     assert fleet_pace(2 * POLLERS_MAX, 2.0) == 2.0
     assert fleet_pace(1_000, 2.0) * 2.0 == POLL_SECONDS_LIMIT
     assert fleet_pace(1_000, POLL_SECONDS_LIMIT) == 1.0
 
 
-async def test_a_worker_that_hears_of_many_peers_polls_less_often(pool):
+async def test_a_worker_with_many_peers_polls_less_often(pool):
     async with working(pool) as worker:
         assert worker._poll_seconds == worker.settings.poll_seconds_max
         worker._note_peers(3 * POLLERS_MAX)

@@ -69,7 +69,7 @@ QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobStatus
 
 
 async def run(pool, queue, *functions, jobs=None, **settings):
-    """Enqueue one job of the first function (or these jobs), run one round, and answer the jobs as they ended."""
+    """Enqueue one job of the first function (or these jobs), run one round, and return the jobs."""
     worker = make_worker(pool, *functions, **settings)
     new = jobs if jobs is not None else [NewJob(functions[0])]
     ids = await put(queue, *new, operations=Registry(functions))
@@ -84,14 +84,14 @@ async def run_one(pool, queue, *functions, **settings):
 
 
 async def there(path) -> str:
-    """The file's text once it is there; bounded by the test's timeout."""
+    """Wait for a file and return its text; bounded by the test's timeout."""
     while not path.exists() or not (text := path.read_text()):
         await asyncio.sleep(0.01)
     return text
 
 
 class Gauge:
-    """How many are inside at the same time."""
+    """Measures how many tasks are inside at the same time."""
 
     def __init__(self) -> None:
         self.inside = self.most = 0
@@ -104,16 +104,16 @@ class Gauge:
         self.inside -= 1
 
 
-# How much at once -------------------------------------------------------------------------------------------------
+# Concurrency ------------------------------------------------------------------------------------------------------
 
 
-async def test_one_claim_takes_a_whole_batch_and_few_commits_settle_it(pool, queue):
+async def test_one_claim_takes_200_jobs_and_few_commits_settle_them(pool, queue):
     database = Faulty(pool)
     worker = make_worker(pool, queue=Queue(Database(database)), concurrency=200)
     ids = await put(queue, *(NewJob("noop", {"n": n}) for n in range(200)))
     assert await worker.run_once() == 200
     assert database.ran["claim"] == 1
-    assert database.ran["succeed"] <= 10, "two hundred settles are a handful of group commits"
+    assert database.ran["succeed"] <= 10, "200 settles need only a few group commits"
     assert {(await queue.get(id)).status for id in ids} == {SUCCEEDED}
     assert worker.counts.total("jobs_settled_total") == 200
     await worker.close()
@@ -142,7 +142,7 @@ async def test_a_process_never_runs_more_jobs_than_its_concurrency(pool, queue):
     assert gauge.most == 3
 
 
-async def test_a_job_that_only_waits_for_its_settle_leaves_its_slot_to_one_more(pool, queue):
+async def test_a_job_that_only_waits_for_its_settle_frees_its_slot_for_one_more(pool, queue):
     database, begun = Faulty(pool), []
 
     @operation("counted")
@@ -158,7 +158,7 @@ async def test_a_job_that_only_waits_for_its_settle_leaves_its_slot_to_one_more(
             await asyncio.sleep(0.01)
         while worker._slots_used():
             await asyncio.sleep(0.01)
-        assert worker._slots_free() == 0, "no more settles than that may be on the way"
+        assert worker._slots_free() == 0, "no more settles may be waiting"
         assert begun == [0, 1]
         go.set()
         assert {(await finished(queue, id)).status for id in ids} == {SUCCEEDED}
@@ -213,7 +213,7 @@ async def test_a_job_of_an_unknown_type_is_left_and_logged(pool, queue, caplog):
 # Interruption -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_operation_that_takes_too_long_is_interrupted_and_tried_again(pool, queue):
+async def test_an_operation_that_takes_too_long_is_interrupted_and_retried(pool, queue):
     @operation("slow", timeout_seconds=0.05, backoff_seconds=50.0)
     async def slow() -> None:
         await asyncio.Event().wait()
@@ -260,7 +260,7 @@ async def test_a_thread_past_its_time_limit_is_a_failed_try_and_its_late_result_
     assert "too.late" not in [event.event for event in await queue.events(id)]
 
 
-async def test_a_thread_that_obeys_within_the_grace_is_a_failed_try_too_and_leaves_no_thread_behind(pool, queue):
+async def test_a_thread_that_ends_within_the_grace_is_a_failed_try_too_and_leaves_no_thread_behind(pool, queue):
     @operation("obeys", timeout_seconds=0.05, max_attempts=1)
     def obeys(ctx: Context) -> str:
         while not ctx.cancelled:
@@ -278,7 +278,7 @@ async def test_a_thread_that_obeys_within_the_grace_is_a_failed_try_too_and_leav
 
 
 async def test_threads_that_hang_take_no_slot_and_too_many_of_them_break_the_worker(pool, queue, monkeypatch):
-    """Each of four slots has a job that hangs: others run all the same, until the worker must be started anew."""
+    """Jobs hang in threads: others still run, until four threads hang and the worker must be restarted."""
     monkeypatch.setattr(runner_module, "_THREAD_GRACE_SECONDS", 0.0)
     go_on = threading.Event()
 
@@ -332,7 +332,7 @@ async def test_cancel_interrupts_an_async_operation_and_its_late_result_is_refus
     assert await event_names(queue, id) == ["job.enqueued", "job.started", "job.cancelled"]
 
 
-async def test_cancel_tells_a_thread_and_its_late_result_is_refused(pool, queue):
+async def test_cancel_is_visible_to_a_thread_and_its_late_result_is_refused(pool, queue):
     entered = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -371,7 +371,7 @@ async def test_a_deadline_interrupts_a_running_operation(pool, queue):
             await asyncio.sleep(0.01)
 
 
-async def test_stop_lets_jobs_that_look_at_stopping_end_well(pool, queue):
+async def test_stop_lets_jobs_that_check_stopping_succeed(pool, queue):
     entered = asyncio.Event()
 
     @operation("looks")
@@ -388,7 +388,7 @@ async def test_stop_lets_jobs_that_look_at_stopping_end_well(pool, queue):
     assert await Views(queue).workers() == []
 
 
-async def test_stop_gives_back_what_does_not_end_without_using_an_attempt(pool, queue):
+async def test_stop_releases_jobs_that_do_not_end_without_using_an_attempt(pool, queue):
     entered = asyncio.Barrier(3)
     let_go = threading.Event()
     loop = asyncio.get_running_loop()
@@ -410,7 +410,7 @@ async def test_stop_gives_back_what_does_not_end_without_using_an_attempt(pool, 
     ids = await put(queue, *jobs, operations=worker._operations)
     await entered.wait()
     worker.stop()
-    assert await running is False, "a thread would not end"
+    assert await running is False, "the stop waited for a thread"
     let_go.set()
     for id in ids:
         job = await queue.get(id)
@@ -418,8 +418,8 @@ async def test_stop_gives_back_what_does_not_end_without_using_an_attempt(pool, 
         assert await event_names(queue, id) == ["job.enqueued", "job.started", "job.released"]
 
 
-async def test_an_operation_that_fails_because_it_was_stopped_is_given_back(pool, queue):
-    """Libraries turn a cancellation into errors of their own; the job is not to blame for our stop."""
+async def test_an_operation_that_fails_because_it_was_stopped_is_released(pool, queue):
+    """Libraries turn a cancellation into errors of their own, but our stop must not count as a failure of the job."""
     entered = asyncio.Event()
 
     @operation("fragile")
@@ -442,7 +442,7 @@ async def test_an_operation_that_fails_because_it_was_stopped_is_given_back(pool
 
 @pytest.mark.direct("it has a connection of its own, which prepares statements")
 async def test_an_operation_that_blocks_the_event_loop_keeps_its_lease(pool, queue, database_url):
-    """Somebody else rescues all the time; the lease thread must not need the loop."""
+    """Another session rescues all the time; the lease thread must work without the event loop."""
     ended = threading.Event()
     rescued = []
 
@@ -468,7 +468,7 @@ async def test_an_operation_that_blocks_the_event_loop_keeps_its_lease(pool, que
     assert rescued == []
 
 
-async def test_work_whose_lease_cannot_be_renewed_stops_by_itself(pool, queue, monkeypatch):
+async def test_a_job_whose_lease_cannot_be_renewed_is_stopped(pool, queue, monkeypatch):
     entered, stopped = asyncio.Event(), asyncio.Event()
 
     @operation("zombie")
@@ -495,10 +495,10 @@ async def test_work_whose_lease_cannot_be_renewed_stops_by_itself(pool, queue, m
             await asyncio.sleep(0.01)
         assert worker.counts.total("leases_lost_total") == 1
     job = await queue.get(id)
-    assert (job.status, job.claims) == (RUNNING, 1), "it wrote nothing: a rescue will find it"
+    assert (job.status, job.claims) == (RUNNING, 1), "the worker wrote nothing, so a rescue will find the job"
 
 
-async def test_a_worker_that_lost_its_job_stops_working_on_it_and_may_not_settle_it(pool, queue):
+async def test_a_worker_that_lost_its_job_stops_it_and_cannot_settle_it(pool, queue):
     entered, interrupted = asyncio.Event(), asyncio.Event()
 
     @operation("loses")
@@ -526,7 +526,7 @@ async def test_a_worker_that_lost_its_job_stops_working_on_it_and_may_not_settle
         "alone",
     ],
 )
-async def test_the_lease_thread_does_not_give_back_what_a_claim_is_just_bringing(pool, queue, monkeypatch, how):
+async def test_the_lease_thread_does_not_release_jobs_whose_claim_is_not_answered_yet(pool, queue, monkeypatch, how):
     looks = threading.Semaphore(0)
     look = Lease.look
 
@@ -558,7 +558,7 @@ async def test_the_lease_thread_does_not_give_back_what_a_claim_is_just_bringing
 
 
 @pytest.mark.direct("it has a connection of its own, which prepares statements")
-async def test_jobs_survive_a_database_that_throws_everybody_out_again_and_again(pool, queue, database_url):
+async def test_jobs_survive_a_database_that_closes_all_connections_repeatedly(pool, queue, database_url):
     await raw(queue, "CREATE TABLE effect (n int)")
 
     @operation("writes")
@@ -603,7 +603,7 @@ async def test_a_worker_whose_clock_is_wrong_by_an_hour_changes_nothing(pool, qu
     real_time, real_time_ns = time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: real_time() + 3600 * hours)
     monkeypatch.setattr(time, "time_ns", lambda: real_time_ns() + 3600 * hours * 10**9)
-    monkeypatch.setattr(jobs, "_last", 0)  # ids only grow: those of later tests would lie an hour ahead
+    monkeypatch.setattr(jobs, "_last", 0)  # ids only grow, so ids of later tests would be an hour ahead
     entered, go = asyncio.Event(), asyncio.Event()
 
     @operation("waits")
@@ -615,7 +615,7 @@ async def test_a_worker_whose_clock_is_wrong_by_an_hour_changes_nothing(pool, qu
         now, later = await put(queue, NewJob("waits"), NewJob("waits", delay_seconds=30), operations=worker._operations)
         await entered.wait()
         for _ in range(3):
-            assert await queue.rescue() == [], "its lease is alive by the database's clock"
+            assert await queue.rescue() == [], "by the database's clock, its lease is still valid"
             assert await queue.expire() == 0
         job = await queue.get(now)
         real_now = datetime.fromtimestamp(real_time(), UTC)
@@ -644,7 +644,7 @@ RESULTS = {
 }
 
 
-async def test_a_result_that_cannot_be_stored_fails_only_the_guilty_job(pool, queue):
+async def test_a_result_that_cannot_be_stored_fails_only_its_own_job(pool, queue):
     barrier = asyncio.Barrier(len(RESULTS) + 4)
 
     @operation("returns")
@@ -665,7 +665,7 @@ async def test_a_result_that_cannot_be_stored_fails_only_the_guilty_job(pool, qu
             assert RESULTS[name][2] in job.error["message"]
 
 
-async def test_an_error_that_cannot_be_stored_fails_its_job_and_spares_the_neighbours(pool, queue):
+async def test_an_error_that_cannot_be_stored_fails_only_its_own_job(pool, queue):
     barrier = asyncio.Barrier(4)
     codes = {"object": object(), "surrogate": "\ud800", "nul": "a\x00b"}
 
@@ -701,14 +701,14 @@ NONSENSE = [
 ]
 
 
-def test_an_operation_that_returns_nonsense_fails_and_says_why():
+def test_an_operation_that_returns_an_invalid_outcome_fails_and_says_why():
     for outcome in NONSENSE:
         with pytest.raises(Fatal, match="the operation returned nonsense") as caught:
             check_outcome(outcome)
         assert caught.value.code == "invalid_outcome"
 
 
-async def test_nonsense_fails_its_job(pool, queue):
+async def test_an_invalid_outcome_fails_its_job(pool, queue):
     @operation("nonsense")
     async def nonsense() -> Snooze:
         return Snooze("soon")
@@ -734,7 +734,7 @@ async def test_a_waiting_job_may_keep_a_model_as_its_result(pool, queue):
     assert (job.status, job.result) == (SUCCEEDED, {"n": 3})
 
 
-async def test_a_chain_or_children_of_an_unknown_type_fail_the_job_and_write_nothing(pool, queue):
+async def test_chained_jobs_or_children_of_an_unknown_type_fail_the_job_and_nothing_is_written(pool, queue):
     wrote = []
 
     @operation("goes_on")
@@ -767,7 +767,7 @@ WRITE_ERRORS = [
 
 
 async def write_and_raise(pool, queue, errors):
-    """Run jobs whose writes insert a row and raise these errors; answers the jobs."""
+    """Run jobs whose writes insert a row and raise these errors; return the jobs."""
     await raw(queue, "CREATE TABLE effect (n int)")
 
     @operation("writes", backoff_seconds=50.0)
@@ -792,7 +792,7 @@ async def test_a_write_that_raises_is_rolled_back_and_is_the_operations_own_erro
 
 
 async def test_a_write_that_loses_a_connection_of_its_own_is_the_operations_own_error(pool, queue):
-    """A write may talk to another database; that one being away is no reason to repeat our commit for ever."""
+    """A write may use another database; if that one is unavailable, we must not repeat our commit for ever."""
     (job,) = await write_and_raise(pool, queue, [psycopg.OperationalError("the other database is away")])
     assert (job.status, job.error["kind"]) == (QUEUED, "transient")
 
@@ -811,7 +811,7 @@ async def test_a_write_that_swallows_a_failed_statement_does_not_succeed(pool, q
     assert "nothing can be committed" in job.error["message"]
 
 
-async def test_a_write_that_takes_too_long_is_rolled_back_and_tried_again(pool, queue, monkeypatch):
+async def test_a_write_that_takes_too_long_is_rolled_back_and_retried(pool, queue, monkeypatch):
     monkeypatch.setattr(runner_module, "_WRITE_SECONDS_MAX", 0.05)
 
     @operation("slow_write")
@@ -879,8 +879,8 @@ ODD_ERRORS = {
 }
 
 
-async def test_an_error_with_odd_parts_is_settled_all_the_same(pool, queue):
-    """Neither stuck in the worker nor given back without an attempt to fail in the same way for ever."""
+async def test_an_error_with_odd_parts_is_still_settled(pool, queue):
+    """The job must not get stuck in the worker, and must use an attempt, or it would fail in the same way for ever."""
 
     @operation("odd")
     async def odd(name: str) -> None:
@@ -969,7 +969,7 @@ async def test_no_more_processes_run_at_once_than_allowed(pool, queue, child, tm
     await worker.close()
 
 
-async def test_what_a_process_raises_is_the_operations_error_and_no_death(pool, queue, child):
+async def test_an_exception_in_a_process_is_the_operations_error_and_not_a_death(pool, queue, child):
     worker = make_worker(pool, *deadly.OPERATIONS, child=child, processes_max=1)
     names = {"ConnectionError": (QUEUED, "transient"), "EOFError": (FAILED, "fatal"), "ValueError": (FAILED, "fatal")}
     ids = await put(queue, *(NewJob("cpu.raises", {"name": n}) for n in names), operations=worker._operations)
@@ -1003,7 +1003,7 @@ async def test_every_kind_of_operation_can_read_its_children(pool, queue, child)
     await worker.close()
 
 
-async def test_a_process_that_dies_is_a_rescue_and_uses_no_attempt(pool, queue, child):
+async def test_a_process_that_dies_counts_as_a_rescue_and_uses_no_attempt(pool, queue, child):
     worker = make_worker(pool, *deadly.OPERATIONS, child=child)
     (id,) = await put(queue, NewJob("cpu.dies"), operations=worker._operations)
     assert await run_job(worker, id)
@@ -1016,7 +1016,7 @@ async def test_a_process_that_dies_is_a_rescue_and_uses_no_attempt(pool, queue, 
     await worker.close()
 
 
-async def test_a_dead_process_is_rescued_although_another_lease_is_over_too(pool, queue, child):
+async def test_the_job_of_a_dead_process_is_rescued_although_another_lease_has_expired_too(pool, queue, child):
     await put(queue, NewJob("innocent", {"n": 1}), operations=Registry(deadly.OPERATIONS))
     await take(queue, worker="long gone", types=["innocent"])
     await raw(queue, "UPDATE batchwright.job SET lease_until = now() - interval '1 second'")
@@ -1054,7 +1054,7 @@ async def test_a_process_is_killed_on_cancel(pool, queue, child, tmp_path):
     assert (job.status, job.rescues, job.lease_until) == (CANCELLED, 0, None)
 
 
-async def test_an_interrupt_that_comes_while_the_process_starts_is_not_forgotten(pool, queue, child, tmp_path):
+async def test_an_interrupt_while_the_process_starts_is_not_lost(pool, queue, child, tmp_path):
     worker = make_worker(pool, *deadly.OPERATIONS, child=child)
     file = tmp_path / "pid"
     (id,) = await put(queue, NewJob("cpu.hangs", {"file": str(file)}), operations=worker._operations)
@@ -1098,11 +1098,11 @@ async def test_a_job_that_waits_for_a_free_process_can_be_interrupted(pool, queu
             await asyncio.gather(*running)
     finally:
         await worker.close()
-    assert sum(file.exists() for file in files) == 1, "the other one has never begun"
+    assert sum(file.exists() for file in files) == 1, "the second job must never begin"
     assert [(await queue.get(id)).lease_until for id in ids] == [None, None]
 
 
-async def test_reports_of_a_process_reach_the_history(pool, queue, child):
+async def test_events_and_progress_of_a_process_are_stored(pool, queue, child):
     worker = make_worker(pool, *deadly.OPERATIONS, child=child)
     (id,) = await put(queue, NewJob("cpu.emits", {"bad": False}), operations=worker._operations)
     assert await run_job(worker, id)
@@ -1112,7 +1112,7 @@ async def test_reports_of_a_process_reach_the_history(pool, queue, child):
     await worker.close()
 
 
-async def test_the_answer_of_one_job_is_never_taken_for_the_next_jobs(pool, queue, child):
+async def test_the_answer_of_one_job_is_never_used_for_the_next_one(pool, queue, child):
     worker = make_worker(pool, *deadly.OPERATIONS, child=child, processes_max=1)
     new = [NewJob("cpu.emits", {"bad": bad}) for bad in (True, False)]
     bad, good = await put(queue, *new, operations=worker._operations)
@@ -1125,14 +1125,14 @@ async def test_the_answer_of_one_job_is_never_taken_for_the_next_jobs(pool, queu
 
 
 async def test_slots_can_be_counted_by_another_thread_while_a_job_of_a_new_queue_starts(pool):
-    """The thread of the leases does so for its heartbeat."""
+    """The lease thread counts them for its heartbeat."""
 
     class Demand:
         operations = ()
         broken = None
 
         def listen(self, on_demand):
-            """Nobody is told."""
+            """Do not wake the worker."""
 
         def serves(self, queue):
             worker._runner.per_queue[f"new, beside {queue}"] += 1
@@ -1194,14 +1194,14 @@ async def test_a_job_that_kills_its_process_every_time_is_parked_and_its_neighbo
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         await process.wait()
-    assert deaths == 2, "the third time it runs alone, and no worker dies of it"
+    assert deaths == 2, "the third time it runs alone, and no worker dies"
     parked = await queue.get(poison)
     assert (parked.status, parked.error["code"]) == (FAILED, "poison")
     assert [job.result for job in innocents] == list(range(30))
     assert {job.attempts for job in innocents} == {1}
 
 
-async def test_sigterm_gives_running_jobs_back_at_once(queue, database_url, tmp_path):
+async def test_sigterm_releases_running_jobs_at_once(queue, database_url, tmp_path):
     file = tmp_path / "started"
     process = await start_worker(database_url, tmp_path / "worker.log", 30.0)
     try:
@@ -1226,7 +1226,7 @@ async def plan_two(ctx: Context) -> Any:
 
 
 @pytest.mark.direct("it waits for the doorbell")
-async def test_a_parent_is_resumed_when_its_last_child_ends_and_not_at_the_next_poll(queue, pool):
+async def test_a_parent_is_resumed_at_once_when_its_last_child_ends_and_not_at_the_next_poll(queue, pool):
     (id,) = await put(queue, NewJob(plan_two), operations=Registry([plan_two, noop]))
     async with working(pool, plan_two, noop, poll_seconds_min=10.0, poll_seconds_max=10.0):
         job = await finished(queue, id)
@@ -1234,8 +1234,8 @@ async def test_a_parent_is_resumed_when_its_last_child_ends_and_not_at_the_next_
         assert (job.finished_at - job.started_at).total_seconds() < 5
 
 
-async def test_a_claim_number_that_a_failover_gave_twice_to_one_worker_costs_it_no_slot(pool, queue):
-    """It still runs the job of the claim that was lost when it is given the same number again."""
+async def test_a_claim_number_that_a_failover_assigned_twice_to_one_worker_costs_no_slot(pool, queue):
+    """The worker still runs the job of the lost claim when it gets the same number again."""
     begun, ended = [], asyncio.Event()
 
     @operation("linger")
@@ -1251,7 +1251,7 @@ async def test_a_claim_number_that_a_failover_gave_twice_to_one_worker_costs_it_
         async with asyncio.timeout(20):
             while not begun:
                 await asyncio.sleep(0.01)
-            worker.lease.look = lambda: None  # it would be told of the loss, a moment later
+            worker.lease.look = lambda: None  # otherwise it would hear of the loss a moment later
             forget = "status = 'QUEUED', claims = 0, attempts = 0, locked_by = NULL, lease_until = NULL"
             await raw(queue, f"UPDATE batchwright.job SET {forget}")
             while len(begun) < 2:

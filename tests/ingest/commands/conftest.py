@@ -1,4 +1,4 @@
-"""Fixtures: the command line with a folder of documents, in the test's own process or in one of its own."""
+"""Fixtures: the command line with a folder of documents, in the test's process or in a separate one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 class Shell:
-    """A shell that stands beside a folder `papers`."""
+    """A shell whose current folder contains a folder `papers`."""
 
     def __init__(self, cli: Cli, inside: Inside, folder: Path) -> None:
         self.cli = cli
@@ -30,7 +30,7 @@ class Shell:
         self.folder = folder
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
-        """What a command of documents prints."""
+        """The output of a command of documents."""
         found, out, err = self.run("ingest", *arguments)
         assert found == code, (found, out, err)
         return out
@@ -42,7 +42,7 @@ class Shell:
         return err
 
     def refused(self, *arguments: str) -> str:
-        """The one line in which a command is refused."""
+        """The error line of a command that is refused."""
         found, out, err = self.run("ingest", *arguments)
         assert (found, out, len(err.splitlines())) == (1, "", 1), (found, out, err)
         return err
@@ -57,7 +57,7 @@ class Shell:
         return path
 
     def detach(self, *arguments: str) -> str:
-        """The id of a new run that nobody works on."""
+        """The id of a new run that no process works on."""
         return self("run", "papers", "-c", "papers", "--detach", *arguments).strip()
 
     def item(self, run: str, name: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def shell(cli: Cli, inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def provider(shell: Shell) -> Iterator[Callable[..., None]]:
-    """Writes a configuration with a model server that costs something."""
+    """Write a configuration with a model server that has prices."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.ingest.fake_provider", "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )

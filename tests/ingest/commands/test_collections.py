@@ -24,7 +24,7 @@ def filled(shell: Shell) -> Shell:
     return shell
 
 
-def test_search_answers_with_passages_their_place_and_marked_words(filled: Shell) -> None:
+def test_search_prints_passages_with_their_place_and_marked_words(filled: Shell) -> None:
     said = filled("search", "papers", "whale songs")
     head, passage, *_ = said.splitlines()
     assert head.startswith("1. whales.md · Animals · 0.0")

@@ -64,7 +64,7 @@ def test_a_document_shows_its_steps_and_its_history(shell: Shell, run: str) -> N
     assert "there is no item 'item_0'" in shell.refused("item", "item_0")
 
 
-def test_the_inbox_names_causes_and_the_commands_against_them(shell: Shell, run: str) -> None:
+def test_the_inbox_names_causes_and_the_commands_that_help(shell: Shell, run: str) -> None:
     first, second = shell.json("inbox")
     assert (first["cause"], first["count"]) == ("CONTENT_EXTRACTED:Fatal:encrypted_document", 2)
     assert (second["code"], second["names"]) == ("no_text_layer", ["scan.pdf"])
@@ -78,7 +78,7 @@ def test_the_inbox_names_causes_and_the_commands_against_them(shell: Shell, run:
 
 
 @pytest.mark.thorough
-def test_a_group_is_retried_once_its_cause_is_mended(shell: Shell, run: str) -> None:
+def test_a_group_is_retried_once_its_cause_is_fixed(shell: Shell, run: str) -> None:
     shell.write("one.pdf", make_pdf(["Now it can be read."]))
     shell.write("two.pdf", make_pdf(["And this one too."]))
     cause = "CONTENT_EXTRACTED:Fatal:encrypted_document"
@@ -102,11 +102,11 @@ def test_failed_documents_are_dismissed_one_by_one_by_cause_or_all(shell: Shell,
     assert "the inbox is empty" in shell.errors("inbox")
     assert shell("dismiss", "--all").startswith("nothing to dismiss")
     assert shell.run.json("inbox") == []
-    assert shell.json("show", run)["item_count_failed"] == 3, "they stay FAILED"
+    assert shell.json("show", run)["item_count_failed"] == 3, "dismissed documents stay FAILED"
 
 
 @pytest.mark.parametrize("verb", ["retry", "dismiss"])
-def test_whoever_acts_on_failures_must_say_on_which(shell: Shell, verb: str) -> None:
+def test_retry_and_dismiss_must_name_the_failures(shell: Shell, verb: str) -> None:
     assert "select documents in one way" in shell.refused(verb)
     assert "select documents in one way" in shell.refused(verb, "item_1", "--all")
 
@@ -114,7 +114,7 @@ def test_whoever_acts_on_failures_must_say_on_which(shell: Shell, verb: str) -> 
 # Check ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_check_tells_of_parsers_steps_models_and_vectors(shell: Shell) -> None:
+def test_the_check_reports_parsers_steps_models_and_vectors(shell: Shell) -> None:
     findings = {one["name"]: one for one in shell.run.json("check")}
     assert findings["documents"]["level"] == "ok"
     assert findings["document steps"]["text"].startswith("FETCHED, CONTENT_EXTRACTED")

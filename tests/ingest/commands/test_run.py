@@ -32,20 +32,20 @@ def test_one_command_on_a_database_without_workers_does_everything(shell: Shell)
     assert "2: 2 done" in said
     assert said.splitlines()[-1].endswith('batchwright ingest search papers "…"')
     assert "**harbours**" in shell("search", "papers", "harbours")
-    assert shell.run.json("workers") == [], "the worker of the command has left"
+    assert shell.run.json("workers") == [], "the worker of the command has stopped"
 
 
-def test_documents_that_fail_are_told_by_the_exit_code_and_by_the_inbox(shell: Shell) -> None:
+def test_failed_documents_set_the_exit_code_and_are_in_the_inbox(shell: Shell) -> None:
     shell.write("whales.md", WHALES)
     shell.write("secret.pdf", make_encrypted_pdf())
     said = shell("run", "papers", "-c", "papers", code=4)
-    assert "✗" not in said, "signs are for terminals"
+    assert "✗" not in said, "symbols are printed only on terminals"
     assert "1 at CONTENT_EXTRACTED, encrypted_document: secret.pdf: the document is encrypted" in said
     assert "batchwright ingest inbox --run run_" in said
 
 
 @pytest.mark.thorough
-def test_a_second_run_over_unchanged_files_does_nothing_and_a_removed_file_goes(shell: Shell) -> None:
+def test_a_second_run_does_nothing_for_unchanged_files_and_retires_a_removed_file(shell: Shell) -> None:
     shell.write("whales.md", WHALES)
     gone = shell.write("trees.txt", "Trees grow slowly in the north.")
     shell("run", "papers", "-c", "papers")
@@ -56,7 +56,7 @@ def test_a_second_run_over_unchanged_files_does_nothing_and_a_removed_file_goes(
     assert [one["name"] for one in shell.json("documents", "papers")] == ["whales.md"]
 
 
-def test_the_run_as_json_is_an_object_for_each_change(shell: Shell) -> None:
+def test_with_json_a_run_prints_an_object_for_each_change(shell: Shell) -> None:
     shell.write("whales.md", WHALES)
     lines = shell("run", "papers", "-c", "papers", "--metadata", "project=sea", "--json").splitlines()
     seen = [json.loads(line) for line in lines]
@@ -123,7 +123,7 @@ def test_an_interrupted_run_is_resumed_by_the_same_command(shell: Shell, number:
     assert twice == 0
 
 
-def test_an_open_run_with_other_settings_is_not_taken_for_the_same(shell: Shell) -> None:
+def test_an_open_run_with_other_settings_is_not_resumed(shell: Shell) -> None:
     shell.write("whales.md", WHALES)
     run = shell.detach()
     said = shell.refused("run", "papers", "-c", "papers", "--chunk-characters", "700")
@@ -198,7 +198,7 @@ def test_a_run_whose_budget_is_used_up_is_parked_and_resumed_with_a_larger_one(s
     assert "of 5.00" in shell("show", run["id"])
 
 
-def test_a_run_that_fails_as_a_whole_begins_again(shell: Shell) -> None:
+def test_a_run_that_failed_as_a_whole_can_be_started_again(shell: Shell) -> None:
     shell.write("whales.md", WHALES)
     run = shell.detach()
     (shell.folder / "papers").rename(shell.folder / "elsewhere")
@@ -211,7 +211,7 @@ def test_a_run_that_fails_as_a_whole_begins_again(shell: Shell) -> None:
 # The estimate --------------------------------------------------------------------------------------------------------
 
 
-def test_an_estimate_tells_documents_pages_and_tokens_without_a_model(shell: Shell) -> None:
+def test_an_estimate_without_a_model_shows_documents_pages_and_tokens(shell: Shell) -> None:
     for number in range(12):
         shell.write(f"{number}.pdf", make_pdf(["Ships and harbours. " * 20] * 3))
     shell.write("secret.pdf", make_encrypted_pdf())

@@ -77,7 +77,7 @@ def cause(code: str, count: int) -> Cause:
 
 
 def full() -> Seen:
-    """As much as a view can have to show."""
+    """A run with everything that the view can show."""
     waits = [
         Waits(reason="rate", message="waits for the rate limit: the token limit of this minute is used up", count=200),
         Waits(reason="backoff", message="waits for a retry: retry 2 of 5 after: HTTP 503", count=7, until=NOW),
@@ -119,7 +119,7 @@ def test_everything_fits_a_small_terminal(width: int) -> None:
     assert any("200 documents: waits for the rate limit" in line for line in lines)
 
 
-def test_the_funnel_counts_who_has_reached_a_step_and_who_is_there_now() -> None:
+def test_the_funnel_counts_documents_that_have_reached_a_step_and_that_are_in_it() -> None:
     funnel = {stage.name: (stage.reached, stage.here) for stage in make_funnel(STAGES, COUNTS)}
     assert funnel == {
         "ENQUEUED": (1000, 600),
@@ -132,7 +132,7 @@ def test_the_funnel_counts_who_has_reached_a_step_and_who_is_there_now() -> None
     }
 
 
-def test_the_rate_of_the_last_minute_tells_how_long_it_takes() -> None:
+def test_the_remaining_time_is_estimated_from_the_rate_of_the_last_minute() -> None:
     clock = iter([0.0, 30.0, 60.0, 90.0, 200.0])
     meter = Meter(lambda: next(clock))
     view = View(Seen(run=run()), meter=meter)
@@ -143,16 +143,16 @@ def test_the_rate_of_the_last_minute_tells_how_long_it_takes() -> None:
     assert meter.per_minute == pytest.approx(200.0)
     assert view.pace() == "2,000: 300 done, 1,000 unchanged, 30 failed, 670 open · 200/min · 3 min 21 s left"
     meter.note(run(item_count_done=300))
-    assert meter.per_minute is None, "nothing has ended for a minute"
+    assert meter.per_minute is None, "no document has ended for a minute, so nothing is estimated"
 
 
-def test_before_the_listing_is_done_nothing_is_promised() -> None:
+def test_nothing_is_estimated_before_the_listing_is_done() -> None:
     view = View(Seen(run=run(listed_at=None, item_count_total=0, item_count_done=0, item_count_unchanged=0, calls=0)))
     assert view.pace() == "listing the sources"
     assert draw(view, 80)[1] == "  listing the sources"
 
 
-def test_the_end_names_what_can_be_done_now() -> None:
+def test_the_end_names_the_commands_that_can_be_run_next() -> None:
     ended = run(status=RunStatus.COMPLETED_WITH_ERRORS, ended_at=NOW, item_count_done=970)
     lines = draw(View(Seen(run=ended, waits=[Waits(reason="rate", message="old")])), 80)
     assert lines[-2:] == [f"  batchwright ingest inbox --run {ID}", '  batchwright ingest search papers "…"']
@@ -161,7 +161,7 @@ def test_the_end_names_what_can_be_done_now() -> None:
     assert any("✗ invalid_sources: no folder" in line for line in draw(View(Seen(run=failed)), 80))
 
 
-def test_money_is_told_with_what_is_unknown() -> None:
+def test_costs_are_shown_with_what_is_unknown() -> None:
     free = {"cost": {"realtime": {"low": 0.0, "value": 0.0, "high": 0.0}}}
     assert money_text(run(calls=0)) is None
     assert money_text(run(calls=0, estimate=free)) is None
@@ -175,7 +175,7 @@ def test_money_is_told_with_what_is_unknown() -> None:
     )
 
 
-def test_without_a_terminal_each_change_is_a_line_but_not_each_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_changes_are_printed_but_not_each_number(capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter([0.0, 0.0, 0.5, 1.0, 9.0, 10.0])
     say = Lines(lambda: next(clock))
     view = View(Seen(run=run()))
@@ -211,7 +211,7 @@ def test_json_lines_come_only_with_a_change(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.fixture
 def paper(width: int, monkeypatch: pytest.MonkeyPatch) -> Console:
-    """Takes what is printed, as a terminal of this width would."""
+    """Capture output as on a terminal of this width."""
     out = Console(file=io.StringIO(), width=width, highlight=False)
     monkeypatch.setattr(show, "console", lambda: out)
     monkeypatch.setattr("batchwright.cli.show.console", lambda: out)
@@ -232,7 +232,7 @@ def test_a_table_of_runs_fits_its_terminal(width: int, paper: Console) -> None:
     assert max(map(len, lines)) <= width
     assert any(line.startswith(f"{ID}  RUNNING") for line in lines)
     for text in ("age", "3 d", "120.00", "COMPLETED_WITH_ERRORS", "collection"):
-        assert any(text in line for line in lines), "nothing is left out"
+        assert any(text in line for line in lines), "nothing is cut"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -245,16 +245,16 @@ def test_a_table_of_documents_fits_its_terminal(width: int, paper: Console) -> N
     assert max(map(len, lines)) <= width
     assert any(line.startswith(f"item_{7:032x}  FAILED  ") for line in lines)
     for text in ("0.0123", "a folder/with a", "extraction"):
-        assert any(text in line for line in lines), "nothing is left out"
+        assert any(text in line for line in lines), "nothing is cut"
 
 
-def test_the_exit_code_tells_how_a_run_ended() -> None:
+def test_the_exit_code_says_how_a_run_ended() -> None:
     codes = {status: exit_code(run(status=status)) for status in RunStatus}
     ended = (RunStatus.COMPLETED, RunStatus.COMPLETED_WITH_ERRORS, RunStatus.CANCELLED, RunStatus.FAILED)
     assert [codes[status] for status in ended] == [0, 4, 3, 1]
 
 
-def test_who_works_on_the_run_itself_does_not_say_that_nobody_does() -> None:
+def test_a_command_that_works_on_the_run_itself_does_not_warn_of_missing_workers() -> None:
     view = View(full())
     assert any("no live worker" in line for line in view.troubles())
     view.is_worker = True
@@ -262,7 +262,7 @@ def test_who_works_on_the_run_itself_does_not_say_that_nobody_does() -> None:
     assert any("waits for a batch" in line for line in view.troubles())
 
 
-def test_the_end_tells_what_was_left_out_and_what_was_removed() -> None:
+def test_the_end_says_what_was_skipped_and_what_was_removed() -> None:
     assert View(Seen(run=run())).ending() == []
     skipped = {"total": 3, "counts": {"hidden": 2, "invalid": 1}, "shown": [{"name": "x", "reason": "invalid"}]}
     ended = run(status=RunStatus.COMPLETED, ended_at=NOW, skipped=skipped, retired_count=4, is_complete=True)

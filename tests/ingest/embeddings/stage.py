@@ -80,7 +80,7 @@ class EmbeddingStage:
         return [await self.batchwright.get(child) for (child,) in found]
 
     async def parts(self) -> list[str]:
-        """What batches have left in the store."""
+        """The objects that batches have left in the store."""
         return [found.key async for found in self.batchwright.store.list("embeddings")]
 
     async def files(self) -> list[tuple[str, str]]:

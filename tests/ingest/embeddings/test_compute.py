@@ -1,4 +1,4 @@
-"""`compute_embeddings` from a file to a file: in order, once, with progress, and with bad rows listed."""
+"""`compute_embeddings` from a file to a file: in order, each row once, with progress, and with a list of bad rows."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ async def test_the_local_model_is_the_default(stage):
     assert sum(a * b for a, b in zip(first, second, strict=True)) > 0.3
 
 
-async def test_bad_rows_are_listed_and_the_rest_goes_on(stage):
+async def test_bad_rows_are_listed_and_the_others_are_embedded(stage):
     stage.work()
     data = b"".join(
         [
@@ -111,7 +111,7 @@ async def test_a_file_that_holds_nothing_fails(stage, data, code):
     assert await stage.files() == []
 
 
-async def test_a_file_of_another_tenant_is_not_there(stage):
+async def test_a_file_of_another_tenant_is_not_found(stage):
     stage.work()
     file = await stage.upload(jsonl({"id": 1, "text": "secret"}), tenant="other")
     id = await stage.submit(file)
@@ -119,7 +119,7 @@ async def test_a_file_of_another_tenant_is_not_there(stage):
         await stage.batchwright.wait(id, timeout=30)
 
 
-async def test_a_file_that_is_deleted_meanwhile_is_read_to_its_end(stage):
+async def test_a_file_that_is_deleted_while_the_job_runs_is_read_to_its_end(stage):
     file = await stage.upload(jsonl(*rows(10)))
     id = await stage.submit(file, batch_size=2)
     worker = stage.batchwright.worker()
@@ -141,7 +141,7 @@ async def test_a_file_that_is_deleted_meanwhile_is_read_to_its_end(stage):
         {"source": "file-" + "0" * 32, "colour": "red"},
     ],
 )
-async def test_a_payload_that_makes_no_sense_is_refused_at_once(stage, payload):
+async def test_an_invalid_payload_is_refused_at_once(stage, payload):
     stage.batchwright.add_operations()
     with pytest.raises(PayloadInvalid):
         await stage.batchwright.enqueue("compute_embeddings", payload)

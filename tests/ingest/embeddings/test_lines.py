@@ -75,7 +75,7 @@ def test_an_id_is_text_or_a_number(id, text, expected):
         ("x" * 1_000_001, "too_long"),
     ],
 )
-def test_what_is_no_text_is_a_bad_row(text, code):
+def test_a_value_that_is_not_text_is_a_bad_row(text, code):
     found = make_row("a", text, 1)
     assert isinstance(found, BadRow)
     assert found.code == code

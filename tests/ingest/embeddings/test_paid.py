@@ -1,4 +1,4 @@
-"""Vectors that cost money: paid for once, whatever dies when; told with their cost; refusals and limits."""
+"""Vectors that cost money: paid once, whenever a worker dies; their cost is reported; refusals and limits."""
 
 import asyncio
 import dataclasses
@@ -35,7 +35,7 @@ async def stage(database_url, tmp_path, provider):
 
 
 class Silent:
-    """Where a dead worker's emits go."""
+    """Drops the events and the progress of a worker that is to die."""
 
     def emit(self, claim, event):
         pass
@@ -45,7 +45,7 @@ class Silent:
 
 
 async def first_child(stage, id):
-    """Run the coordinator once, and have a worker that is going to die claim the first batch."""
+    """Run the coordinator once, and let a worker that will die claim the first batch."""
     worker = stage.batchwright.worker()
     await worker.register()
     assert await worker.run_once() == 1
@@ -58,7 +58,7 @@ async def first_child(stage, id):
 
 
 async def run_by_hand(stage, claim):
-    """What a worker does with a batch, up to the moment before it settles."""
+    """Do what a worker does with a batch, up to the moment before it settles."""
     worker = stage.batchwright.worker()
     operation = Registry([embed_batch]).get("compute_embeddings.batch")
     ctx = Context(claim, Silent(), worker="mortal")
@@ -140,7 +140,7 @@ async def test_a_worker_that_dies_between_its_part_and_its_settle_is_paid_once(s
     assert (await stage.children(id))[0].result["asked"] == 0
 
 
-async def test_a_worker_that_comes_back_from_the_dead_changes_nothing(stage, provider):
+async def test_a_worker_that_lost_its_batch_and_continues_changes_nothing(stage, provider):
     id = await stage.submit(jsonl(*rows(20)), model=MODEL, batch_size=10)
     claim = await first_child(stage, id)
     await stage.batchwright.queue.rescue(dead=[(claim.id, claim.claim)])
@@ -154,7 +154,7 @@ async def test_a_worker_that_comes_back_from_the_dead_changes_nothing(stage, pro
     assert (await stage.batchwright.get(id)).result == result
 
 
-async def test_a_zombie_may_not_begin_a_paid_request(stage, provider):
+async def test_a_worker_that_lost_its_batch_may_not_begin_a_paid_request(stage, provider):
     id = await stage.submit(jsonl(*rows(20)), model=MODEL, batch_size=10)
     claim = await first_child(stage, id)
     await stage.batchwright.queue.rescue(dead=[(claim.id, claim.claim)])
@@ -163,7 +163,7 @@ async def test_a_zombie_may_not_begin_a_paid_request(stage, provider):
     assert provider.requests == []
 
 
-async def test_a_request_whose_worker_died_is_told_as_in_doubt(stage, provider):
+async def test_a_request_whose_worker_died_is_reported_as_in_doubt(stage, provider):
     id = await stage.submit(jsonl(*rows(4)), model=MODEL)
     provider.set(delay_seconds=60.0)
     claim = await first_child(stage, id)
@@ -199,7 +199,7 @@ async def test_a_refused_text_is_a_bad_row_and_the_others_get_their_vectors(stag
     assert len(paid) == len(set(paid)) == 15
 
 
-async def test_errors_of_the_server_are_retried_and_what_was_answered_is_not_asked_again(stage, provider):
+async def test_errors_of_the_server_are_retried_and_answered_texts_are_not_resent(stage, provider):
     provider.set(next=["error", "rate_limited", "drop"])
     stage.work()
     result = await stage.run(jsonl(*rows(12)), model=MODEL, batch_size=3)
@@ -208,7 +208,7 @@ async def test_errors_of_the_server_are_retried_and_what_was_answered_is_not_ask
     assert events == [provider.bill["input_tokens"]]
 
 
-async def test_an_answer_that_was_lost_is_paid_again_and_told_as_in_doubt(stage, provider):
+async def test_an_answer_that_was_lost_is_paid_again_and_reported_as_in_doubt(stage, provider):
     provider.set(next=["lost"])
     stage.work()
     result = await stage.run(jsonl(*rows(4)), model=MODEL)
@@ -217,7 +217,7 @@ async def test_an_answer_that_was_lost_is_paid_again_and_told_as_in_doubt(stage,
     assert result["tokens"] * 2 == provider.bill["input_tokens"]
 
 
-async def test_an_answer_of_no_use_fails_the_batch_with_what_it_cost(stage, provider):
+async def test_an_unusable_answer_fails_the_batch_and_its_cost_is_reported(stage, provider):
     provider.set(next=["invalid"])
     stage.work()
     id = await stage.submit(jsonl(*rows(4)), model=MODEL)
@@ -229,7 +229,7 @@ async def test_an_answer_of_no_use_fails_the_batch_with_what_it_cost(stage, prov
     assert failed.cost == Decimal(provider.bill["input_tokens"]) * 2 / 1_000_000
 
 
-async def test_a_refused_key_fails_the_job_and_a_rerun_goes_on_where_it_stopped(stage, provider):
+async def test_a_refused_key_fails_the_job_and_a_rerun_resumes_where_it_stopped(stage, provider):
     stage.work()
     provider.set(next=["unauthorized"])
     id = await stage.submit(jsonl(*rows(6)), model=MODEL, batch_size=2)
@@ -260,8 +260,8 @@ async def test_a_model_without_a_server_is_an_error_that_says_so(database_url, t
             await stage.batchwright.wait(id, timeout=30)
 
 
-async def test_an_assembly_that_is_repeated_writes_the_same_file(stage):
-    """The coordinator dies after it has written the file, and before its job is settled."""
+async def test_a_repeated_assembly_writes_the_same_file(stage):
+    """The coordinator dies after it has written the file and before it settles its job."""
     from batchwright.ingest.embeddings.process import EmbeddingCoordinator, derived_file_id
 
     id = await stage.submit(jsonl(*rows(9)), batch_size=3)

@@ -14,7 +14,7 @@ from tests.ingest.embeddings.stage import embedding_stage, jsonl, near, rows
 
 @pytest.fixture
 async def idle(database_url, tmp_path):
-    """Without a worker yet."""
+    """A stage without workers."""
     async with embedding_stage(database_url, tmp_path) as stage:
         yield stage
 

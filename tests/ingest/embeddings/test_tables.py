@@ -1,4 +1,4 @@
-"""A table as the source: read by ranges of its ids, only if it is allowed, and never more than it says."""
+"""A table as the source: read by ranges of its ids, and only if a setting allows it."""
 
 import pytest
 
@@ -74,7 +74,7 @@ async def test_a_value_is_never_a_statement(stage):
         (articles(id="body"), "id_not_unique"),
     ],
 )
-async def test_what_cannot_or_may_not_be_read_is_refused(stage, source, code):
+async def test_a_source_that_cannot_or_may_not_be_read_is_refused(stage, source, code):
     id = await stage.submit(source)
     with pytest.raises(JobFailed, match=code):
         await stage.batchwright.wait(id, timeout=30)
@@ -106,7 +106,7 @@ async def test_rows_without_text_are_listed_by_their_ids(stage):
     assert [one["id"] for one in await stage.lines(result["errors_file_id"])] == [7, 500]
 
 
-async def test_a_view_that_writes_cannot(stage):
+async def test_a_view_cannot_write(stage):
     for statement in (
         "CREATE SCHEMA shop",
         """CREATE FUNCTION shop.leak() RETURNS text LANGUAGE sql VOLATILE AS

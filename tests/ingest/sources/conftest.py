@@ -1,4 +1,4 @@
-"""A way to list and fetch, an HTTP server whose bodies are written by hand, and moto's S3."""
+"""Fixtures: listing and fetching, an HTTP server whose answers are written by hand, and moto's S3."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = FetchSettings(seconds=20, bytes_max=3_000_000)
 
 
 class Pull:
-    """Sources as the CLI uses them: with the rights of the one who names them."""
+    """Sources as the CLI uses them: with the rights of its user."""
 
     def __init__(self, folder, http):
         self._folder = folder
@@ -37,7 +37,7 @@ class Pull:
 
     @property
     def leftovers(self):
-        """Files beside what was asked for."""
+        """Files that a fetch has left behind."""
         return sorted(path.name for path in self._folder.iterdir() if path.name != "document")
 
 
@@ -69,7 +69,7 @@ async def server():
 
 @pytest.fixture
 async def endless():
-    """A server that says 200 and then sends `piece` again and again, with a pause, until nobody listens."""
+    """A server that answers 200 and then sends `piece` repeatedly, with pauses, until the client disconnects."""
     gone = asyncio.Event()
     sent = {"piece": b"x" * 65_536, "pause": 0.0, "bytes": 0}
 

@@ -1,4 +1,4 @@
-"""Folders with everything odd in them: what is listed, what is left out and why, and what a fetch makes of it."""
+"""Folders with odd contents: what is listed, what is skipped and why, and what a fetch does with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fill(folder, *names, content=b"text"):
 
 
 def settle(path):
-    """Let a file be as old as most files are."""
+    """Make a file old enough that its time is reliable."""
     os.utime(path, ns=(1_700_000_000_123_456_789,) * 2)
 
 
@@ -53,7 +53,7 @@ async def test_a_folder_is_listed_in_the_order_of_names_with_all_below_it(pull, 
     assert (documents[3].size, listing.count, listing.is_complete, listing.skipped) == (4, 5, True, [])
 
 
-async def test_what_is_no_document_is_left_out_with_its_reason(pull, papers):
+async def test_a_file_that_is_not_a_document_is_skipped_with_a_reason(pull, papers):
     fill(papers, ".hidden.txt", ".git/a.txt", "image.png", "Makefile", "good.txt", "empty.txt")
     (papers / "empty.txt").write_bytes(b"")
     fill(papers, "huge.txt", content=b"x" * 3_000_001)
@@ -107,7 +107,7 @@ async def test_patterns_choose_and_exclusion_wins(pull, papers, include, exclude
     assert listing.is_complete
 
 
-async def test_a_pattern_made_to_take_for_ever_does_not(pull, papers):
+async def test_a_pattern_that_could_take_for_ever_is_fast(pull, papers):
     fill(papers, "a" * 200 + ".txt")
     began = time.monotonic()
     documents, _ = await pull.list(str(papers), include=["*a" * 100 + "*b"])
@@ -115,7 +115,7 @@ async def test_a_pattern_made_to_take_for_ever_does_not(pull, papers):
 
 
 @pytest.mark.parametrize("patterns", [[""], ["/"], ["x" * 501], ["a"] * 101])
-async def test_a_pattern_that_means_nothing_is_refused(pull, papers, patterns):
+async def test_an_invalid_pattern_is_refused(pull, papers, patterns):
     with pytest.raises(InvalidInput, match="pattern"):
         await pull.list(str(papers), include=patterns)
 
@@ -135,7 +135,7 @@ async def test_links_are_followed_on_demand_but_never_out_of_the_roots(pull, pap
     assert (await pull.fetch(documents[1].uri, roots=local_roots([str(papers)]))).size == 4
 
 
-async def test_names_that_are_no_utf8_or_hold_controls_can_be_listed_and_fetched(pull, papers):
+async def test_names_that_are_not_utf8_or_contain_control_characters_can_be_listed_and_fetched(pull, papers):
     names = [b"caf\xe9.txt", b"new\nline.txt", b"100%?#.txt", "grün.txt".encode()]
     for name in names:
         (papers / os.fsdecode(name)).write_bytes(name)
@@ -157,7 +157,7 @@ async def test_names_that_are_no_utf8_or_hold_controls_can_be_listed_and_fetched
 
 @contextlib.contextmanager
 def as_nobody(folder):
-    """As a user who may not read everything, in a folder that is theirs."""
+    """Run as a user who may not read everything, in a folder that this user owns."""
     if os.geteuid() != 0:
         yield
         return
@@ -191,7 +191,7 @@ async def test_a_file_that_we_may_not_read_fails_alone(roomy):
     assert [path.name for path in roomy.iterdir()] == ["a.txt"]
 
 
-async def test_a_folder_deeper_than_the_limit_is_a_gap(pull, papers):
+async def test_a_folder_deeper_than_the_limit_makes_the_listing_incomplete(pull, papers):
     deep = papers.joinpath(*["d"] * (module.DEPTH_MAX + 1))
     deep.mkdir(parents=True)
     fill(deep, "x.txt")
@@ -200,7 +200,7 @@ async def test_a_folder_deeper_than_the_limit_is_a_gap(pull, papers):
     assert "deeper than 100" in listing.skipped[0].message
 
 
-async def test_more_documents_than_the_limit_are_a_gap(pull, papers):
+async def test_more_documents_than_the_limit_make_the_listing_incomplete(pull, papers):
     fill(papers, "a.txt", "b.txt", "c.txt")
     documents, listing = await pull.list(str(papers), documents_max=2)
     assert (len(documents), listing.is_complete) == (2, False)
@@ -208,7 +208,7 @@ async def test_more_documents_than_the_limit_are_a_gap(pull, papers):
     assert (len(documents), listing.is_complete) == (3, True)
 
 
-async def test_what_is_skipped_is_bounded_and_counted_and_a_gap_is_always_told(pull, papers):
+async def test_skipped_files_are_counted_and_listed_up_to_a_limit_and_gaps_are_always_listed(pull, papers):
     fill(papers, *(f"{n}.png" for n in range(1_100)))
     papers.joinpath("z", *["d"] * (module.DEPTH_MAX + 1)).mkdir(parents=True)
     _, listing = await pull.list(str(papers))
@@ -217,21 +217,21 @@ async def test_what_is_skipped_is_bounded_and_counted_and_a_gap_is_always_told(p
     assert listing.skipped_counts[Reason.UNSUPPORTED] == 1_100
 
 
-async def test_a_listing_that_was_not_read_to_its_end_is_not_complete(papers):
+async def test_a_listing_that_was_not_read_to_its_end_is_incomplete(papers):
     fill(papers, "a.txt", "b.txt")
     listing = Sources(SETTINGS).list([str(papers)], roots=[str(papers)])
     await anext(listing)
     assert not listing.is_complete
 
 
-async def test_a_file_named_by_itself_is_taken_whatever_it_is_called(pull, papers):
+async def test_a_file_that_is_named_as_the_source_is_listed_whatever_its_name(pull, papers):
     fill(papers, ".notes", "x.txt")
     (papers / "link").symlink_to("x.txt")
     documents, _ = await pull.list(str(papers / ".notes"), str(papers / "link"), str(papers), f"file://{papers}/x.txt")
     assert [listed.name for listed in documents] == [".notes", "link", "x.txt"]
 
 
-async def test_what_is_not_there_or_no_file_cannot_be_listed(pull, papers):
+async def test_a_missing_path_or_one_that_is_not_a_file_cannot_be_listed(pull, papers):
     with pytest.raises(InvalidInput, match=r"nothing cannot be listed: No such file"):
         await pull.list(str(papers / "nothing"))
     os.mkfifo(papers / "pipe")
@@ -241,7 +241,7 @@ async def test_what_is_not_there_or_no_file_cannot_be_listed(pull, papers):
 
 @pytest.mark.thorough
 @pytest.mark.timed("a bound on time")
-async def test_a_hundred_thousand_files_are_listed_quickly_and_leave_the_loop_free(pull, roomy):
+async def test_a_hundred_thousand_files_are_listed_quickly_without_blocking_the_event_loop(pull, roomy):
     papers = roomy
     for folder in range(100):
         (papers / f"{folder:03}").mkdir()
@@ -266,7 +266,7 @@ async def test_a_hundred_thousand_files_are_listed_quickly_and_leave_the_loop_fr
     assert max(waits) < 1
 
 
-async def test_a_file_is_fetched_into_a_file_of_our_own(pull, papers):
+async def test_a_file_is_fetched_into_a_private_copy(pull, papers):
     content = os.urandom(2_500_000)
     fill(papers, "a.txt", content=content)
     settle(papers / "a.txt")
@@ -297,7 +297,7 @@ async def test_an_unchanged_file_is_not_fetched_again(pull, papers):
     assert (await pull.fetch(listed.uri, etag=first.etag)).size == 9
 
 
-async def test_a_file_written_at_this_moment_has_no_etag_as_it_may_be_written_again_unseen(pull, papers):
+async def test_a_file_written_just_now_has_no_etag_because_it_may_change_again_unnoticed(pull, papers):
     fill(papers, "a.txt")
     os.utime(papers / "a.txt", ns=(time.time_ns(),) * 2)
     assert (await pull.fetch(f"file://{papers}/a.txt")).etag is None
@@ -322,7 +322,7 @@ async def test_an_empty_file_is_fetched(pull, papers):
         (lambda path: path.write_bytes(b"x" * 3_000_001), Fatal, "document_too_large"),
     ],
 )
-async def test_what_came_in_place_of_a_file_fails_alone(pull, papers, make, error, code):
+async def test_a_file_that_was_replaced_by_something_else_fails_alone(pull, papers, make, error, code):
     path = papers / "sub" / "a.txt"
     path.parent.mkdir()
     make(path)
@@ -333,7 +333,7 @@ async def test_what_came_in_place_of_a_file_fails_alone(pull, papers, make, erro
     assert pull.leftovers == []
 
 
-async def test_a_file_that_changes_while_it_is_copied_is_tried_again_later(pull, papers, monkeypatch):
+async def test_a_file_that_changes_while_it_is_copied_is_retried_later(pull, papers, monkeypatch):
     fill(papers, "a.txt", content=b"x" * 2_000_000)
     read = os.read
 
@@ -363,7 +363,7 @@ async def test_a_link_put_in_the_way_after_the_check_is_not_followed(papers, tmp
     assert raised.value.code in ("source_gone", "source_changed")
 
 
-async def test_a_disk_in_trouble_is_a_matter_of_time(pull, papers, monkeypatch):
+async def test_an_error_of_the_disk_is_transient(pull, papers, monkeypatch):
     fill(papers, "a.txt")
 
     def broken(*_):
@@ -376,7 +376,7 @@ async def test_a_disk_in_trouble_is_a_matter_of_time(pull, papers, monkeypatch):
     assert raised.value.code == "source_unavailable"
 
 
-async def test_a_disk_that_is_full_is_a_matter_of_time(pull, papers, monkeypatch):
+async def test_a_full_disk_is_transient(pull, papers, monkeypatch):
     fill(papers, "a.txt")
     from batchwright.ingest.sources import sink
 
@@ -391,8 +391,8 @@ async def test_a_disk_that_is_full_is_a_matter_of_time(pull, papers, monkeypatch
     assert pull.leftovers == []
 
 
-async def test_a_mount_that_hangs_keeps_nobody_else_waiting(pull, papers, monkeypatch):
-    """More fetches hang than asyncio has threads; what else needs a thread still gets one."""
+async def test_a_mount_that_hangs_does_not_block_other_work(pull, papers, monkeypatch):
+    """More fetches hang than asyncio has threads; other work that needs a thread still gets one."""
     fill(papers, "a.txt")
     read, go_on = os.read, threading.Event()
     monkeypatch.setattr(module.os, "read", lambda file, size: go_on.wait(60) and read(file, size))
@@ -408,7 +408,7 @@ async def test_a_mount_that_hangs_keeps_nobody_else_waiting(pull, papers, monkey
     await sources.close()
 
 
-async def test_a_fetch_that_is_given_up_leaves_nothing_though_its_thread_goes_on(pull, papers, monkeypatch):
+async def test_a_cancelled_fetch_leaves_nothing_behind_although_its_thread_continues(pull, papers, monkeypatch):
     fill(papers, "a.txt", content=b"x" * 2_500_000)
     read, reads, go_on, ended = os.read, [], threading.Event(), threading.Event()
 

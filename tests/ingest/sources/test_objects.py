@@ -1,4 +1,4 @@
-"""Documents in a bucket, on moto's S3: listing by pages, gaps, and fetches that fail or find another object."""
+"""Documents in a bucket, on moto's S3: listing in pages, gaps, and fetches that fail or find another object."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def put(s3):
 
 @pytest.fixture
 def sources():
-    """With little patience, so that a failure is one at once, and with small parts."""
+    """Sources with short timeouts, so that a failure is raised at once, and with small parts."""
     settings = StorageSettings(attempts=2, retry_seconds_max=1, part_bytes=5 * MIB)
     return Sources(SETTINGS, objects=Objects(lambda root: Bucket(Remote.at(root, settings), settings)))
 
@@ -43,7 +43,7 @@ async def listed(sources, *named, **options):
     return [document async for document in listing], listing
 
 
-async def test_a_prefix_is_listed_by_the_rules_of_folders(s3, put, sources):
+async def test_a_prefix_is_listed_like_a_folder(s3, put, sources):
     await put("p/b.md", "p/2024/a.PDF", "p/x.png", "p/.git/x.txt", "p-other.txt", "q/c.txt", "p/ä b+%#?.txt")
     await put("p/huge.txt", content=b"x" * 3_000_001)
     documents, listing = await listed(sources, f"s3://{s3.bucket}/p")
@@ -66,21 +66,21 @@ async def test_a_whole_bucket_and_one_object_can_be_named(s3, put, sources):
     assert ([document.name for document in documents], listing.is_complete) == (["c.dat"], True)
 
 
-async def test_what_has_no_object_is_a_gap_so_that_a_slip_of_the_pen_removes_nothing(s3, put, sources):
+async def test_a_prefix_without_objects_is_a_gap_so_that_a_typo_retires_nothing(s3, put, sources):
     await put("a.txt")
     documents, listing = await listed(sources, f"s3://{s3.bucket}/nothing/")
     assert (documents, listing.is_complete) == ([], False)
     assert "no object or folder with this name" in listing.skipped[0].message
 
 
-async def test_a_page_that_fails_once_is_asked_for_again(s3, put, sources):
+async def test_a_page_that_fails_once_is_requested_again(s3, put, sources):
     await put("p/a.txt", "p/b.txt")
     s3.fail(503)
     documents, listing = await listed(sources, f"s3://{s3.bucket}/p/")
     assert ([document.name for document in documents], listing.is_complete) == (["a.txt", "b.txt"], True)
 
 
-async def test_a_page_that_keeps_failing_is_a_gap_and_other_sources_go_on(s3, put, sources, tmp_path):
+async def test_a_page_that_keeps_failing_is_a_gap_and_other_sources_are_still_listed(s3, put, sources, tmp_path):
     (tmp_path / "x.txt").write_text("text")
     await put("p/a.txt")
     s3.fail(503, 503)
@@ -90,7 +90,7 @@ async def test_a_page_that_keeps_failing_is_a_gap_and_other_sources_go_on(s3, pu
 
 
 @pytest.mark.thorough
-async def test_a_later_page_that_fails_is_asked_for_again_behind_what_was_seen(s3, put, sources):
+async def test_a_later_page_that_fails_is_requested_again_after_the_last_key(s3, put, sources):
     await asyncio.gather(*(put(f"p/{n:04}.txt") for n in range(1_005)))
     s3.fail("", 503)
     documents, listing = await listed(sources, f"s3://{s3.bucket}/p/")
@@ -133,7 +133,7 @@ async def test_an_object_is_fetched_and_not_again_while_it_is_the_same(s3, put, 
         ([403], Fatal, "storage_refused"),
     ],
 )
-async def test_a_fetch_that_fails_says_how(s3, put, sources, tmp_path, faults, kind, code):
+async def test_a_failed_fetch_has_the_right_error(s3, put, sources, tmp_path, faults, kind, code):
     await put("a.txt")
     s3.fail(*faults)
     with pytest.raises(kind) as raised:

@@ -1,4 +1,4 @@
-"""What names a source, who may name it, and lists of URLs."""
+"""How sources are named, who may name them, and lists of URLs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_source_is_read_from_its_text(text, source):
         ("s3://bucket/a/../b", "write it like"),
     ],
 )
-def test_what_names_no_source_is_refused_with_what_to_write(text, message):
+def test_a_text_that_is_not_a_source_is_refused_with_an_example(text, message):
     with pytest.raises(InvalidInput, match=message) as raised:
         parse_source(text)
     assert raised.value.param == "sources"
@@ -114,7 +114,7 @@ async def test_without_roots_a_caller_can_name_urls_alone(tmp_path, source):
     assert [listed.uri async for listed in listing] == ["https://example.com/a.pdf"]
 
 
-async def test_a_root_opens_itself_and_what_is_below_it_and_no_link_leads_out(tmp_path):
+async def test_a_root_allows_itself_and_everything_below_it_but_no_link_leads_out(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs-secret").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("text")
@@ -147,7 +147,7 @@ async def test_a_root_may_be_a_link_itself(tmp_path):
     assert (await sources.fetch(documents[0].uri, tmp_path / "document")).size == 4
 
 
-def test_who_runs_a_command_may_read_what_they_name():
+def test_the_user_of_a_command_may_read_any_path_they_name():
     named = [
         "/data/a b",
         "@/data/urls.txt",
@@ -203,7 +203,7 @@ async def test_a_list_that_cannot_be_read_is_refused(pull, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("count", [0, 10_001])
-def test_a_listing_has_some_sources_but_not_too_many(count):
+def test_the_number_of_sources_of_a_listing_is_limited(count):
     with pytest.raises(InvalidInput, match=f"there are {count} sources"):
         Sources(SETTINGS).list(["https://example.com/"] * count)
 
@@ -222,7 +222,7 @@ def test_a_listing_has_some_sources_but_not_too_many(count):
         ({"roots": ("s3://",)}, "write an absolute path"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         FetchSettings(**settings)
 

@@ -1,4 +1,4 @@
-"""Documents by URL: what is taken, what is refused, and what each answer means for the item."""
+"""Documents by URL: what is accepted, what is refused, and what each answer means for the item."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def refusal(fetching, kind=Fatal):
     return raised.value
 
 
-async def test_a_document_is_fetched_without_credentials_into_a_file_of_our_own(pull, server):
+async def test_a_document_is_fetched_without_credentials_into_a_private_file(pull, server):
     server.replies["/a/b.pdf?x=1"] = answer(b"%PDF", "200 OK", "content-type: Application/PDF; a=b", 'etag: "v1"')
     fetched = await pull.fetch(f"{server.url}/a/b.pdf?x=1#page=2")
     assert (fetched.size, fetched.path.read_bytes()) == (4, b"%PDF")
@@ -65,7 +65,7 @@ async def test_an_unchanged_document_is_not_fetched_again(pull, server, header, 
     assert pull.leftovers == []
 
 
-async def test_a_304_that_nobody_asked_for_is_no_answer(pull, server):
+async def test_a_304_without_a_condition_in_the_request_is_an_error(pull, server):
     server.replies["/a"] = b"HTTP/1.1 304 Not Modified\r\n\r\n"
     await refusal(pull.fetch(f"{server.url}/a"), Transient)
 
@@ -88,7 +88,7 @@ async def test_a_304_that_nobody_asked_for_is_no_answer(pull, server):
         ("429 Wait", RateLimited, "source_busy"),
     ],
 )
-async def test_a_status_decides_the_reaction_and_no_message_shows_a_signature(pull, server, status, kind, code):
+async def test_the_status_decides_the_reaction_and_no_message_shows_a_signature(pull, server, status, kind, code):
     server.replies["/a?sig=secret"] = answer(b"", status, "retry-after: 7")
     error = await refusal(pull.fetch(f"{server.url}/a?sig=secret"), kind)
     assert error.code == code
@@ -99,7 +99,7 @@ async def test_a_status_decides_the_reaction_and_no_message_shows_a_signature(pu
 
 
 @pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf", b"gopher\r\n\r\n"])
-async def test_a_lost_connection_is_a_matter_of_time(pull, server, reply):
+async def test_a_lost_connection_is_transient(pull, server, reply):
     server.replies["/a"] = reply
     server.then_close.add("/a")
     error = await refusal(pull.fetch(f"{server.url}/a"), Transient)
@@ -107,13 +107,13 @@ async def test_a_lost_connection_is_a_matter_of_time(pull, server, reply):
     assert pull.leftovers == []
 
 
-async def test_a_chunked_body_that_breaks_off_is_no_document(pull, server):
+async def test_a_chunked_body_that_is_cut_short_is_an_error(pull, server):
     server.replies["/a"] = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\ntext\r\n"
     server.then_close.add("/a")
     await refusal(pull.fetch(f"{server.url}/a"), Transient)
 
 
-async def test_nobody_at_the_other_end_is_a_matter_of_time(pull, unused_tcp_port):
+async def test_a_refused_connection_is_transient(pull, unused_tcp_port):
     error = await refusal(pull.fetch(f"http://127.0.0.1:{unused_tcp_port}/a"), Transient)
     assert "connection refused" in str(error)
 
@@ -146,7 +146,7 @@ async def test_nobody_at_the_other_end_is_a_matter_of_time(pull, unused_tcp_port
         "[2002:7f00:1::]",
     ],
 )
-async def test_no_private_address_is_even_connected_to(pull, server, host):
+async def test_private_addresses_are_refused_without_connecting(pull, server, host):
     error = await refusal(pull.fetch(f"http://{host}:{server.port}/a?sig=secret", private=False))
     assert error.code == "source_refused"
     assert "private network" in str(error)
@@ -169,16 +169,16 @@ async def test_no_private_address_is_even_connected_to(pull, server, host):
         ("2606:4700::1", False),
     ],
 )
-def test_an_address_inside_an_address_decides(text, private):
+def test_an_address_embedded_in_another_one_decides(text, private):
     assert is_private(ipaddress.ip_address(text)) is private
 
 
 def public(*addresses):
-    """A rule by which only these are public, so that a loopback can play the internet."""
+    """A rule that makes only these addresses public, so that a loopback address can act as the internet."""
     return lambda address: str(address) not in addresses
 
 
-async def test_a_redirect_to_a_private_address_is_refused_before_it_is_asked(http, server, tmp_path):
+async def test_a_redirect_to_a_private_address_is_refused_before_connecting(http, server, tmp_path):
     async with RawServer() as other:
         web = Web(http, SETTINGS, is_refused=public("127.0.0.1"))
         server.replies["/a"] = answer(b"", "302 Found", f"location: http://127.0.0.2:{other.port}/secret")
@@ -188,7 +188,9 @@ async def test_a_redirect_to_a_private_address_is_refused_before_it_is_asked(htt
         assert (server.connections, other.connections) == (1, 0)
 
 
-async def test_a_name_that_changes_its_mind_is_found_out_by_the_address_that_answers(http, server, tmp_path):
+async def test_a_name_that_resolves_to_another_address_is_refused_by_the_address_of_the_connection(
+    http, server, tmp_path
+):
     async def as_public(_):
         return [ipaddress.ip_address("93.184.215.14")]
 
@@ -200,7 +202,7 @@ async def test_a_name_that_changes_its_mind_is_found_out_by_the_address_that_ans
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_connection_that_is_used_again_is_checked_again(http, server, tmp_path):
+async def test_a_reused_connection_is_checked_again(http, server, tmp_path):
     allowed = Sources(SETTINGS, web=Web(http, SETTINGS, is_refused=public("127.0.0.1")))
     assert (await allowed.fetch(f"{server.url}/a", tmp_path / "document")).size == 2
 
@@ -221,7 +223,7 @@ async def test_redirects_are_followed_and_the_last_name_counts(pull, server):
     assert [head["if-none-match"] for head in server.heads] == ['"v1"'] * 3
 
 
-async def test_a_circle_of_redirects_ends(pull, server):
+async def test_a_loop_of_redirects_ends(pull, server):
     server.replies["/a"] = answer(b"", "302 Found", "location: /b")
     server.replies["/b"] = answer(b"", "302 Found", "location: /a")
     error = await refusal(pull.fetch(f"{server.url}/a", redirects_max=4))
@@ -241,7 +243,7 @@ async def test_a_circle_of_redirects_ends(pull, server):
         "http:///a",
     ],
 )
-async def test_a_redirect_to_what_is_no_url_of_the_web_is_refused(pull, server, location):
+async def test_a_redirect_to_anything_but_a_web_url_is_refused(pull, server, location):
     server.replies["/a"] = answer(b"", "302 Found", f"location: {location}")
     error = await refusal(pull.fetch(f"{server.url}/a"))
     assert error.code == "source_refused"
@@ -281,7 +283,7 @@ async def test_an_endless_body_is_cut_off_at_the_limit(pull, endless):
     assert pull.leftovers == []
 
 
-async def test_a_body_that_drips_is_given_up_when_the_time_is_over(pull, endless):
+async def test_a_body_that_arrives_too_slowly_times_out(pull, endless):
     endless.sent.update(piece=b"x", pause=0.01)
     error = await refusal(pull.fetch(f"{endless.url}/a", seconds=0.4), Transient)
     assert error.code == "source_slow"
@@ -289,13 +291,13 @@ async def test_a_body_that_drips_is_given_up_when_the_time_is_over(pull, endless
     assert pull.leftovers == []
 
 
-async def test_a_server_that_is_silent_is_given_up_when_the_time_is_over(pull, server):
+async def test_a_silent_server_times_out(pull, server):
     server.replies["/a"] = None
     error = await refusal(pull.fetch(f"{server.url}/a", seconds=0.3), Transient)
     assert error.code == "source_slow"
 
 
-async def test_a_packed_body_is_unpacked_with_the_same_limit(pull, server):
+async def test_a_compressed_body_is_unpacked_up_to_the_same_limit(pull, server):
     text = os.urandom(1_000) * 2_500
     server.replies["/a"] = answer(gzip.compress(text), "200 OK", "content-encoding: gzip")
     assert (await pull.fetch(f"{server.url}/a")).path.read_bytes() == text
@@ -329,7 +331,7 @@ async def test_a_packed_body_is_unpacked_with_the_same_limit(pull, server):
         ("/page", ["content-type: text/html"], "page"),
     ],
 )
-async def test_a_document_is_called_what_its_server_calls_it(pull, server, path, headers, name):
+async def test_a_document_gets_the_name_that_its_server_gives(pull, server, path, headers, name):
     server.replies[path] = answer(b"text", "200 OK", *headers)
     assert (await pull.fetch(f"{server.url}{path}")).name == name
 
@@ -342,7 +344,7 @@ CHARSETS = ["utf-8", "ISO-8859-1", "unicode_escape", "nonsense"]
     before=st.sampled_from(["", 'filename="', "filename=", *(f"filename*={name}''" for name in CHARSETS)]),
 )
 @settings(deadline=None)
-def test_no_header_breaks_the_name(text, before):
+def test_no_header_leads_to_an_unsafe_name(text, before):
     class Answer:
         headers = {"content-disposition": f"attachment; {before}{text}"}
 
@@ -360,7 +362,7 @@ async def test_the_credentials_of_a_cloud_machine_are_never_fetched(pull, server
     assert server.connections == 0
 
 
-async def test_a_client_of_its_own_is_closed(server, tmp_path):
+async def test_a_client_that_the_sources_made_themselves_is_closed(server, tmp_path):
     sources = Sources(FetchSettings(private=True))
     assert (await sources.fetch(f"{server.url}/a", tmp_path / "document")).size == 2
     await sources.close()

@@ -1,4 +1,4 @@
-"""One file for each provider that the conformance suite runs over: what it needs to be set up against the server.
+"""One file for each provider of the conformance suite: how it is set up with the contract server.
 
-A module has `CASES`, a list of `Case`; the suite finds it by itself.
+Each module has `CASES`, a list of `Case`, which the suite finds.
 """

@@ -1,4 +1,4 @@
-"""Azure OpenAI, by both of its paths."""
+"""Azure OpenAI, with both forms of its paths."""
 
 from tests.providers.conformance import VARIABLE, Case, chat_request
 

@@ -1,4 +1,4 @@
-"""OpenAI, and who speaks its protocol."""
+"""OpenAI, and other services with its protocol."""
 
 from tests.providers.conformance import VARIABLE, Case, chat_request
 

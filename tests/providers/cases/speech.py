@@ -1,4 +1,4 @@
-"""Audio files to be transcribed, and the four who do that."""
+"""Transcription of audio files, and its four providers."""
 
 import importlib.util
 
@@ -43,7 +43,7 @@ def google_settings(world):
 
 
 def google_request(world, key, items):
-    """Every second one is in a bucket already."""
+    """Every second input is in a bucket already."""
     inputs = []
     for n, one in enumerate(name(n, item) for n, item in enumerate(items)):
         if n % 2:
@@ -68,7 +68,7 @@ def stored_request(world, key, items):
 
 
 def aws_settings(world):
-    """The server judges the id of a key; botocore writes ids, but no secrets, into its log."""
+    """The server checks the id of the key, because botocore logs ids but no secrets."""
     if importlib.util.find_spec("aiobotocore") is None:
         skip("aiobotocore is not installed")
     use_server_buckets(world)

@@ -1,4 +1,4 @@
-"""Fixtures: the command line with simulated providers, and a worker in a process of its own."""
+"""Fixtures: the command line with simulated providers, and a worker in a separate process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Shell:
         self.folder = folder
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
-        """What a command prints."""
+        """The output of a command."""
         found, out, err = self.run(*arguments)
         assert found == code, (out, err)
         return out
 
     def refused(self, *arguments: str, code: int = 1) -> str:
-        """The one line in which a command is refused."""
+        """The error line of a command that is refused."""
         found, out, err = self.run(*arguments)
         assert (found, out, len(err.splitlines())) == (code, "", 1), (out, err)
         return err
@@ -61,7 +61,7 @@ class Shell:
 
 
 def read_exports(text: str) -> dict[str, str]:
-    """As a shell reads them."""
+    """Read `export` lines like a shell."""
     words = [shlex.split(line) for line in text.splitlines() if line.startswith("export ")]
     return dict(word.split("=", 1) for _, word in words)
 
@@ -70,7 +70,7 @@ def read_exports(text: str) -> dict[str, str]:
 def open_shell(
     cli: Cli, inside: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Shell]]:
-    """Opens a shell with simulated providers that get these flags."""
+    """A function that opens a shell with simulated providers, started with these flags."""
     with ExitStack() as stack:
 
         def open_one(*flags: str, **variables: str) -> Shell:
@@ -89,7 +89,7 @@ def open_shell(
 
 @pytest.fixture
 def shell(open_shell: Callable[..., Shell]) -> Shell:
-    """Providers whose jobs end at once."""
+    """A shell with providers whose jobs end at once."""
     return open_shell("--queue-seconds", "0", "--run-seconds", "0")
 
 

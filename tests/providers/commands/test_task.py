@@ -27,7 +27,7 @@ def nothing_was_made(shell: Shell) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("worker")
-def test_every_simulated_provider_brings_a_result(shell: Shell) -> None:
+def test_every_simulated_provider_returns_a_result(shell: Shell) -> None:
     audio, requests = shell.write("call.wav"), shell.write_chat("saw", "plane")
     speech = dict(SPEECH)
     if importlib.util.find_spec("aiobotocore") is None:
@@ -45,7 +45,7 @@ def test_every_simulated_provider_brings_a_result(shell: Shell) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_a_task_with_a_bad_input_ends_in_part_and_says_so(shell: Shell) -> None:
+def test_a_task_with_a_bad_input_is_partially_completed_and_says_so(shell: Shell) -> None:
     names = [shell.write(name) for name in ("one.wav", "two__fail_400__.wav", "three.wav")]
     said = shell("task", "submit", *names, "--provider", "sarvam", "--language", "en-IN", "--wait", code=4)
     id, *lines = said.splitlines()
@@ -85,7 +85,7 @@ def test_a_result_is_written_to_a_file_that_is_only_overwritten_by_force(shell: 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("worker")
-def test_what_is_watched_as_json_is_an_object_for_each_change(shell: Shell) -> None:
+def test_watch_as_json_prints_an_object_for_each_change(shell: Shell) -> None:
     shell.write("call.wav")
     said = shell("task", "submit", "call.wav", "--provider", "sarvam", "--wait", "--json")
     seen = [json.loads(line) for line in said.splitlines()]
@@ -116,7 +116,7 @@ def test_a_task_is_cancelled_at_its_provider(open_shell: Callable[..., Shell]) -
         id = shell("task", "submit", shell.write_chat("saw"), "--model", "openai/gpt-5-mini").strip()
         shell.cli.until("SELECT FROM batchwright.provider_job WHERE phase = 'submitted'")
         shell("task", "cancel", id)
-        # The provider needs some seconds of its own to cancel a job.
+        # The simulated provider takes some seconds to cancel a job.
         shell.simulator.call("POST", "/simulator/clock", {"advance": 60})
         assert "CANCELLED" in shell("task", "watch", id, code=3)
     assert "batch_cancelled" in shell("task", "result", id)
@@ -193,7 +193,7 @@ def test_lines_that_a_provider_cannot_take_are_named_before_the_file_is_stored(s
     nothing_was_made(shell)
 
 
-def test_inputs_that_cannot_be_used_are_left_out_by_their_names(shell: Shell) -> None:
+def test_unusable_inputs_are_left_out_and_named(shell: Shell) -> None:
     shell.write("notes.txt")
     code, _, err = shell.run("task", "submit", URL, "ftp://example.com/x.wav", "notes.txt", "--provider", "azure")
     assert code == 0
@@ -254,7 +254,9 @@ def test_signatures_of_urls_are_not_shown(shell: Shell) -> None:
         4,
     ),
 )
-def test_what_is_wrong_is_said_in_one_line_and_nothing_is_made(shell: Shell, arguments: list[str], words: str) -> None:
+def test_a_mistake_is_refused_in_one_line_and_nothing_is_created(
+    shell: Shell, arguments: list[str], words: str
+) -> None:
     shell.write("here.wav")
     shell.write("empty.wav", b"")
     shell.write_chat("saw", name="here.jsonl")

@@ -78,12 +78,12 @@ def test_every_job_is_shown_with_its_phase_and_its_numbers(width: int) -> None:
     assert second.startswith("  vertex/")
     assert "submitted" in second
     assert "planned" in third
-    assert sum("polls now" in line for line in lines) == 1, "nothing is left out"
+    assert sum("polls now" in line for line in lines) == 1, "nothing is cut"
     assert sum("JOB_STATE_RUNNING" in line for line in lines) == 1
     assert max(map(len, lines)) <= width
 
 
-def test_what_went_wrong_and_what_to_do_stand_below_the_jobs() -> None:
+def test_errors_and_their_remedies_are_shown_below_the_jobs() -> None:
     broken = job(phase="ended", error={"code": "invalid_file", "message": "line 3 is no JSON"})
     lines = draw(Seen(task=task(cancel_note="azure cannot cancel"), jobs=[broken], waiting=["no worker"]), 80)
     assert lines[2:] == ["  openai/gpt-5-mini: invalid_file: line 3 is no JSON", "  azure cannot cancel", "  no worker"]
@@ -94,7 +94,7 @@ def test_what_went_wrong_and_what_to_do_stand_below_the_jobs() -> None:
     ]
 
 
-def test_many_jobs_are_cut_to_the_first_that_are_open() -> None:
+def test_of_many_jobs_only_the_first_open_ones_are_shown() -> None:
     jobs = [job(number, phase="ended" if number < 30 else "submitted") for number in range(40)]
     lines = draw(Seen(task=task(), jobs=jobs), 80)
     assert sum("submitted" in line for line in lines) == 10
@@ -116,7 +116,7 @@ def test_without_a_terminal_each_change_is_one_line(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_the_exit_code_tells_how_a_task_ended() -> None:
+def test_the_exit_code_says_how_a_task_ended() -> None:
     codes = {status: exit_code(task(status=status)) for status in TaskStatus}
     assert [codes[status] for status in (TaskStatus.COMPLETED, TaskStatus.PARTIAL_COMPLETE)] == [0, 4]
     assert [codes[status] for status in (TaskStatus.CANCELLED, TaskStatus.FAILED)] == [3, 1]

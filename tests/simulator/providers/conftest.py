@@ -1,4 +1,4 @@
-"""One contract server for each test, and SDKs that are closed after it."""
+"""A contract server for each test, and SDKs that are closed after the test."""
 
 import asyncio
 

@@ -13,11 +13,11 @@ from tests.conftest import skip
 
 KEY = "bw-test-key"
 OPENED: list[Callable[[], object]] = []
-"""How the SDKs of this test are closed."""
+"""Closes the SDKs of this test."""
 
 
 def sdk(name: str) -> Any:
-    """An official SDK, which is the judge of the server; without it the test is skipped."""
+    """An official SDK, with which the server is tested; the test is skipped if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -46,7 +46,7 @@ def parsed(data: bytes | str) -> list[dict[str, Any]]:
 
 
 async def blocking(work: Any, *args: Any, **kwargs: Any) -> Any:
-    """An SDK that blocks, beside the server's loop."""
+    """Call a blocking SDK without blocking the server's event loop."""
     return await asyncio.to_thread(work, *args, **kwargs)
 
 

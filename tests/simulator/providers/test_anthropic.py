@@ -5,7 +5,7 @@ import pytest
 from tests.simulator.providers.support import KEY, blocking, finish, opened, sdk
 
 pytestmark = pytest.mark.thorough
-"""The judges are clients that `.ci/run` installs."""
+"""These tests use official clients, which `.ci/run` installs."""
 
 
 def anthropic(server):
@@ -45,7 +45,7 @@ async def test_a_batch_ends_and_its_results_are_read(providers):
     assert (await blocking(client.messages.batches.delete, batch.id)).type == "message_batch_deleted"
 
 
-async def test_lists_turn_pages_with_the_newest_first(providers):
+async def test_lists_have_pages_with_the_newest_first(providers):
     client = anthropic(providers)
     made = [(await blocking(submit, client)).id for _ in range(3)]
     assert [one.id for one in await blocking(lambda: list(client.messages.batches.list(limit=2)))] == made[::-1]
@@ -53,7 +53,7 @@ async def test_lists_turn_pages_with_the_newest_first(providers):
 
 
 @pytest.mark.parametrize(("fault", "fate"), [("expired", "expired"), ("shuffled", None)])
-async def test_the_unfinished_half_of_a_batch_that_ends_early_says_so(providers, fault, fate):
+async def test_the_unfinished_lines_of_a_batch_that_ends_early_say_so(providers, fault, fate):
     client = anthropic(providers)
     providers.put_faults(fault)
     batch = await blocking(submit, client, "a", "b", "c", "d")

@@ -7,7 +7,7 @@ import pytest
 from tests.simulator.providers.support import KEY, blocking, finish, jsonl, opened, parsed, sdk
 
 pytestmark = pytest.mark.thorough
-"""The judges are clients that `.ci/run` installs."""
+"""These tests use official clients, which `.ci/run` installs."""
 
 MODEL = "gemini-test"
 
@@ -65,7 +65,7 @@ async def test_a_batch_of_a_file_runs_and_its_responses_are_downloaded(providers
     assert providers.jobs("bw-1") == []
 
 
-async def test_requests_in_the_body_are_answered_in_their_order(providers):
+async def test_inline_requests_are_answered_in_their_order(providers):
     client = gemini(providers)
     tool = {"function_declarations": [{"name": "look"}]}
     source = [request("one"), {**request("[[tool]]"), "config": {"tools": [tool]}}]

@@ -1,4 +1,4 @@
-"""The job model: where a job stands by the clock, and what its results are."""
+"""The job model: the stage of a job by the clock, and its results."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_a_job_waits_runs_and_ends():
     assert [statuses(one, now).count(200) for now in (0, 10, 35, 60, 110)] == [0, 0, 1, 2, 4]
 
 
-def test_a_job_that_nobody_started_stays_new():
+def test_a_job_that_was_not_started_stays_new():
     assert job(begun_at=None).stage(10**9) is Stage.NEW
 
 
@@ -70,23 +70,23 @@ def test_no_time_at_all_is_enough():
         ("failed", ""),
     ],
 )
-def test_results_are_as_the_fault_has_them(rule, ids):
+def test_results_are_changed_as_the_fault_requires(rule, ids):
     assert "".join(one.item.id for one in job(4, rule).delivered(110)) == ids
 
 
-def test_a_stranger_and_a_broken_line_are_among_the_results():
+def test_results_can_contain_an_unknown_id_and_a_broken_line():
     one = job(2, "stranger", "malformed")
     assert [outcome.item.id for outcome in one.delivered(110)] == ["0", "1", "stranger"]
     assert one.lines([b"12345678", b"abc"]) == b"1234\nabc\n"
 
 
-def test_partial_fails_every_second_one_or_as_told():
+def test_partial_fails_every_second_item_or_the_given_share():
     assert statuses(job(4, "partial"), 110) == [200, 400, 200, 400]
     one = job(3, "partial:every=1:status=500:message=no credit")
     assert [(outcome.status, outcome.message) for outcome in one.outcomes(110)] == 3 * [(500, "no credit")]
 
 
-def test_a_status_that_nobody_knows_shows_only_while_the_job_runs():
+def test_an_unknown_status_is_shown_only_while_the_job_runs():
     one, words = job(1, "unknown_status:code=POLISHING"), {Stage.QUEUED: "q", Stage.SUCCEEDED: "s"}
     assert [one.word(now, words) for now in (0, 10, 110)] == ["q", "POLISHING", "s"]
 

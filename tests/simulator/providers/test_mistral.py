@@ -7,7 +7,7 @@ import pytest
 from tests.simulator.providers.support import KEY, blocking, finish, jsonl, opened, parsed, sdk
 
 pytestmark = pytest.mark.thorough
-"""The judges are clients that `.ci/run` installs."""
+"""These tests use official clients, which `.ci/run` installs."""
 
 ENDPOINT = "/v1/chat/completions"
 
@@ -65,7 +65,7 @@ async def test_jobs_are_found_by_metadata_and_time(providers):
 
 
 @pytest.mark.parametrize(("fault", "status"), [("expired", "TIMEOUT_EXCEEDED"), ("failed", "FAILED")])
-async def test_a_job_that_ends_badly_says_how(providers, fault, status):
+async def test_a_job_that_fails_or_expires_says_so(providers, fault, status):
     providers.put_faults(fault)
     client = mistral(providers)
     job = await blocking(submit, client)
@@ -75,7 +75,7 @@ async def test_a_job_that_ends_badly_says_how(providers, fault, status):
     assert bool(done.errors) == (fault == "failed")
 
 
-async def test_a_job_is_cancelled_and_inline_requests_are_taken(providers):
+async def test_a_job_is_cancelled_and_inline_requests_are_accepted(providers):
     client = mistral(providers)
     requests = [line("a", "one")]
     job = await blocking(client.batch.jobs.create, requests=requests, model="mistral-test", endpoint=ENDPOINT)

@@ -53,7 +53,7 @@ async def test_lists_have_pages_and_a_lagging_list_shows_a_new_batch_late(provid
     assert len(providers.requests("openai.list")) == 3
 
 
-async def test_azure_speaks_the_paths_with_a_version_too(providers):
+async def test_azure_accepts_paths_with_a_version_too(providers):
     url, version = f"{providers.url}/azure_openai", "2025-03-01-preview"
     client = opened(sdk("openai").AzureOpenAI(azure_endpoint=url, api_key=KEY, api_version=version, max_retries=0))
     batch = await blocking(submit, client)
@@ -64,7 +64,7 @@ async def test_azure_speaks_the_paths_with_a_version_too(providers):
     assert seen.headers["api-key"] == KEY
 
 
-async def test_together_says_it_in_capitals_and_without_metadata(providers, tmp_path):
+async def test_together_has_statuses_in_capitals_and_no_metadata(providers, tmp_path):
     client = opened(sdk("together").Together(base_url=f"{providers.url}/together", api_key=KEY, max_retries=0))
     path = tmp_path / "bw-marker.jsonl"
     path.write_bytes(LINES)
@@ -124,7 +124,7 @@ async def test_an_expired_batch_has_the_finished_half_and_names_the_rest(provide
         (b"", "empty_file"),
     ],
 )
-async def test_validation_fails_a_batch_with_the_line(providers, lines, code):
+async def test_validation_fails_a_batch_and_names_the_line(providers, lines, code):
     client = openai(providers)
     batch = await blocking(submit, client, lines)
     finish(providers)
@@ -133,7 +133,7 @@ async def test_validation_fails_a_batch_with_the_line(providers, lines, code):
     assert (found.output_file_id, found.error_file_id) == (None, None)
 
 
-async def test_tools_and_json_are_answered_in_kind(providers):
+async def test_requests_with_tools_or_json_get_matching_answers(providers):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     form = {"type": "json_object"}
     client = openai(providers)
@@ -146,7 +146,7 @@ async def test_tools_and_json_are_answered_in_kind(providers):
     assert said(formed).startswith("{")
 
 
-async def test_a_rate_limit_and_a_quota_are_told_apart(providers):
+async def test_a_rate_limit_and_a_quota_have_different_codes(providers):
     openai_sdk, client = sdk("openai"), openai(providers)
     providers.put_faults("429:times=1", "quota:times=1")
     codes = []

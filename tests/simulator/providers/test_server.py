@@ -1,4 +1,4 @@
-"""The contract server itself: faults on every route, signed URLs, records and the control side."""
+"""The contract server itself: faults on every route, signed URLs, records and the control API."""
 
 import asyncio
 import json
@@ -106,7 +106,7 @@ SUBMITS = {
     "together": openai_like("together"),
     "vertex": vertex,
 }
-"""The request of each provider that costs money, with what must come before it."""
+"""The request of each provider that costs money, with the requests that must come before it."""
 
 every_provider = pytest.mark.parametrize("name", sorted(SUBMITS))
 
@@ -149,7 +149,7 @@ async def test_a_status_before_the_job_and_one_after_it(providers, client, name)
 
 @every_provider
 @pytest.mark.parametrize("later", ["7", "date+7"])
-async def test_a_rate_limit_says_when_to_come_back(providers, client, name, later):
+async def test_a_rate_limit_says_when_to_retry(providers, client, name, later):
     url, request = await SUBMITS[name](providers, client)
     providers.put_faults(f"429:route={paid(name)}:retry_after={later}")
     refused = await client.post(url, **request)
@@ -185,7 +185,7 @@ async def test_a_key_that_is_set_is_the_only_one(client):
         assert (await client.get(url, headers={"authorization": "Bearer right"})).status_code == 200
 
 
-async def test_answers_come_late_in_pieces_cut_or_not_at_all(providers, client):
+async def test_answers_can_be_late_in_pieces_cut_short_or_missing(providers, client):
     url = f"{providers.urls['openai']}/models"
     providers.put_faults(
         "slow:seconds=0.001:times=1", "truncate:times=1", "not_json:times=1", "hang:times=1", "hang_up:times=1"
@@ -203,7 +203,9 @@ async def test_answers_come_late_in_pieces_cut_or_not_at_all(providers, client):
     assert [one.fault for one in providers.seen][3:] == ["hang:times=1", "hang_up:times=1", None]
 
 
-async def test_a_signed_url_opens_one_object_for_a_while_and_shows_leaks(providers, client):
+async def test_a_signed_url_gives_access_to_one_object_for_a_while_and_leaked_credentials_are_recorded(
+    providers, client
+):
     providers.world.put_blob("bucket", "a b.json", b"{}")
     url = providers.world.sign("bucket", "a b.json", 60)
     assert url.startswith(providers.signed_url)
@@ -233,7 +235,7 @@ async def test_rules_hit_by_route_and_by_text(providers, client):
     assert providers.faults.fired == [1, 1, 1]
 
 
-async def test_the_control_side_moves_the_clock_sets_faults_and_counts(providers, client):
+async def test_the_control_api_moves_the_clock_sets_faults_and_counts(providers, client):
     control = f"{providers.url}/simulator"
     url, request = await SUBMITS["openai"](providers, client)
     before = providers.clock.now()
@@ -303,7 +305,7 @@ async def test_a_port_that_is_taken_is_named(providers):
 
 
 @every_provider
-async def test_nonsense_is_a_bad_request(providers, client, name):
+async def test_an_invalid_request_is_a_bad_request(providers, client, name):
     url, request = await SUBMITS[name](providers, client)
     if name == "sarvam":
         url = f"{providers.urls['sarvam']}/speech-to-text/job/v1"

@@ -1,4 +1,4 @@
-"""Speech: Google's and Sarvam's own clients; Azure has none, so its own words are asked for; AWS by aiobotocore."""
+"""Speech: Google's and Sarvam's own clients, aiobotocore for AWS, and plain HTTP for Azure, which has no client."""
 
 import json
 import warnings
@@ -10,7 +10,7 @@ from batchwright.simulator.providers import running
 from tests.simulator.providers.support import KEY, blocking, finish, opened, sdk
 
 pytestmark = pytest.mark.thorough
-"""The judges are clients that `.ci/run` installs."""
+"""These tests use official clients, which `.ci/run` installs."""
 
 SUBMIT = "/transcriptions:submit?api-version=2024-11-15"
 
@@ -166,7 +166,7 @@ async def test_sarvam_uploads_starts_and_downloads(providers, tmp_path):
     options = {"model": "saaras:v3", "language_code": "hi-IN", "with_diarization": True}
     job = await blocking(client.speech_to_text_job.create_job, **options)
     assert (await blocking(job.get_status)).job_state == "Accepted"
-    assert providers.jobs(provider="sarvam") == []  # nothing has been started, nothing is paid
+    assert providers.jobs(provider="sarvam") == []  # nothing has been started, so nothing is paid
     assert await blocking(job.upload_files, file_paths=[str(path) for path in paths])
     assert (await blocking(job.start)).job_state == "Pending"
     assert len(providers.jobs("bw-1-a", "sarvam")) == 1
@@ -230,7 +230,7 @@ async def test_aws_fails_throttles_and_refuses_a_second_job(providers):
             await client.get_transcription_job(TranscriptionJobName="bw-1")
 
 
-async def test_aws_writes_the_transcript_where_it_was_told(providers):
+async def test_aws_writes_the_transcript_to_the_requested_place(providers):
     async with aws(providers) as client:
         await client.start_transcription_job(**media("bw-1", OutputBucketName="out", OutputKey="x/bw-1.json"))
         await client.start_transcription_job(**media("bw-2"))
