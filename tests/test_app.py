@@ -407,9 +407,9 @@ async def test_a_conflict_leaves_the_callers_transaction_usable(batchwright, dat
 
 async def test_something_that_is_no_connection_is_refused(batchwright, plain):
     for connection in ("postgresql://…", 17, object()):
-        with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
+        with pytest.raises(ConfigurationError, match="must be a psycopg 3 connection"):
             await batchwright.enqueue(noop, connection=connection)
-        with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
+        with pytest.raises(ConfigurationError, match="must be a psycopg 3 connection"):
             await asyncio.to_thread(plain.enqueue, noop, connection=connection)
 
 

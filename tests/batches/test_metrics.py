@@ -205,7 +205,7 @@ def test_nothing_of_an_answer_is_kept(batches):
 
 
 def test_what_is_put_down_is_counted_before_it_grows(counts, batches, monkeypatch):
-    monkeypatch.setattr(metrics, "_PUT_DOWN_MAX", 10)
+    monkeypatch.setattr(metrics, "_NOTED_MAX", 10)
     for _ in range(25):
         batches.answered("a", answer(seconds=2.0))
         assert len(batches._tallies.get("a", metrics._Tally()).seconds) < 10

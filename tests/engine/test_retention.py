@@ -722,9 +722,7 @@ def test_the_survivors_of_a_week_are_found_tenant_by_tenant_and_not_all_counted(
 @pytest.mark.parametrize("days", [0, -1, 0.01, math.nan, 1e6])
 @pytest.mark.parametrize("name", ["succeeded_days", "ended_days", "requests_days"])
 def test_days_that_would_keep_nothing_or_overflow_are_refused(name, days):
-    with pytest.raises(
-        ConfigurationError, match=rf"{name} is .*; give days from 0\.042 .* or inf to keep them forever"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"{name} is .*; use 0\.042 .* or inf to keep them forever"):
         RetentionSettings(**{name: days})
 
 
