@@ -178,6 +178,7 @@ BAD_INPUT = [
     (([NewJob(noop), "noop"],), {}, InvalidInput, "expected a NewJob, found str"),
     ((noop,), {"priority": 10}, InvalidInput, "priority is 10"),
     ((noop,), {"max_attempts": -1}, InvalidInput, "max_attempts is -1"),
+    ((noop,), {"max_attempts": 0}, InvalidInput, "max_attempts is 0; it must be at least 1"),
 ]
 
 

@@ -156,7 +156,7 @@ def _make_row(
         "deadline": deadline,
         "deadline_seconds": deadline_seconds,
         "payload": orjson.Fragment(_dump(payload, name)),
-        "max_attempts": _check_positive(job.max_attempts or defaults["max_attempts"], "max_attempts"),
+        "max_attempts": _check_attempts(job.max_attempts, defaults["max_attempts"]),
         "exclusive_key": _encode_key(key),
         "on_held": OnHeld.QUEUE if key is None else OnHeld(job.on_held or defaults["on_held"]),
         "pipeline_id": origin.pipeline_id if origin else job.pipeline_id,
@@ -202,10 +202,11 @@ def _check_priority(priority: int | None, default: int) -> int:
     return priority
 
 
-def _check_positive(value: int, param: str) -> int:
-    if value < 1:
-        raise InvalidInput(f"{param} is {value}; it must be at least 1", param=param)
-    return value
+def _check_attempts(max_attempts: int | None, default: int) -> int:
+    max_attempts = default if max_attempts is None else max_attempts
+    if max_attempts < 1:
+        raise InvalidInput(f"max_attempts is {max_attempts}; it must be at least 1", param="max_attempts")
+    return max_attempts
 
 
 def _read_deadline(deadline: datetime | timedelta | None) -> tuple[datetime | None, float | None]:
