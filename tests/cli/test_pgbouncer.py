@@ -83,7 +83,7 @@ def test_the_check_says_what_is_used_how(inside: Inside, database_url: str, tmp_
         )
         assert found["connections"]["level"] == "ok"
         assert "1000 worker process(es) use up to 0 of " in found["connections"]["text"]
-        assert "of the pooler's they use up to 9000 (max_client_conn)" in found["connections"]["text"]
+        assert "up to 9000 of the pooler's (max_client_conn)" in found["connections"]["text"]
         monkeypatch.setenv("BATCHWRIGHT_DATABASE_LEASE_URL", database_url)
         found = {one["name"]: one for one in inside.json("check", "--database-url", url)}
         assert "leases by database.lease_url, directly; the doorbell as well" in found["database"]["text"]

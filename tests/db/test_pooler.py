@@ -386,4 +386,4 @@ async def test_the_check_counts_what_is_lent_apart(pool, pooled, database_url) -
         ]
     assert found.level is Level.WARNING
     assert found.text.startswith("1000 worker process(es) use up to 2000 of ")
-    assert "of the pooler's they use up to 6000" in found.text
+    assert "up to 6000 of the pooler's" in found.text
