@@ -90,8 +90,8 @@ def boundary(content_type: str) -> bytes:
     """The boundary between the parts, from the request's Content-Type."""
     if len(content_type) > CONTENT_TYPE_CHARACTERS_MAX or content_type.count(";") > PARAMETERS_MAX:
         raise InvalidInput(
-            f"a Content-Type may have {CONTENT_TYPE_CHARACTERS_MAX} characters and {PARAMETERS_MAX} parameters; "
-            f"this one begins with {content_type[:80]!r}"
+            f"a Content-Type may have at most {CONTENT_TYPE_CHARACTERS_MAX} characters and {PARAMETERS_MAX} "
+            f"parameters; this one begins with {content_type[:80]!r}"
         )
     message = _message("content-type", content_type)
     found = message.get_boundary("")
