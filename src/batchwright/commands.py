@@ -34,7 +34,7 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, parent, **extra)
 
     def load(self) -> Any:
-        """The command itself, or the group of commands. Without a help text of its own, it has its line in the list."""
+        """The command itself, or the group of commands. If it has no help text, it gets the text from the list."""
         assert self.name is not None
         try:
             command = _make_command(self.name, load(self._command.place))

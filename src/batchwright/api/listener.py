@@ -113,7 +113,7 @@ def _bind_privately(draft: Path, backlog: int) -> socket.socket:
 
 
 def _refuse_live(path: Path) -> None:
-    """Replace only a socket on which nobody listens."""
+    """Refuse a socket on which a server listens, and any other kind of file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

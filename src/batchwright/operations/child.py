@@ -1,7 +1,7 @@
 """The program of a worker's child processes.
 
     perform      runs `cpu=True` operations that the parent hands over, one after the other
-    isolate JOB  claims one suspect job and runs it as a worker of its own, then ends
+    isolate JOB  claims one suspect job, runs it as a separate worker, then ends
 
 Everything it needs is in the environment variable BATCHWRIGHT_CHILD, a JSON object written by the parent.
 """

@@ -86,7 +86,7 @@ class Otlp:
             self._exporter.shutdown()
 
     def _wait_and_end(self) -> None:
-        """The SDK's shutdown may take half a minute; it runs here, where nobody waits for it."""
+        """The SDK's shutdown may take half a minute; it runs in this thread, for which nothing waits."""
         self._asked.wait()
         try:
             with self._logs.muted():

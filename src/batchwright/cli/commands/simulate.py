@@ -32,7 +32,7 @@ AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Serve any other model too; the default if no model is named.")
 ]
 ProfileName = Annotated[
-    str, typer.Option("--profile", help=f"Capacity of models without one of their own: {', '.join(PROFILES)}.")
+    str, typer.Option("--profile", help=f"Capacity of models that do not name a profile: {', '.join(PROFILES)}.")
 ]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")]
 Port = Annotated[
