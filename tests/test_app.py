@@ -178,6 +178,7 @@ BAD_INPUT = [
     (([NewJob(noop), "noop"],), {}, InvalidInput, "expected a NewJob, found str"),
     ((noop,), {"priority": 10}, InvalidInput, "priority is 10"),
     ((noop,), {"max_attempts": -1}, InvalidInput, "max_attempts is -1"),
+    ((noop,), {"max_attempts": 0}, InvalidInput, "max_attempts is 0; it must be at least 1"),
 ]
 
 
@@ -407,9 +408,9 @@ async def test_a_conflict_leaves_the_callers_transaction_usable(batchwright, dat
 
 async def test_an_object_that_is_not_a_connection_is_refused(batchwright, plain):
     for connection in ("postgresql://…", 17, object()):
-        with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
+        with pytest.raises(ConfigurationError, match="must be a psycopg 3 connection"):
             await batchwright.enqueue(noop, connection=connection)
-        with pytest.raises(ConfigurationError, match="takes a psycopg 3 connection"):
+        with pytest.raises(ConfigurationError, match="must be a psycopg 3 connection"):
             await asyncio.to_thread(plain.enqueue, noop, connection=connection)
 
 

@@ -69,7 +69,7 @@ def test_a_flag_names_itself_its_value_and_its_range() -> None:
     assert parse_time_span("--delay", None) is None
     assert parse_time_span("--delay", "30") == 30.0
     assert parse_time_span("--last", "30", unit_seconds=86_400.0) == 30 * 86_400.0
-    with pytest.raises(InvalidInput, match="--delay 'soon' is no duration: write 90s, 5m, 1h or 2d"):
+    with pytest.raises(InvalidInput, match="--delay 'soon' is not a duration: write 90s, 5m, 1h or 2d"):
         parse_time_span("--delay", "soon")
     with pytest.raises(InvalidInput, match="--window 40d is out of range: use 1m to 30d"):
         parse_time_span("--window", "40d", least="1m", most="30d")

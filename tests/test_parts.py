@@ -232,12 +232,12 @@ REFUSED: dict[str, tuple[dict[str, str], str, str]] = {
     "a table of the engine": (
         ONE,
         PART.format(kind="One", name="post") + "    tables = {'worker': 'one:One'}\n",
-        "the part 'post' brings the table 'worker', which is taken",
+        "the part 'post' adds the table 'worker', which exists already; rename it",
     ),
     "a table of another part": (
         ONE,
         PART.format(kind="One", name="post") + "    tables = {'batches': 'one:One'}\n",
-        "the part 'post' brings the table 'batches', which is taken",
+        "the part 'post' adds the table 'batches', which exists already; rename it",
     ),
 }
 

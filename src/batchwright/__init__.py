@@ -88,7 +88,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: every import from this package runs this module, too."""
+    """Load a public name at its first use, because importing any module of the package runs this module too."""
     if name not in __all__:
         raise AttributeError(f"module 'batchwright' has no attribute {name!r}")
     found = getattr(import_module(f"batchwright.{_HOME_OF.get(name, 'errors')}"), name)

@@ -66,7 +66,7 @@ class AsyncBatchwright(Core):
         super().__init__(settings, registry, part_kinds())
         self.embedded: EmbeddedPostgres | None = None
 
-    # Life -------------------------------------------------------------------------------------------------------
+    # Opening and closing ----------------------------------------------------------------------------------------
 
     async def open(self, *, migrated: bool = True) -> Self:
         """Connect; `migrated=False` skips the check of the schema, for the commands that repair it."""
@@ -155,7 +155,7 @@ class AsyncBatchwright(Core):
         return [one.id for one in enqueued]
 
     async def _enqueue_own(self, jobs: Sequence[NewJob]) -> list[JobId]:
-        """The ids are created here, so a call whose answer was lost can be repeated."""
+        """Use a transaction of our own. The ids already exist, so a call whose answer was lost can be repeated."""
 
         began = time.monotonic()
 
@@ -196,7 +196,7 @@ class AsyncBatchwright(Core):
         except (BatchwrightError, TimeoutError):
             return ""
         if not reasons and job.status is JobStatus.RUNNING and job.locked_by is not None:
-            reasons = [f"the worker {job.locked_by} runs it"]
+            reasons = [f"the worker {job.locked_by} is running it"]
         return f": {'; '.join(reasons)}" if reasons else ""
 
     async def get(self, job: JobId | UUID | str) -> Job:
@@ -267,7 +267,7 @@ class AsyncBatchwright(Core):
         )
 
     def health(self, worker: Worker) -> HealthServer | None:
-        """The health page of a worker of this client, if the settings want one."""
+        """The health page of one of this client's workers; None unless `worker.health_port` is set."""
         from batchwright.engine.worker.health import HealthServer, own_counts
 
         settings = self.settings.worker

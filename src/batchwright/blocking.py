@@ -64,13 +64,13 @@ class Batchwright:
 
     def enqueue(self, operation: Any, payload: Any = None, *, connection: Any = None, **options: Any) -> Any:
         """Like `AsyncBatchwright.enqueue`; a `connection` is used in this thread, inside its open transaction."""
-        asked = self.client.enqueue(operation, payload, connection=connection, **options)
+        enqueueing = self.client.enqueue(operation, payload, connection=connection, **options)
         if connection is None:
-            return self.call(asked)
+            return self.call(enqueueing)
         if not is_blocking(connection):
-            asked.close()
-            raise InvalidInput("Batchwright takes a blocking connection; for an async one use AsyncBatchwright")
-        return complete(asked)
+            enqueueing.close()
+            raise InvalidInput("Batchwright accepts only a blocking connection; for an async one use AsyncBatchwright")
+        return complete(enqueueing)
 
     def wait(self, job: JobId | UUID | str, *, timeout: float | None = None) -> Any:
         return self.call(self.client.wait(job, timeout=timeout))

@@ -19,8 +19,10 @@ from batchwright.plugins import load, part_kinds
 
 
 class LazyCommand(TyperCommand):
-    """A command of a part in the list of commands. It is loaded when it is called, when its help is shown and for shell
-    completion: each of these begins by creating a context."""
+    """A command of a part, as the list of commands shows it.
+
+    It is loaded when its context is created: to run it, to show its help, or to complete it in a shell.
+    """
 
     def __init__(self, name: str, command: Command, part: str) -> None:
         super().__init__(name, help=command.help)
@@ -32,7 +34,7 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(info_name, args, parent, **extra)
 
     def load(self) -> Any:
-        """The command itself, or the group of commands. Its line in the list is its help if it has no other."""
+        """The command itself, or the group of commands. If it has no help text, it gets the text from the list."""
         assert self.name is not None
         try:
             command = _make_command(self.name, load(self._command.place))
@@ -93,7 +95,7 @@ def batchwright(
 
 
 def main() -> None:
-    """Errors of Batchwright and of the command line print one line. Anything else is a bug and shows its traceback."""
+    """Run a command. Expected errors print one line; any other error is a bug and shows its traceback."""
     interrupt_on_hangup()
     try:
         code = app(prog_name="batchwright", standalone_mode=False)
@@ -108,7 +110,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
-        # Typer brings its own click or uses the installed one; both mark errors in the command line like this.
+        # Typer has a copy of click or uses the installed one. In both, errors in the command line have this method.
         if not hasattr(error, "format_message"):
             raise
         path = getattr(getattr(error, "ctx", None), "command_path", "batchwright")
@@ -117,7 +119,7 @@ def main() -> None:
 
 
 def _complain(text: str, code: int) -> int:
-    """In one line, unless the message shows lines to write into a file; those stay."""
+    """Print an error as one line, unless the message contains lines to put into a file: these stay separate."""
     if "\n    " not in text:
         text = "; ".join(part.strip() for part in text.splitlines() if part.strip())
     typer.echo(f"error: {text}", err=True)

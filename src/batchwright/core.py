@@ -44,7 +44,7 @@ _SPENT_MAX = 100
 
 
 class Core:
-    """One object in a client, a worker process or an HTTP server; the parts of that process belong to it."""
+    """There is one in a client, a worker process or an HTTP server, with all the parts of that process."""
 
     def __init__(self, settings: Settings, operations: Registry, kinds: Iterable[type[Part]]) -> None:
         self.settings = settings
@@ -138,7 +138,7 @@ class Core:
         return [*wanted, *await self.views.inbox(tenant=tenant, job_type=job_type, limit=limit)][:limit]
 
     async def attention(self, tenant: str | None = None) -> list[Concern]:
-        """What a person should look at now, worst first; of one tenant, or (None) of all tenants and this machine."""
+        """What a person should look at now, errors first; of one tenant, or (None) of all tenants and this machine."""
         found = [*await Attention(self.queue, self.views).concerns(tenant)]
         for part in self.parts:
             found += await part.attention(tenant)
@@ -154,7 +154,7 @@ class Core:
 
     @property
     def folder(self) -> Path:
-        """Where this machine keeps data that is not in the database: files without a store, and work folders."""
+        """Where this machine keeps data that is not in the database: work folders, and files without a remote store."""
         return Path(self.settings.database.folder or default_root())
 
     @cached_property
@@ -162,7 +162,7 @@ class Core:
         return open_store(self.settings.storage, beside=self.folder)
 
     def open_store(self, component: str, counts: Counts, *, patience_seconds: float = inf) -> Store:
-        """The same store for a caller that counts its calls; some callers wait less long than the settings allow."""
+        """The same store, with its calls counted; `patience_seconds` limits its retries more than the settings do."""
         settings = self.settings.storage
         settings = dataclasses.replace(settings, retry_seconds_max=min(settings.retry_seconds_max, patience_seconds))
         return open_store(settings, beside=self.folder, counts=StorageCounts(counts), component=component)

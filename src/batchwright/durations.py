@@ -16,7 +16,7 @@ _NAMED_SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86_4
 
 
 def parse_duration(text: str, *, unit_seconds: float = 1.0) -> float | None:
-    """Seconds, or None if this is not a duration. A bare number counts units, which are seconds by default."""
+    """Seconds, or None if this is not a duration. A bare number is a number of units, by default of seconds."""
     text = text.strip()
     if _NUMBER.fullmatch(text):
         return float(text) * unit_seconds
@@ -26,7 +26,7 @@ def parse_duration(text: str, *, unit_seconds: float = 1.0) -> float | None:
 
 
 def unit_seconds_of(name: str) -> float | None:
-    """The unit that the name of a setting ends with or contains, such as `lease_seconds` or `poll_seconds_max`."""
+    """The unit in the name of a setting, such as `lease_seconds` or `poll_seconds_max`; None if it has no unit."""
     found = _NAMED.search(name)
     return None if found is None else _NAMED_SECONDS[found[1]]
 

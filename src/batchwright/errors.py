@@ -16,7 +16,7 @@ BatchwrightError
 │   ├── PayloadInvalid          the payload does not have the shape its operation declares
 │   └── TooLarge                a payload, result or list is over its limit
 ├── NotFound                    no such object, or not this tenant's
-├── Unauthorized                no key, or one that is unknown, revoked or too old
+├── Unauthorized                no key, or one that is unknown, revoked or expired
 ├── Forbidden                   the key does not have the scope for this
 ├── Conflict                    the object is not in a state that allows this
 │   └── Fenced                  another claim owns the job now: this worker may change nothing
@@ -116,7 +116,7 @@ class NotFound(BatchwrightError):
 
 
 class Unauthorized(BatchwrightError):
-    """There is no key, or it is unknown, revoked or too old."""
+    """There is no key, or it is unknown, revoked or expired."""
 
 
 class Forbidden(BatchwrightError):
@@ -177,7 +177,7 @@ class WorkerBroken(BatchwrightError):
 
 
 class RetryLater(BatchwrightError):
-    """Raised by an operation whose resource is busy: the job returns to the queue and uses no attempt.
+    """Raised by an operation that cannot run now: the job returns to the queue and uses no attempt.
 
     >>> raise RetryLater("GPU busy", delay_seconds=60)
     """
@@ -189,7 +189,7 @@ class RetryLater(BatchwrightError):
 
 
 class OperationError(BatchwrightError):
-    """Base class of the errors with which an operation says what went wrong."""
+    """Base class of the errors that an operation raises to report a failure."""
 
     kind: ClassVar[str] = "fatal"
 
@@ -199,7 +199,7 @@ class OperationError(BatchwrightError):
 
 
 class RateLimited(OperationError):
-    """The other side limits the rate: the job waits and uses no attempt."""
+    """The called service limits the rate: the job waits and uses no attempt."""
 
     kind = "rate_limited"
 
@@ -221,7 +221,7 @@ class SchemaInvalid(OperationError):
 
 
 class Fatal(OperationError):
-    """It will never work; `scope` says how far the damage reaches."""
+    """Retrying cannot help; `scope` says what else fails with it."""
 
     kind = "fatal"
 

@@ -11,7 +11,7 @@
 
 A part declares what is known without a process: its settings, metrics, operations, routers, pages and commands. Each
 may be given by name, `package.module:name`, and is then loaded only where it is needed: clients and workers import no
-web framework, and `--help` imports next to nothing. A part has only the facets that it needs; the others are empty.
+web framework, and `--help` imports very little. A part defines only what it needs; everything else is empty.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """Requests whose body has another size limit than the settings say."""
+    """The size limit for the bodies of some requests, instead of the one in the settings."""
 
     method: str
     path: str
     """A regular expression for the whole path."""
     bytes_max: int
     too_large: str
-    """The answer to a larger one."""
+    """The error message for a larger body."""
     param: str
     """The parameter that the error names."""
 
@@ -75,7 +75,7 @@ class Served:
     """The services of its routes, which get them by class: `service(request, Kind)`."""
     body_limits: Sequence[BodyLimit] = ()
     streams: Sequence[str] = ()
-    """Paths of routes that may stay open, so that their durations mean nothing."""
+    """Paths of routes whose answers may stay open; their durations are not measured."""
     fallbacks: Sequence[Any] = ()
     """Routes that are tried after those of all parts."""
     end_streams: Callable[[], None] | None = None
@@ -106,7 +106,7 @@ class Part:
     name: ClassVar[str]
     """Unique among the parts."""
     tables: ClassVar[Mapping[str, Place]] = {}
-    """Its tables of the configuration, by name: a frozen dataclass each, or an annotated dictionary of such."""
+    """Its configuration tables, by name: for each a frozen dataclass, or an annotated dictionary of such."""
     metrics: ClassVar[Place] = ()
     """Its metrics in worker processes: a sequence of `Metric`."""
     operations: ClassVar[Sequence[Place]] = ()
@@ -123,7 +123,7 @@ class Part:
 
     @property
     def settings(self) -> Any:
-        """Its table of the configuration, or its first one."""
+        """Its configuration table; the first, if it has several."""
         return getattr(self.core.settings, next(iter(self.tables)))
 
     @property
@@ -164,7 +164,7 @@ class Part:
         return ()
 
     async def spent_today(self, tenant: str | None) -> Sequence[Spent]:
-        """What models cost today (UTC), as far as that is not in the sums of `inference.spending`."""
+        """Costs of models today (UTC) that the sums of `inference.spending` do not include."""
         return ()
 
     async def close(self) -> None:

@@ -31,13 +31,13 @@ PARTS = "batchwright.parts"
 
 @functools.cache
 def part_kinds() -> tuple[Any, ...]:
-    """The class of every part: ours, then those of installed packages. Two of one name are an error."""
+    """The class of every part: ours, then those of installed packages. Two parts with the same name are an error."""
     offered = [(place, load(place)) for place in BUILT_IN]
     offered += [(entry.value, _load_entry(entry)) for entry in importlib.metadata.entry_points(group=PARTS)]
     places: dict[str, str] = {}
     for place, kind in offered:
         if (other := places.setdefault(kind.name, place)) != place:
-            raise ConfigurationError(f"two parts are called {kind.name!r}: {other} and {place}")
+            raise ConfigurationError(f"two parts are called {kind.name!r}: {other} and {place}; remove one of them")
     return tuple(dict.fromkeys(kind for _, kind in offered))  # two packages may name the same one
 
 
@@ -108,7 +108,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Load a file once per process; its neighbours can be imported by name, as when Python runs it."""
+    """Load a file once per process. It can import other files of its folder by name, as when Python runs it."""
     name = f"batchwright_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]

@@ -1,7 +1,7 @@
 """Files and folders that only our own user can read, whatever the umask is.
 
-The call that creates a file sets its mode. The umask does not change: it belongs to the process, Batchwright also runs
-inside other programs' processes, and files that users name themselves follow it.
+The call that creates a file sets its mode. We do not change the umask: it applies to the whole process, which may be
+another program's, and to the files that users name themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def open_private(path: Path, mode: Literal["wb", "xb"]) -> BinaryIO:
-    """A file for writing."""
+    """Open a private file for writing."""
     return cast("BinaryIO", open(path, mode, opener=_open))
 
 

@@ -1,6 +1,6 @@
 """Fixtures for pytest, which finds this module by its entry point. `batchwright.testing` lists them.
 
-pytest loads this in every environment that has Batchwright. So a fixture imports its modules when a test uses it.
+pytest loads this in every environment that has Batchwright, so a fixture imports its modules only when it is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _roomy_folder() -> Path:
-    """In memory if there is space: a database has 300 files, and each test copies them."""
+    """A folder in memory if there is space: a database has 300 files, and each test copies them."""
     is_roomy = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _MEMORY_BYTES_MIN
     return _MEMORY if is_roomy else Path(tempfile.gettempdir())
 
@@ -102,7 +102,7 @@ def batchwright_settings() -> Mapping[str, Any]:
 def _batchwright_all_settings(
     batchwright_database: str, batchwright_settings: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Settings:
-    """Ignore the user's own configuration: an empty file is read instead of the one in the current folder."""
+    """Settings without the user's own configuration: an empty file replaces the one in the current folder."""
     from batchwright.settings import load_settings
 
     folder = tmp_path_factory.mktemp("batchwright")

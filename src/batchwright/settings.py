@@ -48,7 +48,7 @@ CONFIG = "BATCHWRIGHT_CONFIG"
 # Variables that Kubernetes sets in every pod for a service named batchwright or batchwright-something.
 _KUBERNETES = re.compile(r"_SERVICE_HOST=|_SERVICE_PORT(_\w+)?=|_PORT_\d+_(TCP|UDP)(_\w+)?=|_PORT=(tcp|udp)://")
 _TABLE = re.compile(r"\b(dict|Mapping)\[|\bHeaders\b")
-"""Occurs in the text of a type if the setting is a table."""
+"""Found in the text of a type if the setting is a table."""
 _OTHERS = {CONFIG, "BATCHWRIGHT_CHILD", "BATCHWRIGHT_PERTURB", "BATCHWRIGHT_PERTURB_SEED", "BATCHWRIGHT_REQUIRE_ALL"}
 
 
@@ -78,7 +78,7 @@ class Settings:
     inference: InferenceSettings = field(default_factory=InferenceSettings)
     global_inference_gateway: GatewaySettings = field(default_factory=GatewaySettings)
     model_gateways: dict[str, GatewaySettings] = field(default_factory=dict)
-    """A gateway for each model instead of one for all; each has all its own settings."""
+    """One gateway per model, instead of one for all models; they share no settings."""
 
     @property
     def has_gateways(self) -> bool:
@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def passthrough_headers(self) -> frozenset[str]:
-        """Headers of a batch's creator that any gateway wants."""
+        """Names of the headers that at least one gateway wants from the request that created a batch."""
         gateways = (self.global_inference_gateway, *self.model_gateways.values())
         return frozenset(name for gateway in gateways for name in gateway.passthrough_headers)
 
@@ -97,7 +97,7 @@ class Settings:
     def table(self, name: str, kind: type[T]) -> T:
         """A table that a part has added."""
         found = getattr(self, name)
-        assert isinstance(found, kind), f"the table {name} is no {kind.__name__}"
+        assert isinstance(found, kind), f"the table {name} is not a {kind.__name__}"
         return found
 
 
@@ -109,7 +109,9 @@ def settings_class() -> type[Settings]:
     for part in part_kinds():
         for name, place in part.tables.items():
             if name in taken:
-                raise ConfigurationError(f"the part {part.name!r} brings the table {name!r}, which is taken")
+                raise ConfigurationError(
+                    f"the part {part.name!r} adds the table {name!r}, which exists already; rename it"
+                )
             taken.add(name)
             kind = load(place)
             make = kind if is_dataclass(kind) else dict
@@ -118,7 +120,7 @@ def settings_class() -> type[Settings]:
 
 
 def is_table(part: dataclasses.Field[Any]) -> bool:
-    """Whether a field of Settings is a part with settings of its own, rather than one setting."""
+    """Whether a field of Settings is a table with settings of its own, not a single setting."""
     return part.default_factory is not dataclasses.MISSING and is_dataclass(part.default_factory())
 
 
@@ -162,7 +164,7 @@ def use_model_server(settings: Settings, url: str) -> Settings:
 
 
 def settings_document(settings: Settings) -> dict[str, Any]:
-    """The settings as JSON, for our other processes."""
+    """The settings as JSON, for child processes."""
     document: dict[str, Any] = _adapter().dump_python(settings, mode="json")
     return document
 
@@ -212,7 +214,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str, kind: str) -> Any:
-    """An error does not repeat the text: it may contain headers."""
+    """Errors do not quote the text, because it may contain secret headers."""
     if text.startswith(("[", "{")):
         try:
             return orjson.loads(text)
@@ -271,7 +273,7 @@ def _refuse_unknown(merged: Mapping[str, Any]) -> None:
     _refuse_unknown_of_gateways(merged.get("model_gateways"))
     operations = merged.get("operations")
     if isinstance(operations, str):
-        raise ConfigurationError(f'operations is a list: operations = ["{operations}"]')
+        raise ConfigurationError(f'operations must be a list; write operations = ["{operations}"]')
 
 
 def _refuse_unknown_of_gateways(gateways: Any) -> None:
@@ -281,7 +283,7 @@ def _refuse_unknown_of_gateways(gateways: Any) -> None:
 
 
 def refuse_unknown_inside(where: str, settings: Any, kind: Any) -> None:
-    """Check one entry of a table of entries, which is deeper than the names checked above."""
+    """Refuse unknown names in one entry of a table; `_refuse_unknown` does not look that deep."""
     known = [setting.name for setting in dataclasses.fields(kind)]
     for name in settings if isinstance(settings, Mapping) else ():
         if name not in known:

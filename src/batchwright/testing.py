@@ -43,7 +43,7 @@ def drain(
     """Run the client's jobs that are due, and those that they lead to, until none is left; returns how many ran.
 
     With `fast_forward=True`, also jobs that are due later: the engine's clock skips delays, snoozes and backoffs. A
-    database with a live worker is refused, because it does not belong to a test. After `limit` runs `drain` gives up,
+    database with a live worker is refused, because it is not a test database. `drain` fails after `limit` runs,
     because an operation that always snoozes would never end.
 
     >>> def test_ada_is_greeted(batchwright_client):
@@ -69,7 +69,9 @@ async def _drain(batchwright: AsyncBatchwright, fast_forward: bool, limit: int) 
             ran = await worker.run_once()
             total += ran
             if total > limit:
-                raise BatchwrightError(f"more than {limit} runs and still jobs left; does an operation snooze forever?")
+                raise BatchwrightError(
+                    f"drain() ran {limit} jobs and there are more; does an operation snooze forever?"
+                )
             if ran == 0:
                 due = await queue.next_due(batchwright.operations.names()) if fast_forward else None
                 if due is None:

@@ -95,8 +95,8 @@ async def test_keys_are_checked_when_they_are_made(api: Api) -> None:
         ({"tenant": ""}, "1 to 100"),
         ({"tenant": "*"}, "all tenants"),
         ({"scopes": []}, "at least one scope"),
-        ({"scopes": ["red"]}, "no scope 'red'; there are read, submit, operate, admin"),
-        ({"lifetime": timedelta(0)}, "some time"),
+        ({"scopes": ["red"]}, "no scope 'red'; use read, submit, operate, admin"),
+        ({"lifetime": timedelta(0)}, "must be more than 0"),
         ({"lifetime": timedelta(days=40_000)}, "100 years"),
     ]
     for options, message in wrong:

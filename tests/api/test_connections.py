@@ -168,7 +168,7 @@ async def test_a_client_that_disconnects_within_a_body_is_one_line_in_the_log(
             await until(lambda: any(not one.flow.read_paused for one in door.crowd.connections))
         await until(lambda: not door.crowd.tasks)
         (record,) = caplog.records
-        assert "POST /v1/jobs: the client hung up before its body was complete (req_" in record.getMessage()
+        assert "POST /v1/jobs: the client disconnected before its body was complete (req_" in record.getMessage()
         assert record.exc_info is None
 
 

@@ -205,7 +205,7 @@ def test_counting_keeps_no_reference_to_the_answer(batches):
 
 
 def test_noted_durations_are_counted_before_the_list_grows_large(counts, batches, monkeypatch):
-    monkeypatch.setattr(metrics, "_PUT_DOWN_MAX", 10)
+    monkeypatch.setattr(metrics, "_NOTED_MAX", 10)
     for _ in range(25):
         batches.answered("a", answer(seconds=2.0))
         assert len(batches._tallies.get("a", metrics._Tally()).seconds) < 10

@@ -138,7 +138,7 @@ async def test_a_killed_process_is_not_left_behind_by_whoever_is_cancelled_while
 async def test_a_job_that_runs_alone_is_given_back_before_its_worker_has_stopped(
     queue, batchwright, processes, monkeypatch
 ):
-    monkeypatch.setattr("batchwright.engine.worker.processes._GIVING_BACK_SECONDS", 60.0)
+    monkeypatch.setattr("batchwright.engine.worker.processes._RELEASE_SECONDS", 60.0)
     id = await batchwright.enqueue(plain, {"seconds": 600.0})
     await raw(queue, "UPDATE batchwright.job SET rescues = 2 WHERE id = %(id)s", id=id)
     isolating = asyncio.create_task(processes.isolate(id))

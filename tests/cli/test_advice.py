@@ -32,7 +32,7 @@ def test_a_second_up_names_the_first_and_where_it_answers(cli: Cli) -> None:
     with cli.start("up", "--no-worker", "--port", str(port), "--url", HERE) as up:
         _wait_until_listening(port)
         said = cli("up", "--port", str(port), code=1).stderr
-        assert f"error: yours runs already, pid {up.pid}, at http://127.0.0.1:{port}; use that one" in said
+        assert f"error: Batchwright is already running at http://127.0.0.1:{port}, pid {up.pid}; use that one" in said
 
 
 def _wait_until_listening(port: int) -> None:

@@ -78,22 +78,22 @@ def test_the_check_says_what_is_used_how(inside: Inside, database_url: str, tmp_
         assert found["database"]["level"] == "ok"
         assert "reached; statements go through a pooler in transaction mode, " in found["database"]["text"]
         assert (
-            "leases too, and wait when it is full; no doorbell: new jobs are found within 2 s; an answer takes"
+            "leases too, which wait when the pool is full; no doorbell: new jobs are found within 2 s; an answer takes"
             in (found["database"]["text"])
         )
         assert found["connections"]["level"] == "ok"
         assert "1000 worker process(es) use up to 0 of " in found["connections"]["text"]
-        assert "of the pooler's they use up to 9000 (max_client_conn)" in found["connections"]["text"]
+        assert "up to 9000 of the pooler's (max_client_conn)" in found["connections"]["text"]
         monkeypatch.setenv("BATCHWRIGHT_DATABASE_LEASE_URL", database_url)
         found = {one["name"]: one for one in inside.json("check", "--database-url", url)}
-        assert "leases by database.lease_url, directly; the doorbell with them" in found["database"]["text"]
+        assert "leases by database.lease_url, directly; the doorbell as well" in found["database"]["text"]
     found = {one["name"]: one for one in inside.json("check")}
-    assert "reached; statements go directly; leases too; the doorbell with them" in found["database"]["text"]
+    assert "reached; statements go directly; leases too; the doorbell as well" in found["database"]["text"]
 
 
 def test_a_wrong_url_for_leases_stops_every_worker_before_it_runs(inside: Inside, database_url, monkeypatch) -> None:
     monkeypatch.setenv("BATCHWRIGHT_DATABASE_LEASE_URL", make_conninfo(database_url, dbname="postgres"))
-    elsewhere = "database.lease_url leads to another database than database.url"
+    elsewhere = "database.lease_url refers to another database than database.url"
     code, out, _ = inside("check")
     assert (code, "✗ database" in out, elsewhere in out) == (1, True, True)
     for command in (f"worker {SAMPLE}", f"up {SAMPLE}"):

@@ -85,7 +85,7 @@ def test_a_pipe_waits_for_its_reader_and_says_so(folder: Path, capsys: pytest.Ca
     said = ""
     while "\n" not in said:  # the test's timeout bounds this
         said += capsys.readouterr().err
-    assert said == "waiting until somebody reads pipe\n"
+    assert said == "waiting for a reader of pipe\n"
     assert (folder / "pipe").read_bytes() == b"line\n"
     writer.join(30)
     assert (folder / "pipe").is_fifo()
@@ -141,7 +141,7 @@ def test_one_file_or_one_pipe_cannot_take_both(folder: Path) -> None:
 def test_a_name_that_has_become_something_else_meanwhile_is_not_replaced(folder: Path) -> None:
     found = open_target("--output", Path("out"))
     os.mkfifo(folder / "out")
-    with pytest.raises(InvalidInput, match="it has become something that is not a file"), found.replace():
+    with pytest.raises(InvalidInput, match="it is no longer a file"), found.replace():
         pass
     assert (folder / "out").is_fifo()
     assert names(folder) == ["out"]

@@ -457,7 +457,7 @@ def test_path_with_blanks_and_quotes_works(root: Path, base: Path) -> None:
     with EmbeddedPostgres(odd, settings=FAST) as postgres:
         assert query(postgres.url, "SELECT 1") == (1,)
     odd.rename(root)
-    with pytest.raises(ConfigurationError, match="pg_ctl cannot work in a path with"):
+    with pytest.raises(ConfigurationError, match="pg_ctl cannot use a path with"):
         EmbeddedPostgres(base / "$HOME")
 
 
@@ -548,7 +548,7 @@ def test_folder_that_cannot_be_made_is_named(base: Path) -> None:
 def test_folder_that_the_system_user_cannot_enter_is_named(base: Path) -> None:
     closed = base / "closed"
     closed.mkdir(mode=0o700)
-    with pytest.raises(ConfigurationError, match=rf"'batchwright', who cannot enter {closed}; allow it"):
+    with pytest.raises(ConfigurationError, match=rf"'batchwright', which cannot enter {closed}; allow it"):
         EmbeddedPostgres(closed / "root").start()
     assert mode(closed) == 0o700
 

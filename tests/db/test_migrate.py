@@ -50,7 +50,9 @@ async def test_a_program_that_a_migration_no_longer_supports_is_refused(empty, m
     with_extra(monkeypatch, Migration(number, "leap", "SELECT 1", "2.0.0"))
     await migrate(empty, "2.0.0")
     monkeypatch.undo()
-    with pytest.raises(ConfigurationError, match=r"this is Batchwright 0\.1\.0.*_leap.*serves 2\.0\.0.*pip install"):
+    with pytest.raises(
+        ConfigurationError, match=r"this is Batchwright 0\.1\.0.*_leap.*needs Batchwright 2\.0\.0.*pip install"
+    ):
         await require_current(empty, "0.1.0")
     with pytest.raises(ConfigurationError, match="upgrade"):
         await migrate(empty, "0.1.0")

@@ -116,7 +116,7 @@ async def test_statement_mode_is_refused(database_url, tmp_path) -> None:
 
 async def test_a_mode_that_changes_under_a_process_is_explained(database_url, tmp_path) -> None:
     """These connections do not know that their sessions are shared."""
-    said = "a pooler got another pool_mode while this process ran: start it again"
+    said = "a pooler changed its pool_mode while this process ran: restart it"
     with pgbouncer(tmp_path, database_url, "transaction", IGNORING, SMALL, *keeping(0)) as url:
         first, second = Blocking(DATABASE, url), Blocking(DATABASE, url)
         complete(first.rows("SELECT %(n)s::integer", {"n": 1}))
@@ -179,7 +179,7 @@ async def test_a_worker_claims_renews_is_cancelled_and_settles_without_a_session
         assert (await finished(queue, id)).status is JobStatus.CANCELLED
         assert listeners(database_url) == 0
     assert "statements go through a pooler in transaction mode" in caplog.text
-    assert "leases too, and wait when it is full; no doorbell: new jobs are found within 2 s" in caplog.text
+    assert "leases too, which wait when the pool is full; no doorbell: new jobs are found within 2 s" in caplog.text
 
 
 async def test_without_a_session_the_poller_finds_jobs(pool) -> None:
@@ -316,7 +316,7 @@ async def test_event_streams_follow_through_it(pooled) -> None:
 async def test_leases_that_would_go_to_another_database_are_refused(pool, pooled, server, database_url) -> None:
     with database(server, f"batchwright_test_{uuid4().hex[:12]}") as elsewhere:
         async with Pool(dataclasses.replace(DATABASE, lease_url=elsewhere), pooled) as pool:
-            with pytest.raises(ConfigurationError, match="let both name the same database on the same server"):
+            with pytest.raises(ConfigurationError, match="both must name the same database on the same server"):
                 async with working(pool):
                     pass
             assert await pool.rows("SELECT id FROM batchwright.worker") == []
@@ -377,7 +377,7 @@ async def test_the_check_counts_connections_through_the_pooler_separately(pool, 
     found = {one.name: one for one in await check_database(pool, DATABASE, processes=1_000)}["connections"]
     assert found.level is Level.OK
     assert found.text.startswith("1000 worker process(es) use up to 0 of ")
-    assert "of the pooler's they use up to 7000 (max_client_conn)" in found.text
+    assert "up to 7000 of the pooler's (max_client_conn)" in found.text
     async with Pool(dataclasses.replace(DATABASE, lease_url=database_url), pooled) as apart:
         leases = await apart.explore_leases()
         assert leases.mode is Mode.DIRECT
@@ -386,4 +386,4 @@ async def test_the_check_counts_connections_through_the_pooler_separately(pool, 
         ]
     assert found.level is Level.WARNING
     assert found.text.startswith("1000 worker process(es) use up to 2000 of ")
-    assert "of the pooler's they use up to 6000" in found.text
+    assert "up to 6000 of the pooler's" in found.text

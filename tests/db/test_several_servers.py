@@ -36,7 +36,7 @@ async def test_a_standby_is_an_error_with_its_remedy(cluster):
     async with Pool(DATABASE, standby.url) as pool:
         (found,) = [one for one in await check_database(pool, DATABASE) if one.name == "server"]
     assert found.level is Level.ERROR
-    assert found.text.endswith(", a standby that takes no writes")
+    assert found.text.endswith(", a standby that accepts no writes")
     assert found.remedy == "connect to the primary; with several hosts in the URL, add target_session_attrs=read-write"
 
 

@@ -84,7 +84,7 @@ async def test_parked_jobs_and_broken_and_silent_workers_are_shown(queue, clock)
     assert found["parked"].link == "inbox?type=noop"
     workers = [one for one in await concerns(queue) if one.kind == "worker"]
     assert [one.level for one in workers] == ["warning", "error"]
-    assert "silent has not been heard of for 2 minutes" in workers[0].message
+    assert "silent has sent no heartbeat for 2 minutes" in workers[0].message
     assert "a slot was given back twice" in workers[1].message
     assert [one.kind for one in await concerns(queue, tenant="default")] == ["parked"], "only operators see workers"
     assert await concerns(queue, tenant="another") == await concerns(queue, tenant="beyond") == []

@@ -124,7 +124,7 @@ async def streams(queue, time, monkeypatch):
     async def stand_still(_):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(EventStreams, "_look_on", stand_still)
+    monkeypatch.setattr(EventStreams, "_run_tail", stand_still)
     streams = EventStreams(queue.database, number, monotonic=time)
     yield streams
     await streams.close()

@@ -15,6 +15,7 @@ from batchwright.engine.catalog import Catalog
 from batchwright.engine.outcomes import Settle
 from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.engine.worker.lease import Holder, Lease
+from batchwright.engine.worker.outbox import Outbox
 from batchwright.errors import DatabaseUnavailable, Deadlock
 from batchwright.states import JobStatus
 from tests.engine.faulty import Fault, Faulty
@@ -537,6 +538,25 @@ async def test_a_deadlock_in_the_callers_transaction_is_raised_to_the_caller(dat
         async with database.transaction() as session:
             await queue.enqueue(rows, session=session)
     assert await listed(queue) == []
+
+
+async def test_progress_that_could_not_be_written_keeps_what_a_newer_report_leaves_out(database):
+    """The total was reported before the outage, and the current number, without a total, during it."""
+    queue = Queue(Database(database), ENGINE)
+    claim = await _held(queue)
+    outbox = Outbox(queue, "w1")
+    outbox.progress(claim, 1, 10)
+    arrived, go = database.hold("progress")
+    database.plan(Fault("progress", "before"))
+    writing = asyncio.create_task(outbox.flush())
+    await arrived.wait()
+    outbox.progress(claim, 4, None)
+    go.set()
+    with pytest.raises(DatabaseUnavailable):
+        await writing
+    await outbox.flush()
+    job = await queue.get(claim.id)
+    assert (job.progress_current, job.progress_total) == (4, 10)
 
 
 # Upkeep -----------------------------------------------------------------------------------------------------------

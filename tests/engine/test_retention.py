@@ -726,9 +726,7 @@ def test_the_remaining_jobs_of_a_week_are_counted_by_tenant_up_to_a_limit(crowd)
 @pytest.mark.parametrize("days", [0, -1, 0.01, math.nan, 1e6])
 @pytest.mark.parametrize("name", ["succeeded_days", "ended_days", "requests_days"])
 def test_days_that_would_keep_nothing_or_overflow_are_refused(name, days):
-    with pytest.raises(
-        ConfigurationError, match=rf"{name} is .*; give days from 0\.042 .* or inf to keep them forever"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"{name} is .*; use 0\.042 .* or inf to keep them forever"):
         RetentionSettings(**{name: days})
 
 

@@ -205,7 +205,7 @@ async def test_forms_that_are_not_a_part_leave_nothing_behind(api: Api, monkeypa
     monkeypatch.setattr(uploads_module, "PART_BYTES_MAX", 10)
     assert fails(await send(http, id, b"x" * 11), 400, param="data").startswith("Part is too large.")
     monkeypatch.undo()
-    assert "twice as many" in fails(await send(http, id, b"x" * 2001), 400, "invalid_value", "data")
+    assert "twice that size" in fails(await send(http, id, b"x" * 2001), 400, "invalid_value", "data")
     assert await objects(api) == []
     for _ in range(2):
         assert (await send(http, id, b"x" * 1000)).status_code == 200

@@ -154,7 +154,7 @@ async def test_a_full_disk_says_so_keeps_the_old_object_and_leaves_no_draft(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageFull, match="no room for a in the folder"):
+    with pytest.raises(StorageFull, match="no space for a in the folder"):
         await folder.put("a", chunks(b"x" * 3 * MIB))
     assert await whole(folder, "a") == b"old"
     assert drafts(tmp_path) == []
@@ -215,7 +215,7 @@ async def test_a_folder_that_cannot_be_written_is_named_and_not_tried_again(fold
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StorageError, match=r"not allowed to use a in the folder .*: Permission denied; give") as told:
+    with pytest.raises(StorageError, match=r"no permission for a in the folder .*: Permission denied; let") as told:
         await folder.put("a", b"x")
     assert type(told.value) is StorageError
     assert attempts() == {("put", "failure"): 1}

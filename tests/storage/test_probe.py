@@ -28,6 +28,8 @@ async def test_a_store_that_answers_wrongly_is_named(folder, monkeypatch):
         return b"?" * 100
 
     monkeypatch.setattr(folder._backend, "read", another)
-    with pytest.raises(StorageError, match="does not serve ranges: bytes 100 to 200 of an object came back wrong"):
+    with pytest.raises(
+        StorageError, match="does not serve ranges: bytes 100 to 200 of an object are not those that were written"
+    ):
         await probe(folder)
     assert [found.key async for found in folder.list(FOLDER)] == []

@@ -457,7 +457,7 @@ async def test_a_secret_that_became_unusable_is_waited_for(receiver, tmp_path, m
     settings = WebhookSettings(url=f"{receiver.url}/hook", secret_name="hook")
     webhooks = Webhooks({"default": (settings,)}, secrets=tmp_path)
     file.write_text("not-a-secret")
-    with pytest.raises(Transient, match="which does not hold whsec_") as failed:
+    with pytest.raises(Transient, match="which is not whsec_") as failed:
         await deliver(webhooks, receiver)
     assert (failed.value.code, receiver.lines) == ("secret_invalid", [])
     assert "not-a-secret" not in str(failed.value)

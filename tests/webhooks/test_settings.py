@@ -57,7 +57,7 @@ HOOK = '[[webhooks.default]]\nurl = "https://a/x"\n'
         (HOOK + "secret_env = 'A'\nevents = []", "has no events; leave `events` out"),
         (HOOK + "secret_env = 'A'\nevents = ['batch.done']", "the setting webhooks.default.0.events.0 is 'batch.done'"),
         (HOOK + "secret_env = 'A'\ntimeout_seconds = 61", "timeout_seconds of the webhook a-"),
-        (HOOK + "secret_env = 'A'\ntimeout_seconds = 0", "it goes from above 0 to 60"),
+        (HOOK + "secret_env = 'A'\ntimeout_seconds = 0", "use more than 0 and at most 60"),
         (HOOK + "secret_env = 'A'\n" + HOOK + "secret_env = 'B'", "twice; join their `events` in one"),
         (HOOK.replace("[[", "[").replace("]]", "]"), "write [[webhooks.default]]"),
         ("[[webhooks]]\nurl = 'https://a'", "write [[webhooks.default]]"),

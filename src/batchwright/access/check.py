@@ -52,7 +52,7 @@ def find_other_users(
 def _has_home(entry: pwd.struct_passwd) -> bool:
     try:
         return entry.pw_dir not in ("", "/") and Path(entry.pw_dir).is_dir()
-    except OSError:  # a home that we may not look into exists
+    except OSError:  # we may not enter it, so it exists
         return True
 
 

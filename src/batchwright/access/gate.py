@@ -18,10 +18,10 @@ LIVE_SECONDS = 10.0
 
 
 async def require_key(keys: Keys, *, host: str, is_loopback: bool) -> None:
-    """Refuse to serve strangers: any address but a loopback address needs a key."""
+    """Refuse to start without a key, unless the address is a loopback address."""
     if not is_loopback and not await keys.any():
         raise ConfigurationError(
-            f"without a key the server answers on a loopback address only, not on {host}; "
+            f"without a key the server listens only on a loopback address, not on {host}; "
             "create one: batchwright key create NAME"
         )
 
@@ -63,14 +63,14 @@ class Gate:
         holder = None if secret is None else await self._keys.find(secret)
         if holder is not None:
             return Caller(holder.tenant, holder.scopes, holder.id)
-        if not (secret or "").startswith(PREFIX) and await self.is_open_to_all():  # clients that must send a key
+        if not (secret or "").startswith(PREFIX) and await self.is_open_to_all():  # some clients always send some key
             return EVERYBODY
         if secret is None:
             raise Unauthorized("this needs a key: send the header Authorization: Bearer bw_…")
-        raise Unauthorized("this key is unknown, revoked or too old; create a new one: batchwright key create")
+        raise Unauthorized("this key is unknown, revoked or expired; create a new one: batchwright key create NAME")
 
     async def is_still_open(self, caller: Caller) -> bool:
-        """Whether the caller would still be admitted; checked once in a while per key, however many streams it has."""
+        """Whether the caller would still be admitted; checked every ten seconds per key, not per stream."""
         async with self._looking:
             looked_at, live = self._live.get(caller.key, (-math.inf, True))
             if time.monotonic() - looked_at >= LIVE_SECONDS:
@@ -80,7 +80,7 @@ class Gate:
 
     async def is_open_to_all(self) -> bool:
         """On a loopback address, until the first key is created, users of this machine may do everything."""
-        if self._is_loopback and not self._has_keys:  # once a key exists, strangers cause no queries
+        if self._is_loopback and not self._has_keys:  # once a key exists, requests without one cause no queries
             self._has_keys = await self._keys.any()
         return self._is_loopback and not self._has_keys
 

@@ -85,12 +85,13 @@ class Keys:
         scopes: Iterable[Scope | str] = DEFAULT_SCOPES,
         lifetime: timedelta | None = None,
     ) -> Created:
-        if not 1 <= len(name) <= 100 or not 1 <= len(tenant) <= 100:
-            raise InvalidInput("a key's name and tenant have 1 to 100 characters", param="name")
+        for param, text in (("name", name), ("tenant", tenant)):
+            if not 1 <= len(text) <= 100:
+                raise InvalidInput(f"the {param} of a key must have 1 to 100 characters, not {len(text)}", param=param)
         if tenant == "*":
             raise InvalidInput("'*' means all tenants; choose another name", param="tenant")
         if lifetime is not None and not timedelta(0) < lifetime <= _LIFETIME_MAX:
-            raise InvalidInput("a key lives for some time, and for 100 years at most", param="lifetime")
+            raise InvalidInput("the lifetime of a key must be more than 0 and at most 100 years", param="lifetime")
         wanted = _wanted(scopes)
         secret = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         (row,) = await self._database.ask(
@@ -130,7 +131,7 @@ class Keys:
         return bool(live)
 
     async def any(self) -> bool:
-        """Whether a key was ever created; a revoked one counts, so that revoking the last key opens nothing."""
+        """Whether a key was ever created. A revoked one counts, so revoking the last one does not open the server."""
         ((found,),) = await self._database.ask(SQL["any"], {})
         return bool(found)
 
@@ -138,7 +139,7 @@ class Keys:
 def _wanted(scopes: Iterable[Scope | str]) -> tuple[Scope, ...]:
     given = [str(scope) for scope in scopes]
     if unknown := [scope for scope in given if scope not in set(Scope)]:
-        raise InvalidInput(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}", param="scopes")
+        raise InvalidInput(f"there is no scope {unknown[0]!r}; use {', '.join(Scope)}", param="scopes")
     if not given:
         raise InvalidInput("a key needs at least one scope", param="scopes")
     return tuple(dict.fromkeys(map(Scope, given)))

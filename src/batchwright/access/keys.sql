@@ -7,7 +7,7 @@ VALUES (%(id)s, %(digest)s, %(hint)s, %(name)s, %(tenant)s, %(scopes)s::text[], 
 RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 
 -- name: list
--- The keys of one tenant, or of all tenants in turn: the order is that of the index.
+-- The keys of one tenant, or of all, in the order of the index: by tenant, then by age.
 SELECT id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 FROM (
     (

@@ -38,12 +38,12 @@ class Sessions:
         self._database = database
 
     async def open(self, holder: Holder, *, lifetime_seconds: float) -> Opened:
-        """Create a session for this key; also removes some expired ones, so that no upkeep round has to."""
+        """Create a session for this key; also removes some expired ones, so no upkeep round is needed."""
         token = secrets.token_urlsafe(_TOKEN_BYTES)
         params = {"digest": _digest(token), "key_id": holder.id, "lifetime_seconds": lifetime_seconds}
         rows = await self._database.ask(SQL["open"], params)
         if not rows:
-            raise Unauthorized("this key was removed just now; create a new one: batchwright key create")
+            raise Unauthorized("this key was just removed; create a new one: batchwright key create NAME")
         await self._database.ask(SQL["sweep"], {"limit": _SWEPT_MAX})
         return Opened(token, rows[0][0])
 

@@ -46,7 +46,7 @@ class ApiSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"api.port is {self.port}; it goes from 0 to 65535")
+            raise ConfigurationError(f"api.port is {self.port}; use 0 to 65535")
         if self.socket is not None and self.socket.name in ("", "..", "."):
             raise ConfigurationError(f"api.socket is {str(self.socket)!r}; write it like /run/batchwright/api.sock")
         for name in ("connections_max", "head_bytes_max", "head_seconds", "idle_seconds"):
@@ -58,7 +58,7 @@ class ApiSettings:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect: without a key, no other may."""
+        """Whether only this machine can connect; other machines need a key."""
         return self.socket is not None or is_loopback(self.host)
 
 

@@ -74,7 +74,7 @@ def _secret(headers: Headers) -> str | None:
     given = headers.get("authorization")
     scheme, _, secret = (given or "").partition(" ")
     if given is not None and (scheme.lower() != "bearer" or not secret.strip()):
-        raise Unauthorized("the Authorization header is not of the form: Bearer bw_…")
+        raise Unauthorized("the Authorization header must have the form: Bearer bw_…")
     return secret.strip() or None
 
 
@@ -85,7 +85,7 @@ Admin = Annotated[Caller, Depends(Needs(KeyScope.ADMIN))]
 
 
 class Guard:
-    """Checks every request before anything else: the host it names, the page it comes from and its size."""
+    """Checks every request before anything else: its Host header, its Origin header and its size."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, body_limits: Sequence[BodyLimit] = ()) -> None:
         self._app = app
@@ -104,7 +104,7 @@ class Guard:
             await error_answer(400, message, param="host")(scope, receive, send)
         elif not self._knows(host):
             name = _name(host) or host[:100]
-            message = f"this server is not called {name!r}; if it is, add that to the setting api.allowed_hosts"
+            message = f"the host {name!r} is not allowed; if it is this server, add it to the setting api.allowed_hosts"
             await error_answer(421, message, param="host")(scope, receive, send)
         elif not self._trusts(headers.get("origin"), f"{scope['scheme']}://{host}"):
             message = "pages of another origin may not call this server; see the setting api.allowed_origins"
@@ -160,7 +160,7 @@ def _counted(receive: Receive, limit: int) -> Receive:
 
 
 def _too_large(limit: int) -> str:
-    return f"the body is larger than {limit} bytes, the limit of this server"
+    return f"the body is larger than {limit} bytes, which is the limit of this server"
 
 
 def _name(host: str) -> str:

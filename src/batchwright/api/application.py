@@ -27,7 +27,7 @@ Send an API key as `Authorization: Bearer bw_…`; on a loopback address no key 
 _DOCUMENT = "/openapi.json"
 _STREAM = "/v1/jobs/{id}/events/stream"
 _EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
-"""Each dashboard page has one route, which serves both its text and its updates."""
+"""The content type of event streams. A dashboard page has one route both for its HTML and for its stream of updates."""
 
 
 class _Api(FastAPI):
@@ -87,7 +87,7 @@ def _add_routes(app: FastAPI, router: APIRouter, *, is_documented: bool = True) 
 
 
 def _answer_document(app: FastAPI) -> Callable[[Request], Coroutine[None, None, Response]]:
-    """The document as bytes, created once: anybody may request it, and writing it takes long."""
+    """The document as bytes, created once: requests for it need no key, and creating it takes long."""
     written: list[bytes] = []
 
     async def answer(_: Request) -> Response:

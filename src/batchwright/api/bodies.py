@@ -17,7 +17,7 @@ from batchwright.errors import InvalidInput, TooLarge
 
 LARGE_BYTES = 1024 * 1024
 JOB_BYTES_MAX = 4 * 1024 * 1024
-"""A payload of 1 MiB fits, even if each of its characters is escaped."""
+"""Enough for a payload of 1 MiB, even if each of its characters is escaped."""
 _FIELDS_MAX = 100
 
 _one_large = asyncio.Lock()

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
 BACKLOG_MAX = 2_048
 HEADERS_MAX = 128
-"""Headers of one request: each takes far more memory than its bytes."""
+"""Maximum number of headers of one request: each takes far more memory than its bytes."""
 _HEALTH_PLACES = 64
 """Number of connections accepted beyond the limit; only health checks are answered on them."""
 _DESCRIPTORS_RESERVED = 256
@@ -49,18 +49,18 @@ _PIECE_BYTES = 16 * 1024
 _BODY_WINDOW_SECONDS = 10.0
 _ANSWER_WINDOW_SECONDS = 30.0
 _WATCH_SECONDS = 1.0
-_TOLD_SECONDS = 60.0
+_WARN_SECONDS = 60.0
 
 
 class Patience(NamedTuple):
-    """Bytes still read, and discarded, after an early answer: a client that is cut off while sending may not see it."""
+    """How much is still read, and discarded, after an early answer: a client that is cut off may not see the answer."""
 
     seconds: float
     bytes_max: int
 
 
-_FOR_STRANGERS = Patience(2.0, 256 * 1024)
-_FOR_KEYS = Patience(60.0, 1024**3)
+_WITHOUT_KEY = Patience(2.0, 256 * 1024)
+_WITH_KEY = Patience(60.0, 1024**3)
 """Most clients read the answer only after they have sent everything, for example a file that is too large."""
 
 
@@ -109,12 +109,12 @@ class Crowd(ServerState):
         self.lingering: dict[Connection, None] = {}
         self.waiting: dict[Connection, None] = {}
         self.idle: dict[Connection, None] = {}
-        self._told_at = -_TOLD_SECONDS
+        self._warned_at = -_WARN_SECONDS
 
     def admit(self, connection: Connection) -> None:
         """Make room for a new connection: close another, or use a place reserved for health checks."""
         if len(self.connections) > self.places:
-            self._tell()
+            self._warn()
             if not self._end_one(besides=connection):
                 connection.is_extra = True
         if len(self.connections) > self.places + _HEALTH_PLACES:
@@ -122,7 +122,7 @@ class Crowd(ServerState):
 
     def bound_heads(self, besides: Connection) -> None:
         while self.head_bytes > _HEADS_BYTES_MAX and self._end_one(besides):
-            self._tell()
+            self._warn()
 
     def put(self, connection: Connection, where: dict[Connection, None] | None) -> None:
         for place in (self.lingering, self.waiting, self.idle):
@@ -143,7 +143,7 @@ class Crowd(ServerState):
             self.check(loop.time())
 
     def _end_one(self, besides: Connection) -> bool:
-        """The connection that has been without a request for longest."""
+        """Close the connection that has been without a request for longest; returns whether there was one."""
         for place in (self.lingering, self.waiting, self.idle):
             for connection in place:
                 if connection is not besides:
@@ -152,17 +152,17 @@ class Crowd(ServerState):
         return False
 
     def _end(self, connection: Connection) -> None:
-        # All of it now: the loop reports a lost connection only on its next turn.
+        # Update everything now: the loop reports a lost connection only on its next turn.
         self.put(connection, None)
         self.connections.discard(connection)
         connection.forget_head()
         connection.abort()
 
-    def _tell(self) -> None:
-        if time.monotonic() - self._told_at >= _TOLD_SECONDS:
-            self._told_at = time.monotonic()
+    def _warn(self) -> None:
+        if time.monotonic() - self._warned_at >= _WARN_SECONDS:
+            self._warned_at = time.monotonic()
             log.warning(
-                "%d connections are open, with %d bytes of unfinished headers; the oldest without a request are ended",
+                "%d connections are open, with %d bytes of unfinished headers; the oldest without a request are closed",
                 len(self.connections),
                 self.head_bytes,
             )
@@ -185,7 +185,7 @@ class Connection(HttpToolsProtocol):
         self.is_extra = False
         """Beyond the limit: only health checks are answered."""
         self._is_lingering = False
-        self._patience = _FOR_STRANGERS
+        self._patience = _WITHOUT_KEY
         self._in_head = True
         self._in_body = False
         self._since = self.loop.time()
@@ -206,7 +206,7 @@ class Connection(HttpToolsProtocol):
     def is_busy(self) -> bool:
         return self.cycle is not None and not (self.cycle.response_complete or self.cycle.disconnected)
 
-    # What the loop calls ----------------------------------------------------------------------------------------
+    # Called by the event loop -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
         pieces = memoryview(data)
         for start in range(0, len(data), _PIECE_BYTES):
             if self._is_lingering:
-                self._throw_away()
+                self._discard_input()
                 return
             if self.parser is None or self.transport.is_closing():
                 return
@@ -237,23 +237,23 @@ class Connection(HttpToolsProtocol):
     def abort(self) -> None:
         self.transport.abort()
 
-    # What the parser calls --------------------------------------------------------------------------------------
+    # Called by the parser ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._in_head = True
-        self._hear()
+        self._note_parsed()
         if self in self.crowd.idle:  # the time limit for the first request starts with the connection
             self._wait()
 
     def on_url(self, url: bytes) -> None:
-        self._hear(len(url))
+        self._note_parsed(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers += 1
-        self._hear(len(name) + len(value) + len(b": \r\n"))
+        self._note_parsed(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:  # bytes after a body count, although we ignore them
             super().on_header(name, value)
 
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        self._hear()
+        self._note_parsed()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -284,7 +284,7 @@ class Connection(HttpToolsProtocol):
                 self.flow.resume_reading()
         super().on_message_complete()
 
-    # What the answer calls --------------------------------------------------------------------------------------
+    # Called while answering -------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["path"] in HEALTH_PATHS:
@@ -324,7 +324,7 @@ class Connection(HttpToolsProtocol):
     def close(self) -> None:
         """Let the peer read the answer before we close: a peer that is still sending would see a reset instead."""
         if self._in_body and not self.transport.is_closing():
-            self._linger(_FOR_KEYS if CALLER in self.cycle.scope else _FOR_STRANGERS)
+            self._linger(_WITH_KEY if CALLER in self.cycle.scope else _WITHOUT_KEY)
         else:
             self.transport.close()
 
@@ -338,7 +338,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
 
-    # Time -------------------------------------------------------------------------------------------------------
+    # Time limits ------------------------------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
         """Close the connection if it takes too long."""
@@ -357,7 +357,9 @@ class Connection(HttpToolsProtocol):
             if self._received_bytes == 0:
                 self.transport.close()
             else:
-                self._refuse(Refused(408, f"the headers did not come within {self.settings.head_seconds:g} seconds"))
+                self._refuse(
+                    Refused(408, f"the headers were not complete within {self.settings.head_seconds:g} seconds")
+                )
 
     def _check_answer(self, now: float) -> None:
         if self._answer_window is None:
@@ -366,10 +368,10 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def _check_body(self, now: float) -> None:
-        if self.flow.read_paused:  # then the server is the slow side
+        if self.flow.read_paused:  # then it is the server that is slow
             self._body_window = Window(now, self._received_bytes)
         elif not self._body_window.moves(now, self._received_bytes, self._least, _BODY_WINDOW_SECONDS):
-            self._refuse(Refused(408, f"the body came slower than {self._least} bytes a second"))
+            self._refuse(Refused(408, f"the body arrived more slowly than {self._least} bytes per second"))
 
     @property
     def _least(self) -> int:
@@ -398,11 +400,11 @@ class Connection(HttpToolsProtocol):
             return  # no other protocol is supported: answer as if the request had not asked for an upgrade
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._refuse(cause if isinstance(cause, Refused) else Refused(400, "this is not a request of HTTP/1.1"))
+            self._refuse(cause if isinstance(cause, Refused) else Refused(400, "this is not an HTTP/1.1 request"))
         except Refused as refused:
             self._refuse(refused)
 
-    def _hear(self, head_bytes: int = 0) -> None:
+    def _note_parsed(self, head_bytes: int = 0) -> None:
         self._is_silent = False
         self._silent_bytes = 0
         self._head_bytes += head_bytes
@@ -413,7 +415,7 @@ class Connection(HttpToolsProtocol):
         self.crowd.head_bytes += total - self._noted_bytes
         self._noted_bytes = total
         if total > self.settings.head_bytes_max:
-            raise Refused(431, f"the headers are larger than {self.settings.head_bytes_max} bytes in all")
+            raise Refused(431, f"the headers are larger than {self.settings.head_bytes_max} bytes in total")
         if self._headers > HEADERS_MAX:
             raise Refused(431, f"the request has more than {HEADERS_MAX} headers")
         self.crowd.bound_heads(self)
@@ -426,12 +428,12 @@ class Connection(HttpToolsProtocol):
         self._since = self.loop.time()
         self.crowd.put(self, self.crowd.waiting)
 
-    def _throw_away(self) -> None:
+    def _discard_input(self) -> None:
         if self._received_bytes > self._patience.bytes_max:
             self.transport.close()
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer in place of the application, which sees a disconnect; or hang up, if it has begun to answer."""
+        """Answer in place of the application, which sees a disconnect; if it has begun to answer, hang up."""
         self.forget_head()
         if self.is_busy:
             if self.cycle.response_started or self._in_head or self.pipeline:
@@ -440,7 +442,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.write(_written(refused.status, str(refused)))
-        self._linger(_FOR_STRANGERS)
+        self._linger(_WITHOUT_KEY)
 
 
 @functools.cache

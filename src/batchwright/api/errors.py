@@ -68,9 +68,9 @@ _ANSWERS: tuple[tuple[type[BatchwrightError], int, str], ...] = (
     (StorageFull, 503, "storage_full"),
     (StorageUnavailable, 503, "storage_unavailable"),
 )
-_PATIENCE = {
+_MESSAGES_503 = {
     "unavailable": "the database is unavailable; try again soon",
-    "storage_full": "there is no room left for files; the server's log says where",
+    "storage_full": "the disk or store for files is full; see the server's log",
     "storage_unavailable": "the file store is unavailable; try again soon",
 }
 _BY_STATUS = "by status"
@@ -80,7 +80,7 @@ REQUEST_ID = "batchwright.request_id"
 _REACTIONS = {401: {"WWW-Authenticate": "Bearer"}, 409: {"x-should-retry": "false"}, 503: {"Retry-After": "1"}}
 _METHODS = ("DELETE", "GET", "POST", "PUT")
 _UNION_PARTS = {"one", "many", "constrained-str", "constrained-int", "bool"}
-_WORDS_MAX = 1_000
+_MESSAGE_CHARACTERS_MAX = 1_000
 
 
 class Refusal(HTTPException):
@@ -111,9 +111,9 @@ def file_too_large(limit: int) -> str:
 
 
 class ErrorDetail(BaseModel):
-    """What was wrong."""
+    """What is wrong."""
 
-    code: str | None = Field(description="For programs: a word that does not change; null where OpenAI has none.")
+    code: str | None = Field(description="For programs: a stable word; null where OpenAI has none.")
     message: str = Field(description="For people: what was found, and what to do.")
     param: str | None = Field(description="The field or parameter that caused the error.")
     type: str = Field(description="The family of the error.")
@@ -158,7 +158,7 @@ def error_answer(
 
 def _brief(text: str) -> str:
     """Cut long messages: they quote the request, which may be a megabyte."""
-    return text if len(text) <= _WORDS_MAX else text[:_WORDS_MAX] + "…"
+    return text if len(text) <= _MESSAGE_CHARACTERS_MAX else text[:_MESSAGE_CHARACTERS_MAX] + "…"
 
 
 def answer_errors(app: FastAPI) -> None:
@@ -173,7 +173,7 @@ def answer_errors(app: FastAPI) -> None:
 async def _ours(request: Request, error: Exception) -> Response:
     for kind, status, code in _ANSWERS:
         if isinstance(error, kind):
-            message = _PATIENCE[code] if status == 503 else str(error)
+            message = _MESSAGES_503[code] if status == 503 else str(error)
             if status == 503:
                 log.warning("%s %s: %s", request.method, request.url.path, error)
             return error_answer(status, message, code=code, param=getattr(error, "param", None))
@@ -184,7 +184,7 @@ def status_of(error: BatchwrightError) -> tuple[int, str] | None:
     """The status and the message of a known error, for pages; None for an internal error."""
     for kind, status, code in _ANSWERS:
         if isinstance(error, kind):
-            return status, _PATIENCE[code] if status == 503 else str(error)
+            return status, _MESSAGES_503[code] if status == 503 else str(error)
     return None
 
 
@@ -195,11 +195,11 @@ async def _invalid(_: Request, error: Exception) -> Response:
         return error_answer(400, f"the body is not JSON: {found[0]['ctx']['error']}", param="body")
     param = _param(found[0])
     # For a value that may have several types, there is one message for each type.
-    messages = [_said(one) for one in found if _param(one) == param]
+    messages = [_message_of(one) for one in found if _param(one) == param]
     return error_answer(400, f"{param}: {'; or '.join(dict.fromkeys(messages))}", param=param)
 
 
-def _said(problem: Mapping[str, Any]) -> str:
+def _message_of(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return "a NUL character cannot be stored"
     return str(problem["msg"]).removeprefix("Value error, ")
@@ -218,7 +218,7 @@ async def _http(request: Request, error: Exception) -> Response:
     message = str(error.detail)
     headers = dict(error.headers or {})
     if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
-        message = f"there is no {request.method} {request.url.path} here; /openapi.json lists what there is"
+        message = f"there is no {request.method} {request.url.path} here; /openapi.json lists all routes"
     if error.status_code == 405:
         headers["Allow"] = ", ".join(_allowed(request))
     param = "body" if error.status_code in (413, 415) else None
@@ -236,13 +236,13 @@ def _allowed(request: Request) -> list[str]:
 
 
 async def _hung_up(request: Request, _: Exception) -> Response:
-    """The client is gone and cannot read the answer; the log records what happened to the request."""
+    """The client has disconnected and cannot read the answer; the log records what happened to the request."""
     id = request.scope.get(REQUEST_ID, "")
-    log.info("%s %s: the client hung up before its body was complete (%s)", request.method, request.url.path, id)
+    log.info("%s %s: the client disconnected before its body was complete (%s)", request.method, request.url.path, id)
     return error_answer(400, "the body was cut short", code="incomplete", param="body")
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     id = request.scope.get(REQUEST_ID, "")
     log.error("%s %s failed (%s)", request.method, request.url.path, id, exc_info=error)
-    return error_answer(500, "something went wrong here; the server's log says what", code="internal_error")
+    return error_answer(500, "an internal error occurred; see the server's log", code="internal_error")

@@ -66,8 +66,8 @@ _MESSAGE = {
 _STREAMED: Responses = {
     200: {
         "content": {"text/event-stream": {"itemSchema": _MESSAGE}},
-        "description": "One message for each event, its data as `GET /v1/jobs/{id}/events` shows it; when the job has "
-        "ended a message `end`, and the stream closes",
+        "description": "One message for each event, with the data that `GET /v1/jobs/{id}/events` shows. When the job "
+        "has ended, a message `end` follows, and the stream closes",
     },
     204: {"description": "The job has ended and every event was sent: do not reconnect"},
 }
@@ -79,12 +79,12 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="A repeated request with the same body returns the same jobs; with another body it is a conflict.",
+        description="A repeated request with the same body returns the same jobs; another body is refused (409).",
     ),
 ]
 
 
-# One job or some --------------------------------------------------------------------------------------------------
+# Jobs -------------------------------------------------------------------------------------------------------------
 
 
 @router.post(
@@ -109,8 +109,8 @@ async def submit_jobs(
     bodies = body.jobs if isinstance(body, JobsToBe) else [body]
     origin = incoming(request.headers)
     jobs = [one.new_job(tenant, origin) for one in bodies]
-    meant = body.model_dump(mode="json", exclude_unset=True)
-    submitted = await submit(app.core, jobs, tenant=tenant, key=idempotency_key, body=meant)
+    given = body.model_dump(mode="json", exclude_unset=True)
+    submitted = await submit(app.core, jobs, tenant=tenant, key=idempotency_key, body=given)
     shown = await _views(app, await app.core.queue.get_many(submitted.ids, tenant=tenant))
     if not submitted.is_new:
         response.status_code = 200
@@ -197,7 +197,7 @@ async def cancel_job(request: Request, caller: Operator, id: UUID, why: Why | No
 
 @router.post("/jobs/{id}/recover", responses=_MOVED, tags=["jobs"], summary="Release a job whose worker is gone")
 async def recover_job(request: Request, caller: Operator, id: UUID) -> JobView:
-    """A conflict while its lease is alive and its lock is not stale."""
+    """Refused (409) while its lease is alive and its lock is not stale."""
     app = services(request)
     await app.core.queue.recover(JobId(id), tenant=caller.tenant)
     return await _shown(app, caller, id, ring=True)
@@ -268,7 +268,7 @@ def render_event(event: JobEvent) -> bytes:
 
 
 async def _frames(app: Services, caller: Caller, job: Job, after: int) -> AsyncGenerator[bytes, None]:
-    """A stream whose key was revoked just ends: a reconnect is refused."""
+    """If the key is revoked, the stream ends, and a reconnect is refused."""
     app.counts.add("event_streams", 1)
     try:
         yield b"retry: 1000\n\n"
@@ -372,7 +372,7 @@ def _of_group(caller: Caller, group: Group) -> JobFilter:
 def _filter(caller: Caller, which: Which) -> JobFilter:
     given = which.model_dump(exclude={"dry_run", "cursor", "reason", "status"}, exclude_none=True)
     if not given and not which.status:
-        raise InvalidInput("say which jobs: at least one of status, job_type, queue, … must be given")
+        raise InvalidInput("there is no filter; give at least one of status, job_type, queue, …")
     return JobFilter(tenant=caller.tenant, statuses=tuple(which.status), **given)
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP server listens on: a port, or a unix socket that only its own user can connect to.
+"""What the HTTP server listens on: a port, or a unix socket to which only its own user can connect.
 
 A unix socket gets its name only when it is private and listening. If the name is taken, we try to connect: a socket on
 which nobody listens was left by a process that died, and we replace it. A lock on the folder admits one process at a
@@ -100,7 +100,7 @@ def _listen_on_socket(given: Path, backlog: int) -> Listener:
 
 
 def _bind_privately(draft: Path, backlog: int) -> socket.socket:
-    """Nobody can connect before it listens, and by then it is private."""
+    """Make the socket private before it listens: until then, no client can connect."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(draft))
@@ -113,7 +113,7 @@ def _bind_privately(draft: Path, backlog: int) -> socket.socket:
 
 
 def _refuse_live(path: Path) -> None:
-    """Replace only a socket on which nobody listens."""
+    """Refuse a socket on which a server listens, and any other kind of file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""OpenAI's dialect: its messages for invalid requests, and what its objects have in common."""
+"""OpenAI's format: its messages for invalid requests, and what its objects have in common."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpenAIRoute(OrjsonRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def in_their_words(request: Request) -> Response:
+        async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
             except RequestValidationError as error:
@@ -40,7 +40,7 @@ class OpenAIRoute(OrjsonRoute):
             except NotFound as error:
                 raise _absent(error) from error
 
-        return in_their_words
+        return answer
 
 
 class ExpiresAfter(Body):
@@ -90,7 +90,7 @@ _ABSENT = {
 
 
 def _absent(error: NotFound) -> Refusal:
-    """OpenAI gives these no code."""
+    """The error for a missing object; OpenAI gives it no code."""
     if error.kind not in _ABSENT:
         return Refusal(str(error), status=404, code="not_found")
     words, param = _ABSENT[error.kind]

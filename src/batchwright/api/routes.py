@@ -79,7 +79,7 @@ def _refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
 
 
 def _is_json(request: Request) -> bool:
-    """The framework's own rule for JSON; it takes any other body for text."""
+    """Whether the framework reads the body as JSON; it treats any other body as text."""
     given = request.headers.get("content-type", "")
     header = Message()
     header["content-type"] = given if len(given) <= _CONTENT_TYPE_CHARACTERS_MAX else ""

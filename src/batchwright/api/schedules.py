@@ -69,13 +69,13 @@ class ScheduledJob(Body):
 
 
 class Plan(Body):
-    """When, and what."""
+    """The times and the job of a schedule."""
 
     cron: Annotated[Text, Field(min_length=1, max_length=200)] = Field(
         description="Five fields: minute, hour, day, month, weekday.", examples=["0 6 * * MON-FRI"]
     )
     timezone: Annotated[Text, Field(min_length=1, max_length=100)] = Field("UTC", examples=["Europe/Berlin"])
-    missed: Missed = Field(Missed.LATEST, description="What to do with ticks that no worker was running to fire.")
+    missed: Missed = Field(Missed.LATEST, description="What to do with ticks that passed while no worker was running.")
     tick_field: Name | None = Field(None, description="The field of the payload that receives the tick.")
     job: ScheduledJob
 
@@ -121,7 +121,7 @@ class Fired(Answer):
     job_id: UUID
 
 
-@router.post("", status_code=201, responses=documented(409), summary="Make a schedule")
+@router.post("", status_code=201, responses=documented(409), summary="Create a schedule")
 async def create_schedule(request: Request, caller: Operator, plan: NamedPlan) -> ScheduleView:
     return await _put(request, caller.own_tenant, plan.name, plan, replace=False)
 

@@ -28,9 +28,9 @@ _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d")
 _WRITTEN_DEPTH_MAX = 254
 
 
-def _written_out(value: Any) -> Any:
+def _require_written_time(value: Any) -> Any:
     if not isinstance(value, str) or not _MOMENT.match(value):
-        raise ValueError("a moment is written with its time zone, like 2026-12-24T18:00:00Z")
+        raise ValueError("write a time with its time zone, like 2026-12-24T18:00:00Z")
     return value
 
 
@@ -51,22 +51,22 @@ def _shallow(payload: Any) -> Any:
     return payload
 
 
-def _free_for_all(job_type: str) -> str:
-    """Batches and tasks enqueue their own operations; enqueued by hand, such a job would have no batch or task."""
+def _refuse_internal(job_type: str) -> str:
+    """Refuse the operations of batches, runs and tasks: enqueued by hand, such a job would belong to none of them."""
     if job_type.startswith("batch."):
-        raise ValueError(f"{job_type!r} belongs to batches, which POST /v1/batches makes")
+        raise ValueError(f"{job_type!r} belongs to batches; create a batch with POST /v1/batches")
     if job_type in ("ingest.run", "ingest.item", "ingest.gather"):
-        raise ValueError(f"{job_type!r} belongs to runs over documents, which POST /v1/ingest/runs makes")
+        raise ValueError(f"{job_type!r} belongs to runs over documents; create a run with POST /v1/ingest/runs")
     if job_type == "provider.task":
-        raise ValueError(f"{job_type!r} belongs to tasks, which POST /v1/tasks makes")
+        raise ValueError(f"{job_type!r} belongs to tasks; create a task with POST /v1/tasks")
     return job_type
 
 
 Payload = Annotated[Any, AfterValidator(_shallow)]
-Moment = Annotated[AwareDatetime, BeforeValidator(_written_out), AfterValidator(_storable_moment)]
+Moment = Annotated[AwareDatetime, BeforeValidator(_require_written_time), AfterValidator(_storable_moment)]
 Text = Annotated[str, Field(pattern=NO_NUL)]
 Name = Annotated[Text, Field(min_length=1, max_length=100)]
-JobType = Annotated[Name, AfterValidator(_free_for_all)]
+JobType = Annotated[Name, AfterValidator(_refuse_internal)]
 QueueName = Annotated[Text, Field(min_length=1, max_length=200)]
 Cursor = Annotated[Text, Field(max_length=200)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
@@ -125,19 +125,19 @@ class JobToBe(Body):
     job_type: JobType = Field(description="The operation's name; `GET /v1/operations` lists them.")
     payload: Payload = Field(None, description="The operation's arguments; checked against its schema.")
     queue: QueueName | None = Field(None, description="Overrides the operation's own queue.")
-    priority: Priority | None = Field(None, description="0 is first.")
+    priority: Priority | None = Field(None, description="From 0 (first) to 9 (last).")
     delay_seconds: Seconds = Field(0.0, description="Delay before the job may run.")
     run_after: Moment | None = Field(None, description="Do not run before this time.")
     deadline: Moment | None = Field(None, description="Fail the job if it has not ended by then.")
-    max_attempts: Attempts | None = Field(None, description="Attempts before the job fails permanently.")
+    max_attempts: Attempts | None = Field(None, description="Maximum number of attempts.")
     exclusive_key: list[KeyPart] | None = Field(
         None, min_length=1, max_length=20, description="At most one job with this key runs at a time."
     )
     on_held: OnHeld | None = Field(None, description="What to do when the key has open jobs.")
     idempotency_key: Annotated[Text, Field(min_length=1, max_length=255)] | None = Field(
-        None, description="The same key returns the same job; with another body it is a conflict."
+        None, description="The same key returns the same job; with another body it is refused (409)."
     )
-    pipeline_id: UUID | None = Field(None, description="Groups it with other jobs; by default its own id.")
+    pipeline_id: UUID | None = Field(None, description="Id of the pipeline to add the job to; by default its own id.")
     traceparent: Annotated[Text, Field(max_length=200)] | None = Field(None, description="W3C trace context.")
 
     def new_job(self, tenant: str, traceparent: str | None) -> NewJob:
@@ -170,7 +170,7 @@ class WaitingOnView(Answer):
     job_id: UUID | None
 
 
-def _worded(code: Any) -> Any:
+def _as_text(code: Any) -> Any:
     """An operation may have used a number as its code; one job that cannot be shown would break every list."""
     return code if code is None else str(code)
 
@@ -181,7 +181,7 @@ class JobError(Answer):
     model_config = ConfigDict(extra="allow")
 
     kind: str | None = None
-    code: Annotated[str | None, BeforeValidator(_worded)] = None
+    code: Annotated[str | None, BeforeValidator(_as_text)] = None
     type: str | None = None
     message: str | None = None
 
@@ -199,7 +199,7 @@ class JobView(Answer):
     payload: Any
     result: Any
     error: JobError | None
-    waiting_on: list[WaitingOnView] = Field(description="Why it does not run; empty when it does, or has ended.")
+    waiting_on: list[WaitingOnView] = Field(description="Why it does not run; empty if it runs or has ended.")
     attempts: int
     max_attempts: int
     rescues: int = Field(description="How many times in a row its worker died while running it.")
@@ -275,7 +275,7 @@ class Which(Body):
     created_from: Moment | None = None
     created_to: Moment | None = None
     dry_run: Flag = Field(False, description="Only count them.")
-    cursor: Cursor | None = Field(None, description="Where an earlier call of this kind left off.")
+    cursor: Cursor | None = Field(None, description="The `next_cursor` of an earlier call.")
 
 
 class WhichToCancel(Which):
@@ -290,7 +290,7 @@ class Group(Body):
     job_type: Name
     code: Name | None = Field(None, description="Only failures with this code; without it all of the type.")
     dry_run: Flag = Field(False, description="Only count them.")
-    cursor: Cursor | None = Field(None, description="Where an earlier call of this kind left off.")
+    cursor: Cursor | None = Field(None, description="The `next_cursor` of an earlier call.")
 
 
 class ChangedView(Answer):
@@ -298,7 +298,7 @@ class ChangedView(Answer):
 
     object: Literal["changed"] = "changed"
     dry_run: bool
-    matched: int = Field(description="Jobs that match the filter and allow the verb; a dry run counts to 100,000.")
+    matched: int = Field(description="Jobs that match the filter and allow the verb; a dry run counts at most 100,000.")
     changed: int = Field(description="Jobs that were changed; the others could not be changed, or had already ended.")
     has_more: bool
     next_cursor: str | None
@@ -311,7 +311,7 @@ class InboxView(Answer):
     code: str | None
     kind: str | None
     count: int = Field(description="Number of jobs; counting stops at about 20,000 over all groups.")
-    has_more: bool = Field(description="Whether there are more jobs, which were not counted.")
+    has_more: bool = Field(description="Whether there are more jobs than were counted.")
     first_at: datetime
     last_at: datetime
     samples: list[UUID] = Field(description="The ids of the latest jobs.")
@@ -324,7 +324,7 @@ class InboxView(Answer):
         return cls.model_validate({**values, "retryable": group.is_retryable})
 
 
-# Around the jobs --------------------------------------------------------------------------------------------------
+# Queues, pipelines and health -------------------------------------------------------------------------------------
 
 
 class StepView(Answer):
@@ -335,10 +335,10 @@ class StepView(Answer):
 
 
 class QueueList(All[QueueView]):
-    """Queues, and what waits in them."""
+    """Queues, and the numbers of their jobs."""
 
     is_complete: bool = Field(
-        description="False if the tenant may have jobs that were not looked at, also in queues that are not shown."
+        description="False if the tenant may have jobs that were not counted, even in queues that are not shown."
     )
 
 

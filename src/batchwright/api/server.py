@@ -28,7 +28,7 @@ _END_SECONDS_MAX = 5
 _ABORT_SECONDS = 4.0
 """Connections whose client has not read its answer by then are closed."""
 _PATIENCE_SECONDS = 10.0
-"""How long a user's request waits for an unavailable store before it gets an error."""
+"""How long a user's request is retried while the store is unavailable."""
 
 
 async def open_server(core: Core, version: str) -> ApiServer:
@@ -52,8 +52,8 @@ async def open_server(core: Core, version: str) -> ApiServer:
     return ApiServer(CountsWriter(core.queue.database, f"api:{worker_id()}", stored), services)
 
 
-class _Quiet(uvicorn.Server):
-    """The program handles signals, not uvicorn."""
+class _ServerWithoutSignals(uvicorn.Server):
+    """Leaves signals to the program that runs it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class ApiServer:
             timeout_graceful_shutdown=_END_SECONDS_MAX,
             timeout_keep_alive=services.settings.idle_seconds,
         )
-        self._server = _Quiet(config)
+        self._server = _ServerWithoutSignals(config)
         self._server.server_state = self.crowd = Crowd(services.settings, places(services.settings))
         self._task: asyncio.Task[None] | None = None
 

@@ -70,7 +70,7 @@ async def _once(
 
 
 async def _known(core: Core, session: Session, tenant: str, key: str, digest: bytes) -> list[JobId] | None:
-    """Take the key, or find its jobs; waits for a request in progress that has the same key."""
+    """Reserve the key, or find its jobs; waits for a request in progress that has the same key."""
     params = {"tenant": tenant, "key": key, "digest": digest}
     while not await core.queue.database.ask(SQL["take"], params, session):
         for found, answer in await core.queue.database.ask(SQL["known"], params, session):

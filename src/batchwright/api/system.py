@@ -72,7 +72,7 @@ async def healthz(request: Request) -> Health:
     "/readyz",
     responses={503: {"model": Health, "description": "Not ready"}},
     tags=["system"],
-    summary="Readiness: whether the database answers and its schema fits",
+    summary="Readiness: whether the database answers and its schema is current",
 )
 async def readyz(request: Request) -> Response:
     app = services(request)

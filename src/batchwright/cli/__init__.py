@@ -1,1 +1,1 @@
-"""What commands are made of: flags, how things look, live views, and how a long-running command stops."""
+"""The toolkit of commands: flags, tables and other output, live views, and how a long-running command stops."""

@@ -1,6 +1,6 @@
 """Flags that several commands share, and how they become settings and a client.
 
-What a client needs is loaded when one is opened: not every command opens one.
+The modules for a client are loaded when one is opened, because not every command opens one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Reason = Annotated[str, typer.Option(help="Reason to keep in the history of the 
 
 
 def parse_headers(given: Sequence[str]) -> dict[str, str]:
-    """From `NAME: VALUE`; an error does not repeat the value."""
+    """Parse `NAME: VALUE`. Errors do not quote the value, because it may be secret."""
     headers: dict[str, str] = {}
     for text in given:
         name, separator, value = text.partition(":")
@@ -91,7 +91,7 @@ def parse_headers(given: Sequence[str]) -> dict[str, str]:
 
 
 def parse_pairs(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
-    """From `NAME=VALUE`."""
+    """Parse `NAME=VALUE`."""
     pairs = {}
     for text in given:
         name, sign, value = text.partition("=")
@@ -104,13 +104,13 @@ def parse_pairs(flag: str, given: Sequence[str], example: str) -> dict[str, str]
 def parse_time_span(
     flag: str, text: str | None, *, least: str = "0s", most: str = "3650d", unit_seconds: float = 1.0
 ) -> float | None:
-    """Seconds of a duration such as 90s, 5m, 1h or 2d; a bare number counts units, by default seconds."""
+    """Seconds of a duration such as 90s, 5m, 1h or 2d; a bare number is a number of units, by default of seconds."""
     if text is None:
         return None
     found = parse_duration(text, unit_seconds=unit_seconds)
     param = flag.lstrip("-").replace("-", "_")
     if found is None:
-        raise InvalidInput(f"{flag} {text!r} is no duration: {DURATION_FORM}", param=param)
+        raise InvalidInput(f"{flag} {text!r} is not a duration: {DURATION_FORM}", param=param)
     if not (parse_duration(least) or 0.0) <= found <= (parse_duration(most) or 0.0):
         raise InvalidInput(f"{flag} {text} is out of range: use {least} to {most}", param=param)
     return found
@@ -118,11 +118,11 @@ def parse_time_span(
 
 def check_length(flag: str, text: str | None, most: int) -> None:
     if text is not None and not 0 < len(text) <= most:
-        raise InvalidInput(f"{flag} has {len(text)} characters; it may have 1 to {most}")
+        raise InvalidInput(f"{flag} has {len(text)} characters; use 1 to {most}")
 
 
 async def warn_if_no_worker(core: Core, job_id: UUID, work: str) -> None:
-    """A worker may start later, so this is no error; but without one the job only waits."""
+    """Warn if no live worker would run this job. It is not an error, because a worker may start later."""
     from batchwright.engine.jobs import JobId
 
     reasons = await core.views.waiting_on([await core.queue.get(JobId(job_id))])
@@ -143,9 +143,10 @@ def settings_from(
     defaults: Mapping[str, Any] | None = None,
     **parts: Mapping[str, Any],
 ) -> Settings:
-    """File, environment and these flags; a flag of None was not given. A URL that cannot be read ends here.
+    """Settings from the file, the environment and these flags, of which None means not given.
 
-    `defaults` are for what neither the file nor the environment says.
+    `defaults` apply to settings that neither the file nor the environment sets. A database URL that cannot be read is
+    refused here.
     """
     from batchwright.settings import load_settings
 
@@ -175,7 +176,7 @@ async def client(database_url: str | None, config: Path | None) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def open_part(kind: type[P], database_url: str | None, config: Path | None) -> AsyncIterator[P]:
-    """A part of a client; `part.core` has the rest of it."""
+    """One part of a new client; its `core` has everything else."""
     async with client(database_url, config) as batchwright:
         yield batchwright.part(kind)
 
@@ -202,11 +203,11 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def moment(text: str) -> datetime:
-    """A time with its zone, as flags and requests write it."""
+    """Parse a time with its time zone."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError as error:
-        raise InvalidInput(f"{text!r} is no time; write 2026-12-24T18:00:00+00:00") from error
+        raise InvalidInput(f"{text!r} is not a time; write 2026-12-24T18:00:00+00:00") from error
     if found.tzinfo is None:
         raise InvalidInput(f"{text!r} has no time zone; write 2026-12-24T18:00:00+00:00")
     return found

@@ -14,8 +14,8 @@ class Terminal:
     def __init__(self) -> None:
         self._descriptors = [number for number in range(3) if os.isatty(number)]
 
-    def let_go(self) -> None:
-        """Write to nowhere if it is closed: a message that fails must not keep us from stopping what runs."""
+    def detach_if_closed(self) -> None:
+        """Redirect output to /dev/null if the terminal is closed: a write that fails must not keep us from stopping."""
         closed = [number for number in self._descriptors if not os.isatty(number)]
         for number in closed:
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -24,16 +24,16 @@ class Terminal:
 
 
 def interrupt_on_hangup() -> None:
-    """For commands without a `Stop`. Under `nohup` the signal is ignored, and stays so."""
+    """For commands without a `Stop`. Under `nohup` the signal stays ignored."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, functools.partial(_interrupt, Terminal()))
 
 
 def _interrupt(terminal: Terminal, *_: object) -> None:
-    """Once: a terminal is closed only once, but the kernel and a shell may both say so."""
+    """Act once, although both the kernel and a shell may send the signal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    terminal.let_go()
+    terminal.detach_if_closed()
     if callable(signal.getsignal(signal.SIGINT)):
         signal.raise_signal(signal.SIGINT)
-    else:  # a shell that starts us in the background has us ignore Ctrl-C
+    else:  # a shell starts background commands with Ctrl-C ignored
         raise KeyboardInterrupt

@@ -106,7 +106,7 @@ def _option(parameter: Any, context: Any) -> tuple[str, str] | None:
 
 
 def _two_columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
-    """What does not fit into the left column gets a line of its own."""
+    """A text that does not fit into the left column gets its own line."""
     columns = min(_LEFT_MAX, max(len(left) for left, _ in rows))
     indent = " " * (_GAP + columns + _GAP)
     for left, right in rows:
@@ -120,13 +120,13 @@ def _two_columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """At spaces only: a hyphen may belong to a flag."""
+    """Wrap at spaces only, because a hyphen may belong to a flag."""
     plain = " ".join(text.split())
     return textwrap.wrap(plain, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _name_value(found: re.Match[str]) -> str:
-    """What typer calls `<int range>` is N, and `<read|submit>` is read|submit."""
+    """Typer's `<int range>` becomes N, and its `<read|submit>` becomes read|submit."""
     kind = found[1].removeprefix("list[").removesuffix("]")
     return kind if "|" in kind else _KINDS.get(kind.split(maxsplit=1)[0], "TEXT")
 

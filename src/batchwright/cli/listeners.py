@@ -1,4 +1,4 @@
-"""Which process of this user listens on a port, where the kernel tells (Linux)."""
+"""Finds the process of this user that listens on a port, where the kernel shows it (Linux)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Listener:
 
 
 def find_listener(port: int) -> Listener | None:
-    """None if nobody listens there, if it is another user's process, or if this system does not tell."""
+    """None if no process listens, if it belongs to another user, or if this system does not show it."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not sockets:
         return None

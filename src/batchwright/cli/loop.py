@@ -11,7 +11,7 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop if it is there."""
+    """uvloop if it is installed; otherwise None, for the standard loop."""
     try:
         uvloop = importlib.import_module("uvloop")
     except ImportError:
@@ -21,7 +21,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def spare_the_collector() -> None:
-    """What is loaded by now stays; the collector need not look at it again, nor at every few hundred rows."""
+    """Exclude everything that is loaded by now from garbage collection, and collect less often from now on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)

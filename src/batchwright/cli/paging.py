@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 async def read_pages(fetch: Callable[[T | None, int], Awaitable[Sequence[T]]], limit: int, *, page: int) -> list[T]:
-    """At most `limit`, a page at a time: `fetch` takes the last one that was read, and how many more it may answer."""
+    """Read at most `limit` items page by page; `fetch` takes the last item so far, and how many to return at most."""
     found: list[T] = []
     while len(found) < limit:
         wanted = min(page, limit - len(found))

@@ -10,11 +10,11 @@ import typer
 
 _STAT = Path("/proc/self/stat")
 _ARG_START, _ARG_END = 45, 46
-"""Places in that file, behind the name of the program; in proc(5) they are the fields 48 and 49."""
+"""Positions in that file, counted after the program's name; in proc(5) they are the fields 48 and 49."""
 
 
 def hide_password(url: str | None) -> str | None:
-    """Of a URL that came by a flag: overwrite it in the process list, and say how to pass it otherwise."""
+    """If a URL that was given by a flag has a password, hide it in the process list, and warn."""
     if url is None:
         return None
     from batchwright.db.check import describe, has_password
@@ -30,7 +30,7 @@ def hide_password(url: str | None) -> str | None:
 
 
 def overwrite_argument(old: str, new: str) -> bool:
-    """Write over an argument of this process, in as many bytes; False where the system does not let us."""
+    """Overwrite an argument of this process, in the same number of bytes; False where the system does not allow it."""
     if not _STAT.exists():
         return False
     fields = _STAT.read_text().rpartition(")")[2].split()

@@ -43,7 +43,7 @@ def console() -> Console:
 
 
 def print_json(value: Any, *, indent: bool = True) -> None:
-    """Keys may be statuses, which the encoder does not take for text by itself."""
+    """Print JSON. Keys may be statuses, which the encoder accepts only with an option."""
     shape = orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
     document = orjson.dumps(value, option=shape, default=str)
     sys.stdout.write(one_line(document).decode() + "\n")
@@ -51,7 +51,7 @@ def print_json(value: Any, *, indent: bool = True) -> None:
 
 
 def terminal_width() -> int | None:
-    """The number of columns, or None if standard output is no terminal."""
+    """The number of columns, or None if standard output is not a terminal."""
     return console().width if sys.stdout.isatty() else None
 
 
@@ -63,7 +63,7 @@ def print_table(columns: Columns, *, elastic: Sequence[str] = ("message",)) -> N
 
 
 def print_indented(text: Text, indent: int = 2) -> None:
-    """Words of people: wrapped between words on a terminal, and in one line in a pipe."""
+    """Print a text: wrapped between words on a terminal, and in one line in a pipe."""
     width = terminal_width()
     if width is None:
         console().print(Text(" " * indent).append_text(text), soft_wrap=True)
@@ -110,7 +110,7 @@ def show_meanwhile(text: str) -> Iterator[None]:
         sys.stderr.flush()
 
 
-# Words, numbers and bars --------------------------------------------------------------------------------------------
+# Texts, numbers and bars --------------------------------------------------------------------------------------------
 
 
 def as_dict(thing: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def number(n: float) -> str:
 
 
 def money(amount: float) -> str:
-    """Very small amounts do not look like zero."""
+    """Very small amounts are not shown as zero."""
     if 0 < amount < _MONEY_MIN:
         return f"<{_MONEY_MIN}"
     return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"

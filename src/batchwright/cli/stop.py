@@ -42,11 +42,11 @@ class Stop:
         self.on_ask = on_ask
         self.on_hard = on_hard
         self.is_tethered = False
-        """A child may hear the same signal twice: from its supervisor, and from whoever signals the whole group."""
+        """A child may receive the same signal twice: from its supervisor, and with its whole process group."""
 
     def listen(self) -> None:
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has its reasons
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
                 signal.signal(number, self._on_signal)
 
     def ask(self, number: int = signal.SIGTERM) -> None:
@@ -62,7 +62,7 @@ class Stop:
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
         if number == signal.SIGHUP:
-            self._terminal.let_go()
+            self._terminal.detach_if_closed()
         if self._asked_at is None:
             self._asked_at = now
             self.ask(number)
@@ -76,7 +76,7 @@ class Stop:
 
 
 class Tether:
-    """A child's line to the process that started it: readiness goes up, and its end means to stop.
+    """A child's connection to the process that started it: it reports readiness, and its end stops the child.
 
     The kernel closes the other end however that process dies, so no child is left behind.
     """
@@ -91,7 +91,7 @@ class Tether:
     def ready(self) -> None:
         try:
             self._socket.send(b"r")
-        except OSError:  # it has ended; `_hold` is about to say so
+        except OSError:  # that process has ended; `_hold` notices it too
             return
 
     def _hold(self) -> None:
@@ -106,7 +106,7 @@ class Tether:
 
 
 def end(code: int, settings: Settings) -> NoReturn:
-    """End a command that may have used the store: a thread of a remote one may abort an interpreter that is leaving."""
+    """End a command that may have used the store: a thread of a remote one may abort an interpreter that exits."""
     url = settings.storage.url
     if url is not None and not url.startswith("file:"):
         leave(code)
@@ -115,7 +115,7 @@ def end(code: int, settings: Settings) -> NoReturn:
 
 @contextlib.contextmanager
 def end_if_nobody_reads() -> Iterator[None]:
-    """Whoever reads our output may have had enough, as `head` has; Python would complain once more when it leaves."""
+    """End without an error if the reader of our output has stopped, as `head` does."""
     try:
         yield
     except BrokenPipeError:
@@ -125,7 +125,7 @@ def end_if_nobody_reads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mute_if_nobody_reads(note: str | None = None) -> Iterator[None]:
-    """The same for output that is only shown beside the work of a command: the display ends, and the work continues."""
+    """The same for output that only accompanies a command's work: the display ends, and the work continues."""
     try:
         yield
     except (BrokenPipeError, SystemExit) as error:
@@ -138,6 +138,7 @@ def mute_if_nobody_reads(note: str | None = None) -> Iterator[None]:
 
 
 def _mute_output() -> None:
+    """Otherwise Python would report the closed pipe again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Several worker processes under one: it starts them, replaces those that die, and passes signals on."""
+"""Starts several worker processes, replaces those that die, and forwards signals to them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LAST_SECONDS = 30.0
 class Supervisor:
     """Keeps several `batchwright worker` with these arguments running until `stop` is asked. Returns the exit code.
 
-    A child that dies is replaced, at once the first time and ever more slowly when it keeps dying. If one leaves
-    with an error before any of them was ready, then it is the configuration that is wrong, and all is given up.
+    A child that dies is replaced, with longer pauses if it keeps dying. If one exits with an error before any of them
+    was ready, the configuration is wrong, and the supervisor stops.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        self._stop.on_ask, self._stop.on_hard = self._pass_on, self._kill
+        self._stop.on_ask, self._stop.on_hard = self._forward, self._kill
         ours, theirs = socket.socketpair()
         asyncio.get_running_loop().add_reader(ours, self._note_ready, ours)
         try:
-            await asyncio.gather(*(self._keep_one(theirs.fileno(), number) for number in range(self._processes)))
+            await asyncio.gather(*(self._keep_running(theirs.fileno(), number) for number in range(self._processes)))
         finally:
             self._kill()
             asyncio.get_running_loop().remove_reader(ours)
@@ -60,7 +60,7 @@ class Supervisor:
             theirs.close()
         return self._code
 
-    async def _keep_one(self, tether: int, number: int) -> None:
+    async def _keep_running(self, tether: int, number: int) -> None:
         pause = _PAUSE_SECONDS_MIN
         while not self._stop.asked.is_set():
             began = time.monotonic()
@@ -77,7 +77,7 @@ class Supervisor:
             pause = min(_PAUSE_SECONDS_MAX, pause * 2)
 
     async def _run_one(self, tether: int, number: int) -> int:
-        """In a session of its own: a Ctrl-C on the terminal must reach it once, through us."""
+        """Run a child in a separate session: a Ctrl-C on the terminal must reach it once, through us."""
         child = await asyncio.create_subprocess_exec(
             *self._command,
             "--tether",
@@ -89,7 +89,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
         )
         self._children.add(child)
-        if self._stop.asked.is_set():  # it was asked while this one was being started
+        if self._stop.asked.is_set():  # stop was requested while this child was being started
             _signal(child, signal.SIGTERM)
         try:
             return await self._wait_for_end(child)
@@ -103,12 +103,12 @@ class Supervisor:
         asked.cancel()
         done, _ = await asyncio.wait([ended], timeout=self._grace_seconds + _LAST_SECONDS)
         if not done:
-            log.error("worker process %d does not end: it is killed", child.pid)
+            log.error("worker process %d did not end in time and is killed", child.pid)
             _signal(child, signal.SIGKILL)
         return await ended
 
     def _give_up(self, code: int) -> None:
-        """The child has said on standard error what is wrong."""
+        """Stop everything. The child has reported on standard error what is wrong."""
         self._code = code
         self._stop.ask()
 
@@ -116,7 +116,7 @@ class Supervisor:
         if ours.recv(64):
             self.ready.set()
 
-    def _pass_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         log.info("stopping %d worker processes; a second signal quits now", len(self._children))
         for child in list(self._children):
             _signal(child, number)

@@ -97,7 +97,7 @@ def _split(columns: Sequence[_Column], gap: int, room: int | None) -> tuple[Sequ
 
 def _aligned(columns: Sequence[_Column], cells: Sequence[Text], room: int | None) -> list[Text]:
     widths = _fit(columns, _GAP, room)
-    if room is not None and widths and widths[0] > room:  # it is alone then, and must not be cut
+    if room is not None and widths and widths[0] > room:  # then it is the only one, and must not be cut
         return [Text(piece, cells[0].style) for piece in chop_cells(cells[0].plain, room)]
     line = Text()
     for place, (column, cell, width) in enumerate(zip(columns, cells, widths, strict=True)):
@@ -155,16 +155,16 @@ def _indented(line: Text, indent: int) -> Text:
 
 
 def head_lines(name: Text, facts: Sequence[Text], width: int) -> list[Text]:
-    """A name, which is cut if need be, and facts about it, which are not; in two lines if there is no room for both."""
-    said = Text(_SEPARATOR).join(facts)
-    room = width - said.cell_len - _GAP
+    """A name, which may be cut, and facts about it, which may not; in two lines if one is too short."""
+    joined = Text(_SEPARATOR).join(facts)
+    room = width - joined.cell_len - _GAP
     if room >= min(name.cell_len, _ELASTIC_MIN):
-        return [_cut_to(name, room).append(" " * _GAP).append_text(said)]
+        return [_cut_to(name, room).append(" " * _GAP).append_text(joined)]
     return [_cut_to(name, width), *fact_lines(facts, width)]
 
 
 def fact_lines(facts: Sequence[Text], width: int, *, indent: int = _INDENT) -> list[Text]:
-    """`12 completed · 3 failed · 4.5 requests/s`, which is broken between facts only."""
+    """`12 completed · 3 failed · 4.5 requests/s`, with line breaks only between facts."""
     lines: list[Text] = []
     for fact in facts:
         if lines and lines[-1].cell_len + len(_SEPARATOR) + fact.cell_len <= width:

@@ -1,4 +1,4 @@
-"""Where results are written: to a file that is whole as soon as it has its name, or to something that only takes bytes.
+"""Where results are written: to a file, which gets its name when it is complete, or to a stream.
 
     a file, or a name that is free       a draft beside it, renamed when all of it is on the disk
     standard output, a device, a pipe    opened and written to; never replaced
@@ -53,11 +53,11 @@ class Target:
 
     @property
     def is_there(self) -> bool:
-        """Whether it is a file, and somebody has written it."""
+        """Whether it is a file that exists."""
         return self.path is not None and self.path.exists()
 
     def head(self) -> bytes:
-        """How a file begins; nothing of one that cannot be read, or is none."""
+        """The first bytes of a file; empty if it cannot be read or is not a file."""
         try:
             with self.path.open("rb") if self.path is not None else io.BytesIO() as stream:
                 return stream.read(_HEAD_BYTES)
@@ -70,13 +70,13 @@ class Target:
 
     @contextlib.contextmanager
     def replace(self) -> Iterator[BinaryIO]:
-        """All of it at once: a file gets its name, and replaces the one that has it, at the end of the block."""
+        """Write everything at once: the file gets its name, and replaces an older one, at the end of the block."""
         with self._explain_errors(), self._write_through() if self.path is None else _replace_file(self.path) as stream:
             yield stream
 
     @contextlib.contextmanager
     def grow(self) -> Iterator[BinaryIO]:
-        """Little by little: a file has its name from the beginning."""
+        """Write piece by piece: the file has its name from the beginning."""
         with self._explain_errors(), self._write_through() if self.path is None else self.path.open("wb") as stream:
             yield stream
 
@@ -86,7 +86,7 @@ class Target:
             yield self.stream
             self.stream.flush()
         else:
-            assert self.descriptor is not None, "a target that is no file was opened"
+            assert self.descriptor is not None, "a target that is not a file was opened"
             with os.fdopen(self.descriptor, "wb") as stream:
                 yield stream
 
@@ -96,12 +96,12 @@ class Target:
             yield
         except OSError as error:
             if self.stream is not None and isinstance(error, BrokenPipeError):
-                raise  # whoever read our output has had enough, which is no error
+                raise  # the reader of our output has stopped, which is not an error
             raise _unwritable_error(str(self), error) from error
 
 
 def open_target(flag: str, path: Path) -> Target:
-    """Find out where `path` leads and whether it can be written; raises InvalidInput."""
+    """Find out what `path` is and whether it can be written; raises InvalidInput."""
     if path == STANDARD_OUTPUT:
         return _open_standard_output()
     try:
@@ -119,7 +119,7 @@ def open_target(flag: str, path: Path) -> Target:
 
 
 def refuse_same(output: Target, errors: Target) -> None:
-    """Two files, or two pipes: who writes the second would overwrite the first, or wait for a reader that is gone."""
+    """Refuse one file for both: the second writer would overwrite it, or wait for a reader of a pipe that is gone."""
     if output.stream is None and output.name == errors.name and not _is_device(output):
         raise InvalidInput(f"--output and --errors are the same file, {output}; give each its own")
 
@@ -129,27 +129,29 @@ def refuse_same(output: Target, errors: Target) -> None:
 
 def _open_file(flag: str, path: Path) -> Target:
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InvalidInput(f"{flag} {path} cannot be written: there is no folder {path.parent}, or it is closed to us")
-    with _open_draft(path):  # found out before anything is paid for
+        raise InvalidInput(
+            f"{flag} {path} cannot be written: there is no folder {path.parent}, or you may not write to it"
+        )
+    with _open_draft(path):  # checked before anything costs money
         pass
     return Target(name=str(path), path=path)
 
 
 @contextlib.contextmanager
 def _replace_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there is whole."""
+    """Write a draft, then rename it: a file that exists is complete."""
     with _open_draft(path) as (draft, stream):
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
         if (mode := _find_mode(path)) is not None and not stat.S_ISREG(mode):
-            raise OSError(errno.EEXIST, "it has become something that is not a file")
+            raise OSError(errno.EEXIST, "it is no longer a file")
         draft.replace(path)
 
 
 @contextlib.contextmanager
 def _open_draft(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file beside `path`, locked; removed at the end unless it has got another name.
+    """A new file beside `path`, locked; removed at the end unless it was renamed.
 
     It is as private as the file that it replaces. A new name follows the umask, as with any file that a user names.
     """
@@ -163,12 +165,12 @@ def _open_draft(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
                     yield draft, stream
                     return
         finally:
-            with contextlib.suppress(OSError):  # what went wrong before is the better message
+            with contextlib.suppress(OSError):  # an earlier error is more useful
                 draft.unlink(missing_ok=True)
 
 
 def _lock_draft(draft: Path, stream: BinaryIO) -> bool:
-    """False if somebody took it for abandoned before it was locked; a file system without locks has no such people."""
+    """False if another process removed it as abandoned before it was locked, which needs a file system with locks."""
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX)
     try:
@@ -178,7 +180,7 @@ def _lock_draft(draft: Path, stream: BinaryIO) -> bool:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Drafts of the same file whose process is gone."""
+    """Remove drafts of the same file whose process has ended."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         found = [entry for entry in entries if ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
@@ -197,7 +199,7 @@ def _remove_unless_locked(draft: Path) -> None:
             os.close(descriptor)
 
 
-# Everything else --------------------------------------------------------------------------------------------------
+# Streams and devices ----------------------------------------------------------------------------------------------
 
 
 def _open_standard_output() -> Target:
@@ -214,20 +216,20 @@ def _is_standard_output(path: Path) -> bool:
 
 
 def _is_descriptor(path: Path) -> bool:
-    """A file that the shell has opened for us, such as `/dev/fd/3`: whoever opened it has its name for it."""
+    """Whether it is a file that the shell has opened for us, such as `/dev/fd/3`, and whose name we do not know."""
     steps = [path, path.parent / path.readlink()] if path.is_symlink() else [path]
     return any(_DESCRIPTORS.fullmatch(str(step.parent.resolve())) for step in steps)
 
 
 def _open_device(path: Path) -> int:
-    """At the end of what is there, as a file that the shell opened may have something. Waits for a pipe's reader."""
+    """Open it for appending, because a file that the shell opened may have content. Waits for a pipe's reader."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
-        typer.echo(f"waiting until somebody reads {path}", err=True)
+        typer.echo(f"waiting for a reader of {path}", err=True)
         return os.open(path, flags)
     os.set_blocking(descriptor, True)
     return descriptor
@@ -238,7 +240,7 @@ def _is_device(target: Target) -> bool:
 
 
 def _find_mode(path: Path) -> int | None:
-    """Of what a symbolic link leads to; None if nothing is there."""
+    """The mode of a file, with symbolic links followed; None if it does not exist."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

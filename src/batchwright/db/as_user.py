@@ -40,8 +40,8 @@ def system_user() -> Owner:
             entry = pwd.getpwnam(USER)  # another process may have created it in the meantime
         except KeyError:
             raise ConfigurationError(
-                f"PostgreSQL does not run as root, and the system user {USER!r} cannot be made ({refusal}); "
-                "make it yourself, run Batchwright as another user, or set BATCHWRIGHT_DATABASE_URL"
+                f"PostgreSQL does not run as root, and the system user {USER!r} cannot be created ({refusal}); "
+                "create it yourself, run Batchwright as another user, or set BATCHWRIGHT_DATABASE_URL"
             ) from None
     return entry.pw_uid, entry.pw_gid
 
@@ -83,12 +83,12 @@ def is_private(folder: Path, owner: Owner | None, *, make: bool) -> bool:
 
 
 def check_reach(folders: Sequence[Path], owner: Owner) -> None:
-    """Test access as the user in question, because access lists and the like count, too."""
+    """Test access as that user, because access control lists and similar rules apply too."""
     for folder in dict.fromkeys(path for last in folders for path in (*reversed(last.parents), last)):
         if not can_run("test", owner, "-x", folder):
             name = pwd.getpwuid(owner[0]).pw_name
             raise ConfigurationError(
-                f"PostgreSQL does not run as root but as the user {name!r}, who cannot enter {folder}; "
+                f"PostgreSQL does not run as root but as the user {name!r}, which cannot enter {folder}; "
                 f"allow it (setfacl -m u:{name}:x {folder}), or choose another place, such as {SYSTEM_ROOT}"
             )
 

@@ -114,7 +114,7 @@ async def check_database(
     processes: int = 1,
     old_seconds: float = _OLD_TRANSACTION_SECONDS,
 ) -> list[Finding]:
-    """Server, schema, session settings, connections, clock and what keeps dead rows; `leases` is the leases' route."""
+    """Server, schema, session settings, connections, clock and old transactions; `leases` is the route of leases."""
     began = datetime.now(UTC)
     ((number, version, is_standby, clock),) = await pool.rows(SQL["server"])
     now = began + (datetime.now(UTC) - began) / 2
@@ -136,7 +136,7 @@ def _server(number: int, version: str, is_standby: bool) -> Finding:
     if number < 150000:
         return Finding("server", Level.ERROR, f"PostgreSQL {version}", "upgrade it to PostgreSQL 15 or newer")
     if is_standby:
-        text = f"PostgreSQL {version}, a standby that takes no writes"
+        text = f"PostgreSQL {version}, a standby that accepts no writes"
         remedy = "connect to the primary; with several hosts in the URL, add target_session_attrs=read-write"
         return Finding("server", Level.ERROR, text, remedy)
     return Finding("server", Level.OK, f"PostgreSQL {version}")
@@ -156,7 +156,7 @@ async def _schema(database: Source, may_create: bool, name: str, role: str) -> F
 
 
 def _session_settings(settings: DatabaseSettings, route: Route, found: Mapping[str, str], role: str) -> Finding:
-    """Our settings that are not in force; plan settings do not matter where no plan is cached."""
+    """Our settings that are not in force. Plan settings do not matter if no statement stays prepared."""
     wanted = session_settings(settings)
     missing = {name: value for name, value in wanted.items() if found[name] != value}
     if not route.prepares:
@@ -167,8 +167,8 @@ def _session_settings(settings: DatabaseSettings, route: Route, found: Mapping[s
     text = f"a pooler ignores the startup parameter `options`, so these are not in force: {listed}"
     sql = " ".join(f"ALTER ROLE {role} SET {name} = '{value}';" for name, value in missing.items())
     remedy = (
-        f"if no other program uses this role in this database, then RECONNECT the pooler: {sql} Else give the pool a "
-        "connect_query, or connect to PostgreSQL directly (docs/operating.md, Poolers and standbys)"
+        f"if no other program uses this role in this database, then RECONNECT the pooler: {sql} Otherwise give the "
+        "pool a connect_query, or connect to PostgreSQL directly (docs/operating.md, Poolers and standbys)"
     )
     return Finding("session", Level.WARNING, text, remedy)
 
@@ -196,9 +196,11 @@ def _needed(settings: DatabaseSettings, statements: Route, leases: Route, proces
 
 
 def _connections(settings: DatabaseSettings, needed: _Needed, available: int, others: int) -> Finding:
-    text = f"{needed.processes} worker process(es) use up to {needed.own} of {available}, others use {others} now"
+    text = (
+        f"{needed.processes} worker process(es) use up to {needed.own} of {available}, other programs use {others} now"
+    )
     if needed.lent:
-        text += f"; of the pooler's they use up to {needed.lent} (max_client_conn), and it lends them default_pool_size"
+        text += f"; up to {needed.lent} of the pooler's (max_client_conn), which lends them default_pool_size"
     if needed.own <= (free := available - others):
         return Finding("connections", Level.OK, text)
     remedy = f"raise max_connections by {needed.own - free}, or lower database.pool_size ({settings.pool_size})"
@@ -207,18 +209,20 @@ def _connections(settings: DatabaseSettings, needed: _Needed, available: int, ot
 
 def _clock(ahead: float) -> Finding:
     if abs(ahead) <= _CLOCK_SECONDS_MAX:
-        return Finding("clock", Level.OK, f"{abs(ahead):.1f} s away from the database's")
+        return Finding("clock", Level.OK, f"differs by {abs(ahead):.1f} s from the database's")
     text = f"this machine is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the database"
-    return Finding("clock", Level.WARNING, text, "let both follow a time server; jobs go by the database's clock")
+    return Finding("clock", Level.WARNING, text, "synchronize both with a time server; jobs use the database's clock")
 
 
 async def _oldest_xmin(session: Session, old_seconds: float) -> Finding:
     rows = await session.rows(SQL["oldest_xmin"], {"seconds": old_seconds})
     if not rows:
-        return Finding("vacuum", Level.OK, "no old transaction keeps dead rows")
+        return Finding("vacuum", Level.OK, "no old transaction prevents the removal of dead rows")
     holder, since, remedy = rows[0]
     when = f" since {since:%Y-%m-%d %H:%M:%S} UTC" if since else ""
-    return Finding("vacuum", Level.WARNING, f"the oldest xmin is held by {holder}{when}: dead rows stay", remedy)
+    return Finding(
+        "vacuum", Level.WARNING, f"the oldest xmin is held by {holder}{when}: dead rows cannot be removed", remedy
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ SELECT (SELECT jsonb_object_agg(lower(name), setting) FROM pg_settings WHERE low
        quote_ident(current_user), has_database_privilege(current_database(), 'CREATE'), quote_ident(current_database())
 
 -- name: connections
--- How many connections the server has for us, and how many of them others use now.
+-- How many connections the server has for us, and how many of them other programs use now.
 SELECT current_setting('max_connections')::integer - current_setting('superuser_reserved_connections')::integer
            - coalesce(current_setting('reserved_connections', true), '0')::integer,
        (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend' AND application_name <> 'batchwright')

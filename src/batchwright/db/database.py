@@ -61,8 +61,8 @@ _USE_UTC = "SET timezone TO 'UTC'"
 _SERVER = "SELECT pg_postmaster_start_time(), current_database()"
 """Different on every server, and readable without a schema or special rights."""
 _ELSEWHERE = (
-    f"{LEASE_URL} leads to another database than database.url, where leases would be renewed in vain: let both name "
-    "the same database on the same server"
+    f"{LEASE_URL} refers to another database than database.url, where leases cannot be renewed: both must name the "
+    "same database on the same server"
 )
 
 
@@ -141,7 +141,7 @@ class Pool:
         """The route to the database; explored when the pool is opened."""
         self._leases: Route | None = None
         self._refused_at = -math.inf
-        self._errands: set[asyncio.Task[None]] = set()
+        self._returning: set[asyncio.Task[None]] = set()
         self._pool = psycopg_pool.AsyncConnectionPool(
             url,
             connection_class=psycopg.AsyncConnection[Row],
@@ -228,10 +228,10 @@ class Pool:
         with contextlib.suppress(psycopg_pool.PoolTimeout, psycopg_pool.PoolClosed):
             await self._pool.putconn(await asking)
 
-    def _finish(self, errand: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(errand)
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+    def _finish(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
         return task
 
     @contextlib.asynccontextmanager
@@ -243,7 +243,7 @@ class Pool:
         except pg.ConnectionTimeout as error:
             raise DatabaseUnavailable(
                 f"no connection to PostgreSQL within {limit:g} s ({error}): raise database.connect_timeout_seconds "
-                "if it is far away, or look at the network and at the server's load"
+                "if it is far away, or check the network and the server's load"
             ) from error
         try:
             yield connection
@@ -252,24 +252,24 @@ class Pool:
 
     @contextlib.contextmanager
     def _judge_timeouts(self) -> Iterator[None]:
-        """No connection became free in time: unless the server refused new ones meanwhile, all are simply in use."""
+        """If no connection became free in time, all are in use, unless the server has refused new ones meanwhile."""
         asked = time.monotonic()
         try:
             yield
         except psycopg_pool.PoolTimeout as error:
             if self._refused_at < asked:
-                raise DatabaseBusy(f"no connection to PostgreSQL came free: {error}") from error
+                raise DatabaseBusy(f"no connection to PostgreSQL became free: {error}") from error
             raise
 
     async def _configure(self, connection: psycopg.AsyncConnection[Any]) -> None:
         """Read JSON with orjson on our own connections only; the driver's process-wide setting belongs to the user."""
         set_json_loads(orjson.loads, connection)
-        if not _tells_utc(connection):
+        if not _reports_utc(connection):
             await connection.execute(_USE_UTC)
         connection.prepare_threshold = _prepare_threshold(self.route.prepares)
 
     async def _try_again(self, pool: psycopg_pool.AsyncConnectionPool[Any]) -> None:
-        """The pool doubles its wait after each failure, without limit; we give up early and start over to limit it."""
+        """The pool doubles its wait after each failure, without limit; starting over early limits it."""
         self._refused_at = time.monotonic()
         await pool.check()
 
@@ -318,7 +318,7 @@ class Blocking:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.Connection.connect(self._url, **self._arguments)
             set_json_loads(orjson.loads, self._connection)
-            if not _tells_utc(self._connection):
+            if not _reports_utc(self._connection):
                 self._connection.execute(_USE_UTC)
         return self._connection
 
@@ -397,7 +397,7 @@ async def wrap_connection(connection: object) -> ConnectionSession:
     if isinstance(found, (psycopg.Connection, psycopg.AsyncConnection)):
         return ConnectionSession(found)
     raise ConfigurationError(
-        f"connection= takes a psycopg 3 connection, or one of Django or SQLAlchemy on psycopg 3 "
+        f"connection= must be a psycopg 3 connection, or one of Django or SQLAlchemy on psycopg 3 "
         f"(postgresql+psycopg://…), not {type(found).__module__}.{type(found).__qualname__}"
     )
 
@@ -434,8 +434,8 @@ def connect_arguments(settings: DatabaseSettings) -> dict[str, Any]:
 
 
 def session_settings(settings: DatabaseSettings) -> dict[str, str]:
-    """Session settings that we send to the server. A pooler may not pass them on. Then the time zone is set again; the
-    others affect only how long a fault lasts and how good a plan is.
+    """Session settings that we send to the server. A pooler may not pass them on. Then we set the time zone again; the
+    others only affect how soon a fault is noticed and how good a plan is.
     """
     limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
     return {**dict.fromkeys(limits, str(_milliseconds(settings))), **_PLANNER}
@@ -469,7 +469,7 @@ def translate_errors() -> Iterator[None]:
     except (
         psycopg.OperationalError,
         psycopg.InterfaceError,
-        pg.ReadOnlySqlTransaction,  # the driver calls it an internal error; the next try may well succeed
+        pg.ReadOnlySqlTransaction,  # the driver calls it an internal error, but the next try may succeed
     ) as error:
         is_short = (error.sqlstate or "").startswith(_SHORT_OF_RESOURCES)
         kind = DatabaseBusy if is_short else DatabaseUnavailable
@@ -499,9 +499,9 @@ def keep_cancellation() -> Iterator[None]:
         raise asyncio.CancelledError
 
 
-def _tells_utc(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Times must be in UTC, because ticks are compared as text. A pooler that ignores our options still keeps the time
-    zone of each client, even in transaction mode.
+def _reports_utc(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether times are in UTC, as they must be, because ticks are compared as text. A pooler that ignores our options
+    still keeps the time zone of each client, even in transaction mode.
     """
     return connection.info.parameter_status("TimeZone") == "UTC"
 
@@ -512,7 +512,7 @@ def _prepare_threshold(prepares: bool) -> int | None:
 
 
 def _refuse_aborted(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
-    """A COMMIT after a swallowed error rolls back silently: raise an error instead."""
+    """A COMMIT after a suppressed error rolls back silently: raise an error instead."""
     if connection.info.transaction_status == TransactionStatus.INERROR:
         raise pg.InFailedSqlTransaction("a statement failed earlier in this transaction, so nothing can be committed")
 

@@ -1,10 +1,10 @@
-"""LISTEN/NOTIFY as a doorbell: it only shortens the wait; every ring may be lost, repeated or late.
+"""LISTEN/NOTIFY as a doorbell: it only shortens the wait, so any ring may be lost, repeated or late.
 
 NOTIFY takes a lock on the whole cluster at commit, so enqueue never rings inside its own transaction: rings are sent
 afterwards, on another connection, at most one per queue every 50 ms. After a quiet period a short burst is allowed,
 so that single jobs do not wait for each other's rings.
 
-Only in a caller's transaction is the ring part of it (`ring_at_commit`): nobody else knows when that commits.
+In a caller's transaction the ring is part of the transaction (`ring_at_commit`): only the caller knows when it commits.
 
 A job gets its time when it is written and is seen when that is committed. A worker that searched the queue in between
 must look back, so the ring for a slow commit says since when, by the database's clock, there may be jobs.
@@ -70,7 +70,7 @@ class Doorbell:
         self._waiting: dict[str, float | None] = {}
         """By queue, when the oldest job of a slow commit was written, by the monotonic clock."""
         self._task: asyncio.Task[None] | None = None
-        self._rested_until = 0.0
+        self._paused_until = 0.0
         """Every ring adds the quiet time to this; we wait only when it is ahead of the clock by a burst."""
 
     def ring(self, queues: Iterable[str], *, age_seconds: float = _AGE_SECONDS) -> None:
@@ -97,14 +97,14 @@ class Doorbell:
                     await self._pool.rows(_RING, {"channel": CHANNEL, "queues": list(waiting), "ages": ages})
                 except DatabaseError as error:
                     log.debug("the doorbell did not ring: %s", error)
-                await self._rest()
+                await self._pause()
         finally:
             self._task = None
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         now = time.monotonic()
-        self._rested_until = max(self._rested_until, now) + _QUIET_SECONDS
-        ahead = self._rested_until - now - _BURST * _QUIET_SECONDS
+        self._paused_until = max(self._paused_until, now) + _QUIET_SECONDS
+        ahead = self._paused_until - now - _BURST * _QUIET_SECONDS
         if ahead > 0:
             await asyncio.sleep(ahead)
 
@@ -132,6 +132,6 @@ async def listen(settings: DatabaseSettings, url: str, on_ring: Callable[[Ring],
                     async for ring in connection.notifies():
                         on_ring(Ring.read(ring.payload))
         except psycopg.Error as error:
-            log.debug("the doorbell is silent: %s", error)
+            log.debug("the doorbell is not connected: %s", error)
         await asyncio.sleep(pause)
         pause = min(_RECONNECT_SECONDS_MAX, pause * 2)

@@ -113,8 +113,8 @@ class EmbeddedPostgres:
     >>> with EmbeddedPostgres() as postgres:
     ...     connection = psycopg.connect(postgres.url)
 
-        `settings` apply only if this process starts the server, not if it finds it running. A forked child is not a
-    separate user: it may call `start()`, and its `stop()` never stops the server for others.
+    `settings` apply only if this process starts the server, not if it is running already. A forked child does not count
+    as a user: it may call `start()`, and its `stop()` never stops the server for others.
     """
 
     def __init__(self, root: Path | None = None, *, major: int = 18, settings: Mapping[str, str] | None = None) -> None:
@@ -124,7 +124,8 @@ class EmbeddedPostgres:
             raise ConfigurationError(f"no embedded PostgreSQL {major}: choose one of {sorted(INSTALLATIONS)}")
         self.root = (root or default_root()).expanduser().resolve()
         if unusable := set('"$`\\\n') & set(str(self.root)):
-            raise ConfigurationError(f"{self.root}: pg_ctl cannot work in a path with {unusable} in it")
+            characters = " ".join(sorted(map(repr, unusable)))
+            raise ConfigurationError(f"{self.root}: pg_ctl cannot use a path with {characters}; choose another folder")
         self.data_folder = self.root / "data"
         self.major = major
         self.settings = dict(SETTINGS) | dict(settings or {})
@@ -159,7 +160,7 @@ class EmbeddedPostgres:
             make_folders(self.root, self._owner)
             with self._hold_lock("start.lock"):
                 if self._users is None:
-                    raise DatabaseUnavailable(f"this process is no user of {self.root}: call start() first")
+                    raise DatabaseUnavailable(f"this process does not use {self.root} yet: call start() first")
                 self._hold()
                 self._revive()
 
@@ -242,7 +243,7 @@ class EmbeddedPostgres:
             _unlock(descriptor)
 
     def _hold(self) -> None:
-        """Lock the file that is named users.lock now, even if an earlier one was removed."""
+        """Lock the file that has the name users.lock now, even if an earlier one was removed."""
         descriptor = self._lock("users.lock", fcntl.LOCK_SH, LOCK_SECONDS)
         self._let_go()
         self._users = descriptor, os.getpid()
@@ -259,8 +260,8 @@ class EmbeddedPostgres:
     def _leave(self) -> None:
         """Stop the server if nobody else uses it.
 
-        Turning the shared lock into the exclusive one is not atomic: the first may be lost without the second
-        being won. That does not matter to a process that leaves, and start.lock keeps others out meanwhile.
+        Changing the shared lock to an exclusive one is not atomic: the first may be lost and the second not acquired.
+        That does not matter to a process that leaves, and start.lock keeps others out meanwhile.
         """
         if self._users is None:  # another thread was faster
             return
@@ -280,7 +281,7 @@ class EmbeddedPostgres:
                 break
             _pause(
                 deadline,
-                f"processes of a PostgreSQL run on {self.data_folder} (they hold {self.root}/server.lock), "
+                f"processes of a PostgreSQL server still use {self.data_folder} (they hold {self.root}/server.lock), "
                 f"but none has answered at {self._socket} for {START_SECONDS} s; end them and try again",
             )
         with self._connect() as connection:
@@ -294,7 +295,7 @@ class EmbeddedPostgres:
         if found != str(self.major):
             raise ConfigurationError(
                 f"{self.data_folder} was created by PostgreSQL {found}, and this is {self.major}; dump it with "
-                f"EmbeddedPostgres(major={found}) and load that here, or move the folder away to start over"
+                f"EmbeddedPostgres(major={found}) and load the dump here, or move the folder away to start over"
             )
 
     def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
@@ -311,8 +312,8 @@ class EmbeddedPostgres:
         try:
             self._connect().close()
         except psycopg.OperationalError as error:
-            # libpq does not expose the SQLSTATE of a refused connection, so we match the text; the server
-            # speaks English, because it is built without translations.
+            # libpq does not expose the SQLSTATE of a refused connection, so we match the text, which is always in
+            # English: this server is built without translations.
             if "the database system is" in str(error):
                 return _Answer.NOT_NOW
             return _Answer.ALIVE if "FATAL" in str(error) else _Answer.SILENT
@@ -347,7 +348,7 @@ class EmbeddedPostgres:
             raise DatabaseUnavailable(f"{error}\n{self._log_tail()}") from error
 
     def _initdb(self) -> None:
-        """Into a folder that gets its final name when it is complete: a kill half-way leaves no broken data folder."""
+        """Create the data in a folder that is renamed when it is complete: a kill leaves no incomplete data folder."""
         folder = Path(tempfile.mkdtemp(prefix="initdb-", dir=self.root))
         give(folder, self._owner)
         arguments = ["--auth-host=reject", "--auth-local=trust", "--data-checksums", "--encoding=UTF8"]
@@ -425,7 +426,7 @@ class EmbeddedPostgres:
         return folder
 
     def _copy(self, package: Path) -> Path:
-        """Copied completely or not at all, once for each build; its libraries are found by relative paths."""
+        """Copy the wheel completely or not at all, once for each build; its libraries are found by relative paths."""
         installation = package / INSTALLATIONS[self.major]
         build = (installation / "bin" / "postgres").stat()
         name = hashlib.sha256(f"{installation}:{build.st_size}:{build.st_mtime_ns}".encode()).hexdigest()[:12]

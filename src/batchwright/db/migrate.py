@@ -16,7 +16,7 @@ from batchwright.errors import ConfigurationError, DatabaseError
 
 _LOCK = 0x42575249  # "BWRI"
 _SERVES = re.compile(r"^-- serves: (\d+\.\d+\.\d+)$", re.MULTILINE)
-_BOOK = """
+_MIGRATION_TABLE = """
 CREATE SCHEMA IF NOT EXISTS batchwright;
 CREATE TABLE IF NOT EXISTS batchwright.migration (
     number         integer PRIMARY KEY,
@@ -63,7 +63,7 @@ async def migrate(database: Source, program: str) -> list[Migration]:
     async with database.transaction() as session:
         await session.rows("SET LOCAL lock_timeout = '5min'; SET LOCAL statement_timeout = '5min'")
         await session.rows(f"SELECT pg_advisory_xact_lock({_LOCK})")
-        await session.rows(_BOOK)
+        await session.rows(_MIGRATION_TABLE)
         done: dict[int, str] = dict(await session.rows("SELECT number, checksum FROM batchwright.migration"))
         await refuse_old_program(session, program)
         for migration in migrations():
@@ -115,7 +115,7 @@ async def refuse_old_program(session: Session, program: str) -> None:
         if _version(serves) > _version(program):
             raise ConfigurationError(
                 f"this is Batchwright {program}, but the database has migration {number:04d}_{name}, "
-                f"which serves {serves} and newer; upgrade: pip install 'batchwright>={serves}'"
+                f"which needs Batchwright {serves} or newer; upgrade: pip install 'batchwright>={serves}'"
             )
 
 
@@ -131,7 +131,7 @@ async def check_server(database: Source) -> None:
 def _refuse_changed(migration: Migration, checksum: str) -> None:
     if checksum != migration.checksum:
         raise ConfigurationError(
-            f"migration {migration.number:04d}_{migration.name} was applied with another text; "
+            f"migration {migration.number:04d}_{migration.name} was applied with other contents; "
             "migrations never change: restore the file, or use the program that applied it"
         )
 

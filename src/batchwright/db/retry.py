@@ -1,4 +1,4 @@
-"""Repeats calls whose transaction was the victim of a deadlock, or that the database did not answer."""
+"""Repeats calls after a deadlock, or when the database did not answer."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from psycopg import errors as pg
 from batchwright.errors import ConfigurationError, DatabaseUnavailable
 
 LENT = (
-    "prepared statements got lost between two transactions. Either a pooler got another pool_mode while this process "
-    "ran: start it again; or this is a connection of your own through a pooler in transaction mode: set its "
+    "prepared statements were lost between two transactions. Either a pooler changed its pool_mode while this process "
+    "ran: restart it; or this is a connection of your own through a pooler in transaction mode: set its "
     "prepare_threshold to None"
 )
 _STATEMENT_MODE = (
-    "this connection goes through a pooler that takes no transactions (PgBouncer with pool_mode = statement): set "
+    "this connection goes through a pooler that allows no transactions (PgBouncer with pool_mode = statement): set "
     "pool_mode = transaction or session for this database, or connect to PostgreSQL directly"
 )
 _OPTIONS = (
@@ -38,7 +38,7 @@ _CROWDED = (
 )
 _SLOW = (
     "the database gave no answer within {limit:g} s; connecting took {connecting:.2f} s, and {answers} answers before "
-    "it up to {slowest:.2f} s each: look at the network and at the server's load"
+    "it up to {slowest:.2f} s each: check the network and the server's load"
 )
 _BACKEND = "SELECT pg_backend_pid()"
 _PROBE = "SELECT %(n)s::integer -- does it stay prepared?"
@@ -53,7 +53,7 @@ Connect = Callable[[], contextlib.AbstractAsyncContextManager[psycopg.AsyncConne
 
 
 class Mode(StrEnum):
-    """What a client of the server does not share with others."""
+    """How a connection reaches the server, and so what it shares with other clients."""
 
     DIRECT = "directly"
     SESSION = "through a pooler in session mode"
@@ -78,25 +78,26 @@ class Route:
 
 def describe_routes(statements: Route, leases: Route, poll_seconds: float) -> str:
     """A description of how a worker uses its routes; `poll_seconds` is its poll interval when idle."""
-    said = [f"statements go {statements.mode}"]
+    parts = [f"statements go {statements.mode}"]
     if not statements.keeps_sessions:
-        said[0] += ", which keeps them prepared" if statements.prepares else ", unprepared"
+        parts[0] += ", which keeps them prepared" if statements.prepares else ", unprepared"
     if statements.url == leases.url:
-        said.append("leases too" if statements.mode is not Mode.TRANSACTION else "leases too, and wait when it is full")
+        parts.append(
+            "leases too" if statements.mode is not Mode.TRANSACTION else "leases too, which wait when the pool is full"
+        )
     else:
-        said.append(f"leases by database.lease_url, {leases.mode}")
+        parts.append(f"leases by database.lease_url, {leases.mode}")
     if leases.keeps_sessions:
-        said.append("the doorbell with them")
+        parts.append("the doorbell as well")
     else:
-        said.append(f"no doorbell: new jobs are found within {poll_seconds:g} s")
-    return "; ".join(said)
+        parts.append(f"no doorbell: new jobs are found within {poll_seconds:g} s")
+    return "; ".join(parts)
 
 
 async def explore(connect: Connect, url: str, needed: str) -> Route:
-    """Find out what is in between; `needed` says how many connections a process needs, for the error message.
+    """Find out whether there is a pooler; `needed` says how many connections a process needs, for the error message.
 
-    A server tells each client which backend it has. If that backend answers, nothing is in between. Otherwise there is
-    a pooler.
+    A server tells each client which backend it has. If that backend answers, there is no pooler.
     """
     began = time.monotonic()
     with _explain_refusals():

@@ -26,17 +26,17 @@ from batchwright.db.embedded import EmbeddedPostgres
 from batchwright.errors import BatchwrightError, ConfigurationError
 
 _FOLDERS = "batchwright-pytest-*"
-"""How the fixtures name the folder of a run."""
+"""Pattern of the folders that the fixtures create."""
 _YOUNG_SECONDS = 300.0
 """A newer folder may belong to a run that is about to take its lock."""
-_NOTHING_LASTS = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
+_WITHOUT_DURABILITY = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
 
 
 @contextlib.contextmanager
 def throwaway_server(folder: Path) -> Iterator[str]:
     """The URL of a server in this folder, which all processes of a test run share."""
     _remove_abandoned(folder.parent)
-    with EmbeddedPostgres(folder, settings=_NOTHING_LASTS) as embedded:
+    with EmbeddedPostgres(folder, settings=_WITHOUT_DURABILITY) as embedded:
         yield embedded.url
 
 
@@ -57,7 +57,7 @@ def throwaway_database(server: str, template: str = "template1") -> Iterator[str
             admin.execute(SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(name), Identifier(template)))
         except pg.InsufficientPrivilege as error:
             raise ConfigurationError(
-                f"the tests need a database of their own, and the user {admin.info.user} may not make one ({error}): "
+                f"the tests need a database of their own, and the user {admin.info.user} may not create one ({error}): "
                 f"ALTER ROLE {admin.info.user} CREATEDB"
             ) from error
         try:
@@ -67,7 +67,7 @@ def throwaway_database(server: str, template: str = "template1") -> Iterator[str
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """The remains of killed runs. If nobody holds the lock, nobody uses the server."""
+    """Remove what killed runs left. If no process holds the lock, no process uses the server."""
     for folder in parent.glob(_FOLDERS):
         with contextlib.suppress(OSError):
             lock = folder / "users.lock"

@@ -23,7 +23,7 @@ CONCERNS_MAX = 50
 _LATE_SECONDS = 60.0
 """How long a job must be due before it is reported; longer than a worker takes to restart."""
 _BUSY_SECONDS = 900.0
-"""The same if workers are only busy."""
+"""The same for a job that waits only because all workers are busy."""
 _SILENT_SECONDS = 60.0
 _HEADS_MAX = 100
 _DISK_SHARE_MIN = 0.05
@@ -51,7 +51,7 @@ class Concern:
 
 
 def by_urgency(concerns: Iterable[Concern]) -> list[Concern]:
-    """Errors first; cut to a number that people will read."""
+    """Errors first; at most `CONCERNS_MAX`, because nobody reads a longer list."""
     return sorted(concerns, key=lambda one: _LEVELS.index(one.level))[:CONCERNS_MAX]
 
 
@@ -88,8 +88,8 @@ class Attention:
             Concern(
                 kind="stuck",
                 level="error",
-                message=f"the job {id} ({job_type}) is held by {worker}, which has not been heard of for "
-                f"{_ago(seconds)}, and nobody has rescued it",
+                message=f"the job {id} ({job_type}) is held by {worker}, whose lease expired {_ago(seconds)} ago, and "
+                "no worker has rescued it",
                 remedy="start a worker, or recover the job",
                 link=f"jobs/{id}",
             )
@@ -156,7 +156,7 @@ def _concern_of_poison(job_type: str, count: int) -> Concern:
     return Concern(
         kind="parked",
         level="error",
-        message=f"{count:,} jobs of type {job_type!r} are parked: every process that ran them died",
+        message=f"{count:,} jobs of type {job_type!r} are parked, because every process that ran them died",
         remedy="find out what kills the process, then rerun them from the inbox",
         link=f"inbox?type={quote(job_type)}",
     )
@@ -167,15 +167,15 @@ def _concern_of_worker(id: str, broken: str | None, seconds: float) -> Concern:
         return Concern(
             kind="worker",
             level="error",
-            message=f"the worker {id} is broken and takes no more jobs: {broken}",
+            message=f"the worker {id} is broken and claims no more jobs: {broken}",
             remedy="restart it",
             link="workers",
         )
     return Concern(
         kind="worker",
         level="warning",
-        message=f"the worker {id} has not been heard of for {_ago(seconds)}",
-        remedy="look whether its process still lives; other workers have rescued its jobs",
+        message=f"the worker {id} has sent no heartbeat for {_ago(seconds)}",
+        remedy="check whether its process still runs; other workers have rescued its jobs",
         link="workers",
     )
 

@@ -1,7 +1,7 @@
 -- What needs a person's attention. Each query examines a bounded number of rows.
 
--- The oldest due job of each queue and priority: if that one does not start, none behind it does. Only queues in which
--- it has waited for a while.
+-- The oldest due job of each queue and priority, if it has waited for a while: as long as it does not start, the jobs
+-- behind it do not start either.
 -- name: late_heads
 WITH RECURSIVE head AS (
     (SELECT job.id, job.queue, job.priority, job.run_after FROM batchwright.job AS job
@@ -41,8 +41,8 @@ WHERE left_at IS NULL
 ORDER BY heartbeat_at
 LIMIT %(limit)s
 
--- Parked jobs by type: along the index of the inbox, from each tenant and type to the next, without reading what else
--- has failed.
+-- Parked jobs by type. This steps along the index of the inbox, from each tenant and type to the next, and does not
+-- read all the other failed jobs.
 -- name: poisoned
 WITH RECURSIVE kind AS (
     (SELECT first.tenant, first.job_type

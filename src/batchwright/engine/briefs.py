@@ -53,7 +53,7 @@ class Stage:
     job_type: str
     counts: dict[JobStatus, int] = field(default_factory=dict)
     after: list[str] = field(default_factory=list)
-    """The job types that precede it: those that wait for it, or that were chained before it."""
+    """The job types before it: those whose jobs wait for it, or after which it was chained."""
 
     @property
     def total(self) -> int:
@@ -80,7 +80,7 @@ class Briefs:
         return [JobId(found) for (found,) in rows]
 
     async def stages(self, pipeline_id: UUID, *, tenant: str | None) -> list[Stage]:
-        """The graph of a pipeline: a stage for each type, in the order in which they began."""
+        """The graph of a pipeline: one stage per job type, in the order of their first jobs."""
         params = {"pipeline_id": pipeline_id, "tenant": tenant, "count_max": STAGE_COUNT_MAX}
         stages: dict[str, Stage] = {}
         last_top: str | None = None

@@ -17,14 +17,14 @@ from batchwright.states import JobStatus
 BULK_MAX = 1_000
 """Maximum number of jobs that one call changes; call again for more."""
 COUNT_MAX = 100_000
-"""A dry run counts no further."""
+"""Maximum number of jobs that a dry run counts."""
 _COUNTED_PER_STEP = 10_000
 _PER_STEP = 200
 _STEPS_MAX = 50
 _PIPELINE_ROUNDS_MAX = 1_000
 
 Verb = Literal["cancel", "rerun", "dismiss"]
-_MEANT = {
+_ALLOWED_STATUSES = {
     "cancel": (JobStatus.QUEUED, JobStatus.RUNNING),
     "rerun": (JobStatus.FAILED, JobStatus.CANCELLED),
     "dismiss": (JobStatus.FAILED,),
@@ -48,10 +48,10 @@ class Bulk:
 
     async def count(self, verb: Verb, wanted: JobFilter) -> int:
         """How many jobs the verb would apply to; at most `COUNT_MAX`."""
-        meant = _narrow(verb, wanted)
+        narrowed = _narrow(verb, wanted)
         n, after = 0, None
-        while meant is not None and n < COUNT_MAX:
-            ids, after = await self._views.ids(meant, limit=_COUNTED_PER_STEP, after=after)
+        while narrowed is not None and n < COUNT_MAX:
+            ids, after = await self._views.ids(narrowed, limit=_COUNTED_PER_STEP, after=after)
             n += len(ids)
             if after is None:
                 break
@@ -65,8 +65,8 @@ class Bulk:
         A matching parent is cancelled together with its children: if they were cancelled first, it would end as FAILED.
         """
 
-        async def act(ids: Sequence[JobId], meant: JobFilter) -> int:
-            return await self._cancel(await self._views.with_ancestors(ids, meant), reason)
+        async def act(ids: Sequence[JobId], narrowed: JobFilter) -> int:
+            return await self._cancel(await self._views.with_ancestors(ids, narrowed), reason)
 
         return await self._do("cancel", wanted, after, act)
 
@@ -98,14 +98,14 @@ class Bulk:
         after: Cursor | None,
         act: Callable[[Sequence[JobId], JobFilter], Awaitable[int]],
     ) -> Changed:
-        meant = _narrow(verb, wanted)
+        narrowed = _narrow(verb, wanted)
         matched = changed = 0
-        if meant is None:
+        if narrowed is None:
             return Changed(0, 0, None)
         for _ in range(_STEPS_MAX):
-            ids, after = await self._views.ids(meant, limit=min(_PER_STEP, BULK_MAX - matched), after=after)
+            ids, after = await self._views.ids(narrowed, limit=min(_PER_STEP, BULK_MAX - matched), after=after)
             matched += len(ids)
-            changed += await act(ids, meant) if ids else 0
+            changed += await act(ids, narrowed) if ids else 0
             if after is None or matched >= BULK_MAX:
                 break
         return Changed(matched, changed, after)
@@ -130,7 +130,7 @@ class Bulk:
 
 def _narrow(verb: Verb, wanted: JobFilter) -> JobFilter | None:
     """The filter limited to jobs that allow the verb; None when there can be none."""
-    statuses = tuple(status for status in _MEANT[verb] if not wanted.statuses or status in wanted.statuses)
+    statuses = tuple(status for status in _ALLOWED_STATUSES[verb] if not wanted.statuses or status in wanted.statuses)
     if not statuses or wanted.owned or (verb == "dismiss" and wanted.dismissed):
         return None
     dismissed = False if verb == "dismiss" else wanted.dismissed

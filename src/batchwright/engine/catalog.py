@@ -48,7 +48,7 @@ class _Published:
         return {**self._defaults_of_schema(), **plain} if isinstance(plain, dict) else plain
 
     def _defaults_of_schema(self) -> dict[str, Any]:
-        """Fill in defaults as the function itself would: the exclusive key may use them."""
+        """The defaults that the function itself would fill in; the exclusive key may use them."""
         properties = self.validator.schema.get("properties", {})
         return {name: about["default"] for name, about in properties.items() if "default" in about}
 
@@ -156,7 +156,7 @@ def _make_row(
         "deadline": deadline,
         "deadline_seconds": deadline_seconds,
         "payload": orjson.Fragment(_dump(payload, name)),
-        "max_attempts": _check_positive(job.max_attempts or defaults["max_attempts"], "max_attempts"),
+        "max_attempts": _check_attempts(job.max_attempts, defaults["max_attempts"]),
         "exclusive_key": _encode_key(key),
         "on_held": OnHeld.QUEUE if key is None else OnHeld(job.on_held or defaults["on_held"]),
         "pipeline_id": origin.pipeline_id if origin else job.pipeline_id,
@@ -178,7 +178,7 @@ def _dump(payload: Any, name: str) -> bytes:
             param="payload",
         )
     if _NUL.search(document):
-        raise PayloadInvalid(f"{name}: the payload holds a NUL character, which cannot be stored", param="payload")
+        raise PayloadInvalid(f"{name}: the payload contains a NUL character, which cannot be stored", param="payload")
     return document
 
 
@@ -189,21 +189,24 @@ def _encode_key(key: str | Sequence[Any] | None) -> str | None:
     parts = [key] if isinstance(key, str) else list(key)
     document = orjson.dumps(parts, default=str).decode()
     if not parts or len(document) > 1000:
-        raise InvalidInput("an exclusive key has 1 to 1000 characters of JSON", param="exclusive_key")
+        raise InvalidInput(
+            f"the exclusive key {document[:80]} must have 1 to 1000 characters of JSON", param="exclusive_key"
+        )
     return document
 
 
 def _check_priority(priority: int | None, default: int) -> int:
     priority = default if priority is None else priority
     if not 0 <= priority <= 9:
-        raise InvalidInput(f"priority is {priority}; it goes from 0 (first) to 9 (last)", param="priority")
+        raise InvalidInput(f"priority is {priority}; use 0 (first) to 9 (last)", param="priority")
     return priority
 
 
-def _check_positive(value: int, param: str) -> int:
-    if value < 1:
-        raise InvalidInput(f"{param} is {value}; it must be at least 1", param=param)
-    return value
+def _check_attempts(max_attempts: int | None, default: int) -> int:
+    max_attempts = default if max_attempts is None else max_attempts
+    if max_attempts < 1:
+        raise InvalidInput(f"max_attempts is {max_attempts}; it must be at least 1", param="max_attempts")
+    return max_attempts
 
 
 def _read_deadline(deadline: datetime | timedelta | None) -> tuple[datetime | None, float | None]:

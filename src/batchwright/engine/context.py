@@ -1,4 +1,4 @@
-"""What an operation sees of the engine while it runs."""
+"""What a running operation can see of the engine."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Context:
 
     @property
     def deadline_passed(self) -> bool:
-        """The deadline passed while the job waited for its children: finish up and start nothing new."""
+        """The deadline passed while the job waited for its children: end soon and start nothing new."""
         return self._claim.deadline_passed
 
     @property
@@ -163,9 +163,11 @@ class Context:
     def emit(self, event: str, message: str | None = None, *, level: Level = "info", **fields: Any) -> None:
         """Add a line to the job's history; `model`, tokens, `cost` and `error_kind` have their own columns."""
         if not event or len(event) > _EVENT_CHARACTERS_MAX:
-            raise InvalidInput(f"an event name has 1 to {_EVENT_CHARACTERS_MAX} characters", param="event")
+            raise InvalidInput(
+                f"an event name must have 1 to {_EVENT_CHARACTERS_MAX} characters, not {len(event)}", param="event"
+            )
         if level not in ("info", "warning", "error"):
-            raise InvalidInput(f"level is {level!r}; it is info, warning or error", param="level")
+            raise InvalidInput(f"level is {level!r}; use info, warning or error", param="level")
         noted = {name: fields.pop(name) for name in _NOTED if name in fields}
         current, total = fields.pop("_progress_current", None), fields.pop("_progress_total", None)
         if current is not None or total is not None:

@@ -34,7 +34,7 @@ _NICKNAMES = {
 }
 _DST_SHIFT_MAX = timedelta(hours=3)
 _UNNAMED_ZONES = frozenset({"Factory", "localtime", "posixrules"})
-"""Files among the time zones that are not time zones."""
+"""Files in the time zone database that are not time zones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Cron:
         last = after
         for local in self._simulate(after):
             tick = local.astimezone(UTC)
-            # If it starts in the hour that autumn repeats, the library returns the first of the two.
+            # One hour occurs twice when daylight saving time ends; from a start in it, the library returns the first.
             if tick > last:
                 last = tick
                 yield tick
@@ -89,7 +89,7 @@ class Cron:
 def preview(cron: str, timezone: str = "UTC", n: int = 5, *, after: datetime | None = None) -> list[datetime]:
     """The next ticks in UTC, from `after` or from this machine's clock; needs no database."""
     if not 1 <= n <= TICKS_SHOWN_MAX:
-        raise InvalidInput(f"n is {n}; it goes from 1 to {TICKS_SHOWN_MAX}", param="n")
+        raise InvalidInput(f"n is {n}; use 1 to {TICKS_SHOWN_MAX}", param="n")
     parsed = Cron.parse(cron, timezone)
     first = parsed.first_after(after or datetime.now(UTC))
     return [first, *itertools.islice(parsed.ticks(first), n - 1)]
@@ -104,9 +104,9 @@ def _fields(expression: str) -> list[str]:
     if len(fields) == 5:
         return fields
     if len(fields) == 6:
-        problem = "six fields; there are no seconds here, leave that field out"
+        problem = "six fields; leave out the field for seconds"
     elif plain := _NICKNAMES.get(expression.strip().lower()):
-        problem = f"a nickname; write {plain!r}"
+        problem = f"nicknames are not supported; write {plain!r}"
     else:
         problem = f"{len(fields)} field{'' if len(fields) == 1 else 's'}; {_HOWTO}"
     raise InvalidInput(f"the cron expression {expression!r}: {problem}", param="cron")
@@ -125,7 +125,7 @@ def _zone(name: str) -> tzinfo:
         return UTC  # for this object the library skips its handling of daylight saving time
     if name in _UNNAMED_ZONES:
         raise InvalidInput(
-            f"{name!r} is another time zone on each machine; name the one you mean, such as 'Europe/Berlin' or 'UTC'",
+            f"{name!r} differs from machine to machine; name the time zone you mean, such as 'Europe/Berlin' or 'UTC'",
             param="timezone",
         )
     try:

@@ -159,7 +159,7 @@ class EventStreams:
         self._late_at = self._sweep_at = 0.0
 
     async def follow(self, job: Job, after: int, *, idle_seconds: float) -> AsyncGenerator[list[bytes], None]:
-        """Events after this id, in order, each once, until the job has ended; an empty list after a quiet period.
+        """Events after this id, in order, each once, until the job has ended; an empty list after each idle period.
 
         It also ends when the job is gone or the object is closed. Close it (`aclosing`) to free its resources at once.
         """
@@ -208,7 +208,7 @@ class EventStreams:
         stream.followers += 1
         self.followers += 1
         if not self.is_closed and (self._tail is None or self._tail.done()):
-            self._tail = asyncio.get_running_loop().create_task(self._look_on())
+            self._tail = asyncio.get_running_loop().create_task(self._run_tail())
         try:
             yield stream
         finally:
@@ -219,7 +219,7 @@ class EventStreams:
 
     # The tail ---------------------------------------------------------------------------------------------------
 
-    async def _look_on(self) -> None:
+    async def _run_tail(self) -> None:
         """Runs as long as there are followers."""
         while self._streams:
             pause = await self._attempt(self.look)
@@ -271,14 +271,14 @@ class EventStreams:
     # The past ---------------------------------------------------------------------------------------------------
 
     def _page(self, place: Place) -> Awaitable[list[Entry]]:
-        """Requests for the same page share it until it is read; a later request may know of newer events."""
+        """Requests for the same page share it until it is read; a later request gets a new one, with newer events."""
         page: asyncio.Future[list[Entry]] = asyncio.get_running_loop().create_future()
         self._wanted.setdefault(place, []).append(page)
         if self._past is None or self._past.done():
-            self._past = asyncio.get_running_loop().create_task(self._read_on())
+            self._past = asyncio.get_running_loop().create_task(self._run_past())
         return page
 
-    async def _read_on(self) -> None:
+    async def _run_past(self) -> None:
         while self._wanted:
             pause = await self._attempt(self._read)
             await asyncio.sleep(pause)

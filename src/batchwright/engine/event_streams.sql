@@ -1,4 +1,4 @@
--- Queries for followers of events: is there anything new at all, and which events of these jobs are new?
+-- Queries for followers of events: whether there are new events at all, and the new events of these jobs.
 
 -- name: last_written
 -- Every event takes its id from here, so a number that has not moved means that nothing new was written.

@@ -93,7 +93,7 @@ def process_counts() -> Counts:
 class Exposition:
     """Renders the page. It reads the database at most every five seconds, however many requests come.
 
-    A slow reading is used for longer, so that it never costs more than a twentieth of one connection.
+    A reading that took long is used for longer, so that reading never takes more than a twentieth of the time.
     `more` are the metrics that parts add to the workers, `label_limits` the limits on the values of their labels.
     """
 
@@ -128,11 +128,11 @@ class Exposition:
         if sums is None:
             return [_family(DATABASE_UP, {(): 0.0})]
         families = [_family(DATABASE_UP, {(): 1.0}), *_families(self._sums, sums, _SHARED, self._label_limits)]
-        stand = await _try_reading(read_standing(self._database))
-        if stand is not None:
-            found = _standing_numbers(stand)
+        standing = await _try_reading(read_standing(self._database))
+        if standing is not None:
+            found = _standing_numbers(standing)
             families += [_family(metric, found[metric.name], _SHARED) for metric in STANDING_METRICS]
-            families += _families(self._gauges, stand.gauges, _SHARED, self._label_limits)
+            families += _families(self._gauges, standing.gauges, _SHARED, self._label_limits)
         return families
 
 
@@ -145,19 +145,19 @@ async def _try_reading(reading: Coroutine[Any, Any, T]) -> T | None:
         return None
 
 
-def _standing_numbers(stand: Standing) -> dict[str, dict[Labels, float]]:
+def _standing_numbers(standing: Standing) -> dict[str, dict[Labels, float]]:
     jobs: dict[Labels, float] = {}
-    for depth in stand.depths:
+    for depth in standing.depths:
         jobs |= {(depth.queue, "due"): depth.due, (depth.queue, "scheduled"): depth.scheduled}
-    jobs |= {(queue, state): n for queue, state, n in stand.taken}
+    jobs |= {(queue, state): n for queue, state, n in standing.taken}
     return {
         "jobs": jobs,
-        "oldest_due_age_seconds": {(depth.queue,): depth.oldest_due_seconds for depth in stand.depths},
-        "queue_paused": {(depth.queue,): float(depth.is_paused) for depth in stand.depths},
-        "failed_jobs": {(job_type,): n for job_type, n in stand.failed},
-        "workers": {(): stand.workers},
-        "worker_slots": {(): stand.slots},
-        "worker_slots_used": {(): stand.slots_used},
+        "oldest_due_age_seconds": {(depth.queue,): depth.oldest_due_seconds for depth in standing.depths},
+        "queue_paused": {(depth.queue,): float(depth.is_paused) for depth in standing.depths},
+        "failed_jobs": {(job_type,): n for job_type, n in standing.failed},
+        "workers": {(): standing.workers},
+        "worker_slots": {(): standing.slots},
+        "worker_slots_used": {(): standing.slots_used},
     }
 
 

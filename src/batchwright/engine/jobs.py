@@ -190,7 +190,7 @@ def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[N
     """One NewJob or a list of them, from the arguments of enqueue."""
     if isinstance(operation, (list, tuple)):
         if payload is not None or options:
-            raise InvalidInput("a list of jobs takes its payloads and options in each NewJob", param="payload")
+            raise InvalidInput("for a list of jobs, give payload and options in each NewJob", param="payload")
         return list(operation)
     if isinstance(operation, NewJob) and payload is not None:
         raise InvalidInput("a NewJob has its own payload; do not give another one", param="payload")
@@ -204,7 +204,7 @@ def new_jobs(operation: Any, payload: Any, options: Mapping[str, Any]) -> list[N
 
 
 def _refuse_unknown_options(options: Mapping[str, Any]) -> None:
-    """The usual mistake is to write a field of the payload as a keyword."""
+    """The usual cause is a field of the payload that was given as a keyword."""
     known = {field.name for field in dataclasses.fields(NewJob) if field.init} - {"operation", "payload"}
     for name in options.keys() - known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

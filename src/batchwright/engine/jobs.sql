@@ -2,17 +2,17 @@
 -- `:now` is the caller's clock if a test passes one, otherwise the server's.
 
 -- part: is_held
--- A worker holds the job. The test of `status::text` and `IS NOT DISTINCT FROM` below do not match any index: a
--- predicate that does tempts the planner to walk that index instead of the primary key.
+-- A worker holds the job. `status::text` here and `IS NOT DISTINCT FROM` below match no index on purpose: otherwise the
+-- planner might walk that index instead of using the primary key.
 job.status::text = 'RUNNING' AND job.lease_until IS NOT NULL
 
 -- part: settle_fence
--- The same claim of the same worker. After a failover that lost commits, a claim number may be given a second time;
--- the worker distinguishes the two.
+-- The same claim of the same worker. After a failover that lost commits, a claim number may be given a second time; the
+-- worker's id tells the two claims apart.
 job.id = done.id AND job.claims = done.claim AND job.locked_by IS NOT DISTINCT FROM %(worker)s::text AND :is_held
 
 -- part: put_off
--- When a job becomes due again: after its delay, but in time for its deadline.
+-- When a job becomes due again: after its delay, or at its deadline if that is earlier.
 greatest(:now, least(:now + make_interval(secs => done.delay_seconds),
                      CASE WHEN NOT job.deadline_passed THEN job.deadline END))
 
@@ -84,12 +84,12 @@ WHERE tenant = %(tenant)s AND exclusive_key = %(key)s AND finished_at IS NULL
 ORDER BY is_current DESC, priority, run_after, id
 
 -- part: startable
--- An ordinary claim may start the job, apart from its key.
+-- An ordinary claim may start the job, if its key is free.
 job.status = 'QUEUED' AND job.run_after <= :now AND job.rescues < :deaths_max AND job.attempts < job.max_attempts
     AND job.job_type = ANY(%(job_types)s::text[])
 
 -- part: key_is_held
--- By an open job, or by one that has ended but whose worker has not released it.
+-- The key is held by an open job, or by one that has ended but whose worker has not released it.
 EXISTS (
     SELECT FROM batchwright.job AS holder
     WHERE holder.tenant = job.tenant AND holder.exclusive_key = job.exclusive_key
@@ -97,7 +97,7 @@ EXISTS (
         AND (holder.finished_at IS NULL OR holder.lease_until >= :now))
 
 -- part: another_is_first
--- Of the jobs that wait for the key, among those that this worker could run.
+-- Of the jobs that wait for the key and that this worker could run, another one is next.
 EXISTS (
     SELECT FROM batchwright.job AS rival
     WHERE rival.tenant = job.tenant AND rival.exclusive_key = job.exclusive_key
@@ -108,7 +108,7 @@ EXISTS (
         AND rival.queue = ANY(ARRAY(SELECT lane.queue FROM lane)))
 
 -- part: jobs_of_lanes
--- Behind the watermark of each lane. A keyed job must be the next of its key, unless it holds the key itself.
+-- Due jobs behind the watermark of each lane. A keyed job must be the next of its key, unless it holds the key itself.
 SELECT due.place, due.id, due.tenant, due.exclusive_key, due.run_after, lane.queue, lane.quota, lane.turn
 FROM lane
 CROSS JOIN LATERAL (
@@ -456,7 +456,7 @@ events AS (
 SELECT id, parent_job_id, status = 'FAILED', status::text FROM moved
 
 -- name: cancel
--- The open jobs of whole subtrees, locked children first.
+-- Cancel the open jobs of whole subtrees. Children are locked before their parents.
 WITH RECURSIVE tree AS (
     SELECT id, 0 AS depth FROM batchwright.job WHERE id = ANY(%(ids)s::uuid[])
     UNION ALL
@@ -622,7 +622,7 @@ LIMIT %(limit)s
 -- name: rescue
 -- Expired leases: by the clock, but not during the first lease after the server started; or named by the worker whose
 -- process for that job has died. A job that already ended only loses its lock. Deaths count towards isolation,
--- but not in a private queue: its worker does nothing else, so there is no neighbour to protect, and users kill it.
+-- but not in a private queue: its worker runs no other jobs that need protection, and users kill it on purpose.
 -- The server's start time is that of its helper processes: they start after a recovery, or after a backend crashed.
 WITH ready AS MATERIALIZED (
     SELECT greatest(pg_postmaster_start_time(), max(backend_start)) AS at
@@ -681,7 +681,7 @@ SELECT id, CASE WHEN open AND status = 'FAILED' THEN parent_job_id END, true, st
 FROM rescued
 
 -- name: forgive
--- The worker of these claims is alive after all: it had only lost its lease, so that was no death.
+-- The worker of these claims is alive after all: it only lost its lease, so this does not count as a death.
 UPDATE batchwright.job SET rescues = greatest(0, rescues - 1), dead_claim = NULL
 FROM unnest(%(ids)s::uuid[], %(claims)s::bigint[]) AS held (id, claim)
 WHERE job.id = held.id AND job.dead_claim = held.claim AND job.finished_at IS NULL
@@ -720,7 +720,7 @@ WHERE parent_job_id = %(id)s AND round = %(round)s AND status IN ('FAILED', 'CAN
 ORDER BY id
 
 -- name: rerun
--- `children` unsuccessful children are rerun with it: the job then waits for them; with none it runs again itself.
+-- If it has unsuccessful children (`children` is their number), the job waits for their rerun; otherwise it runs again.
 WITH demoted AS (
     UPDATE batchwright.job SET is_current = false
     FROM batchwright.job AS waiting

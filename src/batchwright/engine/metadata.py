@@ -23,4 +23,4 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
                 param="metadata",
             )
         if "\0" in name + value:
-            raise InvalidInput(f"metadata {name!r} holds a NUL character, which cannot be stored", param="metadata")
+            raise InvalidInput(f"metadata {name!r} contains a NUL character, which cannot be stored", param="metadata")

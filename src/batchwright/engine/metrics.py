@@ -45,7 +45,7 @@ _SILENT_SECONDS = 600.0
 _FOLDED_SECONDS = 86_400.0
 _FOLDS_MAX = 500
 _JOBS_MAX = 100_000
-_PUT_DOWN_MAX = 1_000
+_NOTED_MAX = 1_000
 _WORKER_SILENT_SECONDS = 60.0
 
 _QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -103,8 +103,8 @@ WORKER_METRICS = (
 class WorkerCounts(Counts):
     """The metrics of one worker process; parts of Batchwright may add their own.
 
-    What happens to each job is first only noted, and then counted a thousand at a time. That is several times cheaper,
-    and it matters because a job costs little else.
+    What happens to each job is first only noted, and later counted for a thousand jobs at once. This is several times
+    cheaper, which matters because a job costs little else.
     """
 
     def __init__(self, more: Iterable[Metric] = (), label_limits: LabelLimits | None = None) -> None:
@@ -115,18 +115,18 @@ class WorkerCounts(Counts):
         self.ended: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Jobs that were settled, by type and outcome."""
         self._waited: defaultdict[str, list[float]] = defaultdict(list)
-        self._put_down = 0
+        self._noted = 0
 
     def note_claimed(self, claims: Sequence[Claim]) -> None:
-        """Jobs of one claim; jobs that were enqueued together were due at the same time, so that is computed once."""
+        """Note the jobs of one claim. Neighbours often became due at the same time: their latency is computed once."""
         due, seconds, waited = None, 0.0, self._waited
         for claim in claims:
             if claim.run_after != due:
                 due = claim.run_after
                 seconds = (claim.claimed_at - due).total_seconds()
             waited[claim.queue].append(seconds)
-        self._put_down += len(claims)
-        if self._put_down >= _PUT_DOWN_MAX:
+        self._noted += len(claims)
+        if self._noted >= _NOTED_MAX:
             self._count()
 
     def _count(self) -> None:
@@ -140,7 +140,7 @@ class WorkerCounts(Counts):
         self._waited.clear()
         self.ran.clear()
         self.ended.clear()
-        self._put_down = 0
+        self._noted = 0
 
     def note_rescued(self, rescued: Iterable[Rescued]) -> None:
         for one in rescued:
@@ -149,7 +149,7 @@ class WorkerCounts(Counts):
 
 
 class CountsWriter:
-    """Keeps one worker's row. It never disturbs the worker: a failed write is made up for by the next one."""
+    """Keeps one worker's row. A failed write does not affect the worker: the next one contains its counts too."""
 
     def __init__(self, database: Database, worker: str, counts: Counts) -> None:
         self._database = database
@@ -211,7 +211,7 @@ class CountsWriter:
         self._touch_at = time.monotonic() + _TOUCH_SECONDS
 
     async def _write_gauges(self, gauges: Flat) -> None:
-        """Written again now and then: a row that was removed while we were frozen comes back without them."""
+        """Repeat the write now and then: a row that was removed while we were frozen is created without gauges."""
         is_touch_due = bool(gauges) and time.monotonic() >= self._gauges_touch_at
         if gauges != self._gauges or is_touch_due:
             params = {"worker": self._worker, "gauges": orjson.dumps(gauges).decode()}
@@ -220,7 +220,7 @@ class CountsWriter:
             self._gauges_touch_at = time.monotonic() + _TOUCH_SECONDS
 
     async def _send(self, counted: Flat) -> bool:
-        """Whether our row was still ours to write."""
+        """Write our row; returns whether it was still ours."""
         before, self._sent = self._sent, difference(counted, self._base)
         sql = SQL["update_counts" if self._is_written else "insert_counts"]
         params = {"worker": self._row, "counts": orjson.dumps(self._sent).decode()}
@@ -246,7 +246,7 @@ class CountsWriter:
 
 
 async def fold(database: Database, *, session: Session | None = None) -> int:
-    """Add up the rows of workers that are gone; returns how many. Needs the upkeep lock: the sum has no other."""
+    """Add up the rows of workers that are gone; returns how many. Call it under the upkeep lock: it has no other."""
     params = {"silent_seconds": _SILENT_SECONDS, "limit": _FOLDS_MAX}
     ((folded,),) = await database.ask(SQL["fold_counts"], params, session)
     await database.ask(SQL["forget_folded"], {"kept_seconds": _FOLDED_SECONDS}, session)
@@ -264,7 +264,7 @@ class Depth(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The state of everything, read from indexes at a bounded cost."""
+    """The current state of queues, jobs and workers, read from indexes at a bounded cost."""
 
     depths: list[Depth]
     taken: Sequence[Row]

@@ -18,7 +18,7 @@ SELECT counts FROM batchwright.worker_counts WHERE worker = %(worker)s AND folde
 
 -- name: fold_counts
 -- Add rows that were not updated for long to the sum of workers that are gone, and mark them in the same statement.
--- A worker that writes at this moment waits for us and then finds its row folded, or we wait and find it fresh.
+-- If a worker writes at this moment, either it waits for us and then finds its row folded, or we wait and skip the row.
 WITH gone AS (
     UPDATE batchwright.worker_counts SET folded_at = :now
     WHERE worker IN (
@@ -65,7 +65,7 @@ WHERE left_at IS NULL AND heartbeat_at >= :now - make_interval(secs => %(silent_
 GROUP BY key
 
 -- name: depths
--- Each queue is counted up to a limit in the index of due jobs; the oldest of each priority is one look into it.
+-- Each queue is counted up to a limit in the index of due jobs; the oldest job of each priority is one index lookup.
 WITH clock AS MATERIALIZED (SELECT :now AS now)
 SELECT CASE WHEN place <= %(queues_max)s THEN queue.name ELSE 'other' END, bool_or(queue.paused),
        sum(depth.due)::bigint, sum(depth.scheduled)::bigint,

@@ -86,7 +86,7 @@ def check_outcome(outcome: Outcome) -> None:
         case Wait():
             problem = _problem_with_wait(outcome)
     if problem is not None:
-        raise Fatal(f"the operation returned nonsense: {problem}", code="invalid_outcome")
+        raise Fatal(f"the operation returned an invalid outcome: {problem}", code="invalid_outcome")
 
 
 def _problem_with_done(done: Done) -> str | None:
@@ -100,7 +100,7 @@ def _problem_with_done(done: Done) -> str | None:
 def _problem_with_snooze(snooze: Snooze) -> str | None:
     seconds = snooze.seconds
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
-        return f"Snooze.seconds must be a number from 0 up, not {seconds!r}"
+        return f"Snooze.seconds must be a number from 0 to less than 1e9, not {seconds!r}"
     return _problem_with_progress(snooze.progress)
 
 
@@ -108,7 +108,7 @@ def _problem_with_wait(wait: Wait) -> str | None:
     if not _are_jobs(wait.children):
         return "Wait.children must be a list of NewJob"
     if len(wait.children) > CHILDREN_MAX:
-        return f"Wait has {len(wait.children)} children; the limit is {CHILDREN_MAX}, use two levels"
+        return f"Wait has {len(wait.children)} children; the limit is {CHILDREN_MAX}; use two levels of children"
     if wait.on_join not in ("close", "resume"):
         return f"Wait.on_join must be 'close' or 'resume', not {wait.on_join!r}"
     if not isinstance(wait.allow_failures, int) or wait.allow_failures < 0:

@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 
 async def lock_held(queue: Queue, claims: Sequence[Held], *, session: Session) -> set[UUID]:
-    """The jobs whose claims are still held; nobody can take these claims away until the transaction ends."""
+    """The jobs whose claims are still held; they stay held until the transaction ends."""
     params = {
         "ids": [one.id for one in claims],
         "claims": [one.claim for one in claims],

@@ -1,4 +1,4 @@
-"""Maps an error to what happens to the job: the class decides.
+"""Maps an error to what happens to the job. The error's class decides:
 
 RateLimited    wait as requested, same step again, no attempt used
 RetryLater     the same, raised by the operation itself
@@ -108,7 +108,7 @@ def describe(verdict: OperationError, error: BaseException) -> dict[str, Any]:
 
 
 def succeed(claim: Claim, result: Any, progress: tuple[int, int] | None = None) -> Settle:
-    """Missing values are left out: the statement treats them as null, and most jobs have few values."""
+    """The settle of a success. Missing values are left out: the statement treats them as null."""
     values: dict[str, Any] = {}
     if result is not None:
         values["result"] = orjson.Fragment(storable(result))
@@ -152,7 +152,7 @@ def _snooze(claim: Claim, seconds: float, reason: str | None, error_kind: str | 
 
 
 def _limit_delay(seconds: float) -> float:
-    """Limit a delay to a year, whatever the other side requests; a value that is not a number means no delay."""
+    """Limit a delay to a year, whatever a service requests; NaN means no delay."""
     return min(_DELAY_SECONDS_MAX, seconds) if seconds > 0 else 0.0
 
 

@@ -51,7 +51,7 @@ class EngineSettings:
     lease_seconds: float = 30.0
     """A worker that has not renewed its leases for this time counts as dead, and its jobs are rescued."""
     stale_job_timeout_seconds: float = 1800.0
-    """A job locked longer than this may be recovered by hand even though its lease is alive."""
+    """A job that has been locked for longer may be recovered by hand, even while its lease is alive."""
     rescue_jitter_seconds: float = 0.5
     """Rescued jobs return to the queue spread over this time."""
     ring_at_commit: bool = True
@@ -62,7 +62,10 @@ class EngineSettings:
         if self.lease_seconds < 1:
             raise ConfigurationError(f"lease_seconds is {self.lease_seconds:g}; it must be at least 1")
         if self.stale_job_timeout_seconds < self.lease_seconds:
-            raise ConfigurationError("stale_job_timeout_seconds must not be shorter than lease_seconds")
+            raise ConfigurationError(
+                f"stale_job_timeout_seconds is {self.stale_job_timeout_seconds:g}; it must be at least lease_seconds, "
+                f"{self.lease_seconds:g}"
+            )
 
 
 class Watermark(NamedTuple):
@@ -129,7 +132,7 @@ class Queue:
         self.database = database
         self.settings = settings or EngineSettings()
 
-    # Into the queue ---------------------------------------------------------------------------------------------
+    # Enqueue ----------------------------------------------------------------------------------------------------
 
     @retry_deadlocks
     async def enqueue(self, rows: Sequence[Mapping[str, Any]], *, session: Session | None = None) -> list[Enqueued]:
@@ -155,7 +158,7 @@ class Queue:
         keyed = [row for row in rows if row["exclusive_key"] is not None]
         if len(keyed) > _KEYS_PER_CALL_MAX:
             raise TooLarge(
-                f"{len(keyed)} keyed jobs with a policy of their own in one call; the limit is {_KEYS_PER_CALL_MAX}",
+                f"{len(keyed)} jobs with an exclusive key in one call with on_held; the limit is {_KEYS_PER_CALL_MAX}",
                 param="jobs",
             )
         await self._run(
@@ -562,14 +565,14 @@ class Queue:
         self._refuse_held(id, found)
         if found.parent is not None and not await self._uncount(session, found):
             raise Conflict(
-                f"job {id} is a child of job {found.parent}, which is {found.parent_status} and does not wait "
-                f"for it any more; rerun job {found.parent} instead",
+                f"job {id} is a child of job {found.parent}, which is {found.parent_status} and no longer "
+                f"waits for it; rerun job {found.parent} instead",
                 holder=str(found.parent),
             )
         await self._revive(session, id, found.was_waiting, found.waits)
 
     async def _uncount(self, session: Session, found: _Found) -> bool:
-        """Whether the parent waits for this child, and now counts it again."""
+        """Have the parent count this child again; False if the parent does not wait for it."""
         return bool(found.parent_waits and await self._run(session, "uncount", id=found.parent, round=found.round))
 
     async def _revive(self, session: Session, id: UUID, was_waiting: bool, waits: int) -> None:
@@ -609,7 +612,7 @@ class Queue:
         return [Rescued(JobId(id), JobStatus(status), *rest) for id, _, _, status, *rest in rows]
 
     async def forgive(self, lost: Sequence[ClaimKey]) -> int:
-        """Undo the deaths that were counted for these claims: their worker is alive. Returns how many."""
+        """Undo the worker deaths counted for these claims, because the worker is alive. Returns how many."""
         ids, claims = [id for id, _ in lost], [claim for _, claim in lost]
         return len(await self._run(None, "forgive", ids=ids, claims=claims)) if lost else 0
 
@@ -699,7 +702,7 @@ class Queue:
 
 _INSTEAD = {
     "cancel": "cancel that instead of its job",
-    "recover": "there is nothing to do, its job is rescued when the lease of its worker is over",
+    "recover": "no action is needed, because its job is rescued when the lease of its worker expires",
     "rerun": "retry that instead of its job",
 }
 """What to do instead, for a job that belongs to another object."""
@@ -728,7 +731,7 @@ def _why_not_stale(found: _Found, stale_seconds: float) -> str:
         return "it waits for its children"
     return (
         f"its lease is alive, held by {found.locked_by} since {found.locked_at:%Y-%m-%d %H:%M:%S} UTC; "
-        f"a lock is stale when its lease is over or after {stale_seconds:g} seconds"
+        f"a lock is stale when its lease has expired, or after {stale_seconds:g} seconds"
     )
 
 

@@ -30,7 +30,7 @@ SQL = statements(__package__, "retention.sql")
 log = logging.getLogger(__name__)
 
 _DAY_SECONDS = 86_400.0
-# A call whose answer was lost is repeated with the same ids for some seconds; its job must not be gone by then.
+# A call whose answer was lost is repeated with the same ids for some seconds; until then its job must exist.
 _DAYS_MIN = 1 / 24
 _DAYS_MAX = 36_500.0
 _EVERY_SECONDS = 600.0
@@ -62,7 +62,7 @@ class RetentionSettings:
             days = getattr(self, name)
             if not (_DAYS_MIN <= days <= _DAYS_MAX or days == math.inf):
                 raise ConfigurationError(
-                    f"{name} is {days:g}; give days from {_DAYS_MIN:.2g} (an hour) to {_DAYS_MAX:g}, "
+                    f"{name} is {days:g}; use {_DAYS_MIN:.2g} (an hour) to {_DAYS_MAX:g} days, "
                     "or inf to keep them forever"
                 )
         if not 1 <= self.jobs_per_round <= 100_000:
@@ -127,7 +127,7 @@ class Retention:
         return Removed(jobs=jobs, events=events, requests=requests, has_more=not is_over)
 
     async def drop_partition(self, session: Session) -> Removed:
-        """Drop the oldest week of events that hardly any remaining job needs."""
+        """Drop the oldest week of events of which only few belong to a job that still exists."""
         shortest = min(self.settings.succeeded_days, self.settings.ended_days)
         if math.isinf(shortest):
             return Removed()
@@ -187,7 +187,7 @@ def _walks(settings: RetentionSettings) -> tuple[_Walk, ...]:
 
 
 def _as_round(verb: Callable[[Session], Awaitable[Removed]]) -> Callable[[Session], Awaitable[bool]]:
-    """The verb as a round: it logs what it did, and returns whether it needs another turn."""
+    """The verb as a round: it logs what was removed, and returns whether there is more to do."""
 
     async def run(session: Session) -> bool:
         removed = await verb(session)

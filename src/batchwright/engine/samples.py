@@ -1,4 +1,4 @@
-"""Figures for every minute, for the dashboard: what all processes did, and the state of the queues.
+"""Figures for every minute, for the dashboard: the work of all processes, and the state of the queues.
 
     counters of all processes ──▶ one row a minute (upkeep) ──▶ differences: jobs, requests, tokens, errors per second
 
@@ -30,7 +30,7 @@ _QUEUES_MAX = 20
 _NOTHING: Mapping[str, float] = {}
 
 Figures = Mapping[str, Mapping[str, float]]
-"""By figure, and by the label that divides it."""
+"""Numbers by figure, then by label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Samples:
         await self._database.ask(SQL["forget"], {"kept_seconds": KEPT_SECONDS}, session)
 
     async def read(self, period: Period) -> list[Point]:
-        """Oldest first. A step without a sample is missing; the next one then covers both."""
+        """One point per step, oldest first. A step without a sample is missing; the next point covers it too."""
         rows = await self._database.ask(SQL["read"], {"seconds": period.seconds, "steps": period.steps})
         return [_between(before, after) for before, after in pairwise(rows)]
 
@@ -120,7 +120,7 @@ def _levels(standing: Standing) -> dict[str, Any]:
 
 
 def _between(before: Sequence[Any], after: Sequence[Any]) -> Point:
-    """A counter that decreased, because a failover lost part of it, gives no figure for this step."""
+    """The rates between two samples. A counter that decreased, because a failover lost part of it, counts as 0."""
     (since, totals_before, _), (at, totals, levels) = before, after
     seconds = (at - since).total_seconds()
     rates = {

@@ -8,8 +8,8 @@ RETURNING at
 -- name: forget
 DELETE FROM batchwright.sample WHERE at < :now - make_interval(secs => %(kept_seconds)s) RETURNING at
 
--- The last sample of each step, and the one before the first step, for comparison. Steps begin at round times, so that
--- a chart does not change its shape with every request.
+-- The last sample of each step, and one from before the first step to compare with. Steps begin at round times, so that
+-- a chart keeps its shape from one request to the next.
 -- name: read
 SELECT one.at, one.totals, one.levels
 FROM generate_series(0, %(steps)s::integer) AS step (n)

@@ -45,7 +45,7 @@ _SKIP_AFTER = timedelta(seconds=60)
 _ERROR_LENGTH_MAX = 1_000
 _FIELD_LENGTH_MAX = 100
 _NAME = re.compile(r"\w[\w.:-]{0,199}")
-_PASSING = (Deadlock, DatabaseUnavailable)
+_TEMPORARY = (Deadlock, DatabaseUnavailable)
 _ONCE_ONLY = ("run_after", "delay_seconds", "idempotency_key", "pipeline_id", "owner")
 
 
@@ -106,7 +106,7 @@ class Schedules:
         """For `Worker(rounds=…)`."""
         return [Round("schedules", 1.0, self.fire_due)]
 
-    # By people --------------------------------------------------------------------------------------------------
+    # Verbs for people -------------------------------------------------------------------------------------------
 
     async def create(
         self,
@@ -143,7 +143,7 @@ class Schedules:
         async with self._queue.database.transaction() as session:
             rows = await self._run(session, "create", **draft)
             if not rows and not replace:
-                raise Conflict(f"there is a schedule {name!r} already; delete it, or replace it")
+                raise Conflict(f"a schedule {name!r} exists already; delete it, or replace it")
             return _schedule(rows[0]) if rows else await self._replace(session, draft, when, now)
 
     async def get(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
@@ -154,7 +154,7 @@ class Schedules:
     ) -> Sequence[Schedule]:
         """Sorted by name; pass the last name as `after` for the next page."""
         if not 1 <= limit <= LIST_MAX:
-            raise InvalidInput(f"limit is {limit}; it goes from 1 to {LIST_MAX}", param="limit")
+            raise InvalidInput(f"limit is {limit}; use 1 to {LIST_MAX}", param="limit")
         if after is not None and not _NAME.fullmatch(after):
             raise InvalidInput(f"{after[:200]!r} is not a schedule name; use the last name of a list", param="after")
         rows = await self._run(None, "list", tenant=tenant, limit=limit, after=after or "")
@@ -184,7 +184,7 @@ class Schedules:
             return _schedule(row)
 
     async def delete(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> Schedule:
-        """Its jobs stay. Returns the deleted schedule."""
+        """Delete a schedule but not its jobs; returns the deleted schedule."""
         return await self._one(None, "delete", schedule, tenant)
 
     async def fire_now(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> JobId:
@@ -201,13 +201,17 @@ class Schedules:
         """The template for each tick's job, after checking that such a job is valid."""
         for field in _ONCE_ONLY:
             if getattr(job, field):
-                raise InvalidInput(f"a schedule's job cannot have {field}: it is for many jobs", param=field)
+                raise InvalidInput(
+                    f"a schedule's job cannot have {field}, because every tick creates a job", param=field
+                )
         if isinstance(job.deadline, datetime):
             raise InvalidInput(
                 "a schedule's deadline counts from the creation of each job; give a timedelta", param="deadline"
             )
         if tick_field is not None and not 1 <= len(tick_field) <= _FIELD_LENGTH_MAX:
-            raise InvalidInput(f"tick_field has 1 to {_FIELD_LENGTH_MAX} characters", param="tick_field")
+            raise InvalidInput(
+                f"tick_field must have 1 to {_FIELD_LENGTH_MAX} characters, not {len(tick_field)}", param="tick_field"
+            )
         like = dataclasses.replace(job, payload=_with_tick(job.payload, tick_field, now), tenant=tenant)
         (row,) = await self._catalog.prepare([like])
         return {
@@ -230,7 +234,7 @@ class Schedules:
         (row,) = await self._run(session, "replace", **{**draft, "id": old.id, "next_at": next_at})
         return _schedule(row)
 
-    # By the clock -----------------------------------------------------------------------------------------------
+    # Ticks ------------------------------------------------------------------------------------------------------
 
     async def fire_due(self, session: Session) -> int:
         """Fire due schedules inside the given transaction; returns how many jobs the ticks have.
@@ -240,7 +244,7 @@ class Schedules:
         rows = await self._run(session, "due", limit=_SCHEDULES_PER_ROUND_MAX)
         if not rows:
             return 0
-        await self._run(session, "be_brief")
+        await self._run(session, "limit_lock_wait")
         share = max(1, TICKS_PER_ROUND_MAX // len(rows))
         fires: list[_Fire] = []
         for *row, now in rows:
@@ -250,10 +254,10 @@ class Schedules:
 
     async def _fire(self, session: Session, schedule: Schedule, now: datetime, limit: int) -> Sequence[_Fire]:
         try:
-            ticks, next_at = _due(schedule, now, limit)
-        except InvalidInput as error:  # its time zone was abolished, or it has no more ticks
+            ticks, next_at = _ticks_due(schedule, now, limit)
+        except InvalidInput as error:  # its time zone no longer exists, or it has no more ticks
             ticks, next_at = [], None
-            fired = _Fired(error=_words(error))
+            fired = _Fired(error=_message_of(error))
             log.warning("schedule %r of tenant %s no longer fires: %s", schedule.name, schedule.tenant, error)
         else:
             fired = await self._fire_ticks(session, schedule, ticks)
@@ -278,8 +282,10 @@ class Schedules:
         )
         if not isinstance(answer, Exception):
             return _Fired(fires=answer, last_tick_at=ticks[-1])
-        if isinstance(answer, _PASSING):
-            log.warning("schedule %r of tenant %s fires a moment later: %s", schedule.name, schedule.tenant, answer)
+        if isinstance(answer, _TEMPORARY):
+            log.warning(
+                "schedule %r of tenant %s cannot fire now and is retried: %s", schedule.name, schedule.tenant, answer
+            )
             return _Fired(stuck_at=ticks[0])
         if len(ticks) == 1:
             return _refuse(schedule, ticks[0], answer)
@@ -347,7 +353,7 @@ async def _attempt(session: Session, work: Callable[[], Awaitable[T]]) -> T | Ex
     return answer
 
 
-def _due(schedule: Schedule, now: datetime, limit: int) -> tuple[Sequence[datetime], datetime]:
+def _ticks_due(schedule: Schedule, now: datetime, limit: int) -> tuple[Sequence[datetime], datetime]:
     """The ticks to fire, and the one after them."""
     cron = Cron.parse(schedule.cron, schedule.timezone)
     first = schedule.next_at
@@ -375,7 +381,7 @@ def _new_job(schedule: Schedule, tick: datetime, *, is_tick: bool = False) -> Ne
         max_attempts=template["max_attempts"],
         exclusive_key=template["exclusive_key"],
         on_held=template["on_held"],
-        # next_at is the guarantee; this key works even if somebody moves it back by hand.
+        # next_at guarantees one job per tick; with this key that holds even if a person moves next_at back.
         idempotency_key=f"schedule/{schedule.id}/{tick.isoformat()}" if is_tick else None,
     )
 
@@ -389,7 +395,7 @@ def _with_tick(payload: Any, tick_field: str | None, tick: datetime) -> Any:
 
 
 def _plain(payload: Any, encoded: orjson.Fragment) -> Any:
-    """The payload as given: missing fields get the operation's defaults at the time of each tick."""
+    """The payload as it was given: each tick fills in the operation's defaults of that time."""
     try:
         return orjson.loads(orjson.dumps({} if payload is None else payload))
     except TypeError:  # models that only their operation can turn into JSON
@@ -397,7 +403,7 @@ def _plain(payload: Any, encoded: orjson.Fragment) -> Any:
 
 
 def _refuse(schedule: Schedule, tick: datetime, error: Exception) -> _Fired:
-    """The log names only the kind of error: its message may contain parts of the payload."""
+    """Log only the class of the error: its message may contain parts of the payload."""
     log.warning(
         "schedule %r of tenant %s: the tick %s was refused (%s); see its last_error",
         schedule.name,
@@ -405,12 +411,12 @@ def _refuse(schedule: Schedule, tick: datetime, error: Exception) -> _Fired:
         tick.isoformat(),
         type(error).__name__,
     )
-    return _Fired(last_tick_at=tick, error=f"{tick.isoformat()}: {_words(error)}")
+    return _Fired(last_tick_at=tick, error=f"{tick.isoformat()}: {_message_of(error)}")
 
 
-def _words(error: Exception) -> str:
-    said = str(error) if isinstance(error, BatchwrightError) else f"{type(error).__name__}: {error}"
-    return said.replace("\0", "")[:_ERROR_LENGTH_MAX]
+def _message_of(error: Exception) -> str:
+    message = str(error) if isinstance(error, BatchwrightError) else f"{type(error).__name__}: {error}"
+    return message.replace("\0", "")[:_ERROR_LENGTH_MAX]
 
 
 def _schedule(row: Sequence[Any]) -> Schedule:
@@ -431,7 +437,7 @@ def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name) or _as_id(name) is not None:
         raise InvalidInput(
             f"{name[:200]!r} is not a schedule name: use 1 to 200 letters, digits, '_', '.', ':' and '-', "
-            "the first a letter, digit or '_', and not the form of an id",
+            "beginning with a letter, a digit or '_'; it must not look like an id",
             param="name",
         )
     return name

@@ -56,8 +56,8 @@ RETURNING :columns
 -- name: delete
 DELETE FROM batchwright.schedule WHERE :named RETURNING :columns
 
--- name: be_brief
--- A user's long transaction may hold the key of one schedule: the others must not wait for it.
+-- name: limit_lock_wait
+-- A user's long transaction may hold the key of one schedule's job: the other schedules must not wait for it.
 SELECT set_config('lock_timeout', '1s', true)
 
 -- name: due

@@ -127,7 +127,7 @@ class Upkeep:
         self._queues = queues
         self._on_rescued = on_rescued
         self.pace = 1.0
-        """How many times longer we wait between two checks because others check, too."""
+        """How many times longer we wait between two checks, because other workers check too."""
         self._is_cut_off = False
         self._no_rescue_until = 0.0
         self._rescued: list[Rescued] = []
@@ -150,15 +150,15 @@ class Upkeep:
         )
 
     def note_outage(self) -> None:
-        """Our own connection broke. Assume that all did: the others get one lease from the end of the outage to renew.
+        """Our own connection broke. Assume that all did: after the outage, the other workers have one lease to renew.
 
-        A slow database does not count: all are still connected, and if it stayed slow, no job of a dead worker would be
-        rescued.
+        A slow database does not count as an outage: all are still connected, and as long as it stayed slow, no job of a
+        dead worker would be rescued.
         """
         self._is_cut_off = True
 
     def _note_contact(self) -> None:
-        """The database answers: if there was an outage, it ends here, also for processes that only check."""
+        """The database answers, so an outage has ended. This also applies to processes that only check."""
         if self._is_cut_off:
             self._is_cut_off = False
             self._no_rescue_until = time.monotonic() + self._queue.settings.lease_seconds
@@ -170,12 +170,12 @@ class Upkeep:
             while True:
                 seen = await self.run_due()
                 if seen is not None and seen.has_suspects:
-                    self._isolate_soon()
+                    self._start_isolation()
                 if time.monotonic() >= unknown_at:
                     unknown_at = time.monotonic() + 60
                     with contextlib.suppress(DatabaseError):
                         await self._report_unknown_types()
-                await self._rest()
+                await self._wait_for_news()
         finally:
             if self._alone is not None:
                 self._alone.cancel()
@@ -187,13 +187,13 @@ class Upkeep:
         self._news.set()
         return seen
 
-    async def _rest(self) -> None:
+    async def _wait_for_news(self) -> None:
         """Wait until something was seen, or it is time to check again."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._pause):
                 await self._news.wait()
 
-    def _isolate_soon(self) -> None:
+    def _start_isolation(self) -> None:
         if self._processes.can_isolate and (self._alone is None or self._alone.done()):
             self._alone = asyncio.create_task(self.isolate_suspects())
 
@@ -201,7 +201,7 @@ class Upkeep:
         """Run the rounds that are due and ours, or so late that their keeper must be gone."""
         self._news.clear()
         seen, self._seen = self._seen, None
-        with self._survive("look for rounds"):
+        with self._log_failure("look for rounds"):
             seen = seen or await self._look()
         if seen is None:
             self._pause = _PAUSE_SECONDS_MAX
@@ -210,14 +210,14 @@ class Upkeep:
         return seen
 
     async def _run_chosen(self, chosen: Collection[str]) -> None:
-        """Begin with the rescue. If another process has that, it keeps the rest as well.
+        """Begin with the rescue. If another process runs that, leave all other rounds to it as well.
 
         If every worker of a large fleet tried every late round, a slow database would become slower.
         """
         for round in self._rounds:
             has_run = False
             if round.name in chosen:
-                with self._survive(f"round {round.name!r}"):
+                with self._log_failure(f"round {round.name!r}"):
                     has_run = await self._run_due(round)
                 if round.name == _RESCUE and not has_run:
                     return
@@ -225,7 +225,7 @@ class Upkeep:
     async def run_all(self) -> None:
         """Run every round, due or not, unless another process is running it."""
         for round in self._rounds:
-            with self._survive(f"round {round.name!r}"):
+            with self._log_failure(f"round {round.name!r}"):
                 await self.run_round(round)
 
     async def run_round(self, round: Round, *, if_due: bool = False) -> bool:
@@ -248,7 +248,7 @@ class Upkeep:
             raise
 
     @contextlib.contextmanager
-    def _survive(self, what: str) -> Iterator[None]:
+    def _log_failure(self, what: str) -> Iterator[None]:
         try:
             yield
         except DatabaseBusy as error:
@@ -271,7 +271,7 @@ class Upkeep:
         return random.sample(stale, k=min(1, len(stale)))
 
     async def _look(self) -> Seen:
-        """Make sure first that all rounds have rows: a failover may have lost some, and others may lack our parts."""
+        """First make sure that all rounds have rows: a failover may have lost some, others may lack our parts."""
         if time.monotonic() >= self._add_at:
             await self._add_rounds()
         seen = await self._look_once()
@@ -308,7 +308,7 @@ class Upkeep:
         await self._database.ask(SQL["end_round"], params, session)
 
     def _announce(self) -> None:
-        """The rescued jobs, once that is committed."""
+        """Report the rescued jobs, after the commit."""
         rescued, self._rescued = self._rescued, []
         self._on_rescued(rescued)
         for one in rescued:

@@ -12,9 +12,10 @@ ON CONFLICT (name) DO NOTHING
 RETURNING name
 
 -- The only query of an idle worker: the rounds that are due soon, the queues that have due jobs, and whether any of
--- these jobs must run alone. It reads only the head of each queue and priority. A thousand workers run this all the
--- time, so it is as small as possible: each further table or parameter has a measurable cost. A round that ran in the
--- future is due, because the clock was set back. The rescue is always included, because its keeper keeps all rounds.
+-- these jobs must run alone. It reads only the head of each queue and priority. A thousand workers may run this all the
+-- time, so it is as small as possible: each further table or parameter has a measurable cost. If a round ran in the
+-- future, the clock was set back, and the round is due. The rescue is always included, because its keeper keeps all
+-- rounds.
 -- name: look
 WITH RECURSIVE head AS (
     (SELECT job.queue, job.priority, job.run_after FROM batchwright.job AS job

@@ -308,7 +308,7 @@ class Views:
         rows = await self._run("open_members", pipeline_id=id, tenant=tenant, limit=limit, scan_max=_SCAN_MAX)
         return [JobId(id) for (id,) in rows]
 
-    # Around the jobs --------------------------------------------------------------------------------------------
+    # Queues, workers and operations -----------------------------------------------------------------------------
 
     async def queues(self, *, name: str | None = None, limit: int = 1000) -> list[QueueView]:
         rows = await self._run("queue_depths", name=name, limit=limit, count_max=_QUEUE_COUNT_MAX)
@@ -351,7 +351,7 @@ def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
     if facts.is_later:
         found.append(
             WaitingOn(
-                reason="run_after", message=f"it may not run before {job.run_after.isoformat()}", until=job.run_after
+                reason="run_after", message=f"it is not due before {job.run_after.isoformat()}", until=job.run_after
             )
         )
     if facts.is_paused:
@@ -369,7 +369,7 @@ def _reasons(job: Job, facts: _Facts) -> list[WaitingOn]:
 
 
 def _pipeline_status(counts: Mapping[JobStatus, int], tops: Mapping[JobStatus, int], *, is_open: bool) -> JobStatus:
-    """RUNNING while any job is open; then the worst status of jobs without a parent, because parents judge children."""
+    """RUNNING while any job is open; then the worst status of jobs without a parent: parents decide about children."""
     if is_open or any(status not in JOB.terminal for status in counts):
         return JobStatus.QUEUED if set(counts) == {JobStatus.QUEUED} else JobStatus.RUNNING
     return next((status for status in (JobStatus.FAILED, JobStatus.CANCELLED) if tops.get(status)), JobStatus.SUCCEEDED)

@@ -38,7 +38,7 @@ member AS (
 )
 
 -- part: places
--- What a walk follows, newest first: the jobs of one tenant, or of all, or the failed ones. Two of the three are never
+-- The index that a walk follows, newest job first: of one tenant, of all, or of failed jobs. Only one of the three is
 -- read.
 (
     (
@@ -213,12 +213,12 @@ SELECT id FROM left_over
 
 -- name: with_ancestors
 -- These jobs, and the matching jobs that wait for them: a verb on both begins at the top.
-WITH RECURSIVE meant AS (
+WITH RECURSIVE matching AS (
     SELECT id, parent_job_id FROM batchwright.job WHERE id = ANY(%(ids)s::uuid[])
     UNION
-    SELECT job.id, job.parent_job_id FROM meant JOIN batchwright.job ON job.id = meant.parent_job_id WHERE :matches
+    SELECT job.id, job.parent_job_id FROM matching JOIN batchwright.job ON job.id = matching.parent_job_id WHERE :matches
 )
-SELECT id FROM meant
+SELECT id FROM matching
 
 -- name: waiting_on
 -- The facts about queued jobs. A worker counts while its heartbeat is recent; its used slots are as old as that.
@@ -264,7 +264,7 @@ CROSS JOIN LATERAL (
 ) AS able
 WHERE job.id = ANY(%(ids)s::uuid[]) AND job.status = 'QUEUED'
 
--- part: unseen
+-- part: in_inbox
 job.status = 'FAILED' AND job.dismissed_at IS NULL
 
 -- part: code
@@ -277,7 +277,7 @@ coalesce(job.error ->> 'code', '')
 WITH RECURSIVE head AS (
     (
         SELECT job.tenant, job.job_type, :code AS code FROM batchwright.job
-        WHERE :unseen AND job.tenant >= coalesce(%(tenant)s::text, '')
+        WHERE :in_inbox AND job.tenant >= coalesce(%(tenant)s::text, '')
         ORDER BY job.tenant, job.job_type, :code
         LIMIT 1
     )
@@ -286,7 +286,7 @@ WITH RECURSIVE head AS (
     FROM head
     CROSS JOIN LATERAL (
         SELECT job.tenant, job.job_type, :code AS code FROM batchwright.job
-        WHERE :unseen AND (job.tenant, job.job_type, :code) > (head.tenant, head.job_type, head.code)
+        WHERE :in_inbox AND (job.tenant, job.job_type, :code) > (head.tenant, head.job_type, head.code)
         ORDER BY job.tenant, job.job_type, :code
         LIMIT 1
     ) AS next
@@ -304,7 +304,7 @@ counted AS (
     SELECT known.job_type, known.code, failed.*,
         (
             SELECT job.finished_at FROM batchwright.job
-            WHERE :unseen AND job.tenant = known.tenant AND job.job_type = known.job_type AND :code = known.code
+            WHERE :in_inbox AND job.tenant = known.tenant AND job.job_type = known.job_type AND :code = known.code
             ORDER BY job.finished_at
             LIMIT 1
         ) AS first_at
@@ -315,7 +315,7 @@ counted AS (
             (array_agg(id ORDER BY finished_at DESC, id DESC) FILTER (WHERE owner IS NULL))[1:%(samples)s] AS latest
         FROM (
             SELECT job.id, job.owner, job.error ->> 'kind' AS kind, job.finished_at FROM batchwright.job
-            WHERE :unseen AND job.tenant = known.tenant AND job.job_type = known.job_type AND :code = known.code
+            WHERE :in_inbox AND job.tenant = known.tenant AND job.job_type = known.job_type AND :code = known.code
             ORDER BY job.finished_at DESC
             LIMIT (SELECT jobs + 1 FROM share)
         ) AS looked_at

@@ -28,7 +28,7 @@ def is_own(job_type: str) -> bool:
 
 
 def name_of_work(job_type: str) -> str | None:
-    """None for operations of users."""
+    """What people call such jobs; None for operations of users."""
     return _WORK.get(job_type)
 
 

@@ -32,7 +32,7 @@ class Workers:
         return int(rows[0][0]) if rows else None
 
     async def leave(self, worker: str) -> None:
-        """A worker stops normally: it is no longer alive, but what it served stays known for a while."""
+        """A worker stops normally: it is no longer alive, but the queues that it served stay known for a while."""
         await self._database.ask(SQL["leave"], {"id": worker})
 
     async def count_idle(self, queue: str, job_type: str) -> int:

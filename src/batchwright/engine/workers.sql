@@ -21,7 +21,8 @@ RETURNING (
         AND cardinality(peer.operations) = cardinality(worker.operations))
 
 -- name: leave
--- If others rely on what the worker took on demand, the row stays until it counts as dead: it may only be restarting.
+-- If other processes rely on the queues that the worker served on demand, its row stays until the worker counts as
+-- dead: it may only be restarting.
 WITH gone AS (
     DELETE FROM batchwright.worker
     WHERE id = %(id)s AND (on_demand_queues IS NULL OR left(queues[1], 1) = :private_mark)

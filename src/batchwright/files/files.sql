@@ -16,7 +16,7 @@ WHERE id = %(id)s OR (tenant = %(tenant)s AND idempotency_key = %(idempotency_ke
 ORDER BY id <> %(id)s
 LIMIT 1
 
--- Never return a file that its user has deleted or that has expired.
+-- Free the key of an expired file, so that an upload never returns that file.
 -- name: free_idempotency_key
 UPDATE batchwright.file SET idempotency_key = NULL
 WHERE tenant = %(tenant)s AND idempotency_key = %(idempotency_key)s AND expires_at <= :now
@@ -28,12 +28,12 @@ FROM batchwright.file
 WHERE id = %(id)s AND tenant = coalesce(%(tenant)s, tenant)
     AND (%(also_gone)s OR (deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)))
 
--- Their names, including those of files that are gone.
+-- The names of files, including those that are deleted or expired.
 -- name: names
 SELECT id, filename FROM batchwright.file WHERE id = ANY(%(ids)s)
 
--- By tenant and id, written so that only the index on both can serve it: with the index on ids alone, a list for a
--- tenant with few files would read everybody else's.
+-- Written so that only the index on tenant and id can serve it: with the index on ids alone, a list for a tenant with
+-- few files would read those of all other tenants.
 -- name: list_newest
 SELECT id, tenant, purpose, filename, bytes, sha256, key, created_at, expires_at
 FROM batchwright.file

@@ -76,7 +76,7 @@ _FORM = {
                             "type": "integer",
                             "minimum": EXPIRES_SECONDS_MIN,
                             "maximum": EXPIRES_SECONDS_MAX,
-                            "description": "How long it is kept; by default 30 days for `batch`, forever for others.",
+                            "description": "How long it is kept; by default 30 days for `batch`, otherwise forever.",
                         },
                     },
                 }
@@ -90,7 +90,7 @@ IdempotencyKey = Annotated[
     Header(
         min_length=1,
         max_length=255,
-        description="A repeated request with the same bytes and purpose returns the same file; else it is a conflict.",
+        description="A repeated request with the same bytes and purpose returns the same file; otherwise 409.",
     ),
 ]
 
@@ -143,7 +143,7 @@ async def list_files(
         last_id=shown[-1].id if shown else None,
         has_more=len(found) > limit,
     )
-    # Ten thousand files are validated once: the framework would do it again, and block other requests.
+    # The page may have ten thousand files: if it were returned as a model, the framework would validate all again.
     return Response(page.model_dump_json(), media_type="application/json")
 
 
@@ -315,7 +315,7 @@ def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
 async def begin_reading(
     files: Files, file: File, start: int = 0, end: int | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The content. The first bytes are read at once, so that the status shows a store that does not answer."""
+    """The content. The first bytes are read at once, so that a store that does not answer is an error status."""
     chunks = files.content(file, start, end)
     first = await anext(chunks, b"")
 

@@ -16,9 +16,9 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_readable(file: Path) -> Path:
-    """The input is read more than once, and again to resume after a crash: so it must be a file."""
+    """Refuse what cannot be read several times: the input is read more than once, and again to resume after a crash."""
     if file == Path("-"):
-        raise InvalidInput("standard input cannot be read twice; write it to a file, and name that")
+        raise InvalidInput("standard input cannot be read twice; write it to a file, and give its name")
     try:
         with file.open("rb"):
             return file
@@ -55,7 +55,7 @@ async def store_file(
     stored = await files.store.put(object_key(id), path, limit=bytes_max)
     if sha256 is not None and stored.sha256 != sha256:
         await files.store.delete(stored.key)
-        raise Conflict(f"{path} changed while it was read; wait until it is written, and start again")
+        raise Conflict(f"{path} changed while it was read; wait until it is complete, and run the command again")
     new = NewFile(
         id=id,
         tenant=tenant,

@@ -49,7 +49,7 @@ async def list_files(
 
 @pages.post("/ui/files")
 async def upload_file(visit: Uploader) -> Response:
-    """Streamed into the store, as over HTTP; the form's token comes first."""
+    """Stream the file into the store, as the HTTP API does; the form's token must come before it."""
     app = service(visit.request, FileServices)
     upload = _PageUpload(visit, app)
     try:

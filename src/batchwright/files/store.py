@@ -113,7 +113,7 @@ class Files:
             for row in await self._database.ask(SQL["known"], params, session):
                 return _check_same(_file(row), file)
             # The file was deleted between the two statements, so the key is free now.
-        raise Conflict("the Idempotency-Key is in use by others at this moment; send the request again")
+        raise Conflict("another request uses the Idempotency-Key at this moment; resend the request")
 
     async def get(self, id: str, *, tenant: str | None, also_gone: bool = False) -> File:
         """A file of this tenant, or of any (None); `also_gone` finds those that are deleted but still needed."""

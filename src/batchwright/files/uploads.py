@@ -99,7 +99,7 @@ class Uploads:
         return self._files.store
 
     async def create(self, new: NewUpload) -> Upload:
-        """Called again after a lost answer, it returns the same."""
+        """Create an upload; a repeated call returns the same one."""
         fields = {name: getattr(new, name) for name in NewUpload.__dataclass_fields__}
         await self._database.ask(SQL["insert"], {**fields, "open_seconds": OPEN_SECONDS})
         return await self.get(new.id, tenant=new.tenant)
@@ -116,7 +116,7 @@ class Uploads:
         return upload
 
     async def add_part(self, upload_id: str, part_id: str, stored: Stored, *, tenant: str) -> Part:
-        """Give the bytes a row. Called again after a lost answer, it returns the same."""
+        """Add a row for the bytes; a repeated call returns the same part."""
         ids = {"id": part_id, "upload_id": upload_id}
         params = {**ids, "tenant": tenant, "bytes": stored.size, "key": stored.key, "parts_max": PARTS_MAX}
         for statement in ("add_part", "part"):
@@ -124,8 +124,8 @@ class Uploads:
                 return _part(row)
         upload = await self.get_pending(upload_id, "add a part to", tenant=tenant)
         raise InvalidInput(
-            f"The parts of {upload_id} are too many: it was created for {upload.bytes} bytes, and takes twice as many "
-            f"in at most {PARTS_MAX} parts, so that a part can be sent again.",
+            f"The upload {upload_id} accepts no more parts: it was created for {upload.bytes} bytes, and its parts, "
+            f"including resent ones, may have at most twice that size and number at most {PARTS_MAX}.",
             param="data",
         )
 
@@ -163,7 +163,7 @@ class Uploads:
             if id not in known:
                 raise InvalidInput(f"Invalid 'part_ids': {upload.id} has no part '{id}'.", param="part_ids")
         if len(ids) > len(known):
-            raise InvalidInput("Invalid 'part_ids': a part is there twice.", param="part_ids")
+            raise InvalidInput("Invalid 'part_ids': a part is listed twice.", param="part_ids")
         size = sum(known[id].bytes for id in ids)
         if size != upload.bytes:
             message = f"The parts have {size} bytes, but the upload was created for {upload.bytes} bytes."
@@ -171,7 +171,7 @@ class Uploads:
         return [known[id] for id in ids]
 
     async def _make(self, upload: Upload, parts: Sequence[Part], md5: str | None) -> Upload:
-        """Join the parts and end the upload; returns its state then, whoever ended it."""
+        """Join the parts and end the upload; returns its final state, whichever call ended it."""
         file_id = new_file_id()
         try:
             stored = await self.store.put(object_key(file_id), self._join(parts, md5))

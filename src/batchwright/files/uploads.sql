@@ -15,8 +15,8 @@ RETURNING id
 -- name: get
 SELECT :columns FROM batchwright.upload WHERE id = %(id)s AND tenant = %(tenant)s
 
--- Locks the row of the upload, so that no part is added after its end. The limit on its bytes has room for parts that
--- are sent twice.
+-- Locks the row of the upload, so that no part is added after its end. The limit of twice its bytes allows for parts
+-- that are resent.
 -- name: add_part
 WITH room AS (
     UPDATE batchwright.upload SET parts = parts + 1, part_bytes = part_bytes + %(bytes)s

@@ -1,7 +1,7 @@
 """The program of a worker's child processes.
 
     perform      runs `cpu=True` operations that the parent hands over, one after the other
-    isolate JOB  claims one suspect job and runs it as a worker of its own, then ends
+    isolate JOB  claims one suspect job, runs it as a separate worker, then ends
 
 Everything it needs is in the environment variable BATCHWRIGHT_CHILD, a JSON object written by the parent.
 """
@@ -90,7 +90,7 @@ def _send(output: BinaryIO, value: Any) -> None:
 
 
 class _Performer:
-    """Runs what the parent asks for; ends at once when the parent is gone."""
+    """Runs the operations that the parent sends; ends at once when the parent is gone."""
 
     def __init__(self, registry: Registry, output: BinaryIO) -> None:
         self._registry = registry
@@ -149,7 +149,7 @@ def _picklable(frame: tuple[str, Any]) -> tuple[str, Any]:
     try:
         pickle.loads(pickle.dumps(frame))  # noqa: S301 (what we have just written)
     except Exception as error:
-        text = f"{type(frame[1]).__name__} cannot leave the process: {error}"
+        text = f"{type(frame[1]).__name__} cannot be sent to the worker's process: {error}"
         return ("raised", Fatal(text, code="result_not_storable" if frame[0] == "returned" else "unexpected"))
     return frame
 
@@ -167,17 +167,17 @@ async def _isolate(id: JobId, brief: dict[str, Any], registry: Registry, output:
             settings=WorkerSettings(concurrency=1),
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
-        _Orphanage(worker)
+        _ParentWatch(worker)
         await worker.run_alone(id, lambda claim: _tell(output, claim.claim))
     if worker.has_abandoned_threads:  # the interpreter would wait for them
         os._exit(0)
     return 0
 
 
-class _Orphanage:
-    """Waits for the parent's death: then it releases the job soon, and makes sure that the process ends.
+class _ParentWatch:
+    """Waits for the parent's death, then releases the job and makes sure that the process ends.
 
-    Otherwise the process would hold its job, with requests open, until the job ends, without supervision.
+    Otherwise the process would hold its job, with open requests and without supervision, until the job ends.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -204,7 +204,7 @@ def _parts(brief: dict[str, Any], pool: Pool, registry: Registry) -> Sequence[Wo
 
 
 def _tell(output: BinaryIO, claim: int) -> None:
-    """If the parent was killed meanwhile, nobody receives the report; then release the job, which is not at fault."""
+    """Report the claim. A parent that was killed meanwhile does not receive it; the job is released then."""
     with contextlib.suppress(BrokenPipeError):
         _send(output, claim)
 

@@ -56,7 +56,9 @@ def operation(
         shape = _Shape(name, function)
         unknown = [field for field in exclusive_key if field not in shape.fields]
         if unknown:
-            raise ConfigurationError(f"operation {name!r}: exclusive_key names {unknown[0]!r}, which the payload lacks")
+            raise ConfigurationError(
+                f"operation {name!r}: exclusive_key names {unknown[0]!r}, which is not in the payload"
+            )
         made = Operation(
             name=name,
             function=function,
@@ -93,7 +95,9 @@ class _Shape:
         hints = _hints(name, function)
         for parameter in parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise ConfigurationError(f"operation {name!r}: {parameter} cannot be a payload field; name it")
+                raise ConfigurationError(
+                    f"operation {name!r}: {parameter} cannot be a payload field; use a named parameter"
+                )
             if parameter.name not in hints:
                 raise ConfigurationError(f"operation {name!r}: the parameter {parameter.name!r} needs a type")
         self.single = self._single(parameters, hints)

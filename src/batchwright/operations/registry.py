@@ -15,7 +15,7 @@ ENTRY_POINTS = "batchwright.operations"
 
 
 class Registry:
-    """Operations by name; a name that two functions claim is an error at start."""
+    """Operations by name; two functions with the same name are an error at start."""
 
     def __init__(self, functions: Iterable[Callable[..., Any]] = ()) -> None:
         self._operations: dict[str, Operation] = {}
@@ -47,7 +47,8 @@ class Registry:
         known = self._operations.get(operation.name)
         if known is not None and known.function is not operation.function:
             raise ConfigurationError(
-                f"two functions are called operation {operation.name!r}: {_place(known)} and {_place(operation)}"
+                f"two functions define the operation {operation.name!r}: {_place(known)} and {_place(operation)}; "
+                "rename one of them"
             )
         self._operations[operation.name] = operation
         self._names = sorted(self._operations)

@@ -141,8 +141,8 @@ class AdapterTools:
 
 def _private(url: str) -> Fatal:
     return Fatal(
-        f"{urlsplit(url).hostname} is in a private network; to fetch inputs from there, set tasks.fetch_private = true. "
-        "Addresses where clouds keep the credentials of their machines are always refused",
+        f"{urlsplit(url).hostname} is in a private network; to fetch inputs from there, set "
+        "tasks.fetch_private = true. Addresses where clouds keep the credentials of their machines are always refused",
         scope="item",
         code="input_refused",
     )

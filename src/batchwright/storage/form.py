@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BOUNDARY_CHARACTERS_MAX = 70
 CONTENT_TYPE_CHARACTERS_MAX = 1_000
 PARAMETERS_MAX = 64
-"""Maximum number of parameters of a header. For each one, the standard library scans everything before it again."""
+"""Maximum number of parameters of a header: for each, the standard library scans all before it again."""
 _AS_IT_IS = {"", "7bit", "8bit", "binary"}
 
 
@@ -69,7 +69,7 @@ async def form(
 ) -> AsyncIterator[Field | File]:
     """The parts in the order in which they arrive. An invalid form raises InvalidInput or TooLarge.
 
-    Parts named in `files` are files even if they come without a file name.
+    Parts named in `files` are files even if they have no file name.
     """
     limits = limits or FormLimits()
     events = _Events(stream, boundary(content_type), limits)
@@ -90,8 +90,8 @@ def boundary(content_type: str) -> bytes:
     """The boundary between the parts, from the request's Content-Type."""
     if len(content_type) > CONTENT_TYPE_CHARACTERS_MAX or content_type.count(";") > PARAMETERS_MAX:
         raise InvalidInput(
-            f"a Content-Type has at most {CONTENT_TYPE_CHARACTERS_MAX} characters and {PARAMETERS_MAX} parameters; "
-            f"this one begins with {content_type[:80]!r}"
+            f"a Content-Type may have at most {CONTENT_TYPE_CHARACTERS_MAX} characters and {PARAMETERS_MAX} "
+            f"parameters; this one begins with {content_type[:80]!r}"
         )
     message = _message("content-type", content_type)
     found = message.get_boundary("")
@@ -101,7 +101,9 @@ def boundary(content_type: str) -> bytes:
             f"such as curl -F file=@name does; the Content-Type was {content_type[:80]!r}"
         )
     if len(found) > BOUNDARY_CHARACTERS_MAX or not (found.isascii() and found.isprintable()):
-        raise InvalidInput(f"a boundary has at most {BOUNDARY_CHARACTERS_MAX} printable ASCII characters")
+        raise InvalidInput(
+            f"the boundary {found[:80]!r} must have at most {BOUNDARY_CHARACTERS_MAX} printable ASCII characters"
+        )
     return found.encode()
 
 
@@ -157,7 +159,7 @@ class _Events:
         """Parse one more chunk of the stream."""
         chunk = await anext(self._stream, None)
         if chunk is None:
-            _refuse("it ends before its last boundary, as if the upload was cut short")
+            _refuse("it ends before its last boundary; the upload was probably cut short")
         if self._head is not None:
             chunk = self._opened(self._head + chunk)
         try:

@@ -3,8 +3,8 @@ processes.
 
     write     draft in .drafts/ → fsync → rename or link to its key → fsync of the folders
 
-So a key has the whole object or none, whenever a process dies, and an object survives a power cut once `write` has
-returned.
+So whenever a process dies, a key has the whole object or none. Once `write` has returned, the object survives a power
+cut.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Local:
         raise StorageUnavailable(f"the folder {target.parent} disappears each time it is created")
 
     def _sync_folders(self, folder: Path) -> None:
-        """Sync all folders up to the root: the process that created one of them may have died before it synced that."""
+        """Sync all folders up to the root: a process that created one of them may have died before it synced it."""
         for one in (folder, *folder.parents):
             _sync_folder(one)
             if one == self._root:
@@ -188,14 +188,14 @@ class Local:
     def _storage_error(self, key: str, error: OSError) -> StorageError:
         where = f"{key} in the folder {self._root}: {error.strerror or error}"
         if error.errno in FULL:
-            return StorageFull(f"no room for {where}; free some, or point storage.url elsewhere")
+            return StorageFull(f"no space for {where}; free some space, or change storage.url")
         if error.errno in _REFUSED:
-            return StorageError(f"not allowed to use {where}; give the folder to this user, or set storage.url")
+            return StorageError(f"no permission for {where}; let this user own the folder, or change storage.url")
         return StorageUnavailable(where)
 
 
 class _Draft:
-    """A file that is not visible yet. The lock inside the file object prevents closing it during a write."""
+    """A file that is not visible yet. A lock inside the file object keeps it from being closed during a write."""
 
     def __init__(self, folder: Path) -> None:
         self.path = _draft_path(folder)
@@ -231,7 +231,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _walk(folder: Path, prefix: str, after: str) -> Iterator[Found]:
-    """In the order of whole keys, where `a-b` comes before `a/b`: a folder is sorted with its slash."""
+    """Objects in the order of whole keys: `a-b` comes before `a/b`, so a folder is sorted with its slash."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name + "/" * entry.is_dir() for entry in entries if entry.name[0] != ".")

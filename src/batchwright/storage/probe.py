@@ -1,4 +1,4 @@
-"""Tests a store: a store may claim abilities that it lacks."""
+"""Tests what a store can do: some stores lack abilities that they claim to have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ async def probe(store: Store) -> None:
     await store.put(key, data)
     try:
         if await store.read(key, start, end - start) != data[start:end]:
-            raise StorageError(f"{store} does not serve ranges: bytes {start} to {end} of an object came back wrong")
+            raise StorageError(
+                f"{store} does not serve ranges: bytes {start} to {end} of an object are not those that were written"
+            )
         if key not in [found.key async for found in store.list(FOLDER)]:
             raise StorageError(f"{store} does not list an object that was just written")
     finally:

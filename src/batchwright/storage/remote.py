@@ -114,13 +114,13 @@ class Remote:
             return
 
     async def _upload(self, key: str, first: bytes, rest: AsyncIterator[bytes]) -> str | None:
-        """In parts. obstore aborts an upload when its source fails, but not when it is cancelled.
+        """Upload in parts. obstore aborts an upload if its source fails, but not if the upload is cancelled.
 
-        So the upload runs in its own task and reads its parts from a pipe; if this call ends early, the pipe breaks.
+        So it runs in its own task and reads its parts from a pipe, which fails if this call ends early.
         """
         pipe = _Pipe()
         upload = asyncio.ensure_future(self._upload_from(pipe, key))
-        upload.add_done_callback(lambda _: pipe.open_the_end())
+        upload.add_done_callback(lambda _: pipe.release_sender())
         try:
             await pipe.send(first)
             del first
@@ -155,7 +155,7 @@ class Remote:
         except refused.GenericError as error:
             if _NO_BUCKET in str(error):
                 raise self._missing(error) from None
-            kind = StorageUnavailable if _may_pass(error) else StorageError
+            kind = StorageUnavailable if _may_be_transient(error) else StorageError
             raise kind(f"{key or 'everything'} in {self._name}: {_reason(error)}") from None
         except (refused.BaseError, OSError, TimeoutError) as error:
             raise StorageError(f"{key} in {self._name}: {_reason(error)}") from None
@@ -173,8 +173,8 @@ class _Pipe:
     async def send(self, part: bytes | Exception | None) -> None:
         await self._parts.put(part)
 
-    def open_the_end(self) -> None:
-        """Nobody reads parts any more: release a waiting sender."""
+    def release_sender(self) -> None:
+        """Parts are no longer read: release a waiting sender."""
         while not self._parts.empty():
             self._parts.get_nowait()
 
@@ -191,10 +191,10 @@ class _Pipe:
 
 
 async def _end(upload: asyncio.Future[str | None], pipe: _Pipe) -> None:
-    """Let obstore tell the store to discard the parts of an unfinished upload; an unavailable store may keep them."""
+    """Abort an unfinished upload, so that the store discards its parts; a store that is unavailable may keep them."""
     if not upload.done():
-        pipe.open_the_end()
-        await pipe.send(StorageError("the upload was given up"))
+        pipe.release_sender()
+        await pipe.send(StorageError("the upload was aborted"))
         await asyncio.wait({upload}, timeout=_ABORT_SECONDS)
         upload.cancel()
     await asyncio.gather(upload, return_exceptions=True)
@@ -208,13 +208,13 @@ def redacted(url: str) -> str:
 
 def _client(settings: StorageSettings) -> ClientConfig:
     return {
-        "allow_http": _is_plain_named(),
+        "allow_http": _is_http_configured(),
         "connect_timeout": timedelta(seconds=settings.connect_timeout_seconds),
         "timeout": timedelta(seconds=settings.timeout_seconds),
     }
 
 
-def _is_plain_named() -> bool:
+def _is_http_configured() -> bool:
     """Whether the environment names an endpoint without TLS: we take that as intended."""
     amazon = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
     google = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
@@ -228,7 +228,7 @@ def _found(meta: obstore.ObjectMeta) -> Found:
     return Found(key=meta["path"], size=meta["size"], etag=meta["e_tag"], modified_at=meta["last_modified"])
 
 
-def _may_pass(error: Exception) -> bool:
+def _may_be_transient(error: Exception) -> bool:
     """Whether a retry may help: after a lost connection, a timeout or the store's own error, not after a refusal."""
     status = _STATUS.search(str(error))
     return status is None or int(status[1]) >= 500 or int(status[1]) in _TRY_AGAIN

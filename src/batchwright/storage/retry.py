@@ -25,7 +25,7 @@ LONGEST_SECONDS = 10.0
 
 
 class Counter(Protocol):
-    """Counts attempts: the process's Counts."""
+    """What counts the attempts, such as `Counts`."""
 
     def add(self, name: str, n: float = 1, labels: Labels = ()) -> None: ...
 
@@ -33,7 +33,7 @@ class Counter(Protocol):
 class Retry:
     """Exponential backoff with full jitter, bounded by time, and by attempts where those are set.
 
-    The last attempt happens when the time is over, so any shorter outage is survived.
+    The last attempt is made when the time limit is reached, so any shorter outage does no harm.
     """
 
     def __init__(

@@ -57,8 +57,8 @@ class Store:
     async def put(self, key: str, source: Source, *, limit: int | None = None) -> Stored:
         """Write the object, replacing any other; one over the limit raises TooLarge and leaves nothing.
 
-        A stream longer than a part can be sent only once: pass a callable that creates it to survive a
-        failure in the middle.
+        A stream that is longer than a part can be sent only once. To survive a failure in the middle, pass a callable
+        that creates the stream.
         """
         checked(key)
         contents = Contents(source, limit)
@@ -101,7 +101,7 @@ class Store:
         return await self._retry("head", lambda: self._backend.head(key))
 
     async def delete(self, *keys: str) -> None:
-        """Missing objects count as deleted."""
+        """Delete objects; missing ones count as deleted."""
         if keys:
             for key in keys:
                 checked(key)
@@ -149,7 +149,7 @@ class Store:
     async def _part(self, key: str, start: int, end: int, etag: str | None) -> bytes:
         part = await self._retry("get", lambda: self._backend.read(key, start, end, etag))
         if len(part) != end - start:
-            raise StorageUnavailable(f"{key} in {self}: asked for {end - start} bytes and got {len(part)}")
+            raise StorageUnavailable(f"{key} in {self}: requested {end - start} bytes and received {len(part)}")
         return part
 
 

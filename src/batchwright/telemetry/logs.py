@@ -64,12 +64,12 @@ def configure_logs(level: str = "INFO", form: Form = "auto") -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-        logger.addFilter(_is_news)
+        logger.addFilter(_is_worth_logging)
     logging.getLogger("uvicorn.access").setLevel(logging.NOTSET if root.level <= logging.DEBUG else logging.WARNING)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drops a line of the server: it reports a stream that we cut on purpose, so that nobody takes it for complete."""
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """False for the server's line about a stream that we cut on purpose, to show clients that it is incomplete."""
     return record.msg != _CUT_ON_PURPOSE
 
 
@@ -87,7 +87,7 @@ class _Lines(logging.Formatter):
 
     @staticmethod
     def fields(record: logging.LogRecord) -> dict[str, Any]:
-        """The line's own fields and, for the rest, those of the current job."""
+        """The line's own fields, completed by those of the current job."""
         job = job_in_hand.get()
         given = {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if job is None or given.get("job_id", str(job.id)) != str(job.id):  # the line is about another job

@@ -67,7 +67,7 @@ class LabelLimit:
     others_max: int = VALUES_MAX
 
     def kept(self, values: set[str]) -> set[str]:
-        """The first by name. Values are only added, so one under `other` stays there, and `other` never decreases."""
+        """The first values by name. Values are only added, so one that is under `other` stays there."""
         return (values & self.named) | set(sorted(values - self.named - {OTHER})[: self.others_max])
 
 
@@ -106,7 +106,7 @@ class Counts:
         self._on_read.append(count)
 
     def know(self, flat: Iterable[str]) -> None:
-        """Reserve places for the values that others have counted, so that a value has the same name everywhere."""
+        """Reserve places for values that other processes have counted, so that a value has the same name everywhere."""
         found: dict[str, set[str]] = {}
         for name, numbers in series(dict.fromkeys(flat, 0)).items():
             if (metric := self._metrics.get(name)) is not None:
@@ -208,7 +208,7 @@ def together(one: Mapping[str, float], other: Mapping[str, float]) -> Flat:
 
 
 def series(flat: Mapping[str, float]) -> dict[str, dict[Labels, float]]:
-    """The flat form taken apart again, by metric."""
+    """Split the flat form by metric."""
     found: dict[str, dict[Labels, float]] = {}
     for key, n in flat.items():
         name, *labels = orjson.loads(key)
@@ -217,7 +217,7 @@ def series(flat: Mapping[str, float]) -> dict[str, dict[Labels, float]]:
 
 
 def bounded(numbers: Mapping[Labels, float], label_limits: Sequence[LabelLimit]) -> dict[Labels, float]:
-    """The numbers with the values of each label limited, and the rest in `other`."""
+    """Limit the values of each label; the numbers of all other values are added up under `other`."""
     kept = [limit.kept({key[place] for key in numbers}) for place, limit in enumerate(label_limits)]
     summed: dict[Labels, float] = {}
     for key, n in numbers.items():

@@ -41,15 +41,15 @@ class Otlp:
     """Spans by OTLP over HTTP; the SDK's environment variables control how they are sampled, queued and sent."""
 
     def __init__(self, service_name: str, version: str | None) -> None:
-        self._murmur = _Murmur()
-        self._exporter = _Exporter(self._murmur)
+        self._logs = _LogFilter()
+        self._exporter = _Exporter(self._logs)
         processor = BatchSpanProcessor(self._exporter)
         self._provider = TracerProvider(resource=_resource(service_name, version), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("batchwright", version)
         self._asked = threading.Event()
         self._stopped = threading.Event()
-        self._murmur.listen()
+        self._logs.listen()
         # Created now, because no thread can be started while the interpreter exits.
         threading.Thread(target=self._wait_and_end, name="batchwright-tracing", daemon=True).start()
 
@@ -57,13 +57,13 @@ class Otlp:
         origin = _remote(parent)
         above = None if origin is None else trace.set_span_in_context(NonRecordingSpan(origin))
         made = self._tracer.start_span(name, above, attributes=_sendable(attributes))
-        return _Recorded(made, self._murmur, current)
+        return _Recorded(made, self._logs, current)
 
     def detached(self, name: str, link: str | None, attributes: Attributes | None) -> _Recorded:
         origin = _remote(link)
         links = [] if origin is None else [trace.Link(origin)]
         made = self._tracer.start_span(name, context.Context(), attributes=_sendable(attributes), links=links)
-        return _Recorded(made, self._murmur, True)
+        return _Recorded(made, self._logs, True)
 
     @contextlib.contextmanager
     def handed(self, traceparent: str | None) -> Iterator[None]:
@@ -82,28 +82,28 @@ class Otlp:
     def stop(self) -> None:
         self._asked.set()
         if not self._stopped.wait(STOP_SECONDS):
-            self._murmur.warn(f"the collector did not take the last of them within {STOP_SECONDS} s")
+            self._logs.warn(f"the collector did not take the last of them within {STOP_SECONDS} s")
             self._exporter.shutdown()
 
     def _wait_and_end(self) -> None:
-        """The SDK's shutdown may take half a minute; it runs here, where nobody waits for it."""
+        """The SDK's shutdown may take half a minute; it runs in this thread, for which nothing waits."""
         self._asked.wait()
         try:
-            with self._murmur.muted():
+            with self._logs.muted():
                 self._provider.shutdown()
         finally:
             self._stopped.set()
-            self._murmur.leave()
+            self._logs.leave()
 
 
 class _Recorded:
     """A span of the SDK's."""
 
-    __slots__ = ("_current", "_error", "_murmur", "_span", "_token")
+    __slots__ = ("_current", "_error", "_logs", "_span", "_token")
 
-    def __init__(self, span: trace.Span, murmur: _Murmur, current: bool) -> None:
+    def __init__(self, span: trace.Span, logs: _LogFilter, current: bool) -> None:
         self._span = span
-        self._murmur = murmur
+        self._logs = logs
         self._current = current
         self._error: BaseException | None = None
 
@@ -118,9 +118,9 @@ class _Recorded:
         """Record the type and message of an error, once; its traceback is in the log, if anywhere."""
         if error is not self._error and self._span.is_recording():
             self._error = error
-            kind, words = type(error).__qualname__, _words(error)
-            self._span.add_event("exception", {"exception.type": kind, "exception.message": words})
-            self._span.set_status(Status(StatusCode.ERROR, words or kind))
+            kind, text = type(error).__qualname__, _message_of(error)
+            self._span.add_event("exception", {"exception.type": kind, "exception.message": text})
+            self._span.set_status(Status(StatusCode.ERROR, text or kind))
 
     def __enter__(self) -> Self:
         if self._current:
@@ -133,35 +133,35 @@ class _Recorded:
         if error is not None and not isinstance(error, GeneratorExit):  # a reader may stop at any time
             self.error(error)
         self._error = None  # its traceback refers to this span: a reference cycle
-        with self._murmur.muted():
+        with self._logs.muted():
             self._span.end()
 
 
 class _Exporter(SpanExporter):
     """Drops spans without raising, and with one warning."""
 
-    def __init__(self, murmur: _Murmur) -> None:
+    def __init__(self, logs: _LogFilter) -> None:
         is_set = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{of}TIMEOUT") for of in ("", "TRACES_"))
         self._http: SpanExporter = OTLPSpanExporter(timeout=None if is_set else EXPORT_SECONDS)
-        self._murmur = murmur
+        self._logs = logs
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        with self._murmur.muted():
+        with self._logs.muted():
             try:
                 result = self._http.export(spans)
             except Exception as error:  # one invalid span must not end the thread that sends all others
                 result = SpanExportResult.FAILURE
-                self._murmur.warn(f"sending failed with {type(error).__name__}")
+                self._logs.warn(f"sending failed with {type(error).__name__}")
         if result is not SpanExportResult.SUCCESS:
-            self._murmur.warn_of_collector()
+            self._logs.warn_of_collector()
         return result
 
     def shutdown(self) -> None:
-        with self._murmur.muted():
+        with self._logs.muted():
             self._http.shutdown()
 
 
-class _Murmur(logging.Filter):
+class _LogFilter(logging.Filter):
     """Filters what the SDK logs while it works for us: suppressed, and summed up in one warning an hour.
 
     Its other log lines in this process pass. Addresses are never repeated: they may contain keys.
@@ -195,10 +195,10 @@ class _Murmur(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if not getattr(self._here, "muted", False):
             return True
-        words = record.getMessage()
-        if found := _STATUS.search(words):
+        text = record.getMessage()
+        if found := _STATUS.search(text):
             self._status = found[1]
-        if words.startswith("Queue full"):
+        if text.startswith("Queue full"):
             self.warn("they come faster than the collector accepts them")
         return False
 
@@ -248,7 +248,7 @@ def _sendable(attributes: Attributes | None) -> dict[str, str | int | float | bo
     return found
 
 
-def _words(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return _text(str(error))
     except Exception:  # a broken __str__; the user's error must be raised unchanged

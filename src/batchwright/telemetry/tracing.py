@@ -1,8 +1,8 @@
 """Optional traces: spans go to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names, or nowhere.
 
-While it is off, nothing of OpenTelemetry is imported, a span costs less than a microsecond, and a caller's traceparent
-is passed on unchanged. Tracing is on or off for the whole process, like logs; `batchwright.telemetry.otlp` does the
-rest.
+While tracing is off, nothing of OpenTelemetry is imported, a span costs less than a microsecond, and a caller's
+traceparent is passed on unchanged. Tracing is on or off for the whole process, like logs; the code that sends spans is
+in `batchwright.telemetry.otlp`.
 
 >>> with span("process-batch", parent=ctx.traceparent, attributes={"batch.id": batch.id}) as batch_span:
 ...     await ask(body, traceparent=batch_span.traceparent)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _FIELDS = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_NOBODY = {"0" * 32, "0" * 16}
+_ZERO_IDS = {"0" * 32, "0" * 16}
 
 
 class Span(Protocol):
@@ -37,7 +37,7 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str | None:
-        """What to pass to code that works for this span; while tracing is off, what was passed to us."""
+        """The traceparent for code that works for this span; while tracing is off, the one that we received."""
 
     def set(self, attributes: Attributes) -> None: ...
 
@@ -109,7 +109,7 @@ def span(name: str, *, parent: str | None = None, attributes: Attributes | None 
 
 
 def detached(name: str, link: str | None, *, attributes: Attributes | None = None) -> Span:
-    """A span that begins its own trace and only links to another, whose end or cancellation it outlives."""
+    """A span that begins its own trace and only links to another one, which may end or be cancelled earlier."""
     return _Handed(link) if _recorder is None else _recorder.detached(name, link, attributes)
 
 
@@ -138,7 +138,7 @@ def parsed(traceparent: str) -> tuple[str, str, str] | None:
     if found is None:
         return None
     version, trace_id, span_id, flags, more = found.groups()
-    if version == "ff" or (version == "00" and more) or not _NOBODY.isdisjoint((trace_id, span_id)):
+    if version == "ff" or (version == "00" and more) or not _ZERO_IDS.isdisjoint((trace_id, span_id)):
         return None
     if version != "00":  # of a future version we know only the flag for sampling
         flags = f"{int(flags, 16) & 1:02x}"
@@ -179,7 +179,7 @@ class _Silent:
 
 
 class _Off(_Silent):
-    """Nothing was passed to us for this span: one object serves for all such spans."""
+    """A span without a traceparent of its own: one object serves for all such spans."""
 
     __slots__ = ()
 
@@ -194,7 +194,7 @@ class _Off(_Silent):
 
 
 class _Handed(_Silent):
-    """Passes on what was passed to us, as do the spans inside this one."""
+    """Passes on the traceparent that we received, as do the spans inside this one."""
 
     __slots__ = ("_current", "_token", "traceparent")
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 _FOLDER = "static"
 _KINDS = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-_FOR_GOOD = "public, max-age=31536000, immutable"
+_CACHED_FOREVER = "public, max-age=31536000, immutable"
 
 
 class Asset(NamedTuple):
@@ -42,4 +42,4 @@ class Assets:
         asset = self._files.get(hashed)
         if asset is None:
             return None
-        return Response(asset.content, media_type=asset.media_type, headers={"Cache-Control": _FOR_GOOD})
+        return Response(asset.content, media_type=asset.media_type, headers={"Cache-Control": _CACHED_FOREVER})

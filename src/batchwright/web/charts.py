@@ -214,7 +214,7 @@ def _last(series: Series) -> str:
 
 
 def _ceiling(value: float) -> float:
-    """The next round number: 1, 1.5, 3 or 6 times a power of ten."""
+    """The next round number: 1.5, 3, 6, 9 or 15 times a power of ten."""
     if value <= 0:
         return 3.0
     power = 10.0 ** math.floor(math.log10(value))

@@ -93,7 +93,7 @@ def clip(text: Any, length: int = 120) -> str:
 
 
 def as_json(value: Any, limit: int = _JSON_CHARACTERS_MAX) -> str:
-    """Indented, and cut where it is too long for a page; what counts is what it takes there, escaped."""
+    """Indented, and cut if it is too long for a page; the limit applies to the escaped text."""
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
     head = text[:limit]
     if (taken := len(escape(head))) > limit:

@@ -4,7 +4,7 @@
        ▲                    │
        └── changed regions ─┘
 
-A feed exists while anybody requests it. All requests during a load get that load's value. Followers of a feed are
+A feed exists while there are requests for it. All requests during a load get that load's value. Followers of a feed are
 notified of each new version; viewers with the same scopes share the rendering as well.
 """
 
@@ -95,7 +95,7 @@ class Live:
             return feed.value
 
     def forget(self) -> None:
-        """Something has changed: the next request must see it."""
+        """Make the next request load new data, because something has changed."""
         for feed in self._feeds.values():
             feed.loaded_at = -float("inf")
 
@@ -104,15 +104,15 @@ class Live:
     ) -> AsyncGenerator[Fragments | str | None, None]:
         """The regions that changed; a text when loads fail; None after a quiet period. Raises `Gone` at the end."""
         sent: Fragments = {}
-        told: str | None = None
+        sent_trouble: str | None = None
         with self._join(key, load) as feed:
             while not self.is_closed:
                 changed = feed.changed
                 if feed.is_gone:
                     raise Gone
-                if feed.trouble != told:
-                    told = feed.trouble
-                    yield told or {}
+                if feed.trouble != sent_trouble:
+                    sent_trouble = feed.trouble
+                    yield sent_trouble or {}
                 if feed.version and not feed.trouble:
                     drawn = feed.fragments(variant, draw)
                     news = {name: html for name, html in drawn.items() if sent.get(name) != html}

@@ -72,7 +72,7 @@ class PageRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 response = await handle(request)
-            except Exception as error:  # every error of a page is a page
+            except Exception as error:  # every error is shown as a page
                 response = await answer_error(request, error)
             return finish(request, response)
 
@@ -109,14 +109,14 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, Unauthorized) and request.method == "GET" and not wants_stream(request):
         here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return RedirectResponse(f"/ui/sign-in?next={quote(here)}", status_code=303)
-    status, message = _words(request, error)
+    status, message = _status_and_message(request, error)
     if wants_stream(request):
         return PlainTextResponse(message, status_code=status)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     return await show_error(request, status, message, headers)
 
 
-def _words(request: Request, error: Exception) -> tuple[int, str]:
+def _status_and_message(request: Request, error: Exception) -> tuple[int, str]:
     if isinstance(error, RequestValidationError):
         problem = error.errors()[0]
         name = ".".join(str(part) for part in problem["loc"][1:])
@@ -129,4 +129,4 @@ def _words(request: Request, error: Exception) -> tuple[int, str]:
     if isinstance(error, BatchwrightError) and (known := status_of(error)) is not None:
         return known
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return 500, "something went wrong here; the server's log says what"
+    return 500, "an internal error occurred; see the server's log"

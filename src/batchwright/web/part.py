@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from batchwright.web.settings import WebSettings
 
 _SIGN_IN_BYTES_MAX = 16 * 1024
-"""Applies to everybody who reaches the server, before a key is checked."""
+"""A small limit, because it applies before a key is checked."""
 _VIEWS = "batchwright.web.views"
 
 

@@ -88,7 +88,7 @@ def _field(name: str, about: Any, schema: Mapping[str, Any], is_required: bool) 
     default = described.get("default", plain.get("default"))
     words = [str(described.get("description") or plain.get("description") or "")]
     if kind == "json":
-        words.append(f"JSON{_said(plain)}.")
+        words.append(f"JSON{_shape_hint(plain)}.")
     if options and (not is_required or is_nullable):
         options = (("", ""), *options)
     return Field(
@@ -149,7 +149,7 @@ def _value(field: Field, text: str) -> Any:
                 raise ValueError(f"This is not JSON: {error}.") from None
 
 
-def _said(plain: Mapping[str, Any]) -> str:
+def _shape_hint(plain: Mapping[str, Any]) -> str:
     kind = plain.get("type")
     return f": a list, such as {_example(plain)}" if kind == "array" else ": an object" if kind == "object" else ""
 

@@ -24,4 +24,4 @@ class WebSettings:
         if not 0 < self.session_hours <= 24 * 30:
             raise ConfigurationError(f"web.session_hours is {self.session_hours:g}; use more than 0, up to 720")
         if self.sign_ins_per_minute < 1:
-            raise ConfigurationError(f"web.sign_ins_per_minute is {self.sign_ins_per_minute}; it begins at 1")
+            raise ConfigurationError(f"web.sign_ins_per_minute is {self.sign_ins_per_minute}; use 1 or more")

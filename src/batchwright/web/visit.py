@@ -1,4 +1,4 @@
-"""A request for a page: who asks, what they may see, and how the response is rendered."""
+"""A request for a page: the visitor, what the visitor may see, and how the response is rendered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = "batchwright_seed"
 FLASH = "batchwright_flash"
 _PING_SECONDS = 15.0
 STREAM_SECONDS_MAX = 300.0
-"""Then the browser asks again, and is let in by its session as everybody: it may be over, or its scopes may differ."""
+"""A stream ends after this time. The browser then reconnects, and its session is checked again."""
 _FLASH_SECONDS = 30
 _FLASH_CHARACTERS_MAX = 500
 _FIELDS_MAX = 2_000
@@ -58,13 +58,13 @@ _REMEDIES = {
     409: "The object changed meanwhile. Go back to see its current state.",
     413: "Send less at once.",
     429: "Wait a minute, then try again.",
-    500: "Try again. If it happens again, look into the server's log.",
+    500: "Try again. If it happens again, check the server's log.",
     503: "Try again soon; nothing was lost.",
 }
 
 
 class Visit:
-    """A request for a page, by somebody who may see it."""
+    """A request for a page by one visitor."""
 
     def __init__(self, request: Request, caller: Caller | None, name: str | None, seed: str) -> None:
         self.request = request
@@ -73,7 +73,7 @@ class Visit:
         """The name of the key; None where none is needed yet."""
         self._seed = seed
 
-    # Who asks ---------------------------------------------------------------------------------------------------
+    # The visitor ------------------------------------------------------------------------------------------------
 
     @property
     def caller(self) -> Caller:
@@ -123,7 +123,7 @@ class Visit:
 
     def check_token(self, given: str) -> None:
         if not hmac.compare_digest(given.encode(), self.csrf.encode()):
-            raise Forbidden("this form is too old, or not from this site; reload the page and send it again")
+            raise Forbidden("this form has expired, or is not from this site; reload the page and send it again")
 
     # Addresses --------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Visit:
 
     def draw(self, template: str, *, status: int = 200, is_live: bool = False, **context: Any) -> Response:
         """A page without updates."""
-        context = {**context, **self._surroundings(), "is_live": is_live}
+        context = {**context, **self._common_context(), "is_live": is_live}
         return HTMLResponse(self.site.page(template, context), status_code=status)
 
     def go(self, path: str, *, done: str | None = None, **query: Any) -> Response:
@@ -175,7 +175,7 @@ class Visit:
             response.delete_cookie(name, path="/ui", httponly=True, samesite="strict", secure=self._is_secure)
 
     def keep_seed(self, response: Response) -> None:
-        """The browser's half of the token; a browser that already has one keeps it."""
+        """Store the secret of the CSRF token in the browser, unless it has one already."""
         if SESSION not in self.request.cookies and self.request.cookies.get(SEED) != self._seed:
             self._set_cookie(response, SEED, self._seed, None)
 
@@ -192,7 +192,7 @@ class Visit:
             name, value, max_age=seconds, path="/ui", httponly=True, samesite="strict", secure=self._is_secure
         )
 
-    def _surroundings(self) -> dict[str, Any]:
+    def _common_context(self) -> dict[str, Any]:
         """What every page has: the menu, the token, who is signed in."""
         return {
             "visit": self,
@@ -262,7 +262,7 @@ async def visit_of(request: Request, scope: Scope) -> Visit:
     found = services(request)
     tenant = request.query_params.get("tenant") or None
     if tenant is not None and (len(tenant) > _TENANT_CHARACTERS_MAX or "\0" in tenant):
-        raise InvalidInput("a tenant has 1 to 100 characters", param="tenant")
+        raise InvalidInput("the tenant must have 1 to 100 characters", param="tenant")
     token = request.cookies.get(SESSION)
     session = None if token is None else await found.core.sessions.find(token)
     if session is not None and token is not None:
@@ -280,7 +280,7 @@ async def visit_of(request: Request, scope: Scope) -> Visit:
 
 
 def stranger(request: Request) -> Visit:
-    """Somebody who has not signed in."""
+    """A visitor who has not signed in."""
     request.state.visit = visit = Visit(request, None, None, _seed(request))
     return visit
 
@@ -304,7 +304,7 @@ async def show_error(request: Request, status: int, message: str, headers: Mappi
     """An error as a page: what is wrong, and what to do."""
     visit: Visit | None = getattr(request.state, "visit", None)
     if visit is None:
-        visit = await _whoever(request)
+        visit = await _find_visitor(request)
     response = visit.draw(
         "error.html",
         status=status,
@@ -317,7 +317,7 @@ async def show_error(request: Request, status: int, message: str, headers: Mappi
     return response
 
 
-async def _whoever(request: Request) -> Visit:
+async def _find_visitor(request: Request) -> Visit:
     """An error page has the menu of the signed-in visitor, if that can be determined."""
     with suppress(BatchwrightError):
         return await visit_of(request, Scope.READ)

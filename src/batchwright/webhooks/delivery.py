@@ -8,8 +8,8 @@ receive an event twice, with the same `webhook-id`.
     2xx                         delivered, whatever the body says
     410                         fails at once: the endpoint wants no more events
     429, 503 with Retry-After   waits as requested and uses no attempt, while the event is younger than a day
-    anything else, 3xx too      a failed attempt; redirects are never followed
-    no answer, or none in time  a failed attempt
+    anything else, even 3xx     a failed attempt; redirects are never followed
+    no answer in time           a failed attempt
 
 Events and signatures are those of OpenAI and of Standard Webhooks, so that their clients can check them.
 """
@@ -64,7 +64,7 @@ class Event:
     """It is signed together with the time and the body, separated by dots, so it must not contain a dot."""
     type: EventType
     batch_id: str
-    """The id of the batch or the task; the name stays for the sake of older deliveries that may still be queued."""
+    """The id of the batch or the task; it keeps this name because older deliveries may still be queued."""
     created_at: int
 
     @classmethod
@@ -101,7 +101,7 @@ async def deliver_webhook(ctx: Context, endpoint: str, event: Event) -> dict[str
 def deliveries(
     endpoints: Sequence[WebhookSettings], tenant: str, object_id: str, event_type: EventType, now: datetime
 ) -> list[NewJob]:
-    """One for each subscribed endpoint; nothing here needs a secret, because any worker may end a batch or a task."""
+    """One job for each subscribed endpoint. No secret is needed here, because any worker may end a batch or a task."""
     event = Event.of(object_id, event_type, now)
     return [
         NewJob(deliver_webhook, {"endpoint": endpoint.name, "event": event}, tenant=tenant)
@@ -139,7 +139,7 @@ class Webhooks:
         if found is None:
             raise Transient(
                 f"no webhook {endpoint} is configured for the tenant {tenant!r}: its url was changed or removed, or "
-                "this worker has not got the new configuration",
+                "this worker does not have the new configuration yet",
                 code="endpoint_unknown",
             )
         now = self._clock()
@@ -178,7 +178,7 @@ class _Endpoint:
         good = [key for key in keys if key is not None]
         if len(good) != len(keys) or len(good) > _SECRETS_MAX:
             raise ConfigurationError(
-                f"the secret of the webhook {self.settings.name} is {self.secret.origin}, which does not hold "
+                f"the secret of the webhook {self.settings.name} is {self.secret.origin}, which is not "
                 f"{SECRET_PREFIX} and 24 to 64 bytes in base64; create one with `openssl rand -base64 32`"
             )
         return good
@@ -224,11 +224,11 @@ def _judge(answer: Answer, endpoint: str, *, is_young: bool) -> int:
         raise Transient(f"the webhook {endpoint} was not delivered: {answer.message}", code=answer.code)
     if 200 <= status < 300:
         return status
-    said = f"the webhook {endpoint} was answered with {status}"
+    reason = f"the webhook {endpoint} was answered with {status}"
     if status == 410:
-        raise Fatal(f"{said}: it wants no more events, so remove it from the configuration", code="endpoint_gone")
+        raise Fatal(f"{reason}: it wants no more events, so remove it from the configuration", code="endpoint_gone")
     if 300 <= status < 400:
-        raise Transient(f"{said}; redirects are not followed, correct its url", code="redirect_refused")
+        raise Transient(f"{reason}; redirects are not followed, correct its url", code="redirect_refused")
     if status in (429, 503) and answer.retry_after is not None and is_young:
-        raise RateLimited(said, retry_after=max(answer.retry_after, _RETRY_AFTER_SECONDS_MIN))
-    raise Transient(said, code=f"http_{status}")
+        raise RateLimited(reason, retry_after=max(answer.retry_after, _RETRY_AFTER_SECONDS_MIN))
+    raise Transient(reason, code=f"http_{status}")

@@ -18,7 +18,7 @@ DELIVERIES_MAX = 16
 
 
 class WebhooksPart(Part):
-    """Notifies tenants' endpoints of what has ended."""
+    """Notifies tenants' endpoints when a batch or a task has ended."""
 
     name = "webhooks"
     tables = {"webhooks": "batchwright.webhooks.settings:Webhooks"}
@@ -64,4 +64,4 @@ class Deliveries:
         return max(0, DELIVERIES_MAX - running)
 
     def listen(self, on_demand: Callable[[], None]) -> None:
-        """No callback is needed: a delivery that ends frees its place, and the worker notices that itself."""
+        """No callback is needed: the worker itself notices when a delivery has ended."""

@@ -58,7 +58,7 @@ class WebhookSettings:
             raise ConfigurationError(f"the webhook {self.name} has no events; leave `events` out to get all of them")
         if not 0 < self.timeout_seconds <= TIMEOUT_SECONDS_MAX:
             raise ConfigurationError(
-                f"timeout_seconds of the webhook {self.name} is {self.timeout_seconds}; it goes from above 0 to "
+                f"timeout_seconds of the webhook {self.name} is {self.timeout_seconds}; use more than 0 and at most "
                 f"{TIMEOUT_SECONDS_MAX:.0f}"
             )
 
@@ -86,7 +86,7 @@ class WebhookSettings:
         if any(value.startswith(SECRET_PREFIX) and len(value) > _NAME_CHARACTERS_MAX for value in given.values()):
             raise ConfigurationError(
                 f"the webhook {self.name} has the secret itself in its settings, where others can read it; put it into "
-                "a file and name that by secret_file"
+                "a file, and set secret_file to its name"
             )
         if len(given) != 1:
             found = " and ".join(given) or "no secret"
@@ -107,7 +107,7 @@ def _refuse_unknown(webhooks: Any) -> Any:
 
 
 def refuse_doubles(webhooks: Mapping[str, Sequence[WebhookSettings]]) -> Mapping[str, Sequence[WebhookSettings]]:
-    """An endpoint is identified by its url, so a tenant may have each url once."""
+    """Refuse a url that a tenant has twice, because an endpoint is identified by its url."""
     for tenant, endpoints in webhooks.items():
         names = [endpoint.name for endpoint in endpoints]
         if double := next((name for name in names if names.count(name) > 1), None):
@@ -132,6 +132,8 @@ def _check_url(url: str) -> None:
         known = False
     else:
         if "@" in parts.netloc:
-            raise ConfigurationError("a webhook's url holds a user or password; the signature shows who we are instead")
+            raise ConfigurationError(
+                "a webhook's url contains a user or password; remove it, because the signature identifies the sender"
+            )
     if not known or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigurationError(f"a webhook's url is {shown_url(url)}; write it like https://example.com/hooks")

@@ -550,7 +550,8 @@ def test_an_error_says_why_there_are_no_results(
     whole = ended(database_url, folder)
     missing = tmp_path / "no" / "out.jsonl"
     assert inside("batch", "results", whole.id, "-o", str(missing))[2] == (
-        f"error: --output {missing} cannot be written: there is no folder {missing.parent}, or it is closed to us\n"
+        f"error: --output {missing} cannot be written: there is no folder {missing.parent}, or you may not write to "
+        "it\n"
     )
     assert "are the same file" in inside("batch", "results", whole.id, "-o", "x", "--errors", "./x")[2]
 

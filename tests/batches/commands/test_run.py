@@ -310,7 +310,7 @@ def test_a_timeout_can_be_given_and_is_named_with_its_setting(
         assert out.splitlines()[-1] == f"request_timeout: {words}"
         assert {line["error"]["message"] for line in read(tmp_path / "in.errors.jsonl")} == {words}
     code, _, err = inside(*command(simulator, "--timeout", "soon"))
-    assert (code, err) == (1, "error: --timeout 'soon' is no duration: write 90s, 5m, 1h or 2d\n")
+    assert (code, err) == (1, "error: --timeout 'soon' is not a duration: write 90s, 5m, 1h or 2d\n")
 
 
 def test_a_run_without_answers_says_so_until_they_come(
@@ -714,7 +714,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
     code, _, err = inside(*command(simulator))
     assert (code, err) == (
         1,
-        "error: in.jsonl changed while it was read; wait until it is written, and start again\n",
+        "error: in.jsonl changed while it was read; wait until it is complete, and run the command again\n",
     )
     assert cli.rows("SELECT FROM batchwright.batch") == []
     assert [path for path in (folder / "files").rglob("*") if path.is_file()] == []

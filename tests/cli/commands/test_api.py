@@ -90,7 +90,7 @@ def test_from_the_first_key_on_nobody_gets_in_without_one(cli: Cli) -> None:
 @pytest.mark.parametrize("command", ["api", "up"])
 def test_without_a_key_only_a_loopback_address_is_served(cli: Cli, command: str) -> None:
     said = cli(command, "--host", "0.0.0.0", code=1).stderr
-    assert "without a key the server answers on a loopback address only, not on 0.0.0.0" in said
+    assert "without a key the server listens only on a loopback address, not on 0.0.0.0" in said
     assert "batchwright key create" in said
 
 

@@ -65,5 +65,5 @@ def test_a_group_must_be_named_and_options_stand_behind_the_command(inside: Insi
     )
     code, out, err = inside("inbox", "--type", "sample.fail", "rerun", "--type", "sample.fail", "--yes")
     assert (code, out) == (1, "")
-    assert err == "error: put the options behind the command: batchwright inbox rerun --type NAME\n"
+    assert err == "error: put the options after the command: batchwright inbox rerun --type NAME\n"
     assert stage.status(id) == "FAILED"

@@ -60,7 +60,7 @@ def test_submit_reads_the_payload_from_standard_input(cli: Cli) -> None:
         (["submit", "sample.greet", "-p", "{name: Ada}"], 1, "the payload is not JSON: "),
         (["submit", "sample.greet", "-p", "@nowhere.json"], 1, "the payload cannot be read from nowhere.json: "),
         (["submit", "sample.greet", "-p", '{"name": 7}'], 1, "sample.greet: ['name']: 7 is not of type 'string'"),
-        (["submit", "sample.greet", "--run-after", "soon"], 1, "'soon' is no time; write 2026-"),
+        (["submit", "sample.greet", "--run-after", "soon"], 1, "'soon' is not a time; write 2026-"),
         (["submit", "sample.greet", "--deadline", "2099-01-01"], 1, "'2099-01-01' has no time zone; write 2026-"),
         (["submit", "sample.greet", "--priority", "12"], 2, "--priority"),
         (["show", "here"], 1, "'here' is not a job id"),
@@ -170,14 +170,14 @@ def test_every_filter_of_the_list_is_passed_on(inside: Inside, stage: Stage) -> 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "which jobs? batchwright job {verb} ID, or a filter such as --type NAME or --status STATUS"),
-        (["--yes"], "which jobs? "),
+        ([], "no jobs are named; write batchwright job {verb} ID, or a filter such as --type NAME or --status STATUS"),
+        (["--yes"], "no jobs are named; "),
         (
             ["--type", "sample.greet"],
             "there is no terminal to confirm on; add --yes to {verb} them, or --dry-run to count",
         ),
-        ([str(uuid.uuid4()), "--type", "x"], "{verb} jobs by their ids or by a filter"),
-        ([str(uuid.uuid4()), "--dry-run"], "{verb} jobs by their ids or by a filter"),
+        ([str(uuid.uuid4()), "--type", "x"], "give job ids or a filter, not both; --dry-run is only for a filter"),
+        ([str(uuid.uuid4()), "--dry-run"], "give job ids or a filter, not both; --dry-run is only for a filter"),
     ],
 )
 def test_many_jobs_are_never_meant_by_mistake(

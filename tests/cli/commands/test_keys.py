@@ -38,18 +38,18 @@ def test_without_keys_the_list_says_what_that_means(inside: Inside) -> None:
     assert inside("key", "list") == (
         0,
         "",
-        "no keys: the HTTP API is open to every user of this machine, and only to it\n",
+        "no keys: the HTTP API is open to every user of this machine, and to no other machine\n",
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["create", "x", "--expires-in", "soon"], "--expires-in 'soon' is no duration: write 90s, 5m, 1h or 2d"),
+        (["create", "x", "--expires-in", "soon"], "--expires-in 'soon' is not a duration: write 90s, 5m, 1h or 2d"),
         (["create", "x", "--expires-in", "0d"], "--expires-in 0d is out of range: use 1s to 3650d"),
         (["create", ""], "1 to 100 characters"),
         (["create", "x", "--tenant", "*"], "'*' means all tenants"),
-        (["revoke", "nope"], "'nope' is no id of a key; see: batchwright key list"),
+        (["revoke", "nope"], "'nope' is not the id of a key; see: batchwright key list"),
         (["revoke", "01a1e1b4-7c09-7b40-820c-12011338a22d"], "batchwright key list shows them"),
         (["revoke", "laptop"], "'laptop' is no"),
     ],

@@ -70,7 +70,7 @@ def test_create_passes_every_option_on_and_every_command_prints_json(inside: Ins
 
 def test_create_again_is_refused_and_with_replace_changes_the_schedule(inside: Inside) -> None:
     first = inside.json(*DAILY)
-    assert inside(*DAILY) == (1, "", "error: there is a schedule 'daily' already; delete it, or replace it\n")
+    assert inside(*DAILY) == (1, "", "error: a schedule 'daily' exists already; delete it, or replace it\n")
     again = inside.json(*DAILY, "--cron", "30 7 * * *", "--replace")
     assert (again["id"], again["cron"]) == (first["id"], "30 7 * * *")
 
@@ -97,11 +97,11 @@ BAD_WORDS = [
     (["pause", "nightly"], 1, "there is no schedule 'nightly'"),
     (["list", "--tenant", "us", "--after", "a/b"], 1, "'a/b' is not a schedule name"),
     (["list", "--after", "a"], 1, "--after needs --tenant"),
-    (["preview", "* * * * *", "--timezone", "localtime"], 1, "'localtime' is another time zone on each machine; name"),
+    (["preview", "* * * * *", "--timezone", "localtime"], 1, "'localtime' differs from machine to machine; name"),
     (
         ["create", "x", "--cron", "* * * * *", "--type", "y", "--deadline", "soon"],
         1,
-        "--deadline 'soon' is no duration",
+        "--deadline 'soon' is not a duration",
     ),
 ]
 

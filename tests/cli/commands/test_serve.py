@@ -46,7 +46,7 @@ def test_up_migrates_runs_jobs_and_releases_them_at_sigterm_without_using_an_att
         id = submit(empty_cli, "sample.linger")
         empty_cli.begun(id, "linger.began")
         up.signal(signal.SIGTERM)
-        up.until("stopping: running jobs may end within 0.3 s")
+        up.until("stopping: running jobs have 0.3 s to end")
         assert up.ended() == 0
     assert stands(empty_cli, id) == ("QUEUED", 0, "job.released")
     assert empty_cli.rows(WORKERS) == []
@@ -163,7 +163,7 @@ def test_up_without_a_worker_only_keeps_the_database(empty_cli: Cli) -> None:
     ("arguments", "code", "complaint"),
     [
         (["broken.py"], 1, "the operations cannot be loaded: ZeroDivisionError: division by zero"),
-        (["--queue-limit", "gpu"], 2, "--queue-limit 'gpu' is not NAME=N, such as gpu=1."),
+        (["--queue-limit", "gpu"], 2, "--queue-limit 'gpu' is invalid: write NAME=N, such as gpu=1."),
         (["--processes", "0"], 2, "--processes"),
         (["--config", "nowhere.toml"], 1, "there is no configuration file nowhere.toml"),
     ],

@@ -25,7 +25,7 @@ def test_the_printed_settings_can_be_pasted(inside: Inside, monkeypatch: pytest.
     code, out, err = simulate(inside, monkeypatch, "--fault", "429:times=1", "--time-scale", "10")
     assert (code, err) == (0, "")
     banner, _, rest = out.partition("\n\n")
-    assert "10 times as fast as real" in banner
+    assert "10 times as fast as real time" in banner
     assert "429:times=1" in banner
     tables, _, shell = rest.rpartition("# Written by batchwright")
     found = tomllib.loads(tables)
@@ -55,7 +55,7 @@ def test_only_files_that_it_wrote_itself_are_overwritten(
     (tmp_path / "batchwright.toml").write_text("[tasks]\n")
     code, out, err = simulate(inside, monkeypatch, "--write-config", "batchwright.toml")
     assert (code, out) == (1, "")
-    assert "exists already, and is not from this command; name another" in err
+    assert "exists already, and this command did not write it; name another file" in err
     assert (tmp_path / "batchwright.toml").read_text() == "[tasks]\n"
     assert not (tmp_path / "batchwright.env").exists()
     assert "is not a file" in simulate(inside, monkeypatch, "--write-config", "/dev/null")[2]
@@ -64,8 +64,8 @@ def test_only_files_that_it_wrote_itself_are_overwritten(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--providers", "--model", "small"], "--model does not go with --providers"),
-        (["--providers", "--no-prompt-faults"], "--prompt-faults does not go with --providers"),
+        (["--providers", "--model", "small"], "--model cannot be used with --providers"),
+        (["--providers", "--no-prompt-faults"], "--prompt-faults cannot be used with --providers"),
         (["--run-seconds", "3"], "--run-time needs --providers"),
         (["--write-config", "x.toml"], "--write-config needs --providers"),
         (["--providers", "--fault", "odd"], "there is no kind 'odd'"),

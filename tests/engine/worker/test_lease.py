@@ -172,7 +172,7 @@ async def test_a_rescued_job_starts_without_waiting_for_a_poll(pool, queue, chil
         working(pool, patient, deadly.dies, engine=ENGINE, child=child) as worker,
         working(pool, noop, engine=ENGINE),
     ):
-        worker._rest = rest
+        worker._wait_for_wake = rest
         worker._wake.set()
         await waits_for_a_ring.wait()
         await raw(

@@ -703,7 +703,7 @@ NONSENSE = [
 
 def test_an_operation_that_returns_an_invalid_outcome_fails_and_says_why():
     for outcome in NONSENSE:
-        with pytest.raises(Fatal, match="the operation returned nonsense") as caught:
+        with pytest.raises(Fatal, match="the operation returned an invalid outcome") as caught:
             check_outcome(outcome)
         assert caught.value.code == "invalid_outcome"
 

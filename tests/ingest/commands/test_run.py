@@ -74,7 +74,7 @@ def test_sources_that_are_not_there_are_refused_before_anything_is_created(shell
         "run", "ftp://example.com/a", "-c", "papers"
     )
     assert "--budget 'much' is not an amount" in shell.refused("run", "papers", "-c", "papers", "--budget", "much")
-    assert "--deadline '5y' is no duration: write 90s, 5m, 1h or 2d" in shell.refused(
+    assert "--deadline '5y' is not a duration: write 90s, 5m, 1h or 2d" in shell.refused(
         "run", "papers", "-c", "papers", "--deadline", "5y"
     )
     assert "is not a collection name" in shell.refused("run", "papers", "-c", "a/b")

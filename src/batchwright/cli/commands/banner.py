@@ -1,4 +1,4 @@
-"""What `batchwright up` and `batchwright api` print when they run: addresses, workers, and what to type next."""
+"""What `batchwright up` and `batchwright api` print at start: addresses, workers, and commands to try next."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def banner_lines(
         yield "workers", _workers_text(batchwright, processes)
         yield "submit", _submit_hint(batchwright, operations)
     else:
-        yield "workers", "none here: --no-worker, or worker.run_background_poller, or batchwright api"
+        yield "workers", "none here, because of --no-worker, worker.run_background_poller = false, or batchwright api"
     yield "stop", "Ctrl-C lets running jobs end; press it again to quit now"
 
 
@@ -65,8 +65,8 @@ def _access_text(has_key: bool, settings: ApiSettings) -> str:
     if settings.socket is not None:
         return "only your user can connect"
     return (
-        "without a key: open to every user of this machine; make a key (batchwright key create NAME), or use --socket "
-        "FILE instead of a port"
+        "without a key: open to every user of this machine; create a key (batchwright key create NAME), or use "
+        "--socket FILE instead of a port"
     )
 
 
@@ -78,7 +78,7 @@ def _work_text(operations: Sequence[OperationView]) -> str:
 
 
 def _submit_hint(batchwright: AsyncBatchwright, operations: Sequence[OperationView]) -> str:
-    """An operation of the user first: nobody enqueues the jobs of a batch or a task by hand."""
+    """A command for an operation of the user, if there is one: jobs of batches and tasks are not submitted by hand."""
     own = [operation for operation in operations if is_own(operation.name)]
     if own:
         return example_command(own[0])

@@ -20,7 +20,7 @@ _DONE = {"cancel": "cancelled", "rerun": "rerun", "dismiss": "dismissed"}
 _NONE = {
     "cancel": "nothing to cancel: no open job matches",
     "rerun": "nothing to rerun: no FAILED or CANCELLED job matches",
-    "dismiss": "nothing to dismiss: no FAILED job of the inbox matches",
+    "dismiss": "nothing to dismiss: no FAILED job in the inbox matches",
 }
 
 
@@ -35,7 +35,7 @@ def act_on_many(
     config: Path | None,
     reason: str = "cancelled by request",
 ) -> None:
-    """Do this to every job that matches, after the user has confirmed their number."""
+    """Apply the verb to every matching job, after the user has confirmed their number."""
     if not (dry_run or yes or sys.stdin.isatty()):
         raise InvalidInput(f"there is no terminal to confirm on; add --yes to {verb} them, or --dry-run to count them")
 

@@ -1,4 +1,4 @@
-"""`batchwright check`: the configuration, the database and the workers, each with its remedy."""
+"""`batchwright check`: problems of the configuration, the database and the workers, each with its remedy."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check_operations(settings: Settings, sources: list[str]) -> Finding:
 
 
 def _check_folders(batchwright: AsyncBatchwright) -> list[Finding]:
-    """Those of this machine, once each; `batches.work_dir` is looked at by its part."""
+    """The folders of this machine; `batches.work_dir` is checked by its part."""
     found = check_folder("database.folder", batchwright.folder)
     try:
         store = batchwright.store.folder
@@ -93,7 +93,7 @@ async def _check_part(part: Part) -> Sequence[Finding]:
         return await part.check()
     except Exception as error:
         text = f"its check failed: {type(error).__name__}: {error}"
-        return [Finding(part.name, Level.ERROR, text, "correct that part, or remove the package that brings it")]
+        return [Finding(part.name, Level.ERROR, text, "correct that part, or remove its package")]
 
 
 async def _check_database(batchwright: AsyncBatchwright, processes: int) -> list[Finding]:
@@ -127,7 +127,7 @@ async def _check_workers(batchwright: AsyncBatchwright) -> list[Finding]:
     due = _judge_due_types(await batchwright.queue.unknown_types(known))
     if alive:
         return [Finding("workers", Level.OK, f"{len(alive)} alive"), due]
-    # One remedy for both: a worker that knows the jobs that are due is a live worker, too.
+    # One remedy for both: a worker for the due jobs is also a live worker.
     remedy = due.remedy or "start one: batchwright up, or batchwright worker"
     return [Finding("workers", Level.WARNING, "none alive: jobs wait", remedy), replace(due, remedy=None)]
 

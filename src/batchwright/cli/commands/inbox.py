@@ -1,4 +1,4 @@
-"""`batchwright inbox …`: what has failed, by type and cause, and what to do with it."""
+"""`batchwright inbox …`: failed jobs by type and cause, and the commands that rerun or dismiss them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inbox(
         _list(type, tenant, limit, json, database_url, config)
     elif any((type, tenant, limit != 100, json, database_url, config)):
         command = context.invoked_subcommand
-        raise InvalidInput(f"put the options behind the command: batchwright inbox {command} --type NAME")
+        raise InvalidInput(f"put the options after the command: batchwright inbox {command} --type NAME")
 
 
 @app.command("list")
@@ -67,7 +67,7 @@ def rerun(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Run the failed jobs of a group again."""
+    """Rerun the failed jobs of a group."""
     act_on_many(
         "rerun",
         _make_filter(type, code, tenant),
@@ -90,7 +90,7 @@ def dismiss(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Take the failed jobs of a group out of the inbox; they stay FAILED."""
+    """Dismiss the failed jobs of a group: they leave the inbox and stay FAILED."""
     act_on_many(
         "dismiss",
         _make_filter(type, code, tenant),

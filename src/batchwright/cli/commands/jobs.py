@@ -47,7 +47,7 @@ from batchwright.states import JobStatus
 
 _EVENTS = 10
 _LOOKS_MAX = 10
-"""Pages that are not full: each is the end of a search through 10,000 jobs."""
+"""Maximum number of pages that are not full: for each of them 10,000 jobs were searched."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -133,7 +133,7 @@ def list_(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """List jobs, newest first, with what those that do not run are waiting on."""
+    """List jobs, newest first, with the reasons why jobs wait."""
     wanted = _make_filter(status, type, queue, pipeline, parent, code, created_after, created_before, tenant)
 
     async def go() -> tuple[list[Job], dict[UUID, list[WaitingOn]]]:
@@ -163,12 +163,12 @@ async def fetch_newest(batchwright: AsyncBatchwright, wanted: JobFilter, limit: 
         if after is None:
             break
         if not looks_left:
-            _say_how_far(after.created_at)
+            _print_search_limit(after.created_at)
             break
     return jobs
 
 
-def _say_how_far(looked_at: datetime) -> None:
+def _print_search_limit(looked_at: datetime) -> None:
     when = (
         looked_at + timedelta(microseconds=1)
     ).isoformat()  # other jobs may have been created in the same microsecond
@@ -285,7 +285,7 @@ def cancel(
 
 @app.command()
 def recover(id: JobIdText, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Release a job whose worker is gone: it is queued again, and its attempts start from zero."""
+    """Release a job whose worker is gone: it is queued again, and its attempts count from zero."""
 
     async def go() -> Job:
         async with client(database_url, config) as batchwright:
@@ -313,7 +313,7 @@ def rerun(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Run FAILED and CANCELLED jobs again, by id or all that match.
+    """Rerun FAILED and CANCELLED jobs, by id or all that match.
 
     A parent waits again for its unsuccessful children.
     """
@@ -331,12 +331,14 @@ def rerun(
 
 
 def _is_by_filter(verb: str, has_ids: bool, wanted: JobFilter, dry_run: bool) -> bool:
-    """Whether a filter was given, and not an id. Without either, the command would change every job."""
+    """Whether a filter was given instead of ids. Refuses both, and neither: that would change every job."""
     has_filter = wanted != JobFilter()
     if has_ids and (has_filter or dry_run):
-        raise InvalidInput(f"{verb} jobs by their ids or by a filter (which --dry-run is for), not both at once")
+        raise InvalidInput("give job ids or a filter, not both; --dry-run is only for a filter")
     if not has_ids and not has_filter:
-        raise InvalidInput(f"which jobs? batchwright job {verb} ID, or a filter such as --type NAME or --status STATUS")
+        raise InvalidInput(
+            f"no jobs are named; write batchwright job {verb} ID, or a filter such as --type NAME or --status STATUS"
+        )
     return has_filter
 
 
@@ -345,7 +347,7 @@ async def _watch(batchwright: AsyncBatchwright, id: JobId, json: bool) -> int:
 
 
 async def _wait(batchwright: AsyncBatchwright, id: JobId, json: bool) -> int:
-    """Print the id at once, so that an interrupted wait is not a lost job; failures are raised as errors."""
+    """Print the id before waiting, so that it is known if the wait is interrupted; failures are raised as errors."""
     if not json:
         _print_id(id, json)
     result = await batchwright.wait(id)

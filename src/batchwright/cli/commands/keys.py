@@ -20,7 +20,9 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What or whom the key is for.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name that says who or what uses the key.", show_default=False)
+    ],
     tenant: Annotated[str, typer.Option(help="Tenant whose jobs the key can see and create.")] = DEFAULT_TENANT,
     scope: Annotated[
         list[Scope] | None,
@@ -78,7 +80,7 @@ def list_(
     elif keys:
         _print(keys)
     else:
-        typer.echo("no keys: the HTTP API is open to every user of this machine, and only to it", err=True)
+        typer.echo("no keys: the HTTP API is open to every user of this machine, and to no other machine", err=True)
 
 
 @app.command()
@@ -105,7 +107,7 @@ def _parse_key_id(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError as error:
-        raise InvalidInput(f"{text[:100]!r} is no id of a key; see: batchwright key list", param="id") from error
+        raise InvalidInput(f"{text[:100]!r} is not the id of a key; see: batchwright key list", param="id") from error
 
 
 def _print(keys: list[ApiKey]) -> None:

@@ -14,7 +14,7 @@ from batchwright.telemetry.logs import configure_logs
 
 
 def migrate(database_url: DatabaseUrl = None, config: Config = None, json: Json = False) -> None:
-    """Bring the database's schema up to this version. Safe to run twice at once: the second finds nothing to do."""
+    """Migrate the database schema to this version. Several runs at once are safe: only one of them migrates."""
     applied = run(_migrate(database_url, config))
     if json:
         print_json({"applied": [f"{one.number:04d}_{one.name}" for one in applied]})

@@ -1,4 +1,4 @@
-"""`batchwright pipeline …`: a root job with all jobs that came of it."""
+"""`batchwright pipeline …`: a root job with all its descendants."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ PipelineId = Annotated[
 @app.command()
 def show(
     id: PipelineId,
-    jobs: Annotated[int, typer.Option(min=0, max=10_000, help="Number of its newest jobs to show.")] = _JOBS,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it live until it has ended.")] = False,
+    jobs: Annotated[int, typer.Option(min=0, max=10_000, help="Number of newest jobs to show.")] = _JOBS,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the pipeline live until it has ended.")] = False,
     tenant: OfTenant = None,
     json: Json = False,
     database_url: DatabaseUrl = None,

@@ -1,4 +1,4 @@
-"""`batchwright queue …`: how many jobs wait in each queue, and whether it is paused."""
+"""`batchwright queue …`: the numbers of jobs in each queue, and whether it is paused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def list_(tenant: OfTenant = None, json: Json = False, database_url: DatabaseUrl
 
 @app.command()
 def pause(names: Names, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Start no more jobs of these queues; running jobs continue."""
+    """Pause queues: no more of their jobs start; running jobs continue."""
 
     async def go() -> None:
         async with client(database_url, config) as batchwright:
@@ -59,7 +59,7 @@ def pause(names: Names, json: Json = False, database_url: DatabaseUrl = None, co
 
 @app.command()
 def resume(names: Names, json: Json = False, database_url: DatabaseUrl = None, config: Config = None) -> None:
-    """Start jobs of these queues again."""
+    """Resume paused queues."""
 
     async def go() -> None:
         async with client(database_url, config) as batchwright:

@@ -1,4 +1,4 @@
-"""`batchwright schedule …`: jobs made by the clock."""
+"""`batchwright schedule …`: jobs at the times of a cron expression."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def create(
         Missed, typer.Option(help="What to do with ticks that no worker handled in time.")
     ] = Missed.LATEST,
     tick_field: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="The field of the payload that gets the tick's time.")
+        str | None, typer.Option(metavar="FIELD", help="The field of the payload that receives the tick's time.")
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Queue to use instead of the operation's own.")] = None,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = None,
@@ -149,7 +149,7 @@ def pause(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Pause a schedule: it makes no jobs until it is resumed."""
+    """Pause a schedule: it creates no jobs until it is resumed."""
 
     async def go() -> Schedule:
         async with client(database_url, config) as batchwright:
@@ -183,7 +183,7 @@ def delete(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Delete a schedule; the jobs that it has made stay."""
+    """Delete a schedule; the jobs that it has created stay."""
 
     async def go() -> Schedule:
         async with client(database_url, config) as batchwright:
@@ -204,7 +204,7 @@ def run_(
     database_url: DatabaseUrl = None,
     config: Config = None,
 ) -> None:
-    """Create one job now and print its id; the ticks stay as they are."""
+    """Create one job now and print its id; the next tick does not change."""
 
     async def go() -> JobId:
         async with client(database_url, config) as batchwright:
@@ -293,7 +293,7 @@ def _next_text(schedule: Schedule) -> Text:
 
 
 def _tick_text(tick: datetime, timezone: str) -> str:
-    """The tick in UTC, and what the clocks of its own zone show then."""
+    """The tick in UTC, and in its own time zone."""
     if timezone == "UTC":
         return str(_utc_text(tick))
     return f"{_utc_text(tick)}  ({tick.astimezone(ZoneInfo(timezone)):%a %H:%M %Z})"

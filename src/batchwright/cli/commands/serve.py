@@ -1,4 +1,4 @@
-"""`batchwright up`, `worker` and `api`: the database, workers, the HTTP server, and their graceful end."""
+"""`batchwright up`, `worker` and `api`: start the database, workers and the HTTP server, and stop them gracefully."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Url = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="Model server for batches, such as http://127.0.0.1:8000; by default the settings'.",
+        help="Model server for batches, such as http://127.0.0.1:8000; by default that of the settings.",
         show_default=False,
     ),
 ]
@@ -90,7 +90,7 @@ OrNone = Annotated[bool, typer.Option("--or-none", hidden=True)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The command line, which child processes get as well."""
+    """The command line, which is also passed to child processes."""
 
     sources: Sequence[str]
     processes: int
@@ -142,8 +142,8 @@ class Launch:
         return [*arguments, "--", *self.sources]
 
     def child_environment(self, settings: Settings, number: int) -> dict[str, str]:
-        """The URL of the database goes here: a command line is public, and the URL may hold a password. Each child has
-        a health port of its own."""
+        """Passes the URL of the database, which may contain a password: other users can see command lines. Also gives
+        each child its own health port."""
         more = {} if self.database_url is None else {f"{PREFIX}DATABASE_URL": self.database_url}
         if port := settings.worker.health_port:
             more[f"{PREFIX}WORKER_HEALTH_PORT"] = str(port + number)
@@ -167,8 +167,8 @@ def up(
 ) -> None:
     """Start everything: the embedded PostgreSQL unless a URL is set, the schema, the HTTP server, and workers.
 
-    Workers are processes of their own: one that dies is replaced, and the server keeps running. Runs until SIGTERM
-    or Ctrl-C, which lets running jobs end; press Ctrl-C again to quit now.
+    Workers run in separate processes: one that dies is replaced, and the server keeps running. Runs until SIGTERM or
+    Ctrl-C, which lets running jobs end; press Ctrl-C again to quit now.
     """
     launch = Launch(
         sources=sources or (),
@@ -235,7 +235,7 @@ def api(
 ) -> None:
     """Run the HTTP server on a database that is up and migrated.
 
-    Without a key it answers on a loopback address or a unix socket only; `batchwright key create` makes one.
+    Without an API key it listens only on a loopback address or a unix socket; `batchwright key create` creates a key.
     Runs until SIGTERM or Ctrl-C.
     """
     launch = Launch(
@@ -338,16 +338,14 @@ async def _work_until(stop: Stop, batchwright: AsyncBatchwright, tether: Tether 
 
 def _stop(worker: Worker, settings: Settings) -> None:
     grace = settings.worker.stop_grace_seconds
-    log.info(
-        "stopping: running jobs may end within %g s, then they go back to the queue; a second signal quits now", grace
-    )
+    log.info("stopping: running jobs have %g s to end, then they return to the queue; a second signal quits now", grace)
     worker.stop()
 
 
 async def _serve(launch: Launch, settings: Settings, *, is_up: bool, has_worker: bool, has_api: bool) -> int:
-    """The HTTP server here, workers in processes of their own.
+    """Run the HTTP server in this process, and workers in child processes.
 
-    This process loads no operations: its children do, and report what is wrong with them.
+    This process loads no operations: its children do, and report problems with them.
     """
     stop = Stop()
     stop.listen()
@@ -391,7 +389,9 @@ async def _open_server(batchwright: AsyncBatchwright) -> ApiServer:
 def _describe_listener(found: Listener, host: str, port: int) -> str:
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if found.is_batchwright:
-        return f"yours runs already, pid {found.pid}, at {where}; use that one, or start another with --port 0"
+        return (
+            f"Batchwright is already running at {where}, pid {found.pid}; use that one, or start another with --port 0"
+        )
     return f"port {port} is in use by {found.name}, pid {found.pid}; choose another one with --port"
 
 
@@ -413,7 +413,7 @@ async def _wait_until_asked(stop: Stop) -> int:
 async def _announce(
     launch: Launch, batchwright: AsyncBatchwright, server: ApiServer | None, supervisor: Supervisor | None
 ) -> None:
-    """Say what runs, once it does."""
+    """Print the banner as soon as everything runs."""
     if supervisor is not None:
         await supervisor.ready.wait()
     operations = [one for one in await batchwright.views.operations() if one.workers]
@@ -441,11 +441,11 @@ async def _guard(batchwright: AsyncBatchwright) -> None:
         try:
             await asyncio.to_thread(batchwright.embedded.ensure_running)
         except BatchwrightError as error:
-            log.warning("the embedded PostgreSQL did not come back yet: %s", error)
+            log.warning("the embedded PostgreSQL has not restarted yet: %s", error)
 
 
 async def _open(settings: Settings, operations: Registry, *, is_up: bool) -> AsyncBatchwright:
-    """Refuse what cannot work before anything runs. `up` migrates the schema; a worker only checks it."""
+    """Open the database before anything runs. `up` migrates the schema; a worker only checks it."""
     batchwright = await AsyncBatchwright(settings=settings, operations=operations).open(migrated=False)
     try:
         if is_up or batchwright.embedded is not None:
@@ -462,5 +462,5 @@ async def _open(settings: Settings, operations: Registry, *, is_up: bool) -> Asy
 def _parse_limit(text: str) -> tuple[str, int]:
     name, _, number = text.rpartition("=")
     if not name or not number.isdecimal():
-        raise typer.BadParameter(f"--queue-limit {text!r} is not NAME=N, such as gpu=1.")
+        raise typer.BadParameter(f"--queue-limit {text!r} is invalid: write NAME=N, such as gpu=1.")
     return name, int(number)

@@ -100,12 +100,12 @@ def _facts(job: Job, children: Mapping[JobStatus, int], reasons: Sequence[Waitin
 
 
 def job_as_json(job: Job, reasons: Sequence[WaitingOn]) -> dict[str, Any]:
-    """The fields of a job and why it waits, as JSON has them."""
+    """The fields of a job and the reasons why it waits, for JSON."""
     return {**as_dict(job), "waiting_on": reasons}
 
 
 def event_lines(events: Sequence[JobEvent], width: int) -> list[Text]:
-    """One line for each event, for live views; what it says is cut."""
+    """One line for each event, for live views; long messages are cut."""
     columns = {
         "time": [Text(f"{event.ts.astimezone(UTC):%H:%M:%S}", "bright_black") for event in events],
         "event": [Text(event.event, LEVELS[event.level]) for event in events],
@@ -115,7 +115,7 @@ def event_lines(events: Sequence[JobEvent], width: int) -> list[Text]:
 
 
 def event_table(events: Sequence[JobEvent]) -> Table:
-    """Times and names stay whole; what an event says is wrapped."""
+    """A table of events; times and names stay whole, and messages are wrapped."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -135,7 +135,7 @@ def event_line(event: JobEvent) -> str:
 
 
 def describe_event(event: JobEvent) -> str:
-    """What an event says: its message, its fields, else the worker that it happened on."""
+    """An event's message and fields; without both, its worker."""
     fields = " ".join(f"{name}={value}" for name, value in (event.fields or {}).items())
     return " ".join(filter(None, [event.message, fields])) or event.worker or ""
 
@@ -154,7 +154,7 @@ def last_message(job: Job) -> str:
 
 
 def state_text(job: Job) -> str:
-    """The status, and in words what RUNNING or QUEUED means just now."""
+    """Details about the status of a QUEUED or RUNNING job."""
     if job.is_waiting:
         return f"waits for {job.children_open} children"
     if job.status is JobStatus.QUEUED and job.run_after > datetime.now(UTC):

@@ -1,4 +1,4 @@
-"""`batchwright simulate`: a model server that costs nothing, to try, test and plan against."""
+"""`batchwright simulate`: a simulated model server, for trying, testing and planning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLE = '{"model": "%s", "max_tokens": 8, "messages": [{"role": "user", "cont
 
 _PORT = 9000
 _PROVIDERS_PORT = 9100
-"""Another one, so that both simulators can run at the same time."""
+"""A different port, so that both simulators can run at the same time."""
 
 Models = Annotated[
     list[str] | None,
@@ -32,7 +32,7 @@ AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Serve any other model too; the default if no model is named.")
 ]
 ProfileName = Annotated[
-    str, typer.Option("--profile", help=f"Capacity of models without one of their own: {', '.join(PROFILES)}.")
+    str, typer.Option("--profile", help=f"Capacity of models that do not name a profile: {', '.join(PROFILES)}.")
 ]
 Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")]
 Port = Annotated[
@@ -216,7 +216,7 @@ def _refuse_others(context: typer.Context, providers: bool) -> None:
             continue
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            why = "does not go with --providers" if providers else "needs --providers"
+            why = "cannot be used with --providers" if providers else "needs --providers"
             raise InvalidInput(f"{parameter.opts[0]} {why}")
 
 
@@ -248,7 +248,7 @@ def _print_banner(simulator: Simulator) -> None:
     for rule in settings.faults:
         grid.add_row(Text("  fault", "cyan"), Text(rule))
     if settings.time_scale != 1:
-        grid.add_row(Text("  time", "cyan"), Text(f"{settings.time_scale:g} times as fast as real"))
+        grid.add_row(Text("  time", "cyan"), Text(f"{settings.time_scale:g} times as fast as real time"))
     first = next(iter(settings.models), "demo")
     key = " -H 'authorization: Bearer …'" if settings.api_key else ""
     grid.add_row(Text("  try", "cyan"), Text(f"curl {simulator.url}/v1/chat/completions{key} -d '{_EXAMPLE % first}'"))
@@ -272,7 +272,7 @@ def _print_summary(stats: dict[str, Any]) -> None:
     answered = ", ".join(f"{n} with {status}" for status, n in stats["answered"].items())
     print_facts(
         [
-            ("received", f"{stats['received']} requests, {stats['repeated']} of them again"),
+            ("received", f"{stats['received']} requests, {stats['repeated']} of them repeated"),
             ("answered", answered or "none"),
             ("aborted", stats["aborted"]["total"]),
             ("at once", f"{stats['in_flight_max']} requests on {stats['connections']['open_max']} connections"),

@@ -26,7 +26,7 @@ _CONFIG = "BATCHWRIGHT_CONFIG"
 def simulate_providers(
     settings: ProviderSettings, host: str, port: int, *, write_config: Path | None, is_json: bool, tether: int | None
 ) -> None:
-    """Run until a signal, and then print what was received."""
+    """Run until a signal, then print what was received."""
     targets = _open_targets(write_config)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         stats = runner.run(_serve(settings, host, port, targets, is_json, tether))
@@ -70,7 +70,7 @@ async def _serve(
 
 
 def _open_targets(path: Path | None) -> tuple[Target, Target] | None:
-    """Where the settings and the variables go; a file that we have not written ourselves is not overwritten."""
+    """The files for the settings and the variables; files that this command did not write are not overwritten."""
     if path is None:
         return None
     found = open_target("--write-config", path), open_target("--write-config", path.with_suffix(".env"))
@@ -78,7 +78,9 @@ def _open_targets(path: Path | None) -> tuple[Target, Target] | None:
         if target.path is None:
             raise InvalidInput(f"--write-config {target} is not a file; name one, such as providers.toml")
         if target.is_there and not target.head().startswith(MARK.encode()):
-            raise InvalidInput(f"--write-config {target} exists already, and is not from this command; name another")
+            raise InvalidInput(
+                f"--write-config {target} exists already, and this command did not write it; name another file"
+            )
     return found
 
 
@@ -90,7 +92,7 @@ def _write(configuration: Configuration, settings: Target, variables: Target) ->
         stream.write(named.as_shell().encode())
 
 
-# What is printed --------------------------------------------------------------------------------------------------
+# Output -----------------------------------------------------------------------------------------------------------
 
 
 def _print_banner(server: Server, configuration: Configuration, targets: tuple[Target, Target] | None) -> None:
@@ -108,7 +110,7 @@ def _print_banner(server: Server, configuration: Configuration, targets: tuple[T
 
 def _lines(server: Server, targets: tuple[Target, Target] | None) -> list[tuple[str, str]]:
     settings = server.settings
-    speed = "" if settings.speed == 1 else f", {settings.speed:g} times as fast as real"
+    speed = "" if settings.speed == 1 else f", {settings.speed:g} times as fast as real time"
     lines = [("jobs", f"wait {settings.queue_seconds:g} s, run {settings.run_seconds:g} s{speed}")]
     lines += [("fault", rule) for rule in settings.faults]
     if targets is None:
@@ -133,6 +135,6 @@ def _print_summary(stats: dict[str, Any]) -> None:
         [
             ("jobs", ", ".join(f"{count} {name}" for name, count in sorted(by_provider.items())) or "none"),
             ("requests", sum(stats["requests"].values())),
-            ("leaks", f"{stats['leaks']} requests showed a credential to a signed URL" if stats["leaks"] else None),
+            ("leaks", f"{stats['leaks']} requests sent a credential to a signed URL" if stats["leaks"] else None),
         ]
     )

@@ -126,7 +126,7 @@ async def follow(
 ) -> Job:
     """Look at the job several times a second, and less often if that is slow.
 
-    `on_look` gets what was seen and the events that are new.
+    `on_look` receives the current state and the new events.
     """
     view = View(await batchwright.queue.get(id))
     ((now,),) = await batchwright.pool.rows("SELECT clock_timestamp()")
@@ -146,7 +146,7 @@ async def follow(
 
 
 async def _look(batchwright: AsyncBatchwright, view: View, last: int) -> list[JobEvent]:
-    """The job first, then its events: when the job has ended, its last event is already there to read."""
+    """Read the job first and then its events: so if the job has ended, its last event is among them."""
     view.job = await batchwright.queue.get(view.job.id)
     if view.job.waits:
         view.children = await batchwright.queue.count_children(view.job.id)
@@ -160,30 +160,30 @@ class Lines:
     """Without a terminal: a line for each event, and some for progress."""
 
     def __init__(self) -> None:
-        self._said = ""
-        self._said_at = 0.0
+        self._printed = ""
+        self._printed_at = 0.0
         self._trouble: str | None = None
 
     def __call__(self, view: View, events: list[JobEvent]) -> None:
         for event in events:
-            _say(event_line(event))
+            _print_line(event_line(event))
         self._progress(view)
         if view.trouble and self._trouble is None:
-            _say(view.trouble)
+            _print_line(view.trouble)
         self._trouble = view.trouble
         if view.is_over and len(events) < _EVENTS_PER_LOOK:
             words = compact(view.job.result) if view.job.status is JobStatus.SUCCEEDED else last_message(view.job)
-            _say(f"{view.job.status} after {seconds(view.elapsed_seconds())}: {words}")
+            _print_line(f"{view.job.status} after {seconds(view.elapsed_seconds())}: {words}")
 
     def _progress(self, view: View) -> None:
         text = f"children: {counts_text(view.children).plain}" if view.children else progress_text(view.job)
         now = time.monotonic()
-        if text and text != self._said and (view.is_over or now - self._said_at >= _PLAIN_PROGRESS_SECONDS):
-            self._said, self._said_at = text, now
+        if text and text != self._printed and (view.is_over or now - self._printed_at >= _PLAIN_PROGRESS_SECONDS):
+            self._printed, self._printed_at = text, now
             clock = (datetime.now(UTC) - view.ahead).strftime("%H:%M:%S")
-            _say(f"{clock} {'':7} {'progress':18} {text.removeprefix('children: ')}")
+            _print_line(f"{clock} {'':7} {'progress':18} {text.removeprefix('children: ')}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -87,11 +87,11 @@ class Executor:
         self._abandoned[call] = running.operation.name
         loop = asyncio.get_running_loop()
 
-        def tell(call: Future[Any]) -> None:
+        def report_end(call: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits for the result
                 loop.call_soon_threadsafe(self._note_end, call)
 
-        call.add_done_callback(tell)
+        call.add_done_callback(report_end)
         return True
 
     def _note_end(self, call: Future[Any]) -> None:
@@ -118,7 +118,7 @@ class Executor:
 
 def _call_in_thread(running: Running, arguments: Mapping[str, Any]) -> Any:
     """A future cannot carry StopIteration, so convert it to RuntimeError, as Python itself does."""
-    if running.reason is not None:  # it was interrupted while it waited for its children's counts or for a thread
+    if running.reason is not None:  # interrupted while it waited for a thread, or for the counts of its children
         raise asyncio.CancelledError
     try:
         return running.operation.function(**arguments)

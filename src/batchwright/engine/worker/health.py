@@ -73,7 +73,7 @@ class HealthServer:
         except OSError as error:
             raise ConfigurationError(
                 f"cannot listen on {self._host}:{self._port} for worker.health_port: {_reason(error)}; choose another "
-                "with BATCHWRIGHT_WORKER_HEALTH_PORT, or none"
+                "port with BATCHWRIGHT_WORKER_HEALTH_PORT, or unset it"
             ) from error
         log.info("health on %s", self.url)
 
@@ -91,10 +91,10 @@ class HealthServer:
     async def _healthz(self) -> Page:
         """Whether this process is alive: the loop answers, and nothing is broken. An unavailable database is no reason
         to restart it."""
-        return self._answer_unavailable(self._broken) if self._broken else self._answer_well()
+        return self._answer_unavailable(self._broken) if self._broken else self._answer_ok()
 
     async def _readyz(self) -> Page:
-        """Whether the worker takes jobs."""
+        """Whether the worker claims jobs."""
         if reason := self._broken or self._worker.idle_because:
             return self._answer_unavailable(reason)
         try:
@@ -104,7 +104,7 @@ class HealthServer:
             return self._answer_unavailable(str(error))
         except (DatabaseError, TimeoutError):
             return self._answer_unavailable("the database is unavailable")
-        return self._answer_well()
+        return self._answer_ok()
 
     async def _metrics(self) -> Page:
         return Page(HTTPStatus.OK, await self._exposition.render(), CONTENT_TYPE)
@@ -114,12 +114,12 @@ class HealthServer:
         reason = self._worker.broken
         return None if reason is None else f"this worker is broken and must be restarted: {reason}"
 
-    def _answer_well(self) -> Page:
+    def _answer_ok(self) -> Page:
         return Page(HTTPStatus.OK, orjson.dumps({"status": "ok", "version": self._version}))
 
     def _answer_unavailable(self, detail: str) -> Page:
-        said = {"status": "unavailable", "version": self._version, "detail": detail}
-        return Page(HTTPStatus.SERVICE_UNAVAILABLE, orjson.dumps(said))
+        body = {"status": "unavailable", "version": self._version, "detail": detail}
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, orjson.dumps(body))
 
     # HTTP -------------------------------------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class HealthServer:
 
 
 def _refuse(status: HTTPStatus) -> Page:
-    said = {"status": "error", "detail": f"{status.phrase}; GET /healthz, /readyz or /metrics"}
-    return Page(status, orjson.dumps(said))
+    body = {"status": "error", "detail": f"{status.phrase}; GET /healthz, /readyz or /metrics"}
+    return Page(status, orjson.dumps(body))
 
 
 def _head(page: Page) -> bytes:
@@ -175,5 +175,5 @@ def _head(page: Page) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    """asyncio wraps the system's message in a sentence of its own."""
+    """The system's message, without the sentence that asyncio puts around it."""
     return os.strerror(error.errno) if error.errno else str(error)

@@ -75,7 +75,7 @@ class Lanes:
         return self._is_scan_asked or self._is_scanning or time.monotonic() >= self._scan_at
 
     def scan_soon(self) -> None:
-        """Make the next claim a full scan, even if one is in progress: that one may have passed the place already."""
+        """Make the next claim a full scan, even if one is in progress: that one may already be past the job's place."""
         self._is_scan_asked = True
 
     def look_back(self, queue: str, since: datetime) -> None:

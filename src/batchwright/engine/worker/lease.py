@@ -144,7 +144,7 @@ class Lease(threading.Thread):
             self._clear_since = None if found or may_hold else busy_before
 
     def _has_doubts(self) -> bool:
-        """Whether a claim without an answer may still be committed, or must be looked for in any case."""
+        """Whether a claim without an answer may still be committed. True if the holder does not count such claims."""
         if self._holder.claims_in_doubt is None:
             return True
         if (doubts := self._holder.claims_in_doubt()) != self._doubts:
@@ -152,7 +152,7 @@ class Lease(threading.Thread):
         return time.monotonic() < self._doubted_until
 
     def renew(self) -> bool:
-        """Whether every lease was renewed; a row that is being changed is skipped."""
+        """Renew all leases; returns whether all were renewed, because a row that is being changed is skipped."""
         began = time.monotonic()  # the new lease counts from before the statement, however long that took
         held = self._holder.held()
         renewed = complete(self._queue.renew(list(held)))

@@ -23,6 +23,8 @@ _EVENTS_PER_WRITE = 2_000
 _EMIT_SECONDS = 0.2
 _PROGRESS_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
+_Step = tuple[int | None, int | None]
+"""The current and the total progress; None for what was not reported."""
 
 
 class Outbox:
@@ -33,13 +35,13 @@ class Outbox:
         self._worker = worker
         self._lock = threading.Lock()
         self._events: list[dict[str, Any]] = []
-        self._steps: dict[ClaimKey, tuple[int | None, int | None]] = {}
+        self._steps: dict[ClaimKey, _Step] = {}
         self._dirty: set[ClaimKey] = set()
         self._in_flight: set[ClaimKey] = set()
         self._place = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context = contextvars.copy_context()
-        """Not the context of the job that reports first: its name must not appear on log lines of others."""
+        """Not the context of the job that reports first: its id must not appear on other jobs' log lines."""
         self._due: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,11 +69,8 @@ class Outbox:
     def progress(self, claim: Claim, current: int | None, total: int | None) -> None:
         key = (claim.id, claim.claim)
         with self._lock:
-            earlier = self._steps.get(key, (None, None))
-            self._steps[key] = (
-                earlier[0] if current is None else int(current),
-                earlier[1] if total is None else int(total),
-            )
+            latest = None if current is None else int(current), None if total is None else int(total)
+            self._steps[key] = _merged(self._steps.get(key, (None, None)), latest)
             self._dirty.add(key)
         self._schedule(_PROGRESS_SECONDS)
 
@@ -102,7 +101,8 @@ class Outbox:
             except DatabaseUnavailable:
                 with self._lock:
                     self._events = events + self._events
-                    self._steps = steps | self._steps
+                    for key, earlier in steps.items():
+                        self._steps[key] = _merged(earlier, self._steps.get(key, (None, None)))
                     self._dirty |= self._in_flight
                 raise
             finally:
@@ -152,3 +152,8 @@ class Outbox:
             await self.flush()
         except DatabaseUnavailable:
             self._arm(_RETRY_SECONDS)
+
+
+def _merged(earlier: _Step, later: _Step) -> _Step:
+    current, total = later
+    return earlier[0] if current is None else current, earlier[1] if total is None else total

@@ -32,7 +32,7 @@ CHILD_BRIEF = "BATCHWRIGHT_CHILD"
 _LENGTH = struct.Struct(">I")
 _FRAME_BYTES_MAX = 64 * 1024 * 1024
 _IDLE_CHILDREN_MAX = 4
-_GIVING_BACK_SECONDS = 10.0  # time for the process of an isolated job to release it, when the worker stops
+_RELEASE_SECONDS = 10.0  # time for the process of an isolated job to release it, when the worker stops
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +67,7 @@ class Killable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChildProgram:
-    """How to start a child: its command line, and its additional environment variables."""
+    """How to start a child process: its command line, and additional environment variables."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -155,7 +155,7 @@ class Processes:
             await see_the_end(child.process)
         self._idle.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GIVING_BACK_SECONDS):
+            async with asyncio.timeout(_RELEASE_SECONDS):
                 for child in self._alone:
                     child.hang_up()
                     await child.process.wait()
@@ -215,7 +215,7 @@ class _Child:
                 case ("returned" | "raised" as how, what):
                     return how, what
                 case frame:
-                    raise Died(f"it said {frame!r}")
+                    raise Died(f"it sent an unknown message: {frame!r}")
 
     async def send(self, value: Any) -> None:
         assert self.process.stdin is not None
@@ -231,7 +231,7 @@ class _Child:
         (length,) = _LENGTH.unpack(await self.process.stdout.readexactly(_LENGTH.size))
         if length > _FRAME_BYTES_MAX:
             self.kill()
-            raise Died(f"a message of {length} bytes; the limit is {_FRAME_BYTES_MAX}")
+            raise Died(f"it sent a message of {length} bytes; the limit is {_FRAME_BYTES_MAX}")
         return pickle.loads(await self.process.stdout.readexactly(length))  # noqa: S301 (our own child)
 
     def hang_up(self) -> None:

@@ -67,7 +67,7 @@ class Runner:
         self.per_parent: Counter[UUID] = Counter()
         """Children that we hold, by their parent."""
         self.parents_left: bool = False
-        """We no longer hold a child of some parent: it may have been joined, and may wait to be resumed."""
+        """We no longer hold any child of some parent: the parent may have been joined, and may be due again."""
         self.freed_keys: set[tuple[str, str]] = set()
         """Exclusive keys whose job we just settled: the next claim looks for their next jobs."""
         self.counts = site.counts
@@ -154,10 +154,10 @@ class Runner:
                 self._leave_slot(running)
         except BaseException:
             self._forget(self._find_running(running.claim))
-            log.exception("job %s could not be settled; its lease will run out", running.claim.id)
+            log.exception("job %s could not be settled; its lease will expire", running.claim.id)
 
     async def _perform_and_conclude(self, running: Running) -> Settle | None:
-        """Whatever the operation does, exactly one of these paths is taken."""
+        """Run the operation and decide what follows. Whatever it does, exactly one of these paths is taken."""
         try:
             returned = await self._perform(running)
             running.ended = time.perf_counter()
@@ -240,11 +240,11 @@ class Runner:
     def _react(self, running: Running, error: BaseException) -> Settle:
         try:
             settle = policy.react(running.claim, running.operation, error)
-        except Exception as problem:  # its text or its delay cannot be read; the job must end anyway
-            untold = Fatal(
+        except Exception as problem:  # its text or its delay cannot be read; the job must be settled anyway
+            undescribed = Fatal(
                 f"an error of type {type(error).__name__} that cannot be described: {problem!r}", code="unexpected"
             )
-            settle = policy.react(running.claim, running.operation, untold)
+            settle = policy.react(running.claim, running.operation, undescribed)
         if settle.verb == "fail":
             log.warning(
                 "job %s (%s) failed: %r, %s",  # its message may quote the input, which must not be logged
@@ -276,7 +276,7 @@ class Runner:
                 return self._react(running, Fatal("the operation cancelled itself", code="unexpected"))
 
     async def _rescue_dead(self, running: Running, death: Died) -> Settle | None:
-        """The process of a cpu operation has died: like a worker's death, it is a rescue."""
+        """The process of a `cpu=True` operation has died. The job is rescued, as after the death of a worker."""
         if running.reason is not None:
             return await self._give_up(running)
         log.warning("the process that ran job %s died: %s", running.claim.id, death)
@@ -316,11 +316,11 @@ class Runner:
                 extra=about(running.claim),
             )
         if running.context is not None:
-            running.context._reporter = Silence()  # noqa: SLF001 (nobody wants to hear it any more)
+            running.context._reporter = Silence()  # noqa: SLF001 (its reports are no longer wanted)
         running.task.cancel()
 
     def hear(self, news: Mapping[ClaimKey, JobStatus | None]) -> None:
-        """Called by the lease thread: these claims were cancelled or expired, those (None) are no longer ours."""
+        """News from the lease thread: claims that were cancelled or expired, and (None) claims that we have lost."""
         for key, status in news.items():
             running = self.held.get(key)
             if running is not None and not running.settling and running.reason is None:
@@ -337,7 +337,7 @@ class Runner:
             self.over_per_queue[running.claim.queue] += 1
             self._on_slot_free()
 
-    # Afterwards -------------------------------------------------------------------------------------------------
+    # After the settle -------------------------------------------------------------------------------------------
 
     def _end_settled(self, settles: Sequence[Settle], moved: set[UUID], is_fenced: bool) -> None:
         """Handle the result of a commit. Nearly always all have moved, and then there is no need to look up each id."""
@@ -346,7 +346,7 @@ class Runner:
             running = self._find_running(settle.claim)
             self._account(settle, running, all_moved or settle.claim.id in moved, is_fenced)
             if running is not None:
-                self._let_fall(running)
+                self._remove(running)
         self._note_forgotten()
 
     def _account(self, settle: Settle, running: Running | None, moved: bool, is_fenced: bool) -> None:
@@ -358,7 +358,7 @@ class Runner:
         elif is_fenced:
             self.counts.add("writes_fenced_total")
             log.warning(
-                "job %s: the result of claim %d was refused, a newer claim or a human has it",
+                "job %s: the result of claim %d was refused, because a newer claim or a person has changed the job",
                 claim.id,
                 claim.claim,
                 extra=about(claim),
@@ -377,10 +377,10 @@ class Runner:
 
     def _forget(self, running: Running | None) -> None:
         if running is not None:
-            self._let_fall(running)
+            self._remove(running)
         self._note_forgotten()
 
-    def _let_fall(self, running: Running) -> None:
+    def _remove(self, running: Running) -> None:
         claim = running.claim
         del self.held[claim.id, claim.claim]
         running.is_forgotten = True
@@ -426,7 +426,7 @@ class Runner:
 
 
 class _WriteFailed(Exception):
-    """An exception from `write` is the operation's own error, whatever its class means to our database layer."""
+    """Carries an exception from `write`: it counts as the operation's error, even if its class is ours."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

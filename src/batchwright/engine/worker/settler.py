@@ -39,7 +39,7 @@ class Settler:
         self._on_commit = on_commit
         """Called with the seconds that a commit took."""
         self._context = contextvars.copy_context()
-        """Not the context of the job that happens to submit first: its name must not appear on log lines of others."""
+        """Not the context of the job that submits first: its id must not appear on other jobs' log lines."""
         self._pending: list[Settle] = []
         self._task: asyncio.Task[None] | None = None
         self._under_way: dict[object, float] = {}
@@ -107,7 +107,7 @@ class Settler:
             return await self._commit(batch[half:])
         (settle,) = batch
         if settle.verb == "fail" and settle.values["error"]["code"] in _NOT_STORABLE.values():
-            text = "job %s cannot even be failed: %s; its lease will expire"
+            text = "job %s cannot be settled, not even as failed: %s; its lease will expire"
             log.error(text, settle.claim.id, error, extra=about(settle.claim))
             return self._on_settled(batch, set(), False)
         what = "error" if settle.verb == "fail" else "result"

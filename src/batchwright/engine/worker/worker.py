@@ -49,7 +49,7 @@ from batchwright.states import JobStatus
 
 log = logging.getLogger(__name__)
 
-_GIVE_BACK_SECONDS_MAX = 600.0
+_RELEASE_SECONDS_MAX = 600.0
 _ON_DEMAND_MAX = 64
 LISTENERS_MAX = 64
 """Among equal workers, about this many listen to the doorbell."""
@@ -89,9 +89,12 @@ class WorkerSettings:
         if self.concurrency < 1:
             raise ConfigurationError(f"concurrency is {self.concurrency}; it must be at least 1")
         if not 0 < self.poll_seconds_min <= self.poll_seconds_max <= POLL_SECONDS_LIMIT:
-            raise ConfigurationError("poll_seconds_min and poll_seconds_max must rise from above 0 to at most 10")
+            raise ConfigurationError(
+                f"poll_seconds_min is {self.poll_seconds_min:g} and poll_seconds_max is {self.poll_seconds_max:g}; "
+                f"use 0 < poll_seconds_min <= poll_seconds_max <= {POLL_SECONDS_LIMIT:g}"
+            )
         if self.health_port is not None and not 0 <= self.health_port <= 65535:
-            raise ConfigurationError(f"health_port is {self.health_port}; it goes from 0 to 65535, or is left out")
+            raise ConfigurationError(f"health_port is {self.health_port}; use 0 to 65535, or leave it out")
 
 
 def host_name() -> str:
@@ -204,7 +207,7 @@ class Worker:
         if demand is not None:
             demand.listen(self._wake.set)
 
-    # Life -------------------------------------------------------------------------------------------------------
+    # Starting and stopping --------------------------------------------------------------------------------------
 
     async def run(self) -> bool:
         """Work until `stop()`; returns False if threads of operations did not end.
@@ -254,7 +257,7 @@ class Worker:
         }
 
     def stop(self) -> None:
-        """Claim nothing more; running jobs get the grace period, then they are released."""
+        """Claim no more jobs; running ones may continue for the grace period, then they are released."""
         self._stopping.set()
         self._wake.set()
         self._runner.say_stopping()
@@ -286,15 +289,15 @@ class Worker:
                 stopped.cancel()
         finally:
             await self._wind_down(lease)
-            await self._give_back()
+            await self._release_unknown()
 
-    async def _give_back(self) -> None:
+    async def _release_unknown(self) -> None:
         """Release jobs that we hold according to the database, although we stopped them or never received them.
 
         A rescue would count as a death, and a job that runs alone is parked for that.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GIVE_BACK_SECONDS_MAX):
+            async with asyncio.timeout(_RELEASE_SECONDS_MAX):
                 held = await retry_unavailable(lambda: self.queue.holdings(self.id))
                 left = [key for key, status in held.items() if status is JobStatus.RUNNING]
                 await retry_unavailable(lambda: self.queue.release(left, self.id, "the database was unavailable"))
@@ -374,23 +377,23 @@ class Worker:
                 log.exception("claiming failed")
             if claimed == 0 or claimed < wanted:
                 pause = self.settings.poll_seconds_min if claimed else min(self._poll_seconds, pause * 2)
-                is_called = await self._rest(pause)
+                is_called = await self._wait_for_wake(pause)
             elif not self._slots_free():
-                is_called = await self._rest(self._poll_seconds)
+                is_called = await self._wait_for_wake(self._poll_seconds)
 
     @property
     def _poll_seconds(self) -> float:
         return self.settings.poll_seconds_max * self._upkeep.pace
 
-    async def _rest(self, seconds: float) -> bool:
-        """Wait until something makes a claim worthwhile (True), but never longer than the poller allows."""
+    async def _wait_for_wake(self, seconds: float) -> bool:
+        """Wait until there may be something to claim (True), but no longer than the interval of polling (False)."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds * random.uniform(0.75, 1.0)):
                 return await self._wake.wait()
         return False
 
     async def _has_due(self) -> bool:
-        """Whether a claim is worthwhile without a ring. This is the only query of an idle worker."""
+        """Whether there is something to claim, although no doorbell rang. This is the only query of an idle worker."""
         seen = await self._upkeep.look()
         return bool(self._runner.freed_keys) or any(map(self._serves, seen.due_queues))
 
@@ -421,7 +424,7 @@ class Worker:
 
     @property
     def broken(self) -> str | None:
-        """Why this worker takes no more jobs: it releases those that it has, and stops."""
+        """Why this worker claims no more jobs; it then releases those that it has, and stops."""
         return self._executor.broken or (None if self._demand is None else self._demand.broken)
 
     @property
@@ -456,7 +459,7 @@ class Worker:
         return 0 if lanes is None else await self._claim_from(lanes, _ON_DEMAND_MAX)
 
     async def _claim_from(self, known: Lanes, slots: int) -> int:
-        """With the full scan, also read which queues exist and which are paused."""
+        """A full scan also reads which queues exist and which are paused."""
         began = time.monotonic()
         if known.scan_is_due:
             known.begin_scan()
@@ -484,7 +487,7 @@ class Worker:
         """Start jobs whose lease counts from `asked`. If it is about to expire, the lease thread releases them."""
         lease_seconds = self.queue.settings.lease_seconds
         if claims and time.monotonic() - asked >= lease_seconds - margin(lease_seconds):
-            log.warning("the claim of %d jobs was answered when their leases were over", len(claims))
+            log.warning("the answer to the claim of %d jobs arrived after their leases had expired", len(claims))
             return False
         for claim in claims:
             self._runner.start(claim, asked + lease_seconds)
@@ -493,7 +496,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _claim_under_way(self) -> Iterator[None]:
-        """The lease thread must not take claimed jobs for forgotten before they are started."""
+        """Between a claim and the start of its jobs, the lease thread must not treat these jobs as forgotten."""
         self._claims_under_way += 1
         try:
             yield
@@ -521,7 +524,7 @@ class Worker:
         return [name for name in names if (known := self._operations.get(name)) and known.kind != "process"]
 
     def _note_free_slot(self) -> None:
-        """A claim is worthwhile now if the last one left jobs behind, a key became free, or a parent may be due."""
+        """Claim now if the last claim left jobs behind, a key became free, or a parent may be due."""
         if self._has_backlog or self._runner.freed_keys or self._runner.parents_left:
             self._runner.parents_left = False
             self._wake.set()

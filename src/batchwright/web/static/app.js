@@ -1,10 +1,10 @@
-/* Live updates, keys, copying and asking first. Every page works without this script. */
+/* Live updates, keyboard shortcuts, copying and confirmations. Every page works without this script. */
 "use strict";
 (() => {
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-  // Moments: relative, and exact on hover, in the viewer's zone ---------------------------------------------------
+  // Times: relative, and exact on hover, in the viewer's time zone ------------------------------------------------
 
   const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
   const hour = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
@@ -31,7 +31,7 @@
     return seconds > 0 ? `${words} ago` : `in ${words}`;
   }
 
-  function tell(root) {
+  function showTimes(root) {
     const now = Date.now();
     for (const element of $$("[data-time]", root)) {
       const moment = new Date(element.getAttribute("datetime") || element.dataset.stamp);
@@ -48,7 +48,7 @@
   }
 
   function prepare(root) {
-    tell(root);
+    showTimes(root);
     for (const button of $$(".copy", root)) button.hidden = false;
     const token = $('meta[name="csrf"]');
     for (const field of $$('input[name="csrf"]', root)) if (!field.value && token) field.setAttribute("value", token.content);
@@ -70,7 +70,7 @@
   }
 
   function morphAttributes(from, to) {
-    const isTheirs = (name) => name === "open" && from.nodeName === "DETAILS"; // whoever opened or closed it decides
+    const isTheirs = (name) => name === "open" && from.nodeName === "DETAILS"; // the viewer opens and closes it
     for (const { name } of [...from.attributes]) {
       if (!to.hasAttribute(name) && !isTheirs(name)) from.removeAttribute(name);
     }
@@ -163,12 +163,12 @@
     retry = setTimeout(connect, Math.min(30000, 1000 * 2 ** failures));
   }
 
-  // A browser opens six connections to a server: pages that nobody sees must not hold them.
+  // A browser opens at most six connections to a server: hidden pages must not hold them.
   document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
   window.addEventListener("pagehide", disconnect);
   window.addEventListener("pageshow", connect);
 
-  // Forms: ask first, and send once -------------------------------------------------------------------------------
+  // Forms: ask for confirmation, and send once --------------------------------------------------------------------
 
   document.addEventListener("submit", (event) => {
     const form = event.target;
@@ -308,5 +308,5 @@
   prepare(document);
   count();
   connect();
-  setInterval(() => { if (!document.hidden) tell(document); }, 1000);
+  setInterval(() => { if (!document.hidden) showTimes(document); }, 1000);
 })();

@@ -44,7 +44,7 @@ async def sign_in(request: Request) -> Response:
     next, secret = await visit.field("next", _HOME), await visit.field("key")
     holder = await found.core.keys.find(secret) if len(secret) <= _KEY_CHARACTERS_MAX else None
     if holder is None:
-        return _form(visit, next, "This key is unknown, revoked or too old.", status=403)
+        return _form(visit, next, "This key is unknown, revoked or expired.", status=403)
     if Scope.READ not in holder.scopes:
         return _form(visit, next, "This key lacks the scope “read”, which the dashboard needs.", status=403)
     seconds = int(site.settings.session_hours * 3600)
@@ -67,7 +67,7 @@ async def sign_out(visit: Reader) -> Response:
 
 @pages.get("/ui/search")
 async def search(visit: Reader, q: Annotated[str, Query(max_length=200)] = "") -> Response:
-    """Go by the format of the text: an id leads to its object, anything else to the jobs of that type."""
+    """The format of the text decides: an id leads to its object, anything else to the jobs of that type."""
     text = q.strip()
     if not text:
         raise InvalidInput("type an id, or the type of a job")
@@ -76,7 +76,7 @@ async def search(visit: Reader, q: Annotated[str, Query(max_length=200)] = "") -
 
 
 async def show_asset(request: Request) -> Response:
-    """Open to everybody: assets contain no user data."""
+    """Needs no key: assets contain no user data."""
     found = service(request, Site).assets.answer(request.path_params["name"])
     if found is None:
         raise HTTPException(404, "there is no such file; reload the page")
@@ -84,7 +84,7 @@ async def show_asset(request: Request) -> Response:
 
 
 async def show_nothing(request: Request) -> Response:
-    """No page has this address."""
+    """The answer for an address that has no page."""
     try:
         await visit_of(request, Scope.READ)
     except Unauthorized:

@@ -42,13 +42,13 @@ async def rerun_group(visit: Operator) -> Response:
     changed, is_whole = await _do(visit, "rerun")
     core = visit.services.core
     core.doorbell.ring(await core.named_queues.all() if changed else ())
-    return visit.go("/ui/inbox", done=_words(changed, "queued again", is_whole))
+    return visit.go("/ui/inbox", done=_done_text(changed, "queued again", is_whole))
 
 
 @pages.post("/ui/inbox/dismiss")
 async def dismiss_group(visit: Operator) -> Response:
     changed, is_whole = await _do(visit, "dismiss")
-    return visit.go("/ui/inbox", done=_words(changed, "dismissed; they stay failed", is_whole))
+    return visit.go("/ui/inbox", done=_done_text(changed, "dismissed; they stay failed", is_whole))
 
 
 async def _do(visit: Visit, verb: str) -> tuple[int, bool]:
@@ -72,6 +72,6 @@ async def _do(visit: Visit, verb: str) -> tuple[int, bool]:
             return changed, after is None
 
 
-def _words(changed: int, what: str, is_whole: bool) -> str:
+def _done_text(changed: int, what: str, is_whole: bool) -> str:
     more = "" if is_whole else " There are more; repeat to continue."
     return f"{changed:,} {'job' if changed == 1 else 'jobs'} {what}.{more}"

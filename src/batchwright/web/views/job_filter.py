@@ -18,6 +18,8 @@ from batchwright.states import JobStatus
 _RELATIVE = re.compile(r"(\d{1,5})\s*(min|m|h|d|w)")
 _UNITS = {"m": "minutes", "min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _TEXT_MAX = 200
+_LABELS = {"begin": "created after", "end": "created before", "error": "error code"}
+"""Names of fields on the page, where they differ."""
 _DEPTH_MAX = 20
 
 
@@ -42,7 +44,7 @@ class JobsWanted:
         others = {one.name: str(given.get(one.name, "")).strip() for one in fields(cls) if one.name != "status"}
         for name, text in others.items():
             if len(text) > _TEXT_MAX or "\0" in text:
-                raise InvalidInput(f"{name}: at most {_TEXT_MAX} characters, and no NUL", param=name)
+                raise InvalidInput(f"{_label(name)}: at most {_TEXT_MAX} characters, and no NUL", param=name)
         return cls(status=tuple(dict.fromkeys(statuses)), **others)
 
     @property
@@ -55,7 +57,7 @@ class JobsWanted:
         return not self.query
 
     def in_words(self) -> list[tuple[str, str]]:
-        return [(name, ", ".join(value) if name == "status" else value) for name, value in self.query.items()]
+        return [(_label(name), ", ".join(value) if name == "status" else value) for name, value in self.query.items()]
 
     def filter(self, tenant: str | None, now: datetime | None = None) -> JobFilter:
         """The engine's filter; an invalid text raises an error with its remedy."""
@@ -83,6 +85,10 @@ def wanted(request: Request) -> JobsWanted:
 Wanted = Annotated[JobsWanted, Depends(wanted)]
 
 
+def _label(name: str) -> str:
+    return _LABELS.get(name, name)
+
+
 def _status(word: str) -> JobStatus:
     try:
         return JobStatus(word)
@@ -108,7 +114,7 @@ def _moment(name: str, text: str, now: datetime) -> datetime | None:
         moment = datetime.fromisoformat(text)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError):
-        words = f"{name}: {text!r} is not a time; write 2h, 3d, 2026-11-18 or 2026-11-18T10:30Z"
+        words = f"{_label(name)}: {text!r} is not a time; write 2h, 3d, 2026-11-18 or 2026-11-18T10:30Z"
         raise InvalidInput(words, param=name) from None
 
 

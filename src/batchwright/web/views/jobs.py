@@ -41,7 +41,7 @@ async def list_jobs(
     """Newest first, one page at a time."""
     core, tenant = visit.services.core, visit.tenant
     after = None if cursor is None else Cursor.parse(cursor)
-    wanted.filter(tenant)  # refuse an invalid filter before anybody follows the page
+    wanted.filter(tenant)  # refuse an invalid filter before the page is loaded
 
     async def load() -> dict[str, Any]:
         ids, next = await core.views.ids(wanted.filter(tenant), limit=_PER_PAGE, after=after)
@@ -67,7 +67,7 @@ async def choose(visit: Operator) -> Response:
     wanted = JobsWanted.of(form)
     is_all = form.get("scope") == "all"
     if not is_all and not ids:
-        raise InvalidInput("no job is selected; tick the boxes of some, or choose all that match the filter")
+        raise InvalidInput("no job is selected; select some, or choose all that match the filter")
     if is_all and wanted.is_empty:
         raise InvalidInput("set a filter first; this cannot be applied to all jobs at once")
     if is_all:
@@ -105,7 +105,9 @@ async def apply(visit: Operator) -> Response:
         core.doorbell.ring(await core.named_queues.all())
     words = f"{changed:,} {'job' if changed == 1 else 'jobs'} {_DONE[verb]}."
     if ids and changed < len(ids):
-        words += f" {len(ids) - changed:,} could not be: they have ended, or belong to a batch, a task or a parent."
+        words += (
+            f" {len(ids) - changed:,} could not be changed: they have ended, or belong to a batch, a task or a parent."
+        )
     if not is_whole:
         words += " There are more; repeat to continue."
     return visit.go("/ui/jobs", done=words, **wanted.query)

@@ -60,11 +60,11 @@ async def create_key(visit: Admin) -> Response:
 @pages.post("/ui/keys/{id}/revoke")
 async def revoke_key(visit: Admin, id: UUID) -> Response:
     key = await visit.services.core.keys.revoke(id)
-    return visit.go("/ui/keys", done=f"The key {key.name} was revoked. Its sessions have ended, too.")
+    return visit.go("/ui/keys", done=f"The key {key.name} was revoked. Its sessions have ended too.")
 
 
 def _newest(keys: list[ApiKey]) -> dict[str, Any]:
-    """Live ones first, then those that nobody can use any more."""
+    """Keys that are not revoked first, each group with its newest first."""
     first = sorted(keys, key=lambda key: (key.revoked_at is None, key.created_at), reverse=True)
     return {"keys": first[:_SHOWN], "more": max(0, len(keys) - _SHOWN)}
 

@@ -30,7 +30,7 @@ _PERIODS = {"hour": HOUR, "day": DAY}
 
 @pages.get("/ui")
 async def overview(visit: Reader, span: Annotated[Span, Query()] = "hour") -> Response:
-    """The tenant's overview; with figures of all processes and the workers for visitors who may see those."""
+    """The tenant's overview; admins also see the workers, and figures of all processes."""
     is_admin = visit.may("admin")
 
     async def load() -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _money_chart(spent: Sequence[Spent]) -> Markup | None:
     rows = sorted(((model, cost) for model, cost in by_model.items() if cost), key=lambda row: -row[1])[:_MODELS_SHOWN]
     if not rows:
         return None
-    return charts.bars(rows, label="Money today by model (UTC)", words={model: money(cost) for model, cost in rows})
+    return charts.bars(rows, label="Cost today by model (UTC)", words={model: money(cost) for model, cost in rows})
 
 
 async def _panels(visit: Visit) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Queues: what waits in them, and pausing them."""
+"""Queues: the numbers of their jobs, and pausing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pages = Pages("queues", package="batchwright.web", links=[Link("Queues", "/ui/qu
 
 @pages.get("/ui/queues")
 async def list_queues(visit: Reader) -> Response:
-    """All queues with all tenants' jobs for those who manage queues; otherwise queues with the tenant's open jobs."""
+    """For admins, all queues with the jobs of all tenants; for others, the queues with the tenant's open jobs."""
     views = visit.services.core.views
     tenant = visit.tenant
     is_all = tenant is None or (visit.may("admin") and "tenant" not in visit.request.query_params)

@@ -128,7 +128,7 @@ async def _put(visit: Visit, *, replace: bool) -> Response:
     except Conflict as error:
         problems = {"name": str(error)}
     else:
-        return visit.go("/ui/schedules/one", done="The schedule is set.", name=plan.name)
+        return visit.go("/ui/schedules/one", done="The schedule was saved.", name=plan.name)
     return await _draw(visit, given, problems, is_new=not replace)
 
 
@@ -141,7 +141,7 @@ def _body(given: dict[str, str]) -> dict[str, Any]:
             raise InvalidInput(f"the payload is not JSON: {error}", param="payload") from None
     if given["priority"]:
         if not given["priority"].isdecimal():
-            raise InvalidInput("the priority goes from 0 to 9", param="priority")
+            raise InvalidInput(f"priority is {given['priority']!r}; use 0 to 9", param="priority")
         job["priority"] = int(given["priority"])
     return {
         "name": given["name"],

@@ -4,8 +4,8 @@
     factor_ingest ─┼─▶ emission_recalc   one per module and year, however many files ask for it
     csv_ingest ────┘
 
-Register them with `operations = ["batchwright.operations.builtin.emissions"]`. Their tables live in a schema of their
-own, `emissions`, which they create themselves.
+Register them with `operations = ["batchwright.operations.builtin.emissions"]`. They create their tables themselves, in
+the schema `emissions`.
 """
 
 from batchwright.operations.builtin.emissions.entries import csv_ingest

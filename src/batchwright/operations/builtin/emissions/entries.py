@@ -39,7 +39,7 @@ async def csv_ingest(
 
     Bad rows are reported with line and reason, good ones are kept. If a worker dies, at most one page is lost. When
     the whole file is staged, it replaces the previous one of the same key. `pause_seconds` is a pause between two
-    pages: it spares the database, and makes a run slow enough to watch.
+    pages: it reduces the load of the database, and makes a run slow enough to watch.
     """
     key = DatasetKey(kind="entries", module=module, data_type=data_type, target=target, method=method, year=year)
     pool = await store.opened(ctx)
@@ -56,7 +56,7 @@ async def csv_ingest(
             dataset = await store.stage(pool, dataset, page)
             _report(ctx, file, page, dataset)
             if ctx.stopping:
-                return Snooze(0, "the worker stops; another one resumes after the last page")
+                return Snooze(0, "the worker is stopping; another one resumes after the last page")
             await asyncio.sleep(pause_seconds)
         file.refuse_change()
     return await _finish(ctx, pool, key, file, dataset)

@@ -1,6 +1,6 @@
-"""The files that a job may read: regular ones inside the data folder, held open and watched while they are read.
+"""The files that a job may read: regular files inside the data folder. A file that changes while it is read is refused.
 
-Anybody who may submit a job chooses the path, so it must not lead anywhere else. The environment variable
+Whoever may submit a job chooses the path, so it must not lead out of that folder. The environment variable
 EMISSIONS_DATA names the folder; the default is `data` in the worker's current folder. `{tenant}` in it is replaced by
 the job's tenant.
 """
@@ -53,7 +53,7 @@ class DataFile:
 
 
 def _inside(path: str, tenant: str) -> Path:
-    """Decide before any file is looked at, so that a refusal does not reveal whether a file exists."""
+    """Check the path before any file is opened, so that a refusal does not reveal whether a file exists."""
     folder = os.environ.get(FOLDER) or "data"
     if "{tenant}" in folder and not _TENANT.fullmatch(tenant):
         raise Fatal(f"the tenant {tenant!r} cannot be the name of a folder", code="file_refused")
@@ -64,7 +64,7 @@ def _inside(path: str, tenant: str) -> Path:
         raise Fatal(f"{path!r} is not a usable path: {error}", code="file_refused") from error
     if not found.is_relative_to(root):
         raise Fatal(
-            f"{path!r} leads out of the data folder; name a file inside it (the worker's {FOLDER} sets the folder)",
+            f"{path!r} is outside the data folder; name a file inside it (the worker's {FOLDER} sets the folder)",
             code="file_refused",
         )
     return found

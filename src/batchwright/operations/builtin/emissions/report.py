@@ -14,7 +14,7 @@ ERRORS_SHOWN = 20
 
 def refuse_empty(file: DataFile, rows: int, problems: list[Problem]) -> None:
     if rows == 0:
-        why = "; ".join(map(str, problems[:3])) or "there are none below the header"
+        why = "; ".join(map(str, problems[:3])) or "there are no rows below the header"
         raise SchemaInvalid(f"{file.name!r} has no usable row: {why}", code="no_usable_row")
 
 

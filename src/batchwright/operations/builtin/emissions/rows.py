@@ -1,4 +1,4 @@
-"""From the text of a row to a value, or to the reasons why it cannot be one."""
+"""Turns the text of a row into a value, or into the reasons why that is not possible."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tables of the emissions operations: the schema, the staging of files, and the swap that makes one current.
 
 A page of a file is written in one transaction with the position where the next one starts, and only by a worker that
-still has the current position. So each page is written once: a worker that was presumed dead but continues can only
-write the same page that its successor would have written, or find that it is too late.
+still has the current position. So each page is written once. If a worker that was presumed dead continues, it either
+writes the page that its successor would have written, or is refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Staged:
 
 
 class Written:
-    """The connection that a `write` function receives; it raises the driver's own errors, which the engine reads."""
+    """The connection that a `write` function receives; it raises the driver's own errors, which the engine handles."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -239,7 +239,7 @@ async def units(session: Session, tenant: str) -> dict[str, Unit]:
 
 
 async def lock_units(session: Session, tenant: str) -> None:
-    """Until the end of the transaction no file becomes current."""
+    """Keep any file from becoming current until the end of the transaction."""
     await session.rows(SQL["lock_units"], {"tenant": tenant})
 
 
@@ -263,7 +263,7 @@ async def modules_using(session: Session, tenant: str, codes: Iterable[str]) -> 
 
 
 async def put_factors(session: Session, tenant: str, year: int, id: int, factors: Sequence[Factor]) -> None:
-    """A file is complete for the modules that it names."""
+    """Replace all factors of the modules that the file names: for these, a file is complete."""
     about = {"tenant": tenant, "year": year}
     modules = [factor.module for factor in factors]
     await session.rows(SQL["drop_factors"], {**about, "modules": sorted(set(modules))})
