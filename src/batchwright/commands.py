@@ -16,6 +16,7 @@ from batchwright.cli.help import use_our_help, write_root_help
 from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseUnavailable, JobCancelled
 from batchwright.part import Command
 from batchwright.plugins import load, part_kinds
+from batchwright.terminal import columns_of, wrap
 
 
 class LazyCommand(TyperCommand):
@@ -120,5 +121,5 @@ def _complain(text: str, code: int) -> int:
     """In one line, unless the message shows lines to write into a file; those stay."""
     if "\n    " not in text:
         text = "; ".join(part.strip() for part in text.splitlines() if part.strip())
-    typer.echo(f"error: {text}", err=True)
+    typer.echo(wrap(f"error: {text}", columns_of(sys.stderr)), err=True)
     return code
