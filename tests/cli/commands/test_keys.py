@@ -49,7 +49,7 @@ def test_without_keys_the_list_says_what_that_means(inside: Inside) -> None:
         (["create", "x", "--expires-in", "0d"], "--expires-in 0d is out of range: use 1s to 3650d"),
         (["create", ""], "1 to 100 characters"),
         (["create", "x", "--tenant", "*"], "'*' means all tenants"),
-        (["revoke", "nope"], "'nope' is no id of a key; see: batchwright key list"),
+        (["revoke", "nope"], "'nope' is not the id of a key; see: batchwright key list"),
         (["revoke", "01a1e1b4-7c09-7b40-820c-12011338a22d"], "batchwright key list shows them"),
         (["revoke", "laptop"], "'laptop' is no"),
     ],

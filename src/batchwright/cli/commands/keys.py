@@ -105,7 +105,7 @@ def _parse_key_id(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError as error:
-        raise InvalidInput(f"{text[:100]!r} is no id of a key; see: batchwright key list", param="id") from error
+        raise InvalidInput(f"{text[:100]!r} is not the id of a key; see: batchwright key list", param="id") from error
 
 
 def _print(keys: list[ApiKey]) -> None:
