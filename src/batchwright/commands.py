@@ -16,7 +16,6 @@ from batchwright.cli.help import use_our_help, write_root_help
 from batchwright.errors import BatchwrightError, ConfigurationError, DatabaseUnavailable, JobCancelled
 from batchwright.part import Command
 from batchwright.plugins import load, part_kinds
-from batchwright.terminal import columns_of, wrap
 
 
 class LazyCommand(TyperCommand):
@@ -121,5 +120,7 @@ def _complain(text: str, code: int) -> int:
     """In one line, unless the message shows lines to write into a file; those stay."""
     if "\n    " not in text:
         text = "; ".join(part.strip() for part in text.splitlines() if part.strip())
+    from batchwright.terminal import columns_of, wrap  # here, because the list of commands needs neither
+
     typer.echo(wrap(f"error: {text}", columns_of(sys.stderr)), err=True)
     return code

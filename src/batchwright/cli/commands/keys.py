@@ -21,7 +21,9 @@ app = typer.Typer(no_args_is_help=True)
 @app.command()
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What or whom the key is for.", show_default=False)],
-    tenant: Annotated[str, typer.Option(help="Tenant whose jobs the key can see and create.")] = DEFAULT_TENANT,
+    tenant: Annotated[
+        str, typer.Option(metavar="NAME", help="Tenant whose jobs the key can see and create.")
+    ] = DEFAULT_TENANT,
     scope: Annotated[
         list[Scope] | None,
         typer.Option(
