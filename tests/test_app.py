@@ -170,7 +170,7 @@ BAD_INPUT = [
         InvalidInput,
         "enqueue has no option 'x'; a field of the payload goes into the payload",
     ),
-    ((noop,), {"x": 1}, InvalidInput, r"enqueue\(operation, \{'x': \.\.\.\}\), and its options are "),
+    ((noop,), {"x": 1}, InvalidInput, r"enqueue\(operation, \{'x': \.\.\.\}\); options are "),
     ((noop,), {"delay": 1}, InvalidInput, "did you mean 'delay_seconds'"),
     ((NewJob(noop),), {"colour": "red"}, InvalidInput, "colour"),
     ((NewJob(noop), {"n": 1}), {}, InvalidInput, "has its own payload"),

@@ -13,7 +13,7 @@ import pytest
 from batchwright import AsyncBatchwright, Batchwright, Context, Done, NewJob, Snooze, Transient, Wait, operation
 from batchwright.db import throwaway
 from batchwright.db.embedded import EmbeddedPostgres
-from batchwright.errors import BatchwrightError, ConfigurationError, Conflict
+from batchwright.errors import BatchwrightError, ConfigurationError, Conflict, UnknownOperation
 from batchwright.states import JobStatus
 from batchwright.testing import drain
 from tests.support import make_worker, working
@@ -55,6 +55,16 @@ async def test_drain_skips_delays_and_backoffs_with_fast_forward(database_url):
         job = await batchwright.enqueue(stubborn, delay_seconds=86_400)
         assert await drain(batchwright, fast_forward=True) == 3
         assert await batchwright.wait(job, timeout=1) == 3
+
+
+@pytest.mark.parametrize("fast_forward", [False, True])
+async def test_drain_names_jobs_that_this_client_cannot_run(database_url, fast_forward):
+    """It left them, and `wait()` after it never returned."""
+    async with AsyncBatchwright(database_url=database_url) as batchwright:
+        job = await batchwright.enqueue(page, {"n": 1})
+        with pytest.raises(UnknownOperation, match="due jobs of 'page', which this client does not know: return the"):
+            await drain(batchwright, fast_forward=fast_forward)
+        assert (await batchwright.get(job)).status is JobStatus.QUEUED
 
 
 async def test_drain_leaves_a_job_of_next_week_alone(database_url):

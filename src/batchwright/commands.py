@@ -122,5 +122,7 @@ def _complain(text: str, code: int) -> int:
     """Print an error as one line, unless the message contains lines to put into a file: these stay separate."""
     if "\n    " not in text:
         text = "; ".join(part.strip() for part in text.splitlines() if part.strip())
-    typer.echo(f"error: {text}", err=True)
+    from batchwright.terminal import columns_of, wrap  # here, because the list of commands needs neither
+
+    typer.echo(wrap(f"error: {text}", columns_of(sys.stderr)), err=True)
     return code

@@ -38,7 +38,13 @@ from batchwright.engine.queue import EngineSettings
 from batchwright.engine.retention import RetentionSettings
 from batchwright.engine.worker.worker import WorkerSettings
 from batchwright.errors import ConfigurationError
-from batchwright.inference.settings import TO_ANY_SERVER, GatewaySettings, InferenceSettings, refuse_both
+from batchwright.inference.settings import (
+    TO_ANY_SERVER,
+    GatewaySettings,
+    InferenceSettings,
+    check_url,
+    refuse_both,
+)
 from batchwright.plugins import load, part_kinds
 from batchwright.storage.settings import StorageSettings
 
@@ -155,6 +161,7 @@ def _explain(error: Mapping[str, Any], environment: Mapping[str, str]) -> str:
 
 def use_model_server(settings: Settings, url: str) -> Settings:
     """Use this server for all models, instead of those in the settings. A key is sent only to its own server."""
+    check_url(url, "--url")
     before, gateway = settings.global_inference_gateway, GatewaySettings(url=url)
     if before.is_set and before.endpoint == gateway.endpoint:
         gateway = dataclasses.replace(before, url=url)

@@ -24,7 +24,7 @@ from batchwright.blocking import Batchwright
 from batchwright.db.database import Database
 from batchwright.engine.queue import Queue
 from batchwright.engine.workers import Workers
-from batchwright.errors import BatchwrightError, Conflict
+from batchwright.errors import BatchwrightError, Conflict, UnknownOperation
 
 _JOBS_MAX = 100_000
 
@@ -43,8 +43,9 @@ def drain(
     """Run the client's jobs that are due, and those that they lead to, until none is left; returns how many ran.
 
     With `fast_forward=True`, also jobs that are due later: the engine's clock skips delays, snoozes and backoffs. A
-    database with a live worker is refused, because it is not a test database. `drain` fails after `limit` runs,
-    because an operation that always snoozes would never end.
+    database with a live worker is refused, because it is not a test database. A due job of an operation that the
+    client does not know is an error. `drain` fails after `limit` runs, because an operation that always snoozes would
+    never end.
 
     >>> def test_ada_is_greeted(batchwright_client):
     ...     job = batchwright_client.enqueue(greet, {"name": "Ada"}, delay_seconds=3600)
@@ -75,12 +76,23 @@ async def _drain(batchwright: AsyncBatchwright, fast_forward: bool, limit: int) 
             if ran == 0:
                 due = await queue.next_due(batchwright.operations.names()) if fast_forward else None
                 if due is None:
+                    await _refuse_unknown_jobs(batchwright, queue)
                     return total
                 await _refuse_live_workers(batchwright, besides=worker.id)
                 time = due
     finally:
         await Workers(queue.database).leave(worker.id)
         await worker.close()
+
+
+async def _refuse_unknown_jobs(batchwright: AsyncBatchwright, queue: Queue) -> None:
+    """A test that waits for such a job would wait for ever."""
+    if unknown := await queue.unknown_types(batchwright.operations.names()):
+        names = ", ".join(map(repr, unknown))
+        raise UnknownOperation(
+            f"there are due jobs of {names}, which this client does not know: return the operations from the fixture "
+            "batchwright_operations, or pass them as Batchwright(operations=[...])"
+        )
 
 
 async def _refuse_live_workers(batchwright: AsyncBatchwright, *, besides: str | None = None) -> None:

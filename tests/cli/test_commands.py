@@ -105,6 +105,20 @@ def test_the_same_flag_means_the_same_everywhere(words: tuple[str, ...]) -> None
                 assert helps[shared] == theirs[shared], f"{words} and {other}: --{shared}"
 
 
+def test_a_value_has_the_same_name_everywhere() -> None:
+    """A tenant is a NAME, and a length of time a DURATION, in every command."""
+    wanted = {"--tenant": "NAME", "--window": "DURATION", "--timeout": "DURATION", "--delay": "DURATION"}
+    shown = {
+        (words, name): flag.metavar
+        for words in LEAVES
+        for flag in TREE[words].params
+        for name in flag.opts
+        if name in wanted
+    }
+    assert {name for _, name in shown} == set(wanted)
+    assert {key: metavar for key, metavar in shown.items() if metavar != wanted[key[1]]} == {}
+
+
 def complete(shell: str, line: str) -> subprocess.CompletedProcess[str]:
     """The suggestions of the shell's completion for this line."""
     words = line.split(" ")

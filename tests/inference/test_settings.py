@@ -142,7 +142,7 @@ GATEWAY = "[global_inference_gateway]\nurl = 'http://a:1'\n"
         ("[model_gateways.m]\nmax_retries = 1", 'a gateway has settings but no url; write url = "http://host:8000"'),
         ("[model_gateways.m]", 'model_gateways."m" has no url'),
         ("[global_inference_gateway]\nmax_retries = 1", "a gateway has settings but no url"),
-        ("[global_inference_gateway]\nurl = 'gateway:8000'", "write it like http://gateway:8000"),
+        ("[global_inference_gateway]\nurl = 'gateway:8000'", "write http://gateway:8000"),
         ("[global_inference_gateway]\nurl = 'http://a:99999'", "write it like http://gateway:8000"),
         ("[global_inference_gateway]\nurl = 'http://a:1/?key=1'", "write it like http://gateway:8000"),
         ("[global_inference_gateway]\nurl = 'http://${HOST}:8000'", "write it like http://gateway:8000"),

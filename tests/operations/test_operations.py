@@ -82,7 +82,7 @@ def test_a_stored_payload_becomes_typed_arguments():
         (by_fields, {}, "by_fields: number: Field required"),
         (by_fields, {"number": "x"}, "by_fields: number: Input should be a valid integer"),
         (by_fields, {"number": 1, "nmae": 2}, "by_fields: nmae: Extra inputs are not permitted"),
-        (by_fields, [1], "by_fields: the payload: Input should be"),
+        (by_fields, [1], "by_fields: the payload is a list; write a dict with a key for each field"),
         (by_model, {"lines": 3}, "(and 1 more)"),
         (by_nothing, {"x": 1}, "by_nothing: x: Extra inputs"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 
 from batchwright.batches.progress import DeadlineRisk, forecast
@@ -71,6 +71,19 @@ def _of_batch(batch: Batch, pace: Pace | None) -> Iterator[Concern]:
         )
 
 
+async def find_unreachable(batches: Batches, models: Collection[str]) -> list[str]:
+    """Which of these models have a server that live workers cannot reach, as sentences."""
+    gauges = series(await read_gauges(batches.queue.database))
+    return [message for model, message in _unreachable(gauges) if model in models]
+
+
+def _unreachable(gauges: Mapping[str, Mapping[tuple[str, ...], float]]) -> Iterator[tuple[str, str]]:
+    for (model, *_), n in gauges.get("model_breaker_open", {}).items():
+        if n:
+            where = f"{int(n)} worker process{'es' if n > 1 else ''}"
+            yield model, f"the server of the model {model!r} cannot be reached from {where}; nothing is sent to it"
+
+
 async def _of_workers(batches: Batches) -> list[Concern]:
     """What live worker processes report about their model servers and disks."""
     gauges = series(await read_gauges(batches.queue.database))
@@ -78,13 +91,11 @@ async def _of_workers(batches: Batches) -> list[Concern]:
         Concern(
             kind="unreachable",
             level="error",
-            message=f"the server of the model {model!r} cannot be reached from {int(n)} worker process"
-            f"{'es' if n > 1 else ''}; nothing is sent to it",
+            message=message,
             remedy="start the model server, or correct its url; waiting requests then resume automatically",
             link="workers",
         )
-        for (model, *_), n in gauges.get("model_breaker_open", {}).items()
-        if n
+        for _, message in _unreachable(gauges)
     ]
     if full := sum(gauges.get("work_disk_full", {}).values()):
         found.append(

@@ -218,7 +218,7 @@ class Run:
         if begun is None:
             raise RetryLater("the batch changed its status while it was planned", 0)
         self._batch = begun
-        text = f"{total} requests for {len(models)} models"
+        text = f"{total} request{'' if total == 1 else 's'} for {len(models)} model{'' if len(models) == 1 else 's'}"
         self._ctx.emit("batch.planned", text, requests=total, models=len(models))
         return await self._hand_over()
 

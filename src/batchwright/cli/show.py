@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from rich.text import Text
 from batchwright.cli.tables import Columns, table_lines
 from batchwright.jsonl import one_line
 from batchwright.states import JOB, JobStatus
+from batchwright.terminal import columns_of, wrap
 
 if TYPE_CHECKING:
     from batchwright.db.check import Finding
@@ -93,6 +95,16 @@ def print_findings(findings: list[Finding]) -> None:
         out.print(Text.assemble((f"{sign} {finding.name:{width}}", colour), finding.text), soft_wrap=True)
         if finding.remedy:
             out.print(Text(f"  {'':{width}}→ {finding.remedy}"), soft_wrap=True)
+
+
+def print_text(text: Text) -> None:
+    """A sentence or two, from the left edge."""
+    print_indented(text, 0)
+
+
+def say(text: str) -> None:
+    """To standard error, beside what a command prints."""
+    typer.echo(wrap(text, columns_of(sys.stderr)), err=True)
 
 
 @contextlib.contextmanager

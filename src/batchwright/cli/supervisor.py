@@ -117,7 +117,8 @@ class Supervisor:
             self.ready.set()
 
     def _forward(self, number: int) -> None:
-        log.info("stopping %d worker processes; a second signal quits now", len(self._children))
+        if n := len(self._children):
+            log.info("stopping %d worker process%s; a second signal quits now", n, "" if n == 1 else "es")
         for child in list(self._children):
             _signal(child, number)
 

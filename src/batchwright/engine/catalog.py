@@ -125,7 +125,7 @@ class Catalog:
             return self._published[name]
         known = sorted({*self._operations.names(), *self._published})
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "start a worker that has it, or register it here"
+        hint = f"did you mean {close[0]!r}?" if close else "start a worker that has it: batchwright up FILE.py"
         raise UnknownOperation(f"no worker knows the operation {name!r}; {hint}", param="operation")
 
 

@@ -208,12 +208,13 @@ def _refuse_unknown_options(options: Mapping[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(NewJob) if field.init} - {"operation", "payload"}
     for name in options.keys() - known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"its options are {', '.join(sorted(known))}"
-        raise InvalidInput(
-            f"enqueue has no option {name!r}; a field of the payload goes into the payload, as in "
-            f"enqueue(operation, {{{name!r}: ...}}), and {hint}",
-            param=name,
+        payload = f"a field of the payload goes into the payload, as in enqueue(operation, {{{name!r}: ...}})"
+        hint = (
+            f"did you mean {close[0]!r}? Or, if it is for the operation: {payload}"
+            if close
+            else f"{payload}; options are {', '.join(sorted(known))}"
         )
+        raise InvalidInput(f"enqueue has no option {name!r}; {hint}", param=name)
 
 
 def job_id(job: JobId | UUID | str) -> JobId:

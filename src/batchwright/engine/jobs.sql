@@ -219,7 +219,7 @@ LIMIT %(limit)s
 
 -- name: unknown_types
 -- Jobs that no worker can run stay in place while others are claimed. So it is enough to search the head of each queue
--- and priority, among a bounded number of jobs.
+-- and priority, among a bounded number of jobs. Private queues wait for their own process only.
 WITH RECURSIVE head AS (
     (SELECT job.queue, job.priority FROM batchwright.job AS job
      WHERE job.status = 'QUEUED'
@@ -244,6 +244,7 @@ SELECT job_type, count(*) FROM (
         ORDER BY job.run_after, job.id
         LIMIT %(lane_max)s
     ) AS looked
+    WHERE left(head.queue, 1) <> :private_mark
     LIMIT %(scan_max)s
 ) AS looked
 WHERE job_type <> ALL (%(job_types)s::text[])

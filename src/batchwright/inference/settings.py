@@ -25,7 +25,9 @@ NO_GATEWAY = (
 )
 TO_ANY_SERVER = ("request_timeout", "max_retries", "initial_backoff", "max_backoff")
 """Settings of a gateway that may also apply to another server: no key, and nothing about trust."""
+_HOW_TO_WRITE = "write it like http://gateway:8000, without a query"
 _NO_HOST = re.compile(r'[\s"%<>\\^`{|}]')
+_ONLY_HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]{1,5})?")
 """Characters that no host name contains, but a placeholder that was not filled in does."""
 _SERVER = re.compile(r"(https?://[^/?#]*)[/?#].")
 
@@ -100,7 +102,7 @@ class GatewaySettings:
         if self.provider is not None:
             self._check_provider(self.provider)
         elif self.is_set:
-            _check_url(self.url)
+            check_url(self.url)
             self._check()
         elif any(getattr(self, one.name) != one.default for one in fields(self)):
             raise ConfigurationError('a gateway has settings but no url; write url = "http://host:8000"')
@@ -233,7 +235,8 @@ def shown_url(url: str) -> str:
     return repr(url) if server is None else repr(f"{server[1]}/…")
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str, what: str = "a gateway's url") -> None:
+    """`what` is the name by which its author knows it."""
     try:
         parts = urlsplit(url)
         is_host = bool(parts.hostname) and not _NO_HOST.search(parts.netloc)
@@ -242,8 +245,7 @@ def _check_url(url: str) -> None:
         known = False
     else:
         if "@" in parts.netloc:
-            raise ConfigurationError("a gateway's url holds a user or password; name the key by api_key_file instead")
+            raise ConfigurationError(f"{what} holds a user or password; name the key by api_key_file instead")
     if not known or parts.query or parts.fragment:
-        raise ConfigurationError(
-            f"a gateway's url is {shown_url(url)}; write it like http://gateway:8000, without a query"
-        )
+        remedy = f"write http://{url}" if _ONLY_HOST.fullmatch(url) else _HOW_TO_WRITE
+        raise ConfigurationError(f"{what} is {shown_url(url)}; {remedy}")

@@ -142,6 +142,11 @@ class _Shape:
             return self.adapter.validator.validate_python({} if payload is None else payload)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
+            if not first["loc"] and first["type"] == "model_type":
+                kind = type(payload).__name__
+                raise PayloadInvalid(
+                    f"{self.name}: the payload is a {kind}; write a dict with a key for each field", param="payload"
+                ) from error
             where = ".".join(map(str, first["loc"])) or "the payload"
             more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
             raise PayloadInvalid(f"{self.name}: {where}: {first['msg']}{more}", param="payload") from error

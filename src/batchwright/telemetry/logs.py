@@ -11,14 +11,16 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TextIO
 from uuid import UUID
 
 import orjson
 
 from batchwright.jsonl import one_line
+from batchwright.terminal import columns_of, wrap
 
 Form = Literal["auto", "text", "json"]
+_MESSAGE_COLUMN = len("19:31:02 warning ")
 _BOUND = ("job_id", "job_type", "attempt", "worker", "trace_id")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -55,7 +57,7 @@ def configure_logs(level: str = "INFO", form: Form = "auto") -> None:
     """Send the process's logs to standard error, including uvicorn's; single requests only at DEBUG."""
     is_json = form == "json" or (form == "auto" and not sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if is_json else _TextLines())
+    handler.setFormatter(_JsonLines() if is_json else _TextLines(sys.stderr))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -98,12 +100,16 @@ class _Lines(logging.Formatter):
 class _TextLines(_Lines):
     form = "text"
 
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
     def format(self, record: logging.LogRecord) -> str:
         fields = self.fields(record)
         bound = " ".join(f"{name}={fields[name]}" for name in _BOUND if name in fields)
         clock = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
         line = f"{clock} {record.levelname.lower():7} {record.getMessage()}"
-        line = f"{line}  [{bound}]" if bound else line
+        line = wrap(f"{line}  [{bound}]" if bound else line, columns_of(self._stream), indent=_MESSAGE_COLUMN)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

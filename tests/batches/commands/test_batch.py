@@ -16,7 +16,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from batchwright.batches.commands.show import Seen, exit_code
+from batchwright.batches.commands.show import Seen, exit_code, look_at
 from batchwright.batches.commands.watch import Lines, Meter, View
 from batchwright.batches.local import SenderLoad, Silence
 from batchwright.batches.output.finalize import Finalizer
@@ -326,6 +326,22 @@ async def test_watch_follows_a_batch_to_its_end(cli: Cli, folder: Path, database
         done = await watching
     assert done.stdout.splitlines()[-1].endswith("4/4 · 4 completed · 0 failed")
     assert " completed\n" in done.stdout
+
+
+async def test_show_and_watch_name_a_server_that_no_worker_reaches(folder: Path, database_url: str) -> None:
+    """Those who run the model server look here first."""
+    gateway = {"url": "http://127.0.0.1:9", "initial_backoff": 0.05, "max_backoff": 0.1}
+    async with staged(database_url, folder, global_inference_gateway=gateway) as stage:
+        id = await stage.submit([request(f"r{n}") for n in range(20)])
+        stage.work()
+        part = stage.batchwright.part(BatchesPart)
+        async with asyncio.timeout(60):
+            while not (seen := await look_at(part, await stage.get(id))).waiting:
+                await asyncio.sleep(0.02)
+        said = "the server of the model 'small' cannot be reached from 1 worker process; nothing is sent to it"
+        assert seen.waiting == [said]
+        assert said in View(seen, {}).troubles()
+        await part.batches.cancel(id, tenant=None)
 
 
 @pytest.mark.thorough

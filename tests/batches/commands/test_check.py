@@ -149,7 +149,7 @@ def test_every_problem_is_named_with_its_line_and_the_exit_code_is_1(inside: Ins
     assert "✗ line 2: duplicate_custom_id: " in out
     assert "✗ line 3: streaming_unsupported: " in out
     assert "✗ line 5: invalid_json_line: " in out
-    assert "3 problems in 4 requests: the batch would be refused" in out
+    assert "in.jsonl: 3 problems in 4 requests; the batch would be refused" in out
     code, out, _ = inside("batch", "check", str(file), "--json")
     assert code == 1
     assert '"total": 3' in out

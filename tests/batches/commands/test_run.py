@@ -365,7 +365,7 @@ def test_a_server_that_speaks_no_tls_is_named_while_it_is_waited_for(
         run.until(f"{url}: the server could not be reached: it does not speak TLS; if it is a plain http server, ")
         run.signal(signal.SIGINT)
         assert run.ended() == 130
-        run.until(r"resume:   batchwright batch run --resume batch_\w+\n            or the same command again")
+        run.until(r"resume:  batchwright batch run --resume batch_\w+\n           or the same command again")
 
 
 # Running it again -------------------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def test_a_killed_run_resumes_where_it_stopped_and_resends_only_what_was_in_flig
 def test_an_abandoned_run_has_a_name_and_is_resumed_by_its_id_although_its_file_was_edited(
     inside: Inside, cli: Cli, simulator: Remote, folder: Path, tmp_path: Path
 ) -> None:
-    write(tmp_path / "in.jsonl", slow(80))
+    write(tmp_path / "in.jsonl", slow(240))
     arguments = command(simulator, "--max-in-flight", str(IN_FLIGHT))
     with begun(cli, arguments, 20) as first:
         running = inside("batch", "list")[1]
@@ -556,8 +556,8 @@ def test_an_abandoned_run_has_a_name_and_is_resumed_by_its_id_although_its_file_
     id = read_id(cli)
     assert ("in.jsonl" in running, "stopped" in running) == (True, False)
     listed = inside("batch", "list")[1]
-    assert re.search(rf"{id} +stopped +\d\d/80", listed)
-    assert f"stopped; resume it: batchwright batch run --resume {id}" in listed
+    assert re.search(rf"{id} +stopped +\d+/240", listed)
+    assert f"\nresume: batchwright batch run --resume {id}\n" in listed
     shown = inside("batch", "show", id)[1]
     assert "in_progress, stopped" in shown
     assert f"{tmp_path / 'in.jsonl'}, on {simulator.url}" in shown
@@ -565,12 +565,15 @@ def test_an_abandoned_run_has_a_name_and_is_resumed_by_its_id_although_its_file_
     write(tmp_path / "in.jsonl", [request("new")])
     code, _, err = inside(*arguments, "-o", "new.jsonl")
     assert code == 0
-    assert f"note: an earlier run of this file is unfinished (in.jsonl has changed since): {id}, " in err
-    assert re.search(rf"to resume it:   batchwright batch run --resume {id}    \(saves \d\d answers, \d+ tokens\)", err)
-    assert f"to give it up:  batchwright batch cancel {id}" in err
+    assert "an earlier run of this file is unfinished; this one is a new batch and sends every line" in err
+    assert re.search(rf"  {id}: in.jsonl has changed since; \d+/240 done\n", err)
+    assert re.search(r"to resume it \(saves \d+ answers, \d+ tokens\):\n", err)
+    commands = [line for line in err.splitlines() if line.startswith("      ")]
+    assert commands == [f"      batchwright batch run --resume {id}", f"      batchwright batch cancel {id}"]
+    assert max(map(len, commands)) <= 80
     found = inside.json("batch", "run", "--resume", id)
-    assert (found["id"], found["exit_code"], found["completed"]) == (id, 0, 80)
-    assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(80)]
+    assert (found["id"], found["exit_code"], found["completed"]) == (id, 0, 240)
+    assert ids(read(tmp_path / "in.out.jsonl")) == [f"r{n}" for n in range(240)]
     assert simulator.asked(over=1)["repeated"] <= IN_FLIGHT
     assert inside("batch", "list")[1].count("in.jsonl") == 2
 
@@ -586,7 +589,7 @@ def test_an_interrupted_run_waits_for_answers_in_flight_and_can_be_resumed(
         first.signal(number)
         assert first.ended() == 128 + number
         first.until(r"stopped at \d+/240; every answer is kept")
-        first.until(r"give up:  batchwright batch cancel batch_")
+        first.until(r"cancel:  batchwright batch cancel batch_")
     assert cli.rows("SELECT FROM batchwright.worker") == []
     shown = cli("batch", "show", read_id(cli)).stdout
     assert f"resume it: batchwright batch run --resume {read_id(cli)}" in shown
@@ -659,7 +662,8 @@ def test_a_run_whose_batch_is_cancelled_says_so(cli: Cli, simulator: Remote, fol
     ("arguments", "complaint"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
-        (["in.jsonl", "--url", "nowhere"], "a gateway's url is 'nowhere'; write it like http://gateway:8000"),
+        (["in.jsonl", "--url", "nowhere"], "--url is 'nowhere'; write http://nowhere"),
+        (["in.jsonl", "--url", "localhost:9000"], "--url is 'localhost:9000'; write http://localhost:9000"),
         (["in.jsonl", "-o", "in.jsonl"], "input, output and errors must be three files, not "),
         (["in.jsonl", "-o", "x", "--errors", "./x"], "--output and --errors are the same file, "),
         (["in.jsonl", "-o", "data"], "--output "),

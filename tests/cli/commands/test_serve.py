@@ -147,6 +147,7 @@ def test_a_signal_to_the_whole_group_counts_once_and_running_jobs_are_released(c
 def test_children_that_cannot_start_end_their_supervisor(cli: Cli) -> None:
     said = cli("worker", "--processes", "2", "nowhere", code=1).stderr
     assert "error: there is no module 'nowhere'" in said
+    assert "stopping 0" not in said
 
 
 @pytest.mark.thorough
@@ -174,3 +175,5 @@ def test_a_worker_that_cannot_start_says_why(inside: Inside, tmp_path, arguments
     assert left == code
     assert err.splitlines()[-1].startswith("error: ")
     assert complaint in err.splitlines()[-1]
+    assert ('broken.py", line 1' in err) == (arguments == ["broken.py"])
+    assert "plugins.py" not in err, "the traceback begins in the user's file"

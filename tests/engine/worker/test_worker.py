@@ -40,6 +40,7 @@ from batchwright.engine.queue import EngineSettings, Queue
 from batchwright.engine.views import Views
 from batchwright.engine.worker import runner as runner_module
 from batchwright.engine.worker import worker as worker_module
+from batchwright.engine.worker.lanes import PRIVATE
 from batchwright.engine.worker.lease import Lease
 from batchwright.engine.worker.worker import Worker
 from batchwright.errors import DatabaseUnavailable, WorkerBroken
@@ -210,6 +211,16 @@ async def test_a_job_of_an_unknown_type_is_left_and_logged(pool, queue, caplog):
     await worker.close()
 
 
+async def test_jobs_of_a_private_queue_wait_for_their_own_process_and_are_not_reported(pool, queue, caplog):
+    """Such as those of a `batch run` that was stopped: no worker can do anything for them."""
+    await put(queue, NewJob("other", queue=f"{PRIVATE}run-1"))
+    worker = make_worker(pool, noop)
+    with caplog.at_level(logging.WARNING):
+        await worker._upkeep._report_unknown_types()
+    assert "wait for a worker" not in caplog.text
+    await worker.close()
+
+
 # Interruption -----------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +231,7 @@ async def test_an_operation_that_takes_too_long_is_interrupted_and_retried(pool,
 
     job = await run_one(pool, queue, slow)
     assert (job.status, job.attempts, job.error["kind"], job.error["code"]) == (QUEUED, 1, "transient", "timeout")
-    assert job.error["message"] == "no answer within 0.05 seconds"
+    assert job.error["message"] == "it did not end within its timeout_seconds of 0.05"
     (job,) = await run(pool, queue, slow, jobs=[NewJob("slow", max_attempts=1)])
     assert (job.status, job.error["code"]) == (FAILED, "timeout")
 

@@ -17,7 +17,7 @@ from batchwright.batches.plan.lines import MIXED
 from batchwright.batches.plan.plan import TOKEN_BYTES, Draft, Rules, read
 from batchwright.batches.settings import BatchSettings
 from batchwright.cli.flags import Config, Json, settings_from
-from batchwright.cli.show import as_dict, console, money, number, print_json, print_table, size
+from batchwright.cli.show import as_dict, money, number, print_json, print_table, print_text, size
 from batchwright.files.local import require_readable
 from batchwright.settings import Settings
 
@@ -92,19 +92,22 @@ def _as_json(endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_
 def _print(
     file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate], output_tokens: int, limit: int
 ) -> None:
-    out = console()
     print_problems([problem.as_json() for problem in draft.problems.kept], draft.problems.total, limit)
     if estimates:
         _print_models(estimates)
-        out.print(Text(_assumptions(estimates, output_tokens), "dim"), soft_wrap=True)
+        print_text(Text(_assumptions(estimates, output_tokens), "dim"))
     if draft.rejected:
         text = f"! {number(len(draft.rejected))} requests are for models without a gateway: they will fail"
-        out.print(Text(text, "yellow"), soft_wrap=True)
+        print_text(Text(text, "yellow"))
     if draft.problems.total:
-        found = f"{number(draft.problems.total)} problems in {number(draft.line_count)} requests"
-        out.print(Text(f"✗ {found}: the batch would be refused", "bold red"), soft_wrap=True)
+        found = f"{_count(draft.problems.total, 'problem')} in {_count(draft.line_count, 'request')}"
+        print_text(Text(f"✗ {file}: {found}; the batch would be refused", "bold red"))
         return
-    out.print(Text.assemble(("✓ ", "bold green"), _conclusion(file, endpoint, draft, estimates)), soft_wrap=True)
+    print_text(Text.assemble(("✓ ", "bold green"), _conclusion(file, endpoint, draft, estimates)))
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{number(n)} {noun}{'' if n == 1 else 's'}"
 
 
 def _print_models(estimates: Sequence[Estimate]) -> None:
@@ -138,7 +141,7 @@ def _assumptions(estimates: Sequence[Estimate], output_tokens: int) -> str:
 def _conclusion(file: Path, endpoint: str, draft: Draft, estimates: Sequence[Estimate]) -> str:
     prompt, shared = sum(one.prompt_tokens for one in estimates), sum(one.shared_tokens for one in estimates)
     parts = [
-        f"{number(draft.line_count)} requests to {_endpoints_text(endpoint, draft)}",
+        f"{_count(draft.line_count, 'request')} to {_endpoints_text(endpoint, draft)}",
         f"{estimate_text(prompt)} prompt tokens",
     ]
     if shared:

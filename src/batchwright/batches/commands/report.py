@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import typer
 from rich.text import Text
 
 from batchwright.batches.commands.show import (
@@ -23,7 +22,7 @@ from batchwright.batches.commands.show import (
 )
 from batchwright.batches.local import LocalRun
 from batchwright.batches.store import Batch
-from batchwright.cli.show import console, money, number, print_facts, print_json, seconds, time_text
+from batchwright.cli.show import money, number, print_facts, print_json, print_text, say, seconds, time_text
 from batchwright.cli.targets import Target
 from batchwright.inference.prices import Price, cost
 from batchwright.states import BatchStatus
@@ -68,13 +67,13 @@ class Report:
         if self._json:
             print_json(self._summarize(family, code, {}))
         elif not family:
-            typer.echo("stopped before anything was sent", err=True)
+            say("stopped before anything was sent")
         else:
             batch = family[0]
-            typer.echo(f"stopped at {progress(batch) or 'the beginning'}; every answer is kept", err=True)
-            typer.echo(f"  resume:   {resume_command(batch)}", err=True)
-            typer.echo("            or the same command again", err=True)
-            typer.echo(f"  give up:  batchwright batch cancel {batch.id}", err=True)
+            say(f"stopped at {progress(batch) or 'the beginning'}; every answer is kept")
+            say(f"  resume:  {resume_command(batch)}")  # 80 columns, so that it can be copied
+            say("           or the same command again")
+            say(f"  cancel:  batchwright batch cancel {batch.id}")
 
     def ended(
         self, family: Sequence[Batch], words: Mapping[str, str], effort: Effort | None, *, was_done: bool
@@ -115,7 +114,7 @@ class Report:
         batch = family[0]
         if was_done:
             again = "--again sends all of it again" + (", --retry-failed what failed" if count_failed(batch) else "")
-            typer.echo(f"{batch.id} was done already, on {time_text(batch.ended_at)}; {again}")
+            print_text(Text(f"{batch.id} was done already, on {time_text(batch.ended_at)}; {again}"))
         self._print_verdict(family)
         has_files = batch.manifest is not None
         spent = self._cost(family)
@@ -132,7 +131,7 @@ class Report:
         print_errors(batch)
         print_words(batch, words)
         if self.advice is not None and not any(one.completed for one in family):
-            console().print(Text(f"! {self.advice}", "yellow"), soft_wrap=True)
+            print_text(Text(f"! {self.advice}", "yellow"))
         print_problems(list_problems(batch), (batch.errors or {}).get("total", 0))
 
     def _print_verdict(self, family: Sequence[Batch]) -> None:
@@ -144,30 +143,39 @@ class Report:
                 f"! completed, {number(failed)} of {number(total)} failed; {see}; "
                 "retry with the same command and --retry-failed"
             )
-            console().print(Text(words, "bold yellow"), soft_wrap=True)
+            print_text(Text(words, "bold yellow"))
             return
         words = f"{number(completed)} of {number(total)} lines were answered" if total else "nothing was sent"
         if failed:
             words += f", {number(failed)} failed"
         sign = "✓" if exit_code(batch) == 0 else "✗"
-        console().print(Text(f"{sign} {batch.status.value}: {words}", f"bold {COLOURS[batch.status]}"), soft_wrap=True)
+        print_text(Text(f"{sign} {batch.status.value}: {words}", f"bold {COLOURS[batch.status]}"))
 
 
 def mention_unfinished(run: LocalRun, others: Sequence[Batch], running: set[str]) -> None:
     """Say that runs of the same file have not ended, and what resuming one of them would save."""
+    if not others:
+        return
+    which = "an earlier run of this file is" if len(others) == 1 else f"{len(others)} earlier runs of this file are"
+    say(f"note: {which} unfinished; this one is a new batch and sends every line")
     for batch in others:
-        origin = batch.origin or {}
-        where = [
-            f"{name} {origin.get(name)}" for name in ("server", "output") if origin.get(name) != getattr(run, name)
-        ]
-        why = f"{run.file} has changed since" if origin.get("sha256") != run.sha256 else f"with {', '.join(where)}"
-        typer.echo(f"note: an earlier run of this file is unfinished ({why}): {batch.id}, {_standing(batch)}", err=True)
+        say(f"  {batch.id}: {_difference(run, batch)}; {_standing(batch)}")
         if batch.id in running:
-            typer.echo("  it is still running; this run is a new batch beside it", err=True)
+            say("    it is still running")
             continue
-        typer.echo(f"  to resume it:   {resume_command(batch)}{_savings(batch)}", err=True)
-        typer.echo(f"  to give it up:  batchwright batch cancel {batch.id}", err=True)
-        typer.echo("  this run is a new batch and sends every line", err=True)
+        say(f"    to resume it{_savings(batch)}:")
+        say(f"      {resume_command(batch)}")
+        say("    to give it up:")
+        say(f"      batchwright batch cancel {batch.id}")
+
+
+def _difference(run: LocalRun, batch: Batch) -> str:
+    origin = batch.origin or {}
+    if origin.get("sha256") != run.sha256:
+        return f"{run.file} has changed since"
+    return ", ".join(
+        f"{name} {origin.get(name)}" for name in ("server", "output") if origin.get(name) != getattr(run, name)
+    )
 
 
 def _standing(batch: Batch) -> str:
@@ -178,4 +186,4 @@ def _savings(batch: Batch) -> str:
     tokens = batch.input_tokens + batch.output_tokens
     if not batch.completed:
         return ""
-    return f"    (saves {number(batch.completed)} answers{f', {number(tokens)} tokens' if tokens else ''})"
+    return f" (saves {number(batch.completed)} answers{f', {number(tokens)} tokens' if tokens else ''})"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -109,11 +108,13 @@ def run_batch(
     timeout: Annotated[
         str | None,
         typer.Option(
-            metavar="5m", help="Maximum time for an answer, such as 90s; by default request_timeout of the settings."
+            metavar="DURATION",
+            help="Maximum time for an answer, such as 90s; by default request_timeout of the settings.",
         ),
     ] = None,
     window: Annotated[
-        str | None, typer.Option(metavar="24h", help="Time in which the batch must be done, from 1m to 30d.")
+        str | None,
+        typer.Option(metavar="DURATION", help="Time in which the batch must be done, from 1m to 30d; by default 24h."),
     ] = None,
     max_in_flight: Annotated[
         int | None,
@@ -356,10 +357,10 @@ class _Command:
         except BaseException:
             await worker.close()
             raise
-        began, before = time.monotonic(), batch.completed
+        before = batch.completed
         with self._show(view) as on_look:
             batch = await self._work_until_ended(worker, view, on_look)
-        self._effort = Effort(time.monotonic() - began, batch.completed - before, before)
+        self._effort = Effort(view.elapsed_seconds(), batch.completed - before, before)
         self._report.advice = sender.advice() if sender is not None else None
         return batch
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from batchwright.batches.concerns import find_unreachable
 from batchwright.batches.local import find_abandoned
 from batchwright.batches.output.words import read_words
 from batchwright.batches.part import BatchesPart
@@ -24,6 +25,7 @@ from batchwright.cli.show import (
     number,
     print_facts,
     print_table,
+    print_text,
     seconds,
     time_text,
 )
@@ -88,8 +90,10 @@ async def look_at(part: BatchesPart, batch: Batch) -> Seen:
     paces = {} if is_abandoned else await part.batches.paces([batch.id])
     if is_abandoned:
         waiting = [f"nobody runs it: its command was stopped or killed; resume it: {resume_command(batch)}"]
+    elif shards.get(JobStatus.RUNNING):
+        waiting = [] if batch.is_private else await find_unreachable(part.batches, batch.models or ())
     else:
-        waiting = [] if shards.get(JobStatus.RUNNING) else await _find_reasons(part.core, batch)
+        waiting = await _find_reasons(part.core, batch)
     if batch.waits_for is not None:
         waiting.insert(0, batch.waits_for)
     return Seen(
@@ -191,7 +195,7 @@ def print_batches(many: Sequence[Seen]) -> None:
     )
     stopped = [one.batch for one in many if one.is_abandoned]
     for batch in stopped[:_RESUMES]:
-        console().print(Text(f"stopped; resume it: {resume_command(batch)}", "yellow"), soft_wrap=True)
+        console().print(Text(f"resume: {resume_command(batch)}", "yellow"), soft_wrap=True)
     if len(stopped) > _RESUMES:
         console().print(f"… and {len(stopped) - _RESUMES} more that can be resumed", soft_wrap=True)
 
@@ -289,22 +293,21 @@ async def print_missing_models(part: BatchesPart, batch: Batch) -> None:
     finally:
         await models.close()
     if found is not None:
-        console().print(Text(found, "yellow"), soft_wrap=True)
+        print_text(Text(found, "yellow"))
 
 
 def print_words(batch: Batch, words: Mapping[str, str]) -> None:
     """What the server said of the most frequent errors, whole."""
     for one in group_errors(batch, words)[:_WORDS]:
         if "message" in one:
-            console().print(Text.assemble((f"{one['code']}: ", "red"), one["message"]), soft_wrap=True)
+            print_text(Text.assemble((f"{one['code']}: ", "red"), one["message"]))
 
 
 def print_problems(found: Sequence[Mapping[str, Any]], total: int, limit: int = _PROBLEMS) -> None:
-    out = console()
     for problem in found[:limit]:
-        out.print(Text.assemble((f"✗ {problem_place(problem)}", "red"), problem_words(problem)), soft_wrap=True)
+        print_text(Text.assemble((f"✗ {problem_place(problem)}", "red"), problem_words(problem)))
     if total > len(found[:limit]):
-        out.print(f"  … and {number(total - len(found[:limit]))} more", soft_wrap=True)
+        console().print(f"  … and {number(total - len(found[:limit]))} more", soft_wrap=True)
 
 
 # Words and numbers ------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def submit(
             show_default=False,
         ),
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Tenant of the batch.")] = DEFAULT_TENANT,
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the batch.")] = DEFAULT_TENANT,
     idempotency_key: Annotated[
         str | None, typer.Option(help="A repeated submit with the same key returns the same batch.")
     ] = None,

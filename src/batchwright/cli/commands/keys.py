@@ -23,7 +23,9 @@ def create(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name that says who or what uses the key.", show_default=False)
     ],
-    tenant: Annotated[str, typer.Option(help="Tenant whose jobs the key can see and create.")] = DEFAULT_TENANT,
+    tenant: Annotated[
+        str, typer.Option(metavar="NAME", help="Tenant whose jobs the key can see and create.")
+    ] = DEFAULT_TENANT,
     scope: Annotated[
         list[Scope] | None,
         typer.Option(

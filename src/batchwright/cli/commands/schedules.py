@@ -29,7 +29,7 @@ Cron = Annotated[
     str, typer.Option(metavar="CRON", help="Five fields: minute hour day month weekday.", show_default=False)
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name or id.", show_default=False)]
-Tenant = Annotated[str, typer.Option(help="Tenant of the schedule.")]
+Tenant = Annotated[str, typer.Option(metavar="NAME", help="Tenant of the schedule.")]
 Timezone = Annotated[str, typer.Option(metavar="ZONE", help="Time zone of the cron expression, such as Europe/Berlin.")]
 
 

@@ -31,6 +31,7 @@ from batchwright.operations.registry import Registry
 from batchwright.settings import PREFIX, Settings, use_model_server
 from batchwright.telemetry import tracing
 from batchwright.telemetry.logs import configure_logs
+from batchwright.terminal import columns_of, wrap
 
 if TYPE_CHECKING:
     from batchwright.api.server import ApiServer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GUARD_SECONDS = 2.0
+_OURS = str(Path(__file__).parents[2])
 
 Sources = Annotated[
     list[str] | None,
@@ -264,8 +266,16 @@ def load_operations(settings: Settings, sources: Sequence[str]) -> Registry:
     except BatchwrightError:
         raise
     except Exception as error:
-        traceback.print_exc()
+        _print_traceback(error)
         raise ConfigurationError(f"the operations cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _print_traceback(error: Exception) -> None:
+    """From the first line of the user's code: what leads there is ours, and Python's way to import it."""
+    step = error.__traceback__
+    while step is not None and step.tb_frame.f_code.co_filename.startswith((_OURS, "<frozen importlib")):
+        step = step.tb_next
+    traceback.print_exception(type(error), error, step)
 
 
 def _run(main: Coroutine[Any, Any, int], settings: Settings) -> None:
@@ -307,7 +317,7 @@ async def _work(launch: Launch, settings: Settings) -> int:
             return 0
         is_clean = await _work_until(stop, batchwright, tether)
     except WorkerBroken as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(wrap(f"error: {error}", columns_of(sys.stderr)), err=True)
         return _BROKEN
     else:
         return 0 if is_clean else _THREADS_LEFT

@@ -261,7 +261,8 @@ class Runner:
         match running.reason:
             case "timeout":
                 seconds = running.operation.timeout_seconds
-                return self._react(running, Transient(f"no answer within {seconds:g} seconds", code="timeout"))
+                message = f"it did not end within its timeout_seconds of {seconds:g}"
+                return self._react(running, Transient(message, code="timeout"))
             case "stop":
                 return Settle("release", running.claim, {"reason": "the worker stopped"})
             case "cancelled":

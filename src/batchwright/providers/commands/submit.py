@@ -99,7 +99,7 @@ def submit(
         typer.Option(metavar="NAME=VALUE", help="Your own metadata; may be repeated.", show_default=False),
     ] = None,
     priority: Annotated[int, typer.Option(min=0, max=9, help="From 0 (first) to 9 (last).")] = 5,
-    tenant: Annotated[str, typer.Option(help="Tenant of the task.")] = DEFAULT_TENANT,
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the task.")] = DEFAULT_TENANT,
     idempotency_key: Annotated[
         str | None, typer.Option(help="A repeated submit with the same key returns the same task.")
     ] = None,
