@@ -78,6 +78,8 @@ class Answered:
     page: int | None
     passage: str | None
     is_right: bool
+    searched_by: str
+    """What the search used, and what it left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,9 @@ class DocumentReport:
             yield f"{self.steps_completed} steps were completed, {self.steps_doubled} of them twice"
         if self.second_run_steps:
             yield f"a second run over the same files did {self.second_run_steps} steps"
-        yield from (f"wrong passage for: {one.question}" for one in self.answers if not one.is_right)
+        for one in self.answers:
+            if not one.is_right:
+                yield f"wrong passage for: {one.question} ({one.searched_by})"
 
 
 async def run_documents(reports: int, out: Console, *, keep: bool = False) -> DocumentReport:
@@ -229,6 +233,7 @@ class _Stage:
             page=None if first is None else first.page_first,
             passage=None if first is None else _cut_around(_unfold(first.text), fact.answer),
             is_right=hit is not None,
+            searched_by="; ".join(found.used),
         )
 
 
