@@ -128,7 +128,8 @@ def kept(figures: dict[str, Any]) -> dict[str, float | None]:
     }
     names = ("transactions", "core_percent", "connections", "wal_bytes", "worker_bytes", "worker_core_percent")
     connection_bytes = fleets[many]["connection_bytes"] / fleets[many]["connections"]
-    return {**{name: each[name] for name in names}, **common, "connection_bytes": connection_bytes, "workers": many}
+    of_each = {name: max(0.0, each[name]) for name in names}  # a cost below 0 is noise
+    return {**of_each, **common, "connection_bytes": connection_bytes, "workers": many}
 
 
 def goals(figures: dict[str, Any] | None) -> list[report.Goal]:
