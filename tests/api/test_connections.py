@@ -104,6 +104,17 @@ async def test_without_a_valid_key_nothing_of_a_body_is_read(door: Door) -> None
                     assert await wire.is_ended()
 
 
+async def test_a_length_of_thousands_of_digits_is_only_a_number(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    """Python's `int` refuses it."""
+    zeros = "0" * 5_000
+    for key, length, status in (("X-None: 1", "2", 401), (door.key, "2", 400), (door.key, str(40 * MEGABYTE), 413)):
+        async with await door.wire() as wire:
+            wire.begin("POST /v1/jobs", key, JSON, f"Content-Length: {zeros}{length}")
+            wire.send(b"{}")
+            assert (await wire.answer()).status == status
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
 async def test_a_large_body_without_a_key_is_cut_off_and_its_sender_sees_why(door: Door) -> None:
     async with httpx.AsyncClient(base_url=door.url, timeout=20) as client:
         content = b"[" + b"[]," * 60_000
