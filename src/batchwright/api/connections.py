@@ -499,7 +499,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, refused: Refused) -> None:
         """Answer in place of the application, which sees a disconnect; or hang up, if it has begun to answer."""
-        self.forget_head()
+        self.forget()
         if self.is_busy:
             if self.cycle.response_started or self._in_head or self.pipeline:
                 self.abort()
