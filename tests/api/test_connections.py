@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from batchwright import AsyncBatchwright, operation
 from batchwright.access.settings import ApiSettings
 from batchwright.api.connections import HEADERS_MAX, Window, backlog, places
 from batchwright.api.server import ApiServer
+from batchwright.api.turns import AT_ONCE
+from batchwright.cli.loop import loop_factory
 from tests.api.streaming import Stream, serving
 from tests.api.wire import Wire
 
@@ -101,6 +104,17 @@ async def test_without_a_valid_key_nothing_of_a_body_is_read(door: Door) -> None
                     assert await wire.is_ended()
 
 
+async def test_a_length_of_thousands_of_digits_is_only_a_number(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    """Python's `int` refuses it."""
+    zeros = "0" * 5_000
+    for key, length, status in (("X-None: 1", "2", 401), (door.key, "2", 400), (door.key, str(40 * MEGABYTE), 413)):
+        async with await door.wire() as wire:
+            wire.begin("POST /v1/jobs", key, JSON, f"Content-Length: {zeros}{length}")
+            wire.send(b"{}")
+            assert (await wire.answer()).status == status
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
 async def test_a_large_body_without_a_key_is_cut_off_and_its_sender_sees_why(door: Door) -> None:
     async with httpx.AsyncClient(base_url=door.url, timeout=20) as client:
         content = b"[" + b"[]," * 60_000
@@ -172,6 +186,22 @@ async def test_a_client_that_disconnects_within_a_body_is_one_line_in_the_log(
         assert record.exc_info is None
 
 
+def test_leaving_before_the_answer_is_no_line_in_the_log(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On the loop of programs, whose transports refuse what is written after their end."""
+
+    async def leave() -> None:
+        async with opened(database_url) as door:
+            writer, connection = await unread(door)
+            writer.transport.abort()
+            await until(lambda: not door.crowd.connections and not door.crowd.tasks)
+            assert connection.transport.is_closing()
+            assert door.crowd.turns._running == 0
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(leave())
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
 # Headers ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +258,50 @@ async def test_unfinished_headers_of_all_connections_have_a_limit(door: Door, mo
     await until(lambda: door.crowd.head_bytes == 0)
 
 
+async def test_headers_of_strangers_are_bounded_while_their_requests_wait_and_freed_when_answered(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchwright.api.connections._HEADS_BYTES_MAX", 100_000)
+    head = (f"/v1/jobs?{'x' * 20_000}", "X-Long: " + "y" * 20_000)
+    turns = door.crowd.turns
+    turns._running += AT_ONCE  # nobody's turn comes
+    async with contextlib.AsyncExitStack() as stack:
+        wires: list[Wire] = []
+        for n in range(4):
+            wires.append(await stack.enter_async_context(await door.wire()))
+            wires[n].begin(f"GET {head[0]}", head[1])
+            if n >= 2:
+                assert await wires[n - 2].is_ended()
+            await until(lambda n=n: door.crowd.head_bytes > 40_000 * min(2, n + 1))  # type: ignore[misc]
+        assert 80_000 < door.crowd.head_bytes <= 100_000
+        turns._running -= AT_ONCE
+        turns._start_next()
+        for wire in wires[2:]:
+            assert (await wire.answer()).status == 401
+        assert door.crowd.head_bytes == 0
+        assert [(one.cycle, one.scope, one.headers) for one in door.crowd.idle] == [(None, None, None)] * 2
+        for wire in wires[2:]:  # and these connections are as good as before
+            assert (await wire.ask("GET /v1/jobs", door.key)).status == 200
+
+
+async def test_one_request_may_follow_before_the_first_is_answered_and_the_rest_is_not_read(door: Door) -> None:
+    request = f"GET /v1/jobs HTTP/1.1\r\nHost: {door.url.removeprefix('http://')}\r\n{door.key}\r\n\r\n".encode()
+    async with await door.wire() as wire:
+        for _ in range(3):
+            wire.send(request * 2)
+            for answer in (await wire.answer(), await wire.answer()):
+                assert (answer.status, answer.headers.get("connection")) == (200, None)
+    for asked in (request, request.replace(door.key.encode(), b"X-None: 1")):
+        before = door.crowd.total_requests
+        async with await door.wire() as wire:
+            wire.send(asked * 10_000)
+            answers = [await wire.answer() for _ in range(2)]
+            assert [one.headers.get("connection") for one in answers] == [None, "close"]
+            assert await wire.is_ended()
+        assert door.crowd.total_requests - before == 2
+    await until(lambda: not door.crowd.connections)
+
+
 async def test_bytes_that_are_not_a_request_are_refused_in_the_common_format_of_errors(door: Door) -> None:
     async with await door.wire() as wire:
         wire.send(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
@@ -279,21 +353,42 @@ def busy(door: Door) -> list[Any]:
     return [one for one in door.crowd.connections if one.is_busy]
 
 
+async def unread(door: Door) -> tuple[asyncio.StreamWriter, Any]:
+    """A stranger who asks for large answers and reads none, until one of them cannot be sent; and asks for one more."""
+    door.server._listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # each connection inherits it
+    before = set(door.crowd.connections)
+    request = f"GET /openapi.json HTTP/1.1\r\nHost: {door.url.removeprefix('http://')}\r\n\r\n".encode()
+    host, _, port = door.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    await until(lambda: len(set(door.crowd.connections) - before) == 1)
+    (connection,) = set(door.crowd.connections) - before
+    while not (connection.is_busy and connection.flow.write_paused):
+        done = door.crowd.total_requests
+        writer.write(request)
+        await until(lambda done=done: door.crowd.total_requests > done or connection.is_busy)  # type: ignore[misc]
+    writer.write(request)
+    await until(lambda: bool(connection.pipeline))
+    return writer, connection
+
+
 async def test_an_answer_that_is_not_read_ends(door: Door) -> None:
-    address = door.server.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(address[0], int(address[1]), limit=1024)
-    request = f"GET /openapi.json HTTP/1.1\r\nHost: {':'.join(address)}\r\n\r\n".encode()
-    writer.write(request * 2_000)  # the client reads none of 2,000 answers
-    await until(lambda: any(one.transport.get_write_buffer_size() for one in door.crowd.connections))
-    (connection,) = door.crowd.connections
-    await until(lambda: connection.flow.write_paused)
+    writer, connection = await unread(door)
     door.check_in(0)
     door.check_in(29)
     assert not connection.transport.is_closing()
     door.check_in(31)
     await until(lambda: not door.crowd.connections)
     writer.close()
-    assert reader is not None
+
+
+async def test_strangers_who_do_not_read_their_answers_shut_nobody_out(database_url: str) -> None:
+    async with opened(database_url, connections_max=64) as door, contextlib.AsyncExitStack() as stack:
+        for _ in range(64):
+            writer, _ = await unread(door)
+            stack.callback(writer.close)
+        async with await door.wire() as wire:
+            assert (await wire.ask("GET /v1/jobs", door.key)).status == 200
+        assert len(door.crowd.connections) <= 64
 
 
 def test_a_window_requires_bytes_only_at_its_end() -> None:
@@ -378,6 +473,17 @@ async def test_streams_are_limited_for_each_key_and_each_tenant(database_url: st
         await until(lambda: door.server._services.event_streams.followers == 3)
         again = await follow("a1")
         assert again.status == 200
+
+
+async def test_a_stream_with_a_request_behind_it_ends_when_its_client_leaves(door: Door) -> None:
+    id = await door.batchwright.enqueue("nothing", delay_seconds=3600)
+    async with await door.wire() as wire:
+        wire.begin(f"GET /v1/jobs/{id}/events/stream", door.key)
+        await wire.reader.readuntil(b"\r\n\r\n")
+        wire.begin("GET /v1/jobs", door.key)
+        await until(lambda: any(one.pipeline for one in door.crowd.connections))
+        assert door.server._services.stream_places._all == 1
+    await until(lambda: door.server._services.stream_places._all == 0 and not door.crowd.tasks)
 
 
 @pytest.mark.parametrize(

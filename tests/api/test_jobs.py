@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
@@ -11,6 +12,7 @@ import orjson
 import pytest
 
 from batchwright.api import jobs, submit
+from batchwright.api.schemas import JobsToBe, JobToBe
 from batchwright.db.retry import retry_deadlocks
 from batchwright.errors import DatabaseUnavailable, Deadlock
 from tests.api.conftest import Api, fails, gathered
@@ -118,6 +120,22 @@ async def test_a_thousand_jobs_fit_in_one_request_and_one_more_does_not(api: Api
 
 
 # Idempotency-Key --------------------------------------------------------------------------------------------------
+
+
+SORTED = orjson.OPT_SORT_KEYS
+
+
+def test_the_body_that_is_meant_is_as_pydantic_would_write_it_and_takes_no_time() -> None:
+    """Digests of keys outlive an upgrade, and this runs on the event loop."""
+    one = {"job_type": "echo", "payload": {"a": [1.5, None, "é", 2**60]}, "run_after": "2030-01-01T00:00:00Z"}
+    for body in (one, {"jobs": [one, {"job_type": "x"}, {"job_type": "x", "payload": None, "delay_seconds": 2}]}):
+        read = (JobsToBe if "jobs" in body else JobToBe).model_validate(body)
+        written = read.model_dump(mode="json", exclude_unset=True)
+        assert orjson.dumps(jobs._meant(read), option=SORTED) == orjson.dumps(written, option=SORTED)
+    large = JobsToBe.model_validate({"jobs": [{"job_type": "x", "payload": {"a": [[]] * 20_000}}] * 500})
+    began = time.process_time()
+    jobs._meant(large)
+    assert time.process_time() - began < 1
 
 
 async def test_a_repeated_request_gives_the_same_job(api: Api, http: httpx.AsyncClient) -> None:

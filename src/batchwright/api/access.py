@@ -29,6 +29,8 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, never bound
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[^\[\]:@/\\\s]{1,255})(?::\d{1,5})?", re.ASCII)
 _JOBS = "/v1/jobs"
+_LENGTH_DIGITS_MAX = 20
+"""Enough for 64 bits, which no limit reaches."""
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, created with `batchwright key create`.")
 TenantParam = Annotated[
@@ -175,8 +177,8 @@ def _pattern(allowed: str) -> str:
 
 
 def _announced(headers: Headers) -> int:
-    length = headers.get("content-length", "")
-    return int(length) if length.isdecimal() else 0
+    length = headers.get("content-length", "").lstrip("0")  # `int` refuses thousands of digits, also if they are zeros
+    return int(length[:_LENGTH_DIGITS_MAX]) if length.isdecimal() else 0
 
 
 def _is_address(name: str) -> bool:

@@ -43,7 +43,12 @@ _DESCRIPTORS_RESERVED = 256
 """Descriptors for the database, the store, logs and everything else that the process opens."""
 _PLACES_MIN = 64
 _HEADS_BYTES_MAX = 16 * 1024 * 1024
-"""Maximum bytes of unfinished headers, over all connections."""
+"""Maximum bytes of unfinished headers, and of those whose request waits for its turn, over all connections."""
+_AHEAD_MAX = 1
+"""Requests that may follow on a connection before the first is answered.
+
+Not 0: a client that has read all of an answer may send the next request a moment before we note that it has ended.
+"""
 _PIECE_BYTES = 16 * 1024
 """Maximum bytes given to the parser at a time, so that headers over the limit are noticed soon."""
 _BODY_WINDOW_SECONDS = 10.0
@@ -70,6 +75,10 @@ class Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class TooManyAhead(Exception):
+    """Ends the reading of a connection; the requests before this one are answered."""
 
 
 def backlog() -> int:
@@ -105,7 +114,7 @@ class Crowd(ServerState):
         self.places = places
         self.turns = Turns()
         self.head_bytes = 0
-        """Total bytes of unfinished headers."""
+        """Total bytes of unfinished headers, and of those whose request waits for its turn."""
         self.lingering: dict[Connection, None] = {}
         self.waiting: dict[Connection, None] = {}
         self.idle: dict[Connection, None] = {}
@@ -155,7 +164,7 @@ class Crowd(ServerState):
         # Update everything now: the loop reports a lost connection only on its next turn.
         self.put(connection, None)
         self.connections.discard(connection)
-        connection.forget_head()
+        connection.forget()
         connection.abort()
 
     def _warn(self) -> None:
@@ -185,6 +194,8 @@ class Connection(HttpToolsProtocol):
         self.is_extra = False
         """Beyond the limit: only health checks are answered."""
         self._is_lingering = False
+        self._is_deaf = False
+        """Everything that still comes is discarded."""
         self._patience = _WITHOUT_KEY
         self._in_head = True
         self._in_body = False
@@ -195,6 +206,10 @@ class Connection(HttpToolsProtocol):
         self._silent_bytes = 0
         """Bytes that the parser consumed without a callback: part of a header, or of something that is not a body."""
         self._noted_bytes = 0
+        self._kept_bytes = 0
+        """Of complete headers, from clients that we do not know yet."""
+        self._answered: RequestResponseCycle | None = None
+        """The request whose turn it is; `cycle` is the newest one."""
         self._is_silent = False
         self._keeps_alive = True
         self._body_window = Window(self._since)
@@ -206,6 +221,11 @@ class Connection(HttpToolsProtocol):
     def is_busy(self) -> bool:
         return self.cycle is not None and not (self.cycle.response_complete or self.cycle.disconnected)
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the request whose turn it is came with valid credentials."""
+        return self._answered is not None and CALLER in self._answered.scope
+
     # Called by the event loop -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -215,8 +235,11 @@ class Connection(HttpToolsProtocol):
         self.crowd.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.forget_head()
+        self.forget()
         self.crowd.put(self, None)
+        if self._answered is not None:  # uvicorn tells only the newest request, which may be the one behind
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -226,7 +249,7 @@ class Connection(HttpToolsProtocol):
             if self._is_lingering:
                 self._discard_input()
                 return
-            if self.parser is None or self.transport.is_closing():
+            if self.parser is None or self._is_deaf or self.transport.is_closing():
                 return
             self._feed(pieces[start : start + _PIECE_BYTES])
 
@@ -240,6 +263,8 @@ class Connection(HttpToolsProtocol):
     # Called by the parser ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _AHEAD_MAX:
+            raise TooManyAhead
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._in_head = True
@@ -259,8 +284,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self.forget_head()
-        self.crowd.put(self, None)
+        self._keep_head()
         super().on_headers_complete()
         self.cycle.transport = AnswerTransport(self)
         if any(name in (b"content-length", b"transfer-encoding") and value != b"0" for name, value in self.headers):
@@ -287,6 +311,8 @@ class Connection(HttpToolsProtocol):
     # Called while answering -------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        self.crowd.put(self, None)
         if cycle.scope["path"] in HEALTH_PATHS:
             super()._start_asgi_task(cycle, app)
         elif self.is_extra:
@@ -294,14 +320,18 @@ class Connection(HttpToolsProtocol):
             super()._start_asgi_task(cycle, cast("Any", busy(self.crowd.places)))
         else:
             who = credentials(cycle.scope["headers"])
-            if not self.crowd.turns.knows(who):  # until its turn comes, it may be closed to make room
+            if self.crowd.turns.knows(who):
+                self._forget_kept()
+            else:  # until its turn comes, it may be closed to make room
                 self.crowd.put(self, self.crowd.waiting)
+                self.crowd.bound_heads(self)
             self.crowd.turns.ask(who, lambda: self._begin(cycle, InTurn(app, self.crowd.turns, who)))
 
     def _begin(self, cycle: RequestResponseCycle, app: Any) -> bool:
         if cycle.disconnected or self.transport.is_closing():
             return False
-        self.crowd.put(self, None)
+        # Who has not read the last answer may be closed to make room, too.
+        self.crowd.put(self, self.crowd.waiting if self.flow.write_paused else None)
         super()._start_asgi_task(cycle, app)
         return True
 
@@ -312,19 +342,30 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.is_busy or self.transport.is_closing():
             return
+        self._forget_kept()
         if self._in_head:
             self._wait()
         else:
+            self._forget_request()
             self.crowd.put(self, self.crowd.idle)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.transport.is_closing():  # the client has left, which the loop reports on its next turn
+            return
         self._written_bytes += len(data)
+        if self._is_known:
+            self._forget_kept()
+            self.crowd.put(self, None)
+        elif self.is_busy:  # a stranger who does not read its answer may be closed to make room
+            self.crowd.put(self, self.crowd.waiting)
         self.transport.write(data)
 
     def close(self) -> None:
         """Let the peer read the answer before we close: a peer that is still sending would see a reset instead."""
         if self._in_body and not self.transport.is_closing():
             self._linger(_WITH_KEY if CALLER in self.cycle.scope else _WITHOUT_KEY)
+        elif self._is_deaf and not self.transport.is_closing():
+            self._linger(_WITHOUT_KEY)
         else:
             self.transport.close()
 
@@ -400,6 +441,9 @@ class Connection(HttpToolsProtocol):
             return  # no other protocol is supported: answer as if the request had not asked for an upgrade
         except httptools.HttpParserError as error:
             cause = error.__context__
+            if isinstance(cause, TooManyAhead):
+                self._is_deaf, self.cycle.keep_alive = True, False
+                return
             self._refuse(cause if isinstance(cause, Refused) else Refused(400, "this is not an HTTP/1.1 request"))
         except Refused as refused:
             self._refuse(refused)
@@ -420,9 +464,32 @@ class Connection(HttpToolsProtocol):
             raise Refused(431, f"the request has more than {HEADERS_MAX} headers")
         self.crowd.bound_heads(self)
 
+    def forget(self) -> None:
+        self.forget_head()
+        self._forget_kept()
+
     def forget_head(self) -> None:
         self.crowd.head_bytes -= self._noted_bytes
         self._headers = self._head_bytes = self._silent_bytes = self._noted_bytes = 0
+
+    def _keep_head(self) -> None:
+        """Count the complete headers of a stranger until its request is answered."""
+        size = self._head_bytes
+        self.forget_head()
+        if not self._is_known:
+            self._kept_bytes += size
+            self.crowd.head_bytes += size
+
+    def _forget_kept(self) -> None:
+        self.crowd.head_bytes -= self._kept_bytes
+        self._kept_bytes = 0
+
+    def _forget_request(self) -> None:
+        """Thousands of idle connections would otherwise keep the headers of their last requests in memory."""
+        if self.cycle.more_body:  # its end is not parsed yet
+            return
+        self.cycle = self.scope = self.headers = self._answered = None  # type: ignore[assignment]
+        self.url = b""
 
     def _wait(self) -> None:
         self._since = self.loop.time()
@@ -434,7 +501,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, refused: Refused) -> None:
         """Answer in place of the application, which sees a disconnect; if it has begun to answer, hang up."""
-        self.forget_head()
+        self.forget()
         if self.is_busy:
             if self.cycle.response_started or self._in_head or self.pipeline:
                 self.abort()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
 import orjson
@@ -25,6 +25,7 @@ from batchwright.api.schemas import (
     Group,
     InboxView,
     JobsToBe,
+    JobToBe,
     JobView,
     Moment,
     Name,
@@ -109,8 +110,7 @@ async def submit_jobs(
     bodies = body.jobs if isinstance(body, JobsToBe) else [body]
     origin = incoming(request.headers)
     jobs = [one.new_job(tenant, origin) for one in bodies]
-    given = body.model_dump(mode="json", exclude_unset=True)
-    submitted = await submit(app.core, jobs, tenant=tenant, key=idempotency_key, body=given)
+    submitted = await submit(app.core, jobs, tenant=tenant, key=idempotency_key, body=_meant(body))
     shown = await _views(app, await app.core.queue.get_many(submitted.ids, tenant=tenant))
     if not submitted.is_new:
         response.status_code = 200
@@ -120,6 +120,14 @@ async def submit_jobs(
     if not shown:
         raise Conflict("the job of this request has been removed since; use another key to create a new one")
     return shown[0]
+
+
+def _meant(body: JobToBe | JobsToBe) -> dict[str, Any]:
+    """The body as it was sent. Payloads are not copied: for 30 MB, that would block the event loop for many seconds."""
+    if isinstance(body, JobsToBe):
+        return {"jobs": [_meant(job) for job in body.jobs]}
+    payload = {"payload": body.payload} if "payload" in body.model_fields_set else {}
+    return {**body.model_dump(mode="json", exclude_unset=True, exclude={"payload"}), **payload}
 
 
 @router.get("/jobs", responses=_LISTED, tags=["jobs"], summary="List jobs, newest first")
