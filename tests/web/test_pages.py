@@ -16,7 +16,7 @@ from batchwright.engine.views import JobFilter
 from batchwright.plugins import load, part_kinds
 from batchwright.states import JobStatus
 from batchwright.web.visit import Enter
-from tests.web.conftest import Visitor, token_in
+from tests.web.conftest import Visitor, form_in, token_in
 
 LISTS = (
     "/ui",
@@ -498,6 +498,85 @@ async def test_an_error_is_a_page_with_its_remedy(web):
     await web.batchwright.keys.create("first")
     assert (await visitor.get("/ui/nothing")).status_code == 404
     assert "/ui/jobs" not in (await visitor.get("/ui/nothing")).text
+
+
+# Twice ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_form_that_is_sent_twice_creates_one_job(web):
+    await publish(web)
+    visitor = await web.visitor()
+    path = "/ui/operations/submit?name=greet"
+    first, second = await visitor.post_twice(path, path, **{"p.name": "Ada"})
+    assert first.status_code == second.status_code == 303
+    assert first.headers["location"] == second.headers["location"]
+    assert await web.api.jobs() == 1
+    form = form_in(await visitor.page(path), path)
+    for name in ("Ada", "Bob"):  # another text in the same form is another job
+        assert (await visitor.http.post(path, data={**form, "p.name": name})).status_code == 303
+    assert await web.api.jobs() == 3
+
+
+async def test_a_schedule_that_is_run_by_a_double_click_creates_one_job(web):
+    await publish(web)
+    plan = NewJob("echo", {"value": None})
+    await web.batchwright.schedules.create("nightly", "0 6 * * *", plan, tick_field="value")
+    visitor = await web.visitor()
+    path = "/ui/schedules/one?name=nightly"
+    answers = await visitor.post_twice(path, "/ui/schedules/run")
+    assert len({answer.headers["location"] for answer in answers}) == 1
+    assert await web.api.jobs() == 1
+    assert (await web.batchwright.schedules.get("nightly")).fires == 1
+    await visitor.post_twice(path, "/ui/schedules/run")
+    assert await web.api.jobs() == 2
+
+
+async def test_a_key_that_is_created_by_a_double_click_is_one_key_with_one_secret(web):
+    visitor = await web.signed_in()
+    before = len(await web.batchwright.keys.list())
+    answers = await visitor.post_twice("/ui/keys", "/ui/keys", name="ci", scope="read")
+    secrets = [re.search(r"bw_[\w-]{20,}", answer.text)[0] for answer in answers]
+    assert len(await web.batchwright.keys.list()) == before + 1
+    assert len([one for one in secrets if await web.batchwright.keys.find(one)]) == 1
+    form = form_in(await visitor.page("/ui/keys"), "/ui/keys")
+    data = {**form, "name": "cd", "scope": "read"}
+    made = await visitor.http.post("/ui/keys", data=data)
+    assert await web.batchwright.keys.find(re.search(r"bw_[\w-]{20,}", made.text)[0])
+    assert (await visitor.http.post("/ui/keys", data=data)).status_code == 409  # in use: it keeps its secret
+
+
+async def test_a_file_that_is_uploaded_by_a_double_click_is_one_file(web):
+    visitor = await web.visitor()
+    form = form_in(await visitor.page("/ui/files"), "/ui/files")
+    fields = {name: (None, value) for name, value in form.items()} | {"purpose": (None, "batch")}
+    places = [
+        (await visitor.http.post("/ui/files", files={**fields, "file": (name, b"{}\n")})).headers["location"]
+        for name in ("a.jsonl", "a.jsonl", "b.jsonl")
+    ]
+    assert places[0] == places[1] != places[2]
+    assert await web.api.sql("SELECT count(*) FROM batchwright.file") == [(2,)]
+
+
+async def test_verbs_that_are_sent_twice_change_a_job_once(web):
+    await publish(web)
+    visitor = await web.visitor()
+    id = await failed_job(web)
+    page, inbox = f"/ui/jobs/{id}", {"job_type": "broken", "code": "broken"}
+    for path, action, fields, statuses in (
+        (page, f"{page}/rerun", {}, {303, 409}),
+        (page, f"{page}/cancel", {}, {303}),
+        ("/ui/jobs", "/ui/jobs/choose", {"verb": "rerun", "id": id}, {200}),
+        (page, f"{page}/rerun", {}, {303, 409}),
+        ("/ui/inbox", "/ui/inbox/rerun", inbox, {303}),
+        ("/ui/inbox", "/ui/inbox/dismiss", inbox, {303}),
+    ):
+        if path == "/ui/inbox":
+            await web.api.drain()
+        answers = await visitor.post_twice(path, action, **fields)
+        assert {answer.status_code for answer in answers} <= statuses, action
+    history = [event.event for event in await web.batchwright.queue.events(id, limit=100)]
+    assert [history.count(f"job.{verb}") for verb in ("rerun", "cancelled", "failed")] == [3, 1, 3]
+    assert await web.api.jobs() == 1
 
 
 # Streams ----------------------------------------------------------------------------------------------------------

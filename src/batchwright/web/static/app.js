@@ -50,8 +50,10 @@
   function prepare(root) {
     tell(root);
     for (const button of $$(".copy", root)) button.hidden = false;
-    const token = $('meta[name="csrf"]');
-    for (const field of $$('input[name="csrf"]', root)) if (!field.value && token) field.setAttribute("value", token.content);
+    for (const name of ["csrf", "once"]) {
+      const token = $(`meta[name="${name}"]`);
+      for (const field of $$(`input[name="${name}"]`, root)) if (!field.value && token) field.setAttribute("value", token.content);
+    }
   }
 
   // Updates: an element that stays keeps its focus, selection, scroll position and state ---------------------------
@@ -183,7 +185,14 @@
     delete form.dataset.confirmed;
     if (form.method === "post") setTimeout(() => { for (const button of $$("button", form)) button.disabled = true; });
   });
-  window.addEventListener("pageshow", () => { for (const button of $$("form[method=post] button:disabled")) button.disabled = false; });
+  // Whoever comes back to a page means a new form, and not the one that was sent from it.
+  window.addEventListener("pageshow", (event) => {
+    for (const button of $$("form[method=post] button:disabled")) button.disabled = false;
+    const token = $('meta[name="once"]');
+    if (!event.persisted || !token) return;
+    token.content = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+    for (const field of $$('input[name="once"]')) field.setAttribute("value", token.content);
+  });
 
   function ask(words, verb, then) {
     const dialog = document.createElement("dialog");

@@ -10,6 +10,9 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from batchwright.api.schedules import NamedPlan
+from batchwright.api.submit import once
+from batchwright.db.database import Session
+from batchwright.engine.jobs import JobId
 from batchwright.engine.schedules import LIST_MAX, Missed
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.web.pages import Link, Pages
@@ -93,7 +96,12 @@ async def resume_schedule(visit: Operator) -> Response:
 
 @pages.post("/ui/schedules/run")
 async def run_schedule(visit: Operator) -> Response:
-    id = await visit.services.core.schedules.fire_now(await visit.field("name"), tenant=visit.caller.own_tenant)
+    core, name, tenant = visit.services.core, await visit.field("name"), visit.caller.own_tenant
+
+    async def fire(session: Session) -> list[JobId]:
+        return [await core.schedules.fire_now(name, tenant=tenant, session=session)]
+
+    (id,) = await once(core, fire, tenant=tenant, key=await visit.once())
     return visit.go(f"/ui/jobs/{id}", done="The schedule created this job.")
 
 
