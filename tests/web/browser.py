@@ -74,7 +74,13 @@ async def close_month() -> Done:
     return Done("closed", then=[NewJob("report.build", {"pages": 6})])
 
 
-OPERATIONS = [greet, send_invoice, crash, report_page, build_report, close_month]
+@operation("year.review")
+async def review_year(reports: int = 3) -> Wait:
+    """Build several reports."""
+    return Wait([NewJob("report.build", {"pages": 2}) for _ in range(reports)])
+
+
+OPERATIONS = [greet, send_invoice, crash, report_page, build_report, close_month, review_year]
 
 
 class Stage:

@@ -39,10 +39,14 @@ async def furnished(stage) -> list[str]:
     Printer.is_broken = True
     ids = [await stage.submit("invoice.send", {"number": n}) for n in range(2)]
     ids += [await stage.submit("crash"), await stage.submit("month.close"), await stage.submit("report.build")]
-    await stage.ended(*ids[3:])
+    year = await stage.submit("year.review")
+    await stage.ended(*ids[3:], year)
+    first, *_ = await stage.batchwright.queue.database.rows(
+        "SELECT id FROM batchwright.job WHERE parent_job_id = %(id)s ORDER BY id", {"id": year}
+    )
     await stage.submit("greet", {"name": "later"}, delay_seconds=3600)
     await stage.batchwright.schedules.create("nightly", "0 6 * * *", NewJob("greet", {"name": "x"}), replace=True)
-    return [f"/ui/jobs/{id}" for id in (ids[2], ids[4])]
+    return [*(f"/ui/jobs/{id}" for id in (ids[2], ids[4])), f"/ui/jobs/{year}?open={first[0].hex[-12:]}"]
 
 
 async def violations(page) -> list[str]:
@@ -131,6 +135,36 @@ async def test_a_job_is_watched_from_its_page(stage):
         stamp = page.locator("#live_events time").first
         assert " ago" in await stamp.inner_text() or await stamp.inner_text() == "now"
         assert "2026" in (await stamp.get_attribute("title")) or ":" in (await stamp.get_attribute("title"))
+
+
+async def test_a_tree_of_jobs_opens_in_place_and_without_a_script_by_its_address(stage):
+    id = await stage.submit("year.review")
+    await stage.ended(id)
+    async with stage.admin_page() as page:
+        await page.goto(f"/ui/jobs/{id}")
+        await page.evaluate("window.isSame = true")
+        twigs = page.locator("#tree li[id]")
+        await expect(twigs).to_have_count(3)
+        await page.get_by_label("Children of report.build").nth(1).click()
+        await expect(twigs).to_have_count(5)
+        await expect(page.locator("a.toggle[aria-expanded=true]")).to_be_focused()
+        assert await page.evaluate("window.isSame"), "without a reload"
+        await page.keyboard.press("Enter")
+        await expect(twigs).to_have_count(3)
+        await page.go_back()
+        await expect(twigs).to_have_count(5)
+        await page.keyboard.press("j")
+        await page.keyboard.press("j")
+        await expect(page.locator(".twig.at")).to_contain_text("report.build")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="report.build")).to_be_visible()
+        await page.locator("#tree").get_by_role("link", name="year.review").click()
+        await page.wait_for_url(f"**/ui/jobs/{id}#tree")
+    async with stage.admin_page(java_script_enabled=False) as page:
+        await page.goto(f"/ui/jobs/{id}")
+        await page.get_by_label("Children of report.build").nth(1).click()
+        await expect(page.locator("#tree li[id]")).to_have_count(5)
+        assert "#at-" in page.url
 
 
 async def test_a_group_of_the_inbox_is_rerun(stage):

@@ -6,8 +6,9 @@ import asyncio
 import re
 import tomllib
 from datetime import timedelta
+from html import unescape
 from pathlib import Path
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from batchwright.access.gate import EVERYBODY
 from batchwright.access.keys import Scope
@@ -321,14 +322,99 @@ async def test_a_job_shows_its_error_its_family_and_its_pipeline(web):
     page = await visitor.page(f"/ui/jobs/{parent}")
     assert "60 succeeded" in page
     assert 'class="graph"' in page
-    assert len(re.findall(r'<tr data-key="[0-9a-f-]{36}"', page)) == 25
-    later = re.search(r'href="([^"]+children=[^"]+)"', page)[1]
-    assert len(re.findall(r'<tr data-key="[0-9a-f-]{36}"', await visitor.page(later))) == 25
-    child = re.search(r'<tr data-key="([0-9a-f-]{36})"', page)[1]
-    assert str(parent) in await visitor.page(f"/ui/jobs/{child}")
+    child = re.search(r'<li id="at-.*?href="/ui/jobs/([0-9a-f-]{36})"', page, re.DOTALL)[1]
+    assert f'href="/ui/jobs/{parent}#tree"' in await visitor.page(f"/ui/jobs/{child}")
     document = await visitor.get(f"/ui/jobs/{parent}/document")
     assert document.json()["job_type"] == "family"
     assert "attachment" in document.headers["content-disposition"]
+
+
+async def test_children_are_a_tree_whose_levels_open_and_which_copes_with_ten_thousand_at_each(web):
+    await publish(web)
+    visitor = await web.visitor()
+    parent = await web.batchwright.enqueue("family", {"children": 60})
+    await web.api.drain()
+    page, seen = await visitor.page(f"/ui/jobs/{parent}"), list[str]()
+    for n in (25, 25, 10):
+        seen += twigs(page)
+        assert len(twigs(page)) == n
+        later = re.search(r'href="([^"]+children=[^"]+)"[^>]*rel="next"', page)
+        page = page if later is None else await visitor.page(unescape(later[1]))
+    assert len(set(seen)) == 60
+    assert "aria-expanded" not in page  # none of them has children of its own
+
+    branch, other = (await children_of(web, parent))[:2]
+    leaf = (await multiply(web, branch, 10_000))[0]
+    (deep,) = await multiply(web, leaf, 1)
+    await multiply(web, other, 3)
+    page = await shown(visitor, f"/ui/jobs/{parent}")
+    assert page.count('aria-expanded="false"') == 2
+    page = await shown(visitor, toggle(page, branch))
+    assert page.count('aria-expanded="true"') == 1
+    assert len(twigs(page)) == 25 + 10
+    assert f'href="/ui/jobs/{branch}#tree">More of its children' in page
+    page = await shown(visitor, toggle(page, leaf))
+    assert str(deep)[-12:] in twigs(page)
+    page = await shown(visitor, toggle(page, other))
+    assert len(twigs(page)) == 25 + 10 + 1 + 3
+    page = await shown(visitor, toggle(page, branch))  # closing it closes what was open below it
+    assert len(twigs(page)) == 25 + 3
+    assert leaf.hex[-12:] not in twigs(page)
+    page = await shown(visitor, f"/ui/jobs/{branch}")
+    assert "10,000 queued" in page
+    for wrong in ("open=seven", "open=" + ".".join(["0" * 12] * 30), "children=7", "children=1.x", "children=99999.0"):
+        assert (await visitor.get(f"/ui/jobs/{parent}?{wrong}")).status_code == 400, wrong
+    assert len(twigs(await visitor.page(f"/ui/jobs/{parent}", open="0" * 12))) == 25
+
+
+async def test_a_tree_with_all_that_may_be_open_stays_small(web):
+    await publish(web)
+    visitor = await web.visitor()
+    parent = await web.batchwright.enqueue("family", {"children": 30})
+    await web.api.drain()
+    branches = (await children_of(web, parent))[:8]
+    for branch in branches:
+        await multiply(web, branch, 12)
+    words = "the message of a job " * 20
+    await web.api.sql("UPDATE batchwright.job SET message = %(words)s WHERE parent_job_id IS NOT NULL", words=words)
+    page = await shown(visitor, f"/ui/jobs/{parent}")
+    for branch in branches[:6]:
+        page = await shown(visitor, toggle(page, branch))
+    assert page.count('aria-expanded="true"') == 6
+    assert page.count('aria-expanded="false"') == 0  # that is enough; the others have their own pages
+    assert len(twigs(page)) == 25 + 6 * 10
+    assert len(page.encode()) < 80_000
+
+
+def twigs(page: str) -> list[str]:
+    return re.findall(r'<li id="at-([0-9a-f]{12})"', page)
+
+
+def toggle(page: str, id: UUID) -> str:
+    """Where the triangle beside this job leads."""
+    found = re.search(rf'<li id="at-{id.hex[-12:]}"><div class="twig"><a class="toggle" href="([^"#]+)#at-', page)
+    assert found is not None
+    return unescape(found[1])
+
+
+async def children_of(web, id) -> list[UUID]:
+    found = await web.api.sql("SELECT id FROM batchwright.job WHERE parent_job_id = %(id)s ORDER BY round, id", id=id)
+    return [child for (child,) in found]
+
+
+async def multiply(web, parent: UUID, n: int) -> list[UUID]:
+    """More children of a job: copies of one that waits."""
+    like = await web.batchwright.enqueue("greet", {"name": "x"}, delay_seconds=3600)
+    await web.api.sql(
+        "INSERT INTO batchwright.job SELECT new.* "
+        "FROM (SELECT gen_random_uuid() AS id FROM generate_series(1, %(n)s)) AS made, batchwright.job, "
+        "jsonb_populate_record(job, jsonb_build_object('id', made.id, 'parent_job_id', %(parent)s::uuid, 'round', 1)) "
+        "AS new WHERE job.id = %(like)s",
+        parent=parent,
+        like=like,
+        n=n,
+    )
+    return await children_of(web, parent)
 
 
 async def test_waiting_jobs_say_why(web):

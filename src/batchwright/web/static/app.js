@@ -165,6 +165,17 @@
     retry = setTimeout(connect, Math.min(30000, 1000 * 2 ** failures));
   }
 
+  // A level of a tree opens in place: the same page is followed under its new address.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("a.toggle");
+    if (!link || !source || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+    event.preventDefault();
+    history.pushState(null, "", link.href.replace(/#.*/, ""));
+    disconnect();
+    connect();
+  });
+  window.addEventListener("popstate", () => { disconnect(); connect(); });
+
   // A browser opens six connections to a server: pages that nobody sees must not hold them.
   document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
   window.addEventListener("pagehide", disconnect);
@@ -250,18 +261,18 @@
   const GOES = { o: "/ui", j: "/ui/jobs", b: "/ui/batches", i: "/ui/inbox" };
 
   function mark(row) {
-    for (const other of $$(".rows tr.at")) other.classList.remove("at");
+    for (const other of $$(".at")) other.classList.remove("at");
     rowAt = row && row.isConnected ? row : null;
     if (rowAt) rowAt.classList.add("at");
   }
 
   function step(by) {
-    const rows = $$("table.rows tbody tr");
+    const rows = $$("table.rows tbody tr, .tree .twig");
     if (!rows.length) return;
     const at = rows.indexOf(rowAt);
     mark(rows[Math.min(rows.length - 1, Math.max(0, at < 0 ? 0 : at + by))]);
     rowAt.scrollIntoView({ block: "nearest" });
-    const link = $("a", rowAt);
+    const link = $("a:not(.toggle)", rowAt);
     if (link) link.focus({ preventScroll: true });
   }
 
