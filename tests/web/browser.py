@@ -93,8 +93,8 @@ class Stage:
         self.admin: Created | None = None
 
     @asynccontextmanager
-    async def page(self, secret: str | None = None, **options: Any) -> AsyncIterator[Page]:
-        """A new browser profile, signed in with this key; a quiet page, or the test fails."""
+    async def page(self, secret: str | None = None, *, errors: int = 0, **options: Any) -> AsyncIterator[Page]:
+        """A new browser profile, signed in with this key; a quiet page but for so many errors, or the test fails."""
         options.setdefault("viewport", {"width": 1280, "height": 900})
         context = await self._browser.new_context(base_url=self.url, **options)
         context.set_default_timeout(15_000)
@@ -114,7 +114,7 @@ class Stage:
             yield page
         finally:
             await context.close()
-        assert not troubles, troubles
+        assert len(troubles) == errors, troubles
 
     async def sign_in(self, page: Page, secret: str) -> None:
         await page.goto("/ui/sign-in")

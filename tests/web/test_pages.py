@@ -417,6 +417,19 @@ async def multiply(web, parent: UUID, n: int) -> list[UUID]:
     return await children_of(web, parent)
 
 
+async def test_what_needs_attention_stands_first_on_the_overview(web):
+    await publish(web)
+    visitor = await web.visitor()
+    assert 'class="notice ' not in await visitor.page("/ui")
+    await web.batchwright.enqueue("greet", {"name": "x"}, queue="gpu")
+    await web.batchwright.named_queues.pause("gpu")
+    await web.api.sql("UPDATE batchwright.job SET run_after = now() - interval '10 minutes'")
+    page = await visitor.page("/ui", span="day")  # another address: what is loaded is kept for a second
+    assert "The queue &#39;gpu&#39; is paused, and its oldest job has been due for 10 minutes." in page
+    assert "Resume the queue." in page
+    assert page.index("is paused") < page.index('class="stats"') < page.index("Failures by cause")
+
+
 async def test_waiting_jobs_say_why(web):
     await publish(web)
     id = await web.batchwright.enqueue("greet", {"name": "x"}, queue="gpu")

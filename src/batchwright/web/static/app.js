@@ -8,6 +8,7 @@
 
   const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
   const hour = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
+  const second = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
   const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric" });
   const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
@@ -38,7 +39,7 @@
       const seconds = (now - moment) / 1000;
       const kind = element.dataset.time;
       const words = kind === "ago" ? relative(seconds) : kind === "since" ? duration(Math.max(0, seconds))
-        : kind === "hour" ? hour.format(moment) : kind === "day" ? day.format(moment) : exact.format(moment);
+        : kind === "second" ? second.format(moment) : kind === "hour" ? hour.format(moment) : kind === "day" ? day.format(moment) : exact.format(moment);
       if (element.textContent !== words) element.textContent = words;
       if (element.title !== undefined && (kind === "ago" || kind === "since")) {
         const title = exact.format(moment);
@@ -325,6 +326,8 @@
     opener.hidden = false;
     opener.addEventListener("click", help);
   }
+  const current = $(".menu [aria-current]");
+  if (current) current.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone the menu is a row
   prepare(document);
   count();
   connect();
