@@ -74,7 +74,7 @@ async def test_axe_finds_nothing_wrong_on_any_page(stage, look):
             await page.goto(path)
             wrong[path] = await violations(page)
         await page.goto("/ui/jobs?status=failed&type=crash")
-        await page.get_by_role("checkbox").first.check()
+        await page.get_by_label("Select job").first.check()
         await page.get_by_role("button", name="Rerun selected").click()
         await expect(page.get_by_role("button", name="Rerun 1 job")).to_be_visible()
         wrong["a question before many jobs change"] = await violations(page)

@@ -362,6 +362,9 @@ async def test_children_are_a_tree_whose_levels_open_and_which_copes_with_ten_th
     assert leaf.hex[-12:] not in twigs(page)
     page = await shown(visitor, f"/ui/jobs/{branch}")
     assert "10,000 queued" in page
+    assert "more than 10,000" not in page
+    await multiply(web, branch, 1)
+    assert "more than 10,000" in await visitor.page(f"/ui/jobs/{branch}", open="1" * 12)
     for wrong in ("open=seven", "open=" + ".".join(["0" * 12] * 30), "children=7", "children=1.x", "children=99999.0"):
         assert (await visitor.get(f"/ui/jobs/{parent}?{wrong}")).status_code == 400, wrong
     assert len(twigs(await visitor.page(f"/ui/jobs/{parent}", open="0" * 12))) == 25

@@ -31,6 +31,7 @@ _EVENTS_PER_PAGE = 100
 _EVENTS_LOOKED_AT = 200
 _REASON_MAX = 500
 _ATTEMPTS_SHOWN = 10
+_CHILDREN_COUNTED_MAX = 10_000
 _NO_END = frozenset({"job.enqueued", "job.joined", "job.started"})
 
 
@@ -163,8 +164,14 @@ async def _family(visit: Visit, job: Job, after: Place | None, opened: Sequence[
     core = visit.services.core
     above = await core.briefs.of(await core.briefs.ancestors(job.id) if job.parent_job_id else [], tenant=visit.tenant)
     tree, next = await load_tree(core.briefs, job.id, tenant=visit.tenant, opened=opened, after=after)
-    counts = await core.queue.count_children(job.id) if tree else {}
-    return {"above": above[::-1], "tree": tree, "child_counts": counts, "next": None if next is None else str(next)}
+    counts = await core.queue.count_children(job.id, limit=_CHILDREN_COUNTED_MAX + 1) if tree else {}
+    return {
+        "above": above[::-1],
+        "tree": tree,
+        "child_counts": counts,
+        "counted_max": _CHILDREN_COUNTED_MAX if sum(counts.values()) > _CHILDREN_COUNTED_MAX else None,
+        "next": None if next is None else str(next),
+    }
 
 
 async def _pipeline(visit: Visit, job: Job) -> dict[str, Any]:
