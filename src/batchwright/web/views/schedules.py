@@ -9,10 +9,7 @@ from fastapi import Query
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from batchwright.api.schedules import NamedPlan
-from batchwright.api.submit import once
-from batchwright.db.database import Session
-from batchwright.engine.jobs import JobId
+from batchwright.api.schedules import NamedPlan, run_once
 from batchwright.engine.schedules import LIST_MAX, Missed
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.web.pages import Link, Pages
@@ -96,12 +93,8 @@ async def resume_schedule(visit: Operator) -> Response:
 
 @pages.post("/ui/schedules/run")
 async def run_schedule(visit: Operator) -> Response:
-    core, name, tenant = visit.services.core, await visit.field("name"), visit.caller.own_tenant
-
-    async def fire(session: Session) -> list[JobId]:
-        return [await core.schedules.fire_now(name, tenant=tenant, session=session)]
-
-    (id,) = await once(core, fire, tenant=tenant, key=await visit.once())
+    core, name = visit.services.core, await visit.field("name")
+    id = await run_once(core, name, tenant=visit.caller.own_tenant, key=await visit.once())
     return visit.go(f"/ui/jobs/{id}", done="The schedule created this job.")
 
 
