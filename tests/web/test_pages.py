@@ -16,6 +16,7 @@ from batchwright.engine.jobs import NewJob
 from batchwright.engine.views import JobFilter
 from batchwright.plugins import load, part_kinds
 from batchwright.states import JobStatus
+from batchwright.web.site import Site
 from batchwright.web.visit import Enter
 from tests.web.conftest import Visitor, form_in, token_in
 
@@ -380,6 +381,7 @@ async def test_a_tree_with_all_that_may_be_open_stays_small(web):
         await multiply(web, branch, 12)
     words = "the message of a job " * 20
     await web.api.sql("UPDATE batchwright.job SET message = %(words)s WHERE parent_job_id IS NOT NULL", words=words)
+    web.api.service(Site).live.forget()
     page = await shown(visitor, f"/ui/jobs/{parent}")
     for branch in branches[:6]:
         page = await shown(visitor, toggle(page, branch))
@@ -417,6 +419,7 @@ async def multiply(web, parent: UUID, n: int) -> list[UUID]:
         like=like,
         n=n,
     )
+    web.api.service(Site).live.forget()
     return await children_of(web, parent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -164,7 +165,9 @@ async def _family(visit: Visit, job: Job, after: Place | None, opened: Sequence[
     core = visit.services.core
     above = await core.briefs.of(await core.briefs.ancestors(job.id) if job.parent_job_id else [], tenant=visit.tenant)
     tree, next = await load_tree(core.briefs, job.id, tenant=visit.tenant, opened=opened, after=after)
-    counts = await core.queue.count_children(job.id, limit=_CHILDREN_COUNTED_MAX + 1) if tree else {}
+    counts: Mapping[JobStatus, int] = Counter(twig.job.status for twig in tree)
+    if next is not None or after is not None:  # the page does not show all of them
+        counts = await core.queue.count_children(job.id, limit=_CHILDREN_COUNTED_MAX + 1)
     return {
         "above": above[::-1],
         "tree": tree,
