@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from batchwright.batches.part import BatchesPart
 from batchwright.simulator import Profile, SimulatorSettings
 from tests.batches.browser import browsing, check_access, drop
 from tests.batches.stage import Stage, jsonl, request, staged
+from tests.web.conftest import form_in
 
 SLOWLY = SimulatorSettings(any_model=Profile(decode_rate=8.0, output_sigma=0.0))
 PRICES = {"prices": {"*": {"input": 1.0, "output": 2.0}}}
@@ -228,10 +230,10 @@ async def test_the_same_form_sent_twice_makes_one_batch_and_a_bad_form_says_why(
             "/ui/batches/new", data={"csrf": token}, files={"file": ("in.jsonl", jsonl([request("one")]))}
         )
         place = uploaded.headers["location"]
-        form = {"csrf": token, "key": "k1"}
-        made = [(await http.post(place, data=form)).headers["location"] for _ in range(2)]
+        made = [one.headers["location"] for one in await send_twice(http, place, place)]
         assert made[0] == made[1]
-        assert (await http.post(place, data={**form, "key": "k2", "priority": "12"})).status_code == 400
+        form = form_in((await http.get(place)).text, place)
+        assert (await http.post(place, data={**form, "priority": "12"})).status_code == 400
         for data, path in (({"priority": "x"}, "priority"), ({"max_in_flight": "0"}, "limits"), ({}, "retry")):
             answer = await http.post(f"{made[0]}/{path}", data={"csrf": token, **data})
             assert answer.status_code in (400, 409), path
@@ -243,6 +245,42 @@ async def test_the_same_form_sent_twice_makes_one_batch_and_a_bad_form_says_why(
         ):
             assert (await http.get(f"/ui/batches{path}")).status_code in (400, 404), path
         assert len(await stage.batchwright.part(BatchesPart).batches.list(None)) == 1
+
+
+async def send_twice(http: httpx.AsyncClient, page: str, action: str) -> list[httpx.Response]:
+    """What a double click sends where no script prevents it."""
+    form = form_in((await http.get(page)).text, action)
+    answers = await asyncio.gather(*(http.post(action, data=form) for _ in range(2)))
+    assert [answer.status_code for answer in answers] == [303, 303], answers[0].text[:500]
+    return list(answers)
+
+
+async def test_a_double_click_on_retry_makes_one_batch(database_url, tmp_path):
+    lines = [request("fine"), request("doomed", max_tokens=-1)]
+    async with served(database_url, tmp_path) as (stage, url), httpx.AsyncClient(base_url=url, timeout=30) as http:
+        stage.work()
+        batch = await stage.ended(await stage.submit(lines))
+        page, batches = f"/ui/batches/{batch.id}", stage.batchwright.part(BatchesPart).batches
+        first, second = await send_twice(http, page, f"{page}/retry")
+        assert first.headers["location"] == second.headers["location"]
+        assert len(await batches.list(None)) == 2
+        await send_twice(http, page, f"{page}/retry")  # the page was loaded anew: whoever wants another one gets it
+        form = form_in((await http.get(page)).text, f"{page}/retry")
+        for code in ({}, {"code": "invalid_request_error"}):
+            assert (await http.post(f"{page}/retry", data={**form, **code})).status_code == 303
+        assert len(await batches.list(None)) == 5
+
+
+async def test_a_file_dropped_twice_is_one_file(database_url, tmp_path):
+    async with served(database_url, tmp_path) as (stage, url), httpx.AsyncClient(base_url=url, timeout=30) as http:
+        form = form_in((await http.get("/ui/batches/new")).text, "/ui/batches/new")
+        posts = [
+            await http.post("/ui/batches/new", data=form, files={"file": ("in.jsonl", jsonl([request(id)]))})
+            for id in ("one", "one", "two")
+        ]
+        places = [answer.headers["location"] for answer in posts]
+        assert places[0] == places[1] != places[2]
+        assert len(await stage.batchwright.part(BatchesPart).files.list("default")) == 2
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from batchwright import NewJob
 from batchwright.db.database import Database, Pool
 from batchwright.engine import (
     attention,
+    briefs,
     catalog,
     event_streams,
     metrics,
@@ -33,6 +34,7 @@ from tests.support import BASIC, DATABASE, put, take
 
 SOURCES = (
     attention,
+    briefs,
     catalog,
     event_streams,
     metrics,
@@ -170,6 +172,16 @@ def test_unknown_types_are_searched_only_at_the_heads_of_the_queues(crowd):
 def test_children_are_counted_up_to_the_limit(crowd):
     counted = plan(crowd, "count_children", run=True, id=ID, count_max=100)
     assert scanned(counted) == 100, "there are three thousand"
+
+
+@pytest.mark.parametrize("after", [UUID(int=0), UUID(int=2**127)])
+def test_a_level_of_a_tree_reads_the_children_that_it_shows(crowd, after):
+    values = {"parents": [ID], "after_round": 1, "after_id": after, "limit": 26, "words_max": 300}
+    found = plan(crowd, "children", source=briefs.SQL, run=True, **values)
+    assert found["Actual Rows"] == 26
+    assert "job_children" in indexes(found)
+    assert scanned(found) <= 26
+    assert touched(found) < 26 * 10
 
 
 def test_a_look_reads_only_the_head_of_each_queue_and_priority(crowd):

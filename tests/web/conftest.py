@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
+from html import escape, unescape
 from typing import Any
 
 import httpx
@@ -48,6 +50,12 @@ class Visitor:
         token = await self.token("/ui/inbox") if token is None else token
         return await self.http.post(path, data={"csrf": token, **fields}, headers=HTML)
 
+    async def post_twice(self, path: str, action: str, **fields: Any) -> list[httpx.Response]:
+        """The form with this action on this page, sent by a double click: both requests have all its fields."""
+        data = {**form_in(await self.page(path), action), **fields}
+        posts = (self.http.post(action, data=data, headers=HTML) for _ in range(2))
+        return list(await asyncio.gather(*posts))
+
     async def sign_in(self, secret: str, next: str = "/ui") -> httpx.Response:
         return await self.post("/ui/sign-in", await self.token(), key=secret, next=next)
 
@@ -56,6 +64,16 @@ def token_in(page: str) -> str:
     found = re.search(r'<meta name="csrf" content="([0-9a-f]{64})">', page)
     assert found is not None, page[:500]
     return found[1]
+
+
+def form_in(page: str, action: str) -> dict[str, str]:
+    """The hidden fields of the form with this action."""
+    found = re.search(
+        rf'<form(?=[^>]*method="post")[^>]* action="{re.escape(escape(action))}".*?</form>', page, re.DOTALL
+    )
+    assert found is not None, action
+    fields = dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', found[0]))
+    return {name: unescape(value) for name, value in fields.items()}
 
 
 class Web:

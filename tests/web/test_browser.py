@@ -28,6 +28,7 @@ PAGES = (
     "/ui/schedules",
     "/ui/schedules/new",
     "/ui/schedules/one?name=nightly",
+    "/ui/schedules/edit?name=nightly",
     "/ui/keys",
     "/ui/files",
     "/ui/webhooks",
@@ -39,10 +40,14 @@ async def furnished(stage) -> list[str]:
     Printer.is_broken = True
     ids = [await stage.submit("invoice.send", {"number": n}) for n in range(2)]
     ids += [await stage.submit("crash"), await stage.submit("month.close"), await stage.submit("report.build")]
-    await stage.ended(*ids[3:])
+    year = await stage.submit("year.review")
+    await stage.ended(*ids[3:], year)
+    first, *_ = await stage.batchwright.queue.database.rows(
+        "SELECT id FROM batchwright.job WHERE parent_job_id = %(id)s ORDER BY id", {"id": year}
+    )
     await stage.submit("greet", {"name": "later"}, delay_seconds=3600)
     await stage.batchwright.schedules.create("nightly", "0 6 * * *", NewJob("greet", {"name": "x"}), replace=True)
-    return [f"/ui/jobs/{id}" for id in (ids[2], ids[4])]
+    return [*(f"/ui/jobs/{id}" for id in (ids[2], ids[4])), f"/ui/jobs/{year}?open={first[0].hex[-12:]}"]
 
 
 async def violations(page) -> list[str]:
@@ -60,15 +65,32 @@ async def violations(page) -> list[str]:
 async def test_axe_finds_nothing_wrong_on_any_page(stage, look):
     more = await furnished(stage)
     wrong = {}
-    async with stage.page(
-        bypass_csp=True, **look
-    ) as page:  # the test injects axe, which the page's policy does not allow
+    # The test injects axe, which the page's policy does not allow; one of the pages is an error.
+    async with stage.page(bypass_csp=True, errors=1, **look) as page:
         await page.goto("/ui/sign-in")
         wrong["/ui/sign-in"] = await violations(page)
         await stage.sign_in(page, stage.admin.secret)
-        for path in (*PAGES, *more, more[1] + "/events"):
+        for path in (*PAGES, *more, more[1] + "/events", "/ui/nothing"):
             await page.goto(path)
             wrong[path] = await violations(page)
+        await page.goto("/ui/jobs?status=failed&type=crash")
+        await page.get_by_label("Select job").first.check()
+        await page.get_by_role("button", name="Rerun selected").click()
+        await expect(page.get_by_role("button", name="Rerun 1 job")).to_be_visible()
+        wrong["a question before many jobs change"] = await violations(page)
+        await page.goto("/ui/keys")
+        await page.get_by_label("Name").fill("ci")
+        await page.get_by_role("button", name="Create key").click()
+        await expect(page.get_by_role("heading", name="Key created")).to_be_visible()
+        wrong["a new key"] = await violations(page)
+        await page.goto("/ui/files")
+        file = {"name": "a.jsonl", "mimeType": "application/jsonl", "buffer": b"{}"}
+        await page.get_by_label("you can drop it here").set_input_files(file)
+        await page.get_by_role("button", name="Upload").click()
+        await expect(page.get_by_role("heading", name="a.jsonl")).to_be_visible()
+        wrong["a file"] = await violations(page)
+        await page.keyboard.press("?")
+        wrong["the help"] = await violations(page)
     assert not {path: found for path, found in wrong.items() if found}
 
 
@@ -133,6 +155,36 @@ async def test_a_job_is_watched_from_its_page(stage):
         stamp = page.locator("#live_events time").first
         assert " ago" in await stamp.inner_text() or await stamp.inner_text() == "now"
         assert "2026" in (await stamp.get_attribute("title")) or ":" in (await stamp.get_attribute("title"))
+
+
+async def test_a_tree_of_jobs_opens_in_place_and_without_a_script_by_its_address(stage):
+    id = await stage.submit("year.review")
+    await stage.ended(id)
+    async with stage.admin_page() as page:
+        await page.goto(f"/ui/jobs/{id}")
+        await page.evaluate("window.isSame = true")
+        twigs = page.locator("#tree li[id]")
+        await expect(twigs).to_have_count(3)
+        await page.get_by_label("Children of report.build").nth(1).click()
+        await expect(twigs).to_have_count(5)
+        await expect(page.locator("a.toggle[aria-expanded=true]")).to_be_focused()
+        assert await page.evaluate("window.isSame"), "without a reload"
+        await page.keyboard.press("Enter")
+        await expect(twigs).to_have_count(3)
+        await page.go_back()
+        await expect(twigs).to_have_count(5)
+        await page.keyboard.press("j")
+        await page.keyboard.press("j")
+        await expect(page.locator(".twig.at")).to_contain_text("report.build")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="report.build")).to_be_visible()
+        await page.locator("#tree").get_by_role("link", name="year.review").click()
+        await page.wait_for_url(f"**/ui/jobs/{id}#tree")
+    async with stage.admin_page(java_script_enabled=False) as page:
+        await page.goto(f"/ui/jobs/{id}")
+        await page.get_by_label("Children of report.build").nth(1).click()
+        await expect(page.locator("#tree li[id]")).to_have_count(5)
+        assert "#at-" in page.url
 
 
 async def test_a_group_of_the_inbox_is_rerun(stage):

@@ -24,6 +24,15 @@ def test_a_chart_describes_its_highest_and_its_latest_value():
     assert chart[0].attrib["role"] == "img"
 
 
+def test_the_ticks_of_an_axis_differ_however_short_the_span_is():
+    for step in (timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=6), timedelta(days=2)):
+        samples = [(BEGIN + n * step, 1.0) for n in range(13)]
+        ticks = [
+            one.text for one in parsed(line_chart([Series("a", samples)], label="x")).iter() if one.get("data-stamp")
+        ]
+        assert len(set(ticks)) == len(ticks) == 4, ticks
+
+
 def test_a_gap_in_the_samples_is_a_gap_in_the_line():
     lines = [
         one

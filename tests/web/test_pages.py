@@ -6,8 +6,9 @@ import asyncio
 import re
 import tomllib
 from datetime import timedelta
+from html import unescape
 from pathlib import Path
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from batchwright.access.gate import EVERYBODY
 from batchwright.access.keys import Scope
@@ -15,8 +16,9 @@ from batchwright.engine.jobs import NewJob
 from batchwright.engine.views import JobFilter
 from batchwright.plugins import load, part_kinds
 from batchwright.states import JobStatus
+from batchwright.web.site import Site
 from batchwright.web.visit import Enter
-from tests.web.conftest import Visitor, token_in
+from tests.web.conftest import Visitor, form_in, token_in
 
 LISTS = (
     "/ui",
@@ -321,14 +323,117 @@ async def test_a_job_shows_its_error_its_family_and_its_pipeline(web):
     page = await visitor.page(f"/ui/jobs/{parent}")
     assert "60 succeeded" in page
     assert 'class="graph"' in page
-    assert len(re.findall(r'<tr data-key="[0-9a-f-]{36}"', page)) == 25
-    later = re.search(r'href="([^"]+children=[^"]+)"', page)[1]
-    assert len(re.findall(r'<tr data-key="[0-9a-f-]{36}"', await visitor.page(later))) == 25
-    child = re.search(r'<tr data-key="([0-9a-f-]{36})"', page)[1]
-    assert str(parent) in await visitor.page(f"/ui/jobs/{child}")
+    child = re.search(r'<li id="at-.*?href="/ui/jobs/([0-9a-f-]{36})"', page, re.DOTALL)[1]
+    assert f'href="/ui/jobs/{parent}#tree"' in await visitor.page(f"/ui/jobs/{child}")
     document = await visitor.get(f"/ui/jobs/{parent}/document")
     assert document.json()["job_type"] == "family"
     assert "attachment" in document.headers["content-disposition"]
+
+
+async def test_children_are_a_tree_whose_levels_open_and_which_copes_with_ten_thousand_at_each(web):
+    await publish(web)
+    visitor = await web.visitor()
+    parent = await web.batchwright.enqueue("family", {"children": 60})
+    await web.api.drain()
+    page, seen = await visitor.page(f"/ui/jobs/{parent}"), list[str]()
+    for n in (25, 25, 10):
+        seen += twigs(page)
+        assert len(twigs(page)) == n
+        later = re.search(r'href="([^"]+children=[^"]+)"[^>]*rel="next"', page)
+        page = page if later is None else await visitor.page(unescape(later[1]))
+    assert len(set(seen)) == 60
+    assert "aria-expanded" not in page  # none of them has children of its own
+
+    branch, other = (await children_of(web, parent))[:2]
+    leaf = (await multiply(web, branch, 10_000))[0]
+    (deep,) = await multiply(web, leaf, 1)
+    await multiply(web, other, 3)
+    page = await shown(visitor, f"/ui/jobs/{parent}")
+    assert page.count('aria-expanded="false"') == 2
+    page = await shown(visitor, toggle(page, branch))
+    assert page.count('aria-expanded="true"') == 1
+    assert len(twigs(page)) == 25 + 10
+    assert f'href="/ui/jobs/{branch}#tree">More of its children' in page
+    page = await shown(visitor, toggle(page, leaf))
+    assert str(deep)[-12:] in twigs(page)
+    page = await shown(visitor, toggle(page, other))
+    assert len(twigs(page)) == 25 + 10 + 1 + 3
+    page = await shown(visitor, toggle(page, branch))  # closing it closes what was open below it
+    assert len(twigs(page)) == 25 + 3
+    assert leaf.hex[-12:] not in twigs(page)
+    page = await shown(visitor, f"/ui/jobs/{branch}")
+    assert "10,000 queued" in page
+    assert "more than 10,000" not in page
+    await multiply(web, branch, 1)
+    assert "more than 10,000" in await visitor.page(f"/ui/jobs/{branch}", open="1" * 12)
+    for wrong in ("open=seven", "open=" + ".".join(["0" * 12] * 30), "children=7", "children=1.x", "children=99999.0"):
+        assert (await visitor.get(f"/ui/jobs/{parent}?{wrong}")).status_code == 400, wrong
+    assert len(twigs(await visitor.page(f"/ui/jobs/{parent}", open="0" * 12))) == 25
+
+
+async def test_a_tree_with_all_that_may_be_open_stays_small(web):
+    await publish(web)
+    visitor = await web.visitor()
+    parent = await web.batchwright.enqueue("family", {"children": 30})
+    await web.api.drain()
+    branches = (await children_of(web, parent))[:8]
+    for branch in branches:
+        await multiply(web, branch, 12)
+    words = "the message of a job " * 20
+    await web.api.sql("UPDATE batchwright.job SET message = %(words)s WHERE parent_job_id IS NOT NULL", words=words)
+    web.api.service(Site).live.forget()
+    page = await shown(visitor, f"/ui/jobs/{parent}")
+    for branch in branches[:6]:
+        page = await shown(visitor, toggle(page, branch))
+    assert page.count('aria-expanded="true"') == 6
+    assert page.count('aria-expanded="false"') == 0  # that is enough; the others have their own pages
+    assert len(twigs(page)) == 25 + 6 * 10
+    assert len(page.encode()) < 80_000
+
+
+def twigs(page: str) -> list[str]:
+    return re.findall(r'<li id="at-([0-9a-f]{12})"', page)
+
+
+def toggle(page: str, id: UUID) -> str:
+    """Where the triangle beside this job leads."""
+    found = re.search(rf'<li id="at-{id.hex[-12:]}"><div class="twig"><a class="toggle" href="([^"#]+)#at-', page)
+    assert found is not None
+    return unescape(found[1])
+
+
+async def children_of(web, id) -> list[UUID]:
+    found = await web.api.sql("SELECT id FROM batchwright.job WHERE parent_job_id = %(id)s ORDER BY round, id", id=id)
+    return [child for (child,) in found]
+
+
+async def multiply(web, parent: UUID, n: int) -> list[UUID]:
+    """More children of a job: copies of one that waits."""
+    like = await web.batchwright.enqueue("greet", {"name": "x"}, delay_seconds=3600)
+    await web.api.sql(
+        "INSERT INTO batchwright.job SELECT new.* "
+        "FROM (SELECT gen_random_uuid() AS id FROM generate_series(1, %(n)s)) AS made, batchwright.job, "
+        "jsonb_populate_record(job, jsonb_build_object('id', made.id, 'parent_job_id', %(parent)s::uuid, 'round', 1)) "
+        "AS new WHERE job.id = %(like)s",
+        parent=parent,
+        like=like,
+        n=n,
+    )
+    web.api.service(Site).live.forget()
+    return await children_of(web, parent)
+
+
+async def test_what_needs_attention_stands_first_on_the_overview(web):
+    await publish(web)
+    visitor = await web.visitor()
+    assert 'class="notice ' not in await visitor.page("/ui")
+    await web.batchwright.enqueue("greet", {"name": "x"}, queue="gpu")
+    await web.batchwright.named_queues.pause("gpu")
+    await web.api.sql("UPDATE batchwright.job SET run_after = now() - interval '10 minutes'")
+    page = await visitor.page("/ui", span="day")  # another address: what is loaded is kept for a second
+    assert "The queue &#39;gpu&#39; is paused, and its oldest job has been due for 10 minutes." in page
+    assert "Resume the queue." in page
+    assert page.index("is paused") < page.index('class="stats"') < page.index("Failures by cause")
 
 
 async def test_waiting_jobs_say_why(web):
@@ -500,6 +605,85 @@ async def test_an_error_is_a_page_with_its_remedy(web):
     await web.batchwright.keys.create("first")
     assert (await visitor.get("/ui/nothing")).status_code == 404
     assert "/ui/jobs" not in (await visitor.get("/ui/nothing")).text
+
+
+# Twice ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_form_that_is_sent_twice_creates_one_job(web):
+    await publish(web)
+    visitor = await web.visitor()
+    path = "/ui/operations/submit?name=greet"
+    first, second = await visitor.post_twice(path, path, **{"p.name": "Ada"})
+    assert first.status_code == second.status_code == 303
+    assert first.headers["location"] == second.headers["location"]
+    assert await web.api.jobs() == 1
+    form = form_in(await visitor.page(path), path)
+    for name in ("Ada", "Bob"):  # another text in the same form is another job
+        assert (await visitor.http.post(path, data={**form, "p.name": name})).status_code == 303
+    assert await web.api.jobs() == 3
+
+
+async def test_a_schedule_that_is_run_by_a_double_click_creates_one_job(web):
+    await publish(web)
+    plan = NewJob("echo", {"value": None})
+    await web.batchwright.schedules.create("nightly", "0 6 * * *", plan, tick_field="value")
+    visitor = await web.visitor()
+    path = "/ui/schedules/one?name=nightly"
+    answers = await visitor.post_twice(path, "/ui/schedules/run")
+    assert len({answer.headers["location"] for answer in answers}) == 1
+    assert await web.api.jobs() == 1
+    assert (await web.batchwright.schedules.get("nightly")).fires == 1
+    await visitor.post_twice(path, "/ui/schedules/run")
+    assert await web.api.jobs() == 2
+
+
+async def test_a_key_that_is_created_by_a_double_click_is_one_key_with_one_secret(web):
+    visitor = await web.signed_in()
+    before = len(await web.batchwright.keys.list())
+    answers = await visitor.post_twice("/ui/keys", "/ui/keys", name="ci", scope="read")
+    secrets = [re.search(r"bw_[\w-]{20,}", answer.text)[0] for answer in answers]
+    assert len(await web.batchwright.keys.list()) == before + 1
+    assert len([one for one in secrets if await web.batchwright.keys.find(one)]) == 1
+    form = form_in(await visitor.page("/ui/keys"), "/ui/keys")
+    data = {**form, "name": "cd", "scope": "read"}
+    made = await visitor.http.post("/ui/keys", data=data)
+    assert await web.batchwright.keys.find(re.search(r"bw_[\w-]{20,}", made.text)[0])
+    assert (await visitor.http.post("/ui/keys", data=data)).status_code == 409  # in use: it keeps its secret
+
+
+async def test_a_file_that_is_uploaded_by_a_double_click_is_one_file(web):
+    visitor = await web.visitor()
+    form = form_in(await visitor.page("/ui/files"), "/ui/files")
+    fields = {name: (None, value) for name, value in form.items()} | {"purpose": (None, "batch")}
+    places = [
+        (await visitor.http.post("/ui/files", files={**fields, "file": (name, b"{}\n")})).headers["location"]
+        for name in ("a.jsonl", "a.jsonl", "b.jsonl")
+    ]
+    assert places[0] == places[1] != places[2]
+    assert await web.api.sql("SELECT count(*) FROM batchwright.file") == [(2,)]
+
+
+async def test_verbs_that_are_sent_twice_change_a_job_once(web):
+    await publish(web)
+    visitor = await web.visitor()
+    id = await failed_job(web)
+    page, inbox = f"/ui/jobs/{id}", {"job_type": "broken", "code": "broken"}
+    for path, action, fields, statuses in (
+        (page, f"{page}/rerun", {}, {303, 409}),
+        (page, f"{page}/cancel", {}, {303}),
+        ("/ui/jobs", "/ui/jobs/choose", {"verb": "rerun", "id": id}, {200}),
+        (page, f"{page}/rerun", {}, {303, 409}),
+        ("/ui/inbox", "/ui/inbox/rerun", inbox, {303}),
+        ("/ui/inbox", "/ui/inbox/dismiss", inbox, {303}),
+    ):
+        if path == "/ui/inbox":
+            await web.api.drain()
+        answers = await visitor.post_twice(path, action, **fields)
+        assert {answer.status_code for answer in answers} <= statuses, action
+    history = [event.event for event in await web.batchwright.queue.events(id, limit=100)]
+    assert [history.count(f"job.{verb}") for verb in ("rerun", "cancelled", "failed")] == [3, 1, 3]
+    assert await web.api.jobs() == 1
 
 
 # Streams ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from uuid import UUID
 from batchwright.db.database import Database, Row
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import DEFAULT_TENANT, new_id
-from batchwright.errors import InvalidInput, NotFound
+from batchwright.errors import Conflict, InvalidInput, NotFound
 
 SQL = statements(__package__, "keys.sql")
 
@@ -84,7 +84,9 @@ class Keys:
         tenant: str = DEFAULT_TENANT,
         scopes: Iterable[Scope | str] = DEFAULT_SCOPES,
         lifetime: timedelta | None = None,
+        id: UUID | None = None,
     ) -> Created:
+        """Create a key. With the `id` of one that has never been used, that key gets a new secret instead."""
         for param, text in (("name", name), ("tenant", tenant)):
             if not 1 <= len(text) <= 100:
                 raise InvalidInput(f"the {param} of a key must have 1 to 100 characters, not {len(text)}", param=param)
@@ -94,10 +96,10 @@ class Keys:
             raise InvalidInput("the lifetime of a key must be more than 0 and at most 100 years", param="lifetime")
         wanted = _wanted(scopes)
         secret = PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
-        (row,) = await self._database.ask(
+        rows = await self._database.ask(
             SQL["create"],
             {
-                "id": new_id(),
+                "id": id or new_id(),
                 "digest": _digest(secret),
                 "hint": secret[:_HINT_CHARACTERS],
                 "name": name,
@@ -106,7 +108,9 @@ class Keys:
                 "lifetime_seconds": None if lifetime is None else lifetime.total_seconds(),
             },
         )
-        return Created(_key(row), secret)
+        if not rows:
+            raise Conflict(f"the key {name!r} was created before and is in use; to have another one, start anew")
+        return Created(_key(rows[0]), secret)
 
     async def list(self, *, tenant: str | None = None) -> list[ApiKey]:
         return [_key(row) for row in await self._database.ask(SQL["list"], {"tenant": tenant, "limit": _KEYS_MAX})]

@@ -1,9 +1,13 @@
 -- API keys: only their hash is stored.
 
 -- name: create
+-- An id that is there already comes from the same form, sent twice: only the secret that was shown last is valid.
 INSERT INTO batchwright.api_key (id, digest, hint, name, tenant, scopes, created_at, expires_at)
 VALUES (%(id)s, %(digest)s, %(hint)s, %(name)s, %(tenant)s, %(scopes)s::text[], :now,
         :now + make_interval(secs => %(lifetime_seconds)s))
+ON CONFLICT (id) DO UPDATE SET digest = excluded.digest, hint = excluded.hint
+WHERE api_key.last_used_at IS NULL AND api_key.revoked_at IS NULL
+    AND (api_key.name, api_key.tenant, api_key.scopes) = (excluded.name, excluded.tenant, excluded.scopes)
 RETURNING id, name, tenant, scopes, hint, created_at, expires_at, last_used_at, revoked_at
 
 -- name: list

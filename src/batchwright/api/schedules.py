@@ -29,6 +29,9 @@ from batchwright.api.schemas import (
     Text,
 )
 from batchwright.api.services import services
+from batchwright.api.submit import once
+from batchwright.core import Core
+from batchwright.db.database import Session
 from batchwright.engine.jobs import JobId, NewJob, OnHeld
 from batchwright.engine.schedules import Missed, Schedule
 from batchwright.errors import InvalidInput
@@ -174,6 +177,16 @@ async def resume_schedule(request: Request, caller: Operator, name: Which) -> Sc
 async def run_schedule(request: Request, caller: Operator, name: Which) -> Fired:
     job_id: JobId = await services(request).core.schedules.fire_now(name, tenant=caller.own_tenant)
     return Fired(job_id=job_id)
+
+
+async def run_once(core: Core, name: str, *, tenant: str, key: str | None) -> JobId:
+    """Run the schedule now; if it was run with this key before, the answer is the job of that run."""
+
+    async def fire(session: Session) -> list[JobId]:
+        return [await core.schedules.fire_now(name, tenant=tenant, session=session)]
+
+    (id,) = await once(core, fire, tenant=tenant, key=key)
+    return id
 
 
 async def _put(request: Request, tenant: str, name: str, plan: Plan, *, replace: bool) -> ScheduleView:

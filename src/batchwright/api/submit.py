@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -52,20 +52,37 @@ async def _prepared(core: Core, place: str, job: NewJob) -> dict[str, Any]:
     return row
 
 
-@retry_deadlocks
 async def _once(
     core: Core, rows: Sequence[dict[str, Any]], tenant: str, key: str | None, body: Mapping[str, Any]
 ) -> list[JobId]:
-    queue = core.queue
     if key is None:
-        return [one.id for one in await queue.enqueue(rows)]
-    digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS, default=str)).digest()
-    async with queue.database.transaction() as session:
-        if known := await _known(core, session, tenant, key, digest):
+        return [one.id for one in await core.queue.enqueue(rows)]
+
+    async def enqueue(session: Session) -> list[JobId]:
+        return [one.id for one in await core.queue.enqueue(rows, session=session)]
+
+    return await once(core, enqueue, tenant=tenant, key=key, body=body)
+
+
+@retry_deadlocks
+async def once(
+    core: Core,
+    make: Callable[[Session], Awaitable[list[JobId]]],
+    *,
+    tenant: str,
+    key: str | None,
+    body: Mapping[str, Any] | None = None,
+) -> list[JobId]:
+    """The jobs that `make` creates, or those that it created for an earlier request with the same key."""
+    database = core.queue.database
+    digest = hashlib.sha256(orjson.dumps(body or {}, option=orjson.OPT_SORT_KEYS, default=str)).digest()
+    async with database.transaction() as session:
+        if key is not None and (known := await _known(core, session, tenant, key, digest)):
             return known
-        ids = [one.id for one in await queue.enqueue(rows, session=session)]
-        answer = orjson.dumps(ids).decode()
-        await queue.database.ask(SQL["answer"], {"tenant": tenant, "key": key, "answer": answer}, session)
+        ids = await make(session)
+        if key is not None:
+            answer = orjson.dumps(ids).decode()
+            await database.ask(SQL["answer"], {"tenant": tenant, "key": key, "answer": answer}, session)
         return ids
 
 

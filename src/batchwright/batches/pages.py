@@ -140,13 +140,13 @@ async def set_limits(visit: Submitter, id: str) -> Response:
 
 @pages.post("/ui/batches/{id}/retry")
 async def retry_batch(visit: Submitter, id: str) -> Response:
-    """A new batch of the lines that failed, all or with one code."""
+    """A new batch of the lines that failed, all or with one code; the same form sent twice makes one batch."""
     app = service(visit.request, BatchServices)
     batch = await app.batches.get(id, tenant=visit.tenant)
     code = await visit.field("code")
     codes = [code] if code else None
     await check_retry(app.files, batch, codes)
-    key = idempotency("ui-retry", await visit.field("key") or None, {"retry_of": batch.id, "codes": codes})
+    key = idempotency("ui-retry", await visit.once(), {"retry_of": batch.id, "codes": codes})
     made, _ = await create(app.batches, app.core.catalog, retry_of(batch, codes, **key), must_be_served=False)
     app.core.doorbell.ring([made.queue])
     return visit.go(f"/ui/batches/{made.id}", done="A new batch sends the failed lines again.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -53,7 +52,7 @@ async def take_file(visit: Submitter) -> Response:
     if (upload.size or 0) > app.settings.file_bytes_max:
         raise HTTPException(413, file_too_large(app.settings.file_bytes_max))
     try:
-        file = await _store(app, upload, tenant)
+        file = await _store(visit, app, upload, tenant)
     finally:
         await form.close()
     return visit.go(f"{NEW}/{file.id}")
@@ -72,11 +71,11 @@ async def start_batch(visit: Submitter, file_id: str) -> Response:
     app = service(visit.request, BatchServices)
     file = await app.files.get(file_id, tenant=visit.caller.own_tenant)
     checked = await app.inspector.check(file)
-    values = {name: await visit.field(name) for name in ("window", "priority", "max_in_flight", "note", "key")}
+    values = {name: await visit.field(name) for name in ("window", "priority", "max_in_flight", "note")}
     if not checked.can_run:
         raise Conflict(f"{file.filename} has problems; correct them and upload it again")
     try:
-        new = _new_batch(checked, values)
+        new = _new_batch(checked, values, await visit.once())
         await _require_worker(app)
     except BatchwrightError as error:
         return _draw(visit, checked, values, problem=str(error), status=400)
@@ -87,16 +86,26 @@ async def start_batch(visit: Submitter, file_id: str) -> Response:
     return visit.go(f"/ui/batches/{batch.id}", done="The batch has started.")
 
 
-async def _store(app: BatchServices, upload: UploadFile, tenant: str) -> File:
+async def _store(visit: Visit, app: BatchServices, upload: UploadFile, tenant: str) -> File:
     name = base_name(upload.filename or "")[:FILENAME_CHARACTERS_MAX]
     id = new_file_id()
     stored = await app.files.store.put(object_key(id), _chunks(upload), limit=app.settings.file_bytes_max)
-    new = NewFile(id=id, tenant=tenant, purpose=BATCH, filename=name, stored=stored, expires_seconds=INPUT_KEPT_SECONDS)
+    new = NewFile(
+        id=id,
+        tenant=tenant,
+        purpose=BATCH,
+        filename=name,
+        stored=stored,
+        expires_seconds=INPUT_KEPT_SECONDS,
+        idempotency_key=visit.once_of([("once", await visit.field("once")), ("name", name), ("sha256", stored.sha256)]),
+    )
     try:
-        file, _ = await persist(lambda: app.files.add(new))
+        file, is_new = await persist(lambda: app.files.add(new))
     except BatchwrightError:
         await discard(app.files.store, stored)
         raise
+    if not is_new:
+        await discard(app.files.store, stored)
     return file
 
 
@@ -105,7 +114,7 @@ async def _chunks(upload: UploadFile) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _new_batch(checked: Checked, values: dict[str, str]) -> NewBatch:
+def _new_batch(checked: Checked, values: dict[str, str], key: str | None) -> NewBatch:
     assert checked.inspection is not None
     window = values["window"] or "24h"
     window_seconds(window)
@@ -120,7 +129,7 @@ def _new_batch(checked: Checked, values: dict[str, str]) -> NewBatch:
         metadata={"note": values["note"][:500]} if values["note"] else None,
         priority=5 if priority is None else priority,
         limits={} if limit is None else {"max_in_flight": limit},
-        **idempotency("ui", values["key"] or None, body),
+        **idempotency("ui", key, body),
     )
 
 
@@ -144,6 +153,5 @@ def _draw(visit: Visit, checked: Checked, values: dict[str, str], **context: Any
         is_mixed=found is not None and found.endpoint == MIXED,
         known=sorted(ENDPOINTS),
         values={"window": "24h", "priority": "5", "max_in_flight": "", "note": "", **values},
-        key=values.get("key") or secrets.token_hex(16),
         problem=context.get("problem"),
     )

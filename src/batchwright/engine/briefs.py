@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from batchwright.db.database import Database
 from batchwright.db.statements import statements
 from batchwright.engine.jobs import JobId
+from batchwright.errors import InvalidInput
 from batchwright.states import JobStatus
 
 SQL = statements(__package__, "parts.sql", "views.sql", "briefs.sql")
 _WORDS_MAX = 300
 _DEPTH_MAX = 50
+_ROUND_MAX = 2**15 - 1
 STAGE_COUNT_MAX = 10_000
 """Maximum number of a pipeline's jobs that its graph counts."""
 
@@ -46,6 +49,38 @@ class JobBrief:
     finished_at: datetime | None
 
 
+class Place(NamedTuple):
+    """A place among the children of a job: the next page begins after it."""
+
+    round: int
+    id: UUID
+
+    def __str__(self) -> str:
+        return f"{self.round}.{self.id.hex}"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        round, _, id = text.partition(".")
+        try:
+            if not round.isascii() or not round.isdecimal() or int(round) > _ROUND_MAX:
+                raise ValueError("a round is a small number")
+            return cls(int(round), UUID(id))
+        except ValueError as error:
+            raise InvalidInput(f"{text[:60]!r} is no place among children; follow a link", param="children") from error
+
+
+_FIRST = Place(0, UUID(int=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """A job in a tree."""
+
+    place: Place
+    has_children: bool
+    job: JobBrief
+
+
 @dataclass(slots=True)
 class Stage:
     """The jobs of one type in a pipeline."""
@@ -69,10 +104,27 @@ class Briefs:
     async def of(self, ids: Sequence[JobId], *, tenant: str | None) -> list[JobBrief]:
         """These jobs, newest first."""
         params = {"ids": list(ids), "tenant": tenant, "words_max": _WORDS_MAX}
-        rows = await self._database.ask(SQL["briefs"], params) if ids else []
-        names = JobBrief.__dataclass_fields__
-        found = [dict(zip(names, row, strict=True)) for row in rows]
-        return [JobBrief(**{**one, "status": JobStatus(one["status"])}) for one in found]
+        return [_brief(row) for row in await self._database.ask(SQL["briefs"], params)] if ids else []
+
+    async def children(
+        self, parents: Sequence[JobId], *, tenant: str | None, limit: int, after: Place | None = None
+    ) -> dict[JobId, list[Child]]:
+        """The first children of each of these jobs, oldest first, or those after a place."""
+        place = after or _FIRST
+        limits = {"limit": limit, "words_max": _WORDS_MAX}
+        params = {
+            "parents": list(parents),
+            "tenant": tenant,
+            "after_round": place.round,
+            "after_id": place.id,
+            **limits,
+        }
+        found: dict[JobId, list[Child]] = {id: [] for id in parents}
+        for round, has_children, *columns in await self._database.ask(SQL["children"], params) if parents else ():
+            job = _brief(columns)
+            assert job.parent_job_id is not None
+            found[job.parent_job_id].append(Child(place=Place(round, job.id), has_children=has_children, job=job))
+        return found
 
     async def ancestors(self, id: JobId) -> list[JobId]:
         """The jobs that wait for this job, outermost first."""
@@ -94,3 +146,8 @@ class Briefs:
             if parent_type is None:
                 last_top = job_type
         return list(stages.values())
+
+
+def _brief(columns: Sequence[Any]) -> JobBrief:
+    values = dict(zip(JobBrief.__dataclass_fields__, columns, strict=True))
+    return JobBrief(**{**values, "status": JobStatus(values["status"])})

@@ -1,14 +1,32 @@
 -- The columns for lists and graphs of jobs: no payload and no result, which may be megabytes.
 
+-- part: brief
+job.id, job.job_type, job.queue, job.tenant, job.owner, job.status::text, job.priority, job.attempts, job.max_attempts,
+job.progress_current, job.progress_total, job.children_open, job.parent_job_id,
+job.lease_until IS NULL AND job.status = 'RUNNING',
+CASE WHEN job.status IN ('FAILED', 'QUEUED') THEN job.error ->> 'code' END,
+left(coalesce(CASE WHEN job.status IN ('FAILED', 'QUEUED') THEN job.error ->> 'message' END, job.message),
+     %(words_max)s),
+job.run_after, job.created_at, job.started_at, job.finished_at
+
 -- name: briefs
-SELECT id, job_type, queue, tenant, owner, status::text, priority, attempts, max_attempts, progress_current,
-       progress_total, children_open, parent_job_id, lease_until IS NULL AND status = 'RUNNING',
-       CASE WHEN status IN ('FAILED', 'QUEUED') THEN error ->> 'code' END,
-       left(coalesce(CASE WHEN status IN ('FAILED', 'QUEUED') THEN error ->> 'message' END, message), %(words_max)s),
-       run_after, created_at, started_at, finished_at
+SELECT :brief
 FROM batchwright.job
 WHERE id = ANY(%(ids)s::uuid[]) AND tenant = coalesce(%(tenant)s, tenant)
 ORDER BY created_at DESC, id DESC
+
+-- name: children
+-- Some children of each of these jobs, in the order of their index: however many there are, only these are read.
+SELECT job.round, EXISTS (SELECT FROM batchwright.job AS below WHERE below.parent_job_id = job.id), :brief
+FROM unnest(%(parents)s::uuid[]) AS parent (id)
+CROSS JOIN LATERAL (
+    SELECT * FROM batchwright.job
+    WHERE parent_job_id = parent.id AND tenant = coalesce(%(tenant)s, tenant)
+        AND (round, id) > (%(after_round)s::smallint, %(after_id)s::uuid)
+    ORDER BY round, id
+    LIMIT %(limit)s
+) AS job
+ORDER BY job.parent_job_id, job.round, job.id
 
 -- name: ancestors
 -- From the parent up; trees are normally less deep than `depth_max`.

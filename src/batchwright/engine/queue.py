@@ -652,9 +652,9 @@ class Queue:
         status, result, error = rows[0]
         return JobStatus(status), result, error
 
-    async def count_children(self, id: JobId) -> dict[JobStatus, int]:
-        """By status; at most `CHILDREN_COUNTED_MAX` are counted."""
-        rows = await self._run(None, "count_children", id=id, count_max=CHILDREN_COUNTED_MAX)
+    async def count_children(self, id: JobId, *, limit: int = CHILDREN_COUNTED_MAX) -> dict[JobStatus, int]:
+        """By status; at most `limit` are counted."""
+        rows = await self._run(None, "count_children", id=id, count_max=limit)
         return {JobStatus(status): n for status, n in rows}
 
     async def joined(self, id: UUID, round: int) -> tuple[int, int, int, int]:

@@ -187,15 +187,19 @@ class Schedules:
         """Delete a schedule but not its jobs; returns the deleted schedule."""
         return await self._one(None, "delete", schedule, tenant)
 
-    async def fire_now(self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT) -> JobId:
+    async def fire_now(
+        self, schedule: str | UUID, *, tenant: str = DEFAULT_TENANT, session: Session | None = None
+    ) -> JobId:
         """Create one job now, paused or not; the ticks do not change."""
-        async with self._queue.database.transaction() as session:
-            found = await self._one(session, "get", schedule, tenant)
-            ((now,),) = await self._run(session, "now")
-            (fired,) = await self._enqueue(session, [_new_job(found, now)])
-            await self._run(session, "run", id=found.id, job_id=fired.id)
-            await ring_at_commit(session, [fired.queue])
-            return fired.id
+        if session is None:
+            async with self._queue.database.transaction() as session:
+                return await self.fire_now(schedule, tenant=tenant, session=session)
+        found = await self._one(session, "get", schedule, tenant)
+        ((now,),) = await self._run(session, "now")
+        (fired,) = await self._enqueue(session, [_new_job(found, now)])
+        await self._run(session, "run", id=found.id, job_id=fired.id)
+        await ring_at_commit(session, [fired.queue])
+        return fired.id
 
     async def _template(self, job: NewJob, tick_field: str | None, tenant: str, now: datetime) -> dict[str, Any]:
         """The template for each tick's job, after checking that such a job is valid."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -12,7 +13,7 @@ from batchwright.api.services import service
 from batchwright.errors import Conflict, DataRefused, Forbidden
 from batchwright.files.http import Upload, attachment, begin_reading
 from batchwright.files.services import FileServices
-from batchwright.files.store import persist
+from batchwright.files.store import NewFile, persist
 from batchwright.files.views import PURPOSES
 from batchwright.storage import Field
 from batchwright.storage import File as FilePart
@@ -49,20 +50,26 @@ async def list_files(
 
 @pages.post("/ui/files")
 async def upload_file(visit: Uploader) -> Response:
-    """Stream the file into the store, as the HTTP API does; the form's token must come before it."""
+    """Stream the file into the store, as the HTTP API does; the form's token must come before it.
+
+    A form that is sent twice creates one file.
+    """
     app = service(visit.request, FileServices)
     upload = _PageUpload(visit, app)
     try:
         await upload.read(visit.request)
         new = upload.file(visit.caller.own_tenant, None)
+        new = replace(new, idempotency_key=upload.once(new))
     except BaseException:
         await upload.discard()
         raise
     try:
-        file, _ = await persist(lambda: app.files.add(new))
+        file, is_new = await persist(lambda: app.files.add(new))
     except (Conflict, DataRefused):
         await upload.discard()
         raise
+    if not is_new:
+        await upload.discard()
     return visit.go(f"/ui/files/{file.id}", done="The file is uploaded.")
 
 
@@ -98,13 +105,21 @@ class _PageUpload(Upload):
         super().__init__(app.files.store, app.bytes_max)
         self._visit = visit
         self._is_checked = False
+        self._once = ""
 
     def take(self, field: Field) -> None:
         if field.name == "csrf":
             self._visit.check_token(field.value)
             self._is_checked = True
+        elif field.name == "once":
+            self._once = field.value
         else:
             super().take(field)
+
+    def once(self, new: NewFile) -> str | None:
+        """The same key for the same file of the same form."""
+        parts = {"once": self._once, "name": new.filename, "purpose": new.purpose, "sha256": new.stored.sha256}
+        return self._visit.once_of([*parts.items()])
 
     async def put(self, part: FilePart) -> None:
         if not self._is_checked:

@@ -43,6 +43,9 @@ large uploads can be streamed.
 - `visit.tenant`: whose objects are shown; None means all (`?tenant=*`, for admins). `visit.caller.own_tenant` raises an
   error with its remedy where one tenant is needed.
 - `visit.may("operate")`: whether the key has that scope. In templates `may("operate")`. Hide what is not allowed.
+- `await visit.once()`: an idempotency key for what a POST creates. `csrf()` writes a second field, `once`, which is new
+  on every page: without a script a double click sends the same form twice, and both requests have the same key. Verbs
+  that move an existing object need none: its state allows the move once.
 - `await visit.form()`: the fields of a POST. `visit.services` and `service(visit.request, Kind)`: as in routes.
 - `visit.go(path, done=…)`: POST, redirect, GET; the next page shows the sentence once, at the top.
 - `visit.draw(template, status=400, **context)`: a page that is neither shared nor live, such as a form with problems.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -21,6 +21,8 @@ _WIDTH, _HEIGHT = 480, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 6, 8, 22
 _TICKS_X = 4
 _TICKS_Y = 3
+_SHORT = timedelta(minutes=10)
+"""Below this span, minutes do not tell the ticks of an axis apart."""
 SERIES_MAX = 6
 
 Point = tuple[datetime, float | None]
@@ -180,6 +182,9 @@ def _axes(frame: _Frame) -> list[Markup]:
             Markup('<text x="{}" y="{:.1f}" class="axis-y">{}</text>').format(_LEFT - 6, y + 4, compact(value))
         )
     span = frame.end - frame.begin
+    unit, shape = ("day", "%m-%d") if span.days >= 2 else ("hour", "%H:%M")
+    if span < _SHORT:
+        unit, shape = "second", "%H:%M:%S"
     for n in range(_TICKS_X):
         moment = frame.begin + span * n / (_TICKS_X - 1)
         anchor = "start" if n == 0 else "end" if n == _TICKS_X - 1 else "middle"
@@ -188,9 +193,9 @@ def _axes(frame: _Frame) -> list[Markup]:
                 frame.x(moment),
                 frame.height - 6,
                 anchor,
-                "day" if span.days >= 2 else "hour",
+                unit,
                 moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-                f"{moment.astimezone(UTC):{'%m-%d' if span.days >= 2 else '%H:%M'}}",
+                f"{moment.astimezone(UTC):{shape}}",
             )
         )
     return drawn

@@ -93,8 +93,10 @@ class Site:
 
 @pass_context
 def _csrf(context: Context) -> Markup:
-    """The hidden field that every form needs."""
-    return Markup('<input type="hidden" name="csrf" value="{}">').format(context["csrf_token"])
+    """The hidden fields that every form needs: one shows that it is from here, one that it was sent before."""
+    return Markup('<input type="hidden" name="csrf" value="{}"><input type="hidden" name="once" value="{}">').format(
+        context["csrf_token"], context["once"]
+    )
 
 
 @pass_context

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncGenerator, Hashable, Mapping
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import cached_property
 from http import HTTPStatus
@@ -121,6 +121,18 @@ class Visit:
         given = self.request.headers.get("x-csrf-token")
         self.check_token(await self.field("csrf") if given is None else given)
 
+    async def once(self) -> str | None:
+        """A key for what this form creates: the same one if the form is sent twice. None if a script sent no `once`."""
+        fields = [(name, value) for name, value in (await self.form()).multi_items() if isinstance(value, str)]
+        return self.once_of(fields)
+
+    def once_of(self, fields: Sequence[tuple[str, str]]) -> str | None:
+        """Like `once`, for a form that is read as it arrives."""
+        if not dict(fields).get("once"):
+            return None
+        others = sorted((name, value) for name, value in fields if name != "csrf")
+        return hashlib.sha256(orjson.dumps([str(self.request.url), others])).hexdigest()
+
     def check_token(self, given: str) -> None:
         if not hmac.compare_digest(given.encode(), self.csrf.encode()):
             raise Forbidden("this form has expired, or is not from this site; reload the page and send it again")
@@ -197,6 +209,7 @@ class Visit:
         return {
             "visit": self,
             "csrf_token": self.csrf,
+            "once": secrets.token_hex(16),
             "flash": unquote(self.request.cookies.get(FLASH, ""))[:_FLASH_CHARACTERS_MAX],
             "menu": self.site.menu(self.may, self.request.url.path),
             "version": self.services.version,
@@ -206,8 +219,8 @@ class Visit:
         place = self.services.stream_places.take(self.caller)
 
         def draw(loaded: Mapping[str, Any]) -> dict[str, str]:
-            # Each viewer has its own token: the script writes it into forms that come with an update.
-            shared = {"visit": self, "csrf_token": "", "is_fragment": True, "is_live": True}
+            # Each viewer has its own tokens: the script writes them into forms that come with an update.
+            shared = {"visit": self, "csrf_token": "", "once": "", "is_fragment": True, "is_live": True}
             return self.site.fragments(template, {**fixed, **loaded, **shared})
 
         variant = (self.caller.scopes, self.request.query_params.get("tenant"))

@@ -8,6 +8,7 @@
 
   const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
   const hour = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
+  const second = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
   const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric" });
   const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
@@ -38,7 +39,7 @@
       const seconds = (now - moment) / 1000;
       const kind = element.dataset.time;
       const words = kind === "ago" ? relative(seconds) : kind === "since" ? duration(Math.max(0, seconds))
-        : kind === "hour" ? hour.format(moment) : kind === "day" ? day.format(moment) : exact.format(moment);
+        : kind === "second" ? second.format(moment) : kind === "hour" ? hour.format(moment) : kind === "day" ? day.format(moment) : exact.format(moment);
       if (element.textContent !== words) element.textContent = words;
       if (element.title !== undefined && (kind === "ago" || kind === "since")) {
         const title = exact.format(moment);
@@ -50,8 +51,10 @@
   function prepare(root) {
     showTimes(root);
     for (const button of $$(".copy", root)) button.hidden = false;
-    const token = $('meta[name="csrf"]');
-    for (const field of $$('input[name="csrf"]', root)) if (!field.value && token) field.setAttribute("value", token.content);
+    for (const name of ["csrf", "once"]) {
+      const token = $(`meta[name="${name}"]`);
+      for (const field of $$(`input[name="${name}"]`, root)) if (!field.value && token) field.setAttribute("value", token.content);
+    }
   }
 
   // Updates: an element that stays keeps its focus, selection, scroll position and state ---------------------------
@@ -163,6 +166,17 @@
     retry = setTimeout(connect, Math.min(30000, 1000 * 2 ** failures));
   }
 
+  // A level of a tree opens in place: the same page is followed under its new address.
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("a.toggle");
+    if (!link || !source || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+    event.preventDefault();
+    history.pushState(null, "", link.href.replace(/#.*/, ""));
+    disconnect();
+    connect();
+  });
+  window.addEventListener("popstate", () => { disconnect(); connect(); });
+
   // A browser opens at most six connections to a server: hidden pages must not hold them.
   document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
   window.addEventListener("pagehide", disconnect);
@@ -183,7 +197,14 @@
     delete form.dataset.confirmed;
     if (form.method === "post") setTimeout(() => { for (const button of $$("button", form)) button.disabled = true; });
   });
-  window.addEventListener("pageshow", () => { for (const button of $$("form[method=post] button:disabled")) button.disabled = false; });
+  // Whoever comes back to a page means a new form, and not the one that was sent from it.
+  window.addEventListener("pageshow", (event) => {
+    for (const button of $$("form[method=post] button:disabled")) button.disabled = false;
+    const token = $('meta[name="once"]');
+    if (!event.persisted || !token) return;
+    token.content = [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+    for (const field of $$('input[name="once"]')) field.setAttribute("value", token.content);
+  });
 
   function ask(words, verb, then) {
     const dialog = document.createElement("dialog");
@@ -241,18 +262,18 @@
   const GOES = { o: "/ui", j: "/ui/jobs", b: "/ui/batches", i: "/ui/inbox" };
 
   function mark(row) {
-    for (const other of $$(".rows tr.at")) other.classList.remove("at");
+    for (const other of $$(".at")) other.classList.remove("at");
     rowAt = row && row.isConnected ? row : null;
     if (rowAt) rowAt.classList.add("at");
   }
 
   function step(by) {
-    const rows = $$("table.rows tbody tr");
+    const rows = $$("table.rows tbody tr, .tree .twig");
     if (!rows.length) return;
     const at = rows.indexOf(rowAt);
     mark(rows[Math.min(rows.length - 1, Math.max(0, at < 0 ? 0 : at + by))]);
     rowAt.scrollIntoView({ block: "nearest" });
-    const link = $("a", rowAt);
+    const link = $("a:not(.toggle)", rowAt);
     if (link) link.focus({ preventScroll: true });
   }
 
@@ -305,6 +326,8 @@
     opener.hidden = false;
     opener.addEventListener("click", help);
   }
+  const current = $(".menu [aria-current]");
+  if (current) current.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone the menu is a row
   prepare(document);
   count();
   connect();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from markupsafe import Markup
 from starlette.responses import Response
 
 from batchwright.api.schemas import JobView
-from batchwright.engine.briefs import JobBrief, Stage
+from batchwright.engine.briefs import Place, Stage
 from batchwright.engine.jobs import Job, JobEvent, JobId
-from batchwright.engine.views import Cursor, JobFilter
 from batchwright.errors import Conflict, NotFound
 from batchwright.states import JOB, JobStatus
 from batchwright.web import charts
 from batchwright.web.pages import Pages
+from batchwright.web.views.tree import OPEN_PATTERN, load_tree
 from batchwright.web.visit import Operator, Reader, Visit
 
 pages = Pages("job", package="batchwright.web")
@@ -29,9 +30,9 @@ pages = Pages("job", package="batchwright.web")
 _EVENTS_SHOWN = 25
 _EVENTS_PER_PAGE = 100
 _EVENTS_LOOKED_AT = 200
-_CHILDREN_PER_PAGE = 25
 _REASON_MAX = 500
 _ATTEMPTS_SHOWN = 10
+_CHILDREN_COUNTED_MAX = 10_000
 _NO_END = frozenset({"job.enqueued", "job.joined", "job.started"})
 
 
@@ -49,9 +50,15 @@ class Attempt:
 
 
 @pages.get("/ui/jobs/{id}")
-async def show_job(visit: Reader, id: UUID, children: Annotated[str | None, Query(max_length=200)] = None) -> Response:
+async def show_job(
+    visit: Reader,
+    id: UUID,
+    children: Annotated[str | None, Query(max_length=200)] = None,
+    open: Annotated[str | None, Query(pattern=f"^{OPEN_PATTERN}$")] = None,
+) -> Response:
     core, tenant = visit.services.core, visit.tenant
-    after = None if children is None else Cursor.parse(children)
+    after = None if children is None else Place.parse(children)
+    opened = open.split(".") if open else []
 
     async def load() -> dict[str, Any]:
         job = await core.queue.get(JobId(id), tenant=tenant)
@@ -62,7 +69,7 @@ async def show_job(visit: Reader, id: UUID, children: Annotated[str | None, Quer
             "events": events[-_EVENTS_SHOWN:][::-1],
             "has_more_events": len(events) > _EVENTS_SHOWN,
             "attempts": attempts_of(events),
-            **await _family(visit, job, after),
+            **await _family(visit, job, after, opened),
             **await _pipeline(visit, job),
         }
 
@@ -153,18 +160,21 @@ def attempts_of(events: Sequence[JobEvent]) -> list[Attempt]:
     return list(found.values())[::-1][:_ATTEMPTS_SHOWN]
 
 
-async def _family(visit: Visit, job: Job, after: Cursor | None) -> dict[str, Any]:
-    """The job that waits for this one, and a page of those that this one waits for."""
+async def _family(visit: Visit, job: Job, after: Place | None, opened: Sequence[str]) -> dict[str, Any]:
+    """The jobs that wait for this one, and the tree of those that this one waits for."""
     core = visit.services.core
     above = await core.briefs.of(await core.briefs.ancestors(job.id) if job.parent_job_id else [], tenant=visit.tenant)
-    counts = await core.queue.count_children(job.id) if job.waits else {}
-    ids: list[JobId] = []
-    next = None
-    if counts:
-        wanted = JobFilter(tenant=visit.tenant, parent_job_id=job.id)
-        ids, next = await core.views.ids(wanted, limit=_CHILDREN_PER_PAGE, after=after)
-    below: list[JobBrief] = await core.briefs.of(ids, tenant=visit.tenant)
-    return {"above": above[::-1], "below": below, "child_counts": counts, "next": None if next is None else str(next)}
+    tree, next = await load_tree(core.briefs, job.id, tenant=visit.tenant, opened=opened, after=after)
+    counts: Mapping[JobStatus, int] = Counter(twig.job.status for twig in tree)
+    if next is not None or after is not None:  # the page does not show all of them
+        counts = await core.queue.count_children(job.id, limit=_CHILDREN_COUNTED_MAX + 1)
+    return {
+        "above": above[::-1],
+        "tree": tree,
+        "child_counts": counts,
+        "counted_max": _CHILDREN_COUNTED_MAX if sum(counts.values()) > _CHILDREN_COUNTED_MAX else None,
+        "next": None if next is None else str(next),
+    }
 
 
 async def _pipeline(visit: Visit, job: Job) -> dict[str, Any]:

@@ -42,14 +42,21 @@ async def list_keys(visit: Admin) -> Response:
 
 @pages.post("/ui/keys")
 async def create_key(visit: Admin) -> Response:
-    """The response shows the key itself; it is never shown again."""
+    """The response shows the key itself; it is never shown again. Sent twice, the form makes one key."""
     form = await visit.form()
     given = {name: await visit.field(name) for name in ("name", "for_tenant", "lifetime")}
     scopes = [str(scope) for scope in form.getlist("scope")]
     keys = visit.services.core.keys
     try:
         tenant = given["for_tenant"] or visit.caller.own_tenant
-        made = await keys.create(given["name"], tenant=tenant, scopes=scopes, lifetime=_lifetime(given["lifetime"]))
+        once = await visit.once()
+        made = await keys.create(
+            given["name"],
+            tenant=tenant,
+            scopes=scopes,
+            lifetime=_lifetime(given["lifetime"]),
+            id=None if once is None else UUID(once[:32]),
+        )
     except InvalidInput as error:
         context = {**_form(given["for_tenant"], scopes, given, str(error)), **_newest(await keys.list())}
         return visit.draw("keys.html", status=400, title="Keys", **context)

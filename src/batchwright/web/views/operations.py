@@ -48,7 +48,7 @@ async def show_form(visit: Submitter, name: Annotated[str, Query(max_length=100)
 
 @pages.post("/ui/operations/submit")
 async def submit_job(visit: Submitter, name: Annotated[str, Query(max_length=100)]) -> Response:
-    """Like `POST /v1/jobs`; problems are shown beside their fields."""
+    """Like `POST /v1/jobs`; problems are shown beside their fields. The same form sent twice submits one job."""
     operation, form = await _operation(visit, name), await visit.form()
     fields = fields_of(operation.payload_schema)
     given = {key: str(form.get(key, "")).strip() for key in (*(field.name for field in fields), *_OPTIONS)}
@@ -59,7 +59,8 @@ async def submit_job(visit: Submitter, name: Annotated[str, Query(max_length=100
         try:
             job = JobToBe.model_validate({"job_type": name, "payload": filled.payload, **options})
             tenant = visit.caller.own_tenant
-            made = await submit(visit.services.core, [job.new_job(tenant, None)], tenant=tenant, key=None, body={})
+            key = await visit.once()
+            made = await submit(visit.services.core, [job.new_job(tenant, None)], tenant=tenant, key=key, body={})
             return visit.go(f"/ui/jobs/{made.ids[0]}", done="The job is queued.")
         except ValidationError as error:
             problem = error.errors()[0]

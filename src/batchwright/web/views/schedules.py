@@ -9,7 +9,7 @@ from fastapi import Query
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from batchwright.api.schedules import NamedPlan
+from batchwright.api.schedules import NamedPlan, run_once
 from batchwright.engine.schedules import LIST_MAX, Missed
 from batchwright.errors import Conflict, InvalidInput
 from batchwright.web.pages import Link, Pages
@@ -93,7 +93,8 @@ async def resume_schedule(visit: Operator) -> Response:
 
 @pages.post("/ui/schedules/run")
 async def run_schedule(visit: Operator) -> Response:
-    id = await visit.services.core.schedules.fire_now(await visit.field("name"), tenant=visit.caller.own_tenant)
+    core, name = visit.services.core, await visit.field("name")
+    id = await run_once(core, name, tenant=visit.caller.own_tenant, key=await visit.once())
     return visit.go(f"/ui/jobs/{id}", done="The schedule created this job.")
 
 
