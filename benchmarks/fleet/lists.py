@@ -141,14 +141,13 @@ def counting(client: AsyncBatchwright) -> dict[str, Question]:
 
 def measuring(client: AsyncBatchwright) -> dict[str, Question]:
     database = client.queue.database
-    rounds = {"names": ["rescue"], "every_seconds": [5.0]}
     limits = {"queues_max": 200, "jobs_max": metrics._JOBS_MAX}
     standing = ("depths", "taken", "failed")
     return {
         "/metrics: all": lambda: metrics.read_standing(database),
         **{f"/metrics: {name}": lambda name=name: database.ask(metrics.SQL[name], limits) for name in standing},
         "/metrics: counted": lambda: metrics.read_counts(database),
-        "upkeep: look": lambda: database.ask(UPKEEP["look"], rounds),
+        "upkeep: look": lambda: database.ask(UPKEEP["look"], {"soon_seconds": 3.0}),
     }
 
 
