@@ -24,6 +24,7 @@ _NICE = 5
 _PAUSE_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
 _PIECE = 64 * 1024
+_PILE = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Orders:
     streams: int
     slow: int
     hostile: int
+    piles: int
 
 
 class Attack:
@@ -66,6 +68,8 @@ class Attack:
             (orders.slow, self.upload_slowly, 1.0),
             (orders.streams, self.follow, _RETRY_SECONDS),
             (orders.halves, self.send_half, 1.0),
+            (orders.piles, self.send_pile, _PAUSE_SECONDS),
+            (orders.piles, self.send_unread, 1.0),
         ]
         tasks = [asyncio.create_task(self._repeat(step, pause)) for n, step, pause in parts for _ in range(n)]
         await asyncio.sleep(orders.seconds)
@@ -135,6 +139,23 @@ class Attack:
         """Send a request that never ends."""
         async with self._connection("GET /v1/jobs", has_end=False) as (reader, _):
             await self._note("send_half", reader)
+
+    async def send_pile(self) -> None:
+        """Send thousands of requests at once on one connection, without a key."""
+        async with self._connection("GET /v1/jobs") as (reader, writer):
+            writer.write(b"GET /v1/jobs HTTP/1.1\r\nHost: localhost\r\n\r\n" * _PILE)
+            await self._note("send_pile", reader)
+            while await reader.read(_PIECE):
+                pass
+
+    async def send_unread(self) -> None:
+        """Ask for long answers again and again, without a key, and read none of them."""
+        async with self._connection("GET /openapi.json") as (_, writer):
+            writer.transport.pause_reading()
+            while not writer.transport.is_closing():
+                writer.write(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await writer.drain()
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 python -m tests.siege.siege [--json] [--keep] [--quiet] [--short]
 
 attackers ─ 30 MB bodies without a key · 60 MB of headers · half-sent requests   ─▶ ┌─────┐
-          └ event streams of one key · slow uploads · hostile content types      ─▶ │ API │ ─ worker ─▶ simulator
+          ├ event streams of one key · slow uploads · hostile content types      ─▶ │ API │ ─ worker ─▶ simulator
+          └ thousands of requests on one connection · answers that nobody reads  ─▶ │     │
 honest    ─ jobs · batches · /healthz on new connections                         ─▶ └─────┘
 memory of the server, times of the honest client, its jobs and batches ──▶ goals
 
@@ -59,6 +60,7 @@ class Size:
     streams_per_key_max: int
     slow: int
     hostile: int
+    piles: int
     lines: int
     """The number of lines of a batch."""
     p99_seconds: float = 1.0
@@ -76,6 +78,7 @@ LONG = Size(
     streams_per_key_max=500,
     slow=50,
     hostile=3,
+    piles=30,
     lines=200,
 )
 SHORT = Size(
@@ -88,6 +91,7 @@ SHORT = Size(
     streams_per_key_max=50,
     slow=5,
     hostile=1,
+    piles=3,
     lines=20,
     # In its short form, other tests run at the same time on the same processors.
     p99_seconds=5.0,
@@ -243,6 +247,7 @@ def _orders(size: Size, port: int, key: str, job: str) -> Orders:
         streams=size.streams,
         slow=size.slow,
         hostile=size.hostile,
+        piles=size.piles,
     )
 
 

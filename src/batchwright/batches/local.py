@@ -376,7 +376,7 @@ class SendingState:
         for sender in self._dispatcher.senders.values():
             if sender.limit.breaker.is_open:
                 return f"{sender.gateway.endpoint} cannot be reached; retrying until the window ends"
-            if sender.limit.adaptive.quiet_until - self._dispatcher.clock() > 1.0:
+            if sender.limit.adaptive.wait_seconds(self._dispatcher.clock()) > 1.0:
                 return f"{sender.gateway.endpoint} is overloaded and refuses requests for {sender.model}; retrying"
         return None
 

@@ -104,7 +104,8 @@ class AdaptiveLimit:
         self._cut_at = float("-inf")
         self._cuts_in_a_row = 0
         self.quiet_until = now
-        """Until then nothing is sent: the server refused several requests in a row and answered none."""
+        """Until then nothing is sent: the server refused several requests in a row and answered none. A plain attribute,
+        because it is read for every request."""
         self._hold_rounds = self.HOLD_ROUNDS[0]
         self._past_ceiling = 0.0
         self._phase_since = now
@@ -118,6 +119,10 @@ class AdaptiveLimit:
     def round_seconds(self) -> float:
         """Recent response time; 0 before the first answer."""
         return self._round_seconds
+
+    def wait_seconds(self, now: float) -> float:
+        """How long to send nothing."""
+        return max(0.0, self.quiet_until - now)
 
     def answered(self, sent: Sent, now: float) -> None:
         """The model answered a request: the only sign of progress."""
