@@ -78,7 +78,7 @@ LONG = Size(
     streams_per_key_max=500,
     slow=50,
     hostile=3,
-    piles=30,
+    piles=6,
     lines=200,
 )
 SHORT = Size(

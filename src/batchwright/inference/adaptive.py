@@ -104,8 +104,8 @@ class AdaptiveLimit:
         self._cut_at = float("-inf")
         self._cuts_in_a_row = 0
         self.quiet_until = now
-        """Until then nothing is sent: the server refused several requests in a row and answered none. A plain attribute,
-        because it is read for every request."""
+        """Until then nothing is sent: the server refused several requests in a row and answered none. A plain
+        attribute, because it is read for every request."""
         self._hold_rounds = self.HOLD_ROUNDS[0]
         self._past_ceiling = 0.0
         self._phase_since = now
