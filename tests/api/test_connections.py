@@ -52,9 +52,9 @@ class Door:
         async with await self.wire() as wire:
             return (await wire.ask("GET /healthz")).status
 
-    def check_in(self, seconds: float) -> None:
+    async def check_in(self, seconds: float) -> None:
         """Let the server check its connections, this many seconds later."""
-        self.crowd.check(asyncio.get_running_loop().time() + seconds)
+        await self.crowd.check(asyncio.get_running_loop().time() + seconds)
 
 
 @contextlib.asynccontextmanager
@@ -317,9 +317,9 @@ async def test_headers_must_come_in_time_and_idle_connections_are_left_alone(doo
         assert (await idle.ask("GET /healthz")).status == 200
         half.send(b"GET /healthz HTTP/1.1\r\nHost: loc")
         await until(lambda: len(door.crowd.waiting) == 2 and door.crowd.head_bytes > 0)
-        door.check_in(9)
+        await door.check_in(9)
         assert len(door.crowd.connections) == 3
-        door.check_in(11)
+        await door.check_in(11)
         answer = await half.answer()
         assert (answer.status, answer.error["code"]) == (408, "too_slow")
         assert await half.is_ended()
@@ -342,7 +342,7 @@ async def test_a_body_must_keep_moving(door: Door) -> None:
         for n in range(1, 4):
             moving.send(b" " * 11_000)
             await until(lambda n=n: max(one._received_bytes for one in busy(door)) >= n * 11_000)  # type: ignore[misc]
-            door.check_in(n * 10.5)
+            await door.check_in(n * 10.5)
         answer = await stalled.answer()
         assert (answer.status, answer.error["code"]) == (408, "too_slow")
         assert await stalled.is_ended()
@@ -373,10 +373,10 @@ async def unread(door: Door) -> tuple[asyncio.StreamWriter, Any]:
 
 async def test_an_answer_that_is_not_read_ends(door: Door) -> None:
     writer, connection = await unread(door)
-    door.check_in(0)
-    door.check_in(29)
+    await door.check_in(0)
+    await door.check_in(29)
     assert not connection.transport.is_closing()
-    door.check_in(31)
+    await door.check_in(31)
     await until(lambda: not door.crowd.connections)
     writer.close()
 

@@ -54,6 +54,7 @@ _PIECE_BYTES = 16 * 1024
 _BODY_WINDOW_SECONDS = 10.0
 _ANSWER_WINDOW_SECONDS = 30.0
 _WATCH_SECONDS = 1.0
+_CHECKED_AT_ONCE = 50
 _WARN_SECONDS = 60.0
 
 
@@ -139,17 +140,20 @@ class Crowd(ServerState):
         if where is not None:
             where[connection] = None
 
-    def check(self, now: float) -> None:
-        for connection in list(self.connections):
+    async def check(self, now: float) -> None:
+        """Close connections that are too slow. Thousands may be due at once, so others have their turn in between."""
+        for n, connection in enumerate(list(self.connections)):
             if isinstance(connection, Connection):
                 connection.check(now)
+            if n % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+                await asyncio.sleep(0)
 
     async def watch(self) -> None:
         """One check of all connections a second is less work than a timer for each."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            self.check(loop.time())
+            await self.check(loop.time())
 
     def _end_one(self, besides: Connection) -> bool:
         """Close the connection that has been without a request for longest; returns whether there was one."""
@@ -383,7 +387,7 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Close the connection if it takes too long."""
-        if self.transport is None:
+        if self.transport is None or self.transport.is_closing():
             return
         if self.transport.get_write_buffer_size() > 0:
             self._check_answer(now)
