@@ -640,6 +640,16 @@ async def test_a_long_queue_is_counted_to_a_limit_and_says_so(queue, views, monk
     assert await views.queues(name="short") == [short]
 
 
+async def test_many_queues_share_the_limit_of_all_of_them(queue, views, monkeypatch):
+    monkeypatch.setattr(views_module, "_QUEUES_COUNT_MAX", 200)
+    await some(queue, 102)
+    await some(queue, 2, queue="short")
+    long, short = await views.queues()
+    assert (long.due, long.has_more, short.due, short.has_more) == (100, True, 2, False)
+    (alone,) = await views.queues(name="default")
+    assert (alone.due, alone.has_more) == (102, False)
+
+
 async def test_a_tenant_sees_its_own_jobs_behind_those_of_others(queue, views, monkeypatch):
     """The first thousand jobs of a queue may all belong to others; most tenants have few jobs, so these are read."""
     monkeypatch.setattr(views_module, "_QUEUE_COUNT_MAX_OF_TENANT", 4)

@@ -27,9 +27,9 @@ WhichQueue = Annotated[QueueName, Path(description="The queue's name.")]
 async def list_queues(request: Request, caller: Reader, limit: Limit = 100) -> QueueList:
     """The queues in which the tenant has open jobs; with `tenant=*` all queues, with the jobs of all tenants.
 
-    Counts are limited: for all tenants to the first 10,000 waiting jobs of each queue; for one tenant to its newest
-    5,000 jobs and, if it has more, also the first 1,000 of each queue. `has_more` means that there are other jobs, so
-    the true numbers are at least those shown.
+    Counts are limited: for all tenants to the first 10,000 waiting jobs of each queue, and fewer if there are more than
+    ten queues; for one tenant to its newest 5,000 jobs and, if it has more, also the first 1,000 of each queue.
+    `has_more` means that there are other jobs, so the true numbers are at least those shown.
     """
     views = services(request).core.views
     if caller.tenant is None:

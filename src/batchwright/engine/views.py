@@ -29,6 +29,8 @@ INBOX_COUNT_MAX = 20_000
 _INBOX_GROUPS_MAX = 1_000
 _PIPELINE_COUNT_MAX = 10_000
 _QUEUE_COUNT_MAX = 10_000
+_QUEUES_COUNT_MAX = 100_000
+"""Of all queues together; with more than 1,000 queues, 100 of each."""
 _QUEUE_COUNT_MAX_OF_TENANT = 1_000
 _LISTED_MAX_OF_TENANT = 5_000
 _INBOX_SAMPLES = 3
@@ -311,7 +313,8 @@ class Views:
     # Queues, workers and operations -----------------------------------------------------------------------------
 
     async def queues(self, *, name: str | None = None, limit: int = 1000) -> list[QueueView]:
-        rows = await self._run("queue_depths", name=name, limit=limit, count_max=_QUEUE_COUNT_MAX)
+        limits = {"count_max": _QUEUE_COUNT_MAX, "total_max": _QUEUES_COUNT_MAX, "limit": limit}
+        rows = await self._run("queue_depths", name=name, **limits)
         return [QueueView(**_named(QueueView, row)) for row in rows]
 
     async def queues_of_tenant(self, tenant: str, *, limit: int = 1000) -> QueuesOfTenant:

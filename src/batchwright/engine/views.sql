@@ -346,23 +346,31 @@ ORDER BY grouped.n DESC, grouped.last_at DESC, grouped.job_type, grouped.code
 clock AS MATERIALIZED (SELECT :now AS now)
 
 -- name: queue_depths
--- Every queue that was ever used. Of each, the first `count_max` waiting jobs are counted; there may be more. The
--- oldest due job is the first of its priority.
-WITH held AS MATERIALIZED (
+-- Every queue that was ever used. Of each, the first waiting jobs are counted, up to `count_max`, or up to its share of
+-- `total_max` if there are many queues; there may be more. The oldest due job is the first of its priority.
+WITH share AS MATERIALIZED (
+    SELECT least(%(count_max)s, greatest(100, %(total_max)s / greatest(1, count(*)))) AS most
+    FROM batchwright.queue
+    WHERE %(name)s::text IS NULL OR queue.name = %(name)s
+),
+held AS MATERIALIZED (
     SELECT queue, count(*) AS running FROM batchwright.job
     WHERE locked_by IS NOT NULL AND status = 'RUNNING'
     GROUP BY queue
 ),
 :clock
 SELECT queue.name, queue.paused_at, queued.due, queued.later, coalesce(held.running, 0),
-       extract(epoch FROM clock.now - oldest.first_at)::float8, queued.looked >= %(count_max)s
+       extract(epoch FROM clock.now - oldest.first_at)::float8, queued.looked >= share.most
 FROM clock
+CROSS JOIN share
 CROSS JOIN batchwright.queue
 CROSS JOIN LATERAL (
     SELECT count(*) FILTER (WHERE run_after <= clock.now) AS due, count(*) FILTER (WHERE run_after > clock.now) AS later,
            count(*) AS looked
     FROM (
-        SELECT run_after FROM batchwright.job WHERE job.queue = queue.name AND status = 'QUEUED' LIMIT %(count_max)s
+        SELECT run_after FROM batchwright.job
+        WHERE job.queue = queue.name AND status = 'QUEUED'
+        LIMIT (SELECT most FROM share)
     ) AS bounded
 ) AS queued
 CROSS JOIN LATERAL (
