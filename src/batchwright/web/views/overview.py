@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -35,14 +36,21 @@ async def overview(visit: Reader, span: Annotated[Span, Query()] = "hour") -> Re
 
     async def load() -> dict[str, Any]:
         core, tenant = visit.services.core, visit.tenant
-        groups = await core.inbox(tenant=tenant, limit=100)
-        concerns = await core.attention(None if is_admin and "tenant" not in visit.request.query_params else tenant)
+        everywhere = is_admin and "tenant" not in visit.request.query_params
+        groups, concerns, rest = await asyncio.gather(  # three at a time: other pages need connections too
+            core.inbox(tenant=tenant, limit=100), core.attention(None if everywhere else tenant), load_rest()
+        )
         return {
             "concerns": concerns,
             "failed": sum(group.count for group in groups),
             "causes": groups[:_CAUSES_SHOWN],
+            **rest,
+        }
+
+    async def load_rest() -> dict[str, Any]:
+        return {
             "queues": await _queues(visit),
-            "money": _money_chart(await core.spent_today(tenant)),
+            "money": _money_chart(await visit.services.core.spent_today(visit.tenant)),
             "panels": await _panels(visit),
             **(await _machine(visit, span) if is_admin else {"figures": None, "workers": None, "rates": None}),
         }
