@@ -42,7 +42,7 @@ async def test_a_task_is_shown_with_a_row_for_each_job_and_its_result_is_downloa
             await look(page, "/ui/tasks/providers")
             await expect(page.get_by_role("rowheader", name="openai").first).to_be_visible()
             await look(page, "/ui/tasks?status=failed")
-            await expect(page.get_by_text("No task here")).to_be_visible()
+            await expect(page.get_by_text("No such tasks")).to_be_visible()
 
         waiting = await stage.complete(["openai/gpt-5-mini"], "c")
         async with (
