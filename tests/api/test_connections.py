@@ -252,7 +252,7 @@ async def test_unfinished_headers_of_all_connections_have_a_limit(door: Door, mo
             wires[n].send(long + b"y")
             if n >= 2:
                 assert await wires[n - 2].is_ended()
-            await until(lambda n=n: door.crowd.head_bytes > 40_000 * min(2, n + 1))  # type: ignore[misc]
+            await until(lambda n=n: door.crowd.head_bytes > 40_000 * min(2, n + 1))
         assert len(door.crowd.connections) == 2
         assert await door.health() == 200
     await until(lambda: door.crowd.head_bytes == 0)
@@ -272,7 +272,7 @@ async def test_headers_of_strangers_are_bounded_while_their_requests_wait_and_fr
             wires[n].begin(f"GET {head[0]}", head[1])
             if n >= 2:
                 assert await wires[n - 2].is_ended()
-            await until(lambda n=n: door.crowd.head_bytes > 40_000 * min(2, n + 1))  # type: ignore[misc]
+            await until(lambda n=n: door.crowd.head_bytes > 40_000 * min(2, n + 1))
         assert 80_000 < door.crowd.head_bytes <= 100_000
         turns._running -= AT_ONCE
         turns._start_next()
@@ -341,7 +341,7 @@ async def test_a_body_must_keep_moving(door: Door) -> None:
         await until(lambda: [one.flow.read_paused for one in busy(door)] == [False, False])
         for n in range(1, 4):
             moving.send(b" " * 11_000)
-            await until(lambda n=n: max(one._received_bytes for one in busy(door)) >= n * 11_000)  # type: ignore[misc]
+            await until(lambda n=n: max(one._received_bytes for one in busy(door)) >= n * 11_000)
             await door.check_in(n * 10.5)
         answer = await stalled.answer()
         assert (answer.status, answer.error["code"]) == (408, "too_slow")
@@ -365,7 +365,7 @@ async def unread(door: Door) -> tuple[asyncio.StreamWriter, Any]:
     while not (connection.is_busy and connection.flow.write_paused):
         done = door.crowd.total_requests
         writer.write(request)
-        await until(lambda done=done: door.crowd.total_requests > done or connection.is_busy)  # type: ignore[misc]
+        await until(lambda done=done: door.crowd.total_requests > done or connection.is_busy)
     writer.write(request)
     await until(lambda: bool(connection.pipeline))
     return writer, connection

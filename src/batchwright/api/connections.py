@@ -492,7 +492,7 @@ class Connection(HttpToolsProtocol):
         """Thousands of idle connections would otherwise keep the headers of their last requests in memory."""
         if self.cycle.more_body:  # its end is not parsed yet
             return
-        self.cycle = self.scope = self.headers = self._answered = None  # type: ignore[assignment]
+        self.cycle = self.scope = self.headers = self._answered = None  # type: ignore[assignment]  # uvicorn sets them anew
         self.url = b""
 
     def _wait(self) -> None:
